@@ -1,0 +1,259 @@
+"""Parts of a job that are named by the user: `use = "a built-in name"`, "module:callable" or a live object.
+
+The other keys of such a section are arguments of what it names. They are checked against the signature
+before anything is called, so that a misspelt key is a message and not a traceback.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cordee.core.errors import JobError, nearest
+from cordee.core.seeds import derive_seed
+
+LIVE_PREFIX = "live:"
+
+
+class Use:
+    """A part of a job: what to use, and the arguments for it.
+
+    `Use("resnet", depth=20)` and `Use(MyNet, hidden=64)` are the Python form of a section of the job file.
+    """
+
+    __slots__ = ("args", "use")
+
+    def __init__(self, use: Any, /, **args: Any) -> None:
+        self.use = use
+        self.args: Mapping[str, Any] = types.MappingProxyType(dict(args))
+
+    def __repr__(self) -> str:
+        return f"Use({', '.join([repr(self.use), *(f'{key}={value!r}' for key, value in self.args.items())])})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Use) and (self.use, dict(self.args)) == (other.use, dict(other.args))
+
+    def __hash__(self) -> int:
+        return hash((Use, str(self.use)))
+
+    @classmethod
+    def coerce(cls, section: str, value: Any) -> Use:
+        """Return `value` as a `Use`: it may be one, a table with the key 'use', a name, or a live object."""
+        if isinstance(value, Use):
+            return value
+        if isinstance(value, Mapping):
+            if "use" not in value:
+                raise JobError(f"[{section}] needs the key 'use': a built-in name or 'module:callable'")
+            return cls(value["use"], **{key: argument for key, argument in value.items() if key != "use"})
+        return cls(value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the section of the job file; a live object becomes the name it can be imported by."""
+        return {"use": self.use if isinstance(self.use, str) else name_of(self.use), **self.args}
+
+
+def name_of(live: Any) -> str:
+    """Return "module:callable" for a live callable that can be imported again, else a "live:" description."""
+    module, qualname = getattr(live, "__module__", None), getattr(live, "__qualname__", None)
+    if module and qualname and "<" not in qualname:
+        if module == "__main__":
+            script = getattr(sys.modules["__main__"], "__file__", None)
+            if script and Path(script).suffix == ".py":
+                return f"{Path(script).resolve()}:{qualname}"
+        else:
+            return f"{module}:{qualname}"
+    return f"{LIVE_PREFIX}{module or ''}.{qualname}" if qualname else f"{LIVE_PREFIX}{type(live).__qualname__}"
+
+
+def resolve(
+    section: str, use: Any, builtins: Mapping[str, Callable[..., Any]], *, python_path: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """Return the callable that `use` names; live callables are returned as they are.
+
+    Raises JobError for a name that is not known, a module that cannot be imported and an attribute that is
+    not there. `python_path` is searched first, without staying on `sys.path`'s front for good.
+    """
+    if not isinstance(use, str):
+        if callable(use):
+            return typing.cast("Callable[..., Any]", use)
+        raise JobError(f"{section}: {use!r} cannot be called; give a name, 'module:callable' or a callable")
+    if use in builtins:
+        return builtins[use]
+    if use.startswith(LIVE_PREFIX):
+        raise JobError(
+            f"{section}.use = {use!r}: this job was made in Python from an object that has no importable name; "
+            "run it again from that program, or name the part as 'module:callable'"
+        )
+    module_name, separator, attribute = use.rpartition(":")
+    if not separator:
+        raise JobError(
+            f"{section}.use = {use!r} is not known{nearest(use, builtins)} "
+            f"Known: {', '.join(sorted(builtins))}, or any 'module:callable'"
+        )
+    found: Any = _import(section, use, module_name, python_path)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise JobError(f"{section}.use = {use!r}: {module_name!r} has no {part!r}{nearest(part, _public(found))}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise JobError(f"{section}.use = {use!r} names a {type(found).__name__}, which cannot be called")
+    return typing.cast("Callable[..., Any]", found)
+
+
+def bind(
+    section: str,
+    target: Callable[..., Any],
+    args: Mapping[str, Any],
+    provided: Mapping[str, Any] | None = None,
+) -> functools.partial[Any]:
+    """Return `target` with `args` bound by name, each checked against the signature and its annotation.
+
+    `provided` are values that Cordée can give (the input shape, say): each is passed when the signature has
+    a parameter of that name and the user did not set it. Positional parameters without a default that
+    nobody gives are an error, except the first ones of an optimizer or loss, which the caller binds itself
+    by listing them in `provided` with `inspect.Parameter.empty`.
+    """
+    provided = provided or {}
+    parameters = _parameters(target)
+    if parameters is None:  # a builtin without a signature: nothing can be checked
+        return functools.partial(target, **args)
+    named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    settable = [name for name, p in named.items() if p.kind is not p.POSITIONAL_ONLY and name not in provided]
+    hints = _annotations(target)
+
+    bound = {}
+    for key, value in args.items():
+        if key in named and named[key].kind is not inspect.Parameter.POSITIONAL_ONLY:
+            bound[key] = _converted(f"{section}.{key}", value, hints.get(key))
+        elif open_ended:
+            bound[key] = value
+        else:
+            takes = f"it takes: {', '.join(settable)}" if settable else "it takes no settings"
+            raise JobError(f"{section} has no setting '{key}'{nearest(key, settable)} ({takes})")
+    for name, value in provided.items():
+        if name in named and name not in bound and value is not inspect.Parameter.empty:
+            bound[name] = value
+    missing = [
+        p.name for p in named.values() if p.default is p.empty and p.name not in bound and p.name not in provided
+    ]
+    if missing:
+        raise JobError(f"{section} needs {', '.join(repr(name) for name in missing)}: set {section}.{missing[0]}")
+    return functools.partial(target, **bound)
+
+
+def _parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def _annotations(target: Callable[..., Any]) -> dict[str, Any]:
+    function = target.__init__ if inspect.isclass(target) else target
+    try:
+        return typing.get_type_hints(function)
+    except (NameError, TypeError, AttributeError):  # an annotation only a type checker understands
+        return {}
+
+
+def _converted(key: str, value: Any, annotation: Any) -> Any:
+    """Return `value` as its annotation wants it (a list as a tuple, an int as a float), or raise JobError."""
+    if annotation is None or not _is_plain(annotation):
+        return value
+    try:
+        return msgspec.convert(value, annotation, strict=True)
+    except msgspec.ValidationError as error:
+        raise JobError(f"{key} = {value!r} does not fit: {describe(error)}") from None
+
+
+_PLAIN = (int, float, str, bool, type(None))
+
+
+def _is_plain(annotation: Any) -> bool:
+    origin = typing.get_origin(annotation)
+    if origin is None:
+        return annotation in _PLAIN or annotation is Ellipsis
+    if origin is typing.Literal:
+        return True
+    return origin in (tuple, list, typing.Union, types.UnionType) and all(
+        _is_plain(argument) for argument in typing.get_args(annotation)
+    )
+
+
+def describe(error: msgspec.ValidationError) -> str:
+    """Return msgspec's complaint in this project's words, without its path notation."""
+    text = str(error).split(" - at `$")[0]
+    return text.replace("`", "'").replace("Expected", "expected").replace("Invalid enum value", "unknown value")
+
+
+def _import(section: str, use: str, module_name: str, python_path: Sequence[str]) -> types.ModuleType:
+    try:
+        if module_name.endswith(".py"):
+            return _import_file(module_name, python_path)
+        added = [folder for folder in python_path if folder not in sys.path]
+        sys.path[:0] = added  # stays: the module may import its neighbours later
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and module_name.split(".")[0] == error.name.split(".")[0]:
+            searched = ", ".join([*python_path, "the Python path"])
+            raise JobError(f"{section}.use = {use!r}: no module {error.name!r} (searched: {searched})") from None
+        raise JobError(f"{section}.use = {use!r}: importing {module_name!r} failed: {error}") from error
+    except JobError:
+        raise
+    except Exception as error:
+        where = _last_line_of(error)
+        raise JobError(
+            f"{section}.use = {use!r}: importing {module_name!r} raised {type(error).__name__}: {error}{where}"
+        ) from error
+
+
+def _import_file(file_name: str, python_path: Sequence[str]) -> types.ModuleType:
+    candidates = [Path(file_name), *(Path(folder) / file_name for folder in python_path)]
+    path = next((candidate.resolve() for candidate in candidates if candidate.is_file()), None)
+    if path is None:
+        raise JobError(f"no file {file_name!r} (searched: {', '.join(str(c) for c in candidates)})")
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(path) and module.__name__ != "__main__":
+            return module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    # A file called random.py must not hide the module of that name.
+    is_free = path.stem not in sys.modules and not _is_importable_elsewhere(path)
+    name = path.stem if is_free else f"{path.stem}_{derive_seed(str(path)):x}"
+    specification = importlib.util.spec_from_file_location(name, path)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+def _is_importable_elsewhere(path: Path) -> bool:
+    found = importlib.util.find_spec(path.stem)
+    return found is not None and found.origin != str(path)
+
+
+def _last_line_of(error: BaseException) -> str:
+    traceback = error.__traceback__
+    line = ""
+    while traceback is not None:
+        file_name = traceback.tb_frame.f_code.co_filename
+        if not file_name.startswith("<") and "importlib" not in file_name and file_name != __file__:
+            line = f" (at {file_name}:{traceback.tb_lineno})"
+        traceback = traceback.tb_next
+    return line
+
+
+def _public(module: Any) -> Iterable[str]:
+    return [name for name in dir(module) if not name.startswith("_")]

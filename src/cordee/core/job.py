@@ -1,0 +1,266 @@
+"""A job: everything that decides what a run computes, as one frozen value.
+
+It is read from TOML, overridden key by key, written into the run directory as resolved, and read from there
+again. Unknown keys are rejected with the nearest known one.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+import tomli_w
+
+from cordee.core.components import Use, describe, name_of
+from cordee.core.errors import JobError, nearest
+from cordee.core.settings import Checkpoint, Data, Evaluation, Monitoring, Section, Stop, Strategy, Training
+
+_NAMED_PARTS = ("model", "loss", "optimizer", "schedule")
+_SECTIONS: dict[str, type[Section]] = {
+    "training": Training,
+    "stop": Stop,
+    "evaluation": Evaluation,
+    "checkpoint": Checkpoint,
+    "monitoring": Monitoring,
+}
+# Changing these when resuming leaves what was already computed valid.
+CHANGEABLE_ON_RESUME = (
+    "name",
+    "python_path",
+    "stop.",
+    "evaluation.",
+    "checkpoint.",
+    "monitoring.",
+    "training.epochs",
+    "training.steps",
+    "training.device",
+    "data.prefetch",
+    "data.processes",
+    "data.root",
+    "data.download",
+)
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What to train, on what, how and for how long.
+
+    Sections may be given as their structs, as tables in the shape of the job file, and the named parts also
+    as a bare name or a live object: `Job(model="lenet", data="fashion-mnist", training={"epochs": 5})`.
+    """
+
+    model: Use
+    data: Data
+    name: str = ""
+    seed: int = 0
+    loss: Use = Use("cross_entropy")
+    optimizer: Use = Use("adam", lr=0.001)
+    schedule: Use = Use("constant")
+    training: Training = Training()
+    strategy: Strategy = Strategy()
+    stop: Stop = Stop()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    monitoring: Monitoring = Monitoring()
+    python_path: tuple[str, ...] = ()  # folders searched for "module:callable" before the Python path
+
+    def __post_init__(self) -> None:
+        for part in _NAMED_PARTS:
+            _set(self, part, Use.coerce(part, getattr(self, part)))
+        _set(self, "data", _data_section(self.data))
+        _set(self, "strategy", _strategy_section(self.strategy))
+        for name, section in _SECTIONS.items():
+            value = getattr(self, name)
+            if not isinstance(value, section):
+                _set(self, name, _convert(name, value, section))
+        if not isinstance(self.name, str):
+            raise JobError(f"name = {self.name!r} must be a text")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
+            raise JobError(f"seed = {self.seed!r} must be a whole number of at least 0")
+        if not self.name:
+            _set(self, "name", f"{_short(self.model.use)}-{_short(self.data.use)}")
+        if any(ord(character) < 32 or character in "/\\" for character in self.name):
+            raise JobError(f"name = {self.name!r} names a folder as well: leave out '/', '\\' and control characters")
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> Job:
+        """Read a job file and apply `overrides` of the form "a.b=c", where c is a TOML value or a bare text."""
+        path = Path(path)
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            beside = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+            raise JobError(f"no job file {str(path)!r}{nearest(path.name, beside)}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise JobError(f"cannot read the job file {str(path)!r}: {error}") from None
+        except tomllib.TOMLDecodeError as error:
+            raise JobError(f"{path} is not valid TOML: {error}") from None
+        for override in overrides:
+            _override(table, override)
+        table.setdefault("name", path.stem)
+        return cls.from_dict(table, python_path=(str(path.resolve().parent), str(Path.cwd())))
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any], python_path: Sequence[str] = ()) -> Job:
+        """Return the job that a table in the shape of the job file describes."""
+        known = msgspec.structs.fields(cls)
+        for key in table:
+            if key not in {field.name for field in known}:
+                raise JobError(f"unknown key '{key}'{nearest(key, (field.name for field in known))}")
+        for part in ("model", "data"):
+            if part not in table:
+                raise JobError(f'the job has no [{part}]: add it with use = "…"')
+        given = table.get("python_path", ())
+        if isinstance(given, str) or not all(isinstance(folder, str) for folder in given):
+            raise JobError(f"python_path = {given!r} must be a list of folders")
+        folders = tuple(dict.fromkeys([*given, *python_path]))
+        return cls(**{**table, "python_path": folders})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table of the job file that makes this job again; what is not set (None) is left out."""
+        table: dict[str, Any] = {"name": self.name, "seed": self.seed, "python_path": list(self.python_path)}
+        for part in ("model", "data", "loss", "optimizer", "schedule", "training", "strategy", *_SECTIONS):
+            value = getattr(self, part)
+            table[part] = value.to_dict() if isinstance(value, Use) else _flat(value)
+        return table
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(_toml_ready(self.to_dict()))
+
+    def replace(self, overrides: Iterable[str]) -> Job:
+        """Return this job with `overrides` of the form "a.b=c" applied. Live objects stay live."""
+        table = self.to_dict()
+        for part in _NAMED_PARTS:
+            table[part] = {"use": getattr(self, part).use, **getattr(self, part).args}
+        table["data"]["use"] = self.data.use
+        for override in overrides:
+            _override(table, override)
+        return Job.from_dict(table)
+
+
+def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return "key was x, is y" for each difference between two job tables that forbids resuming."""
+    old, new = _leaves(before), _leaves(after)
+    return [
+        f"{key} was {old.get(key, 'not set')!r}, is {new.get(key, 'not set')!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not key.startswith(CHANGEABLE_ON_RESUME)
+    ]
+
+
+def _data_section(value: Any) -> Data:
+    if isinstance(value, Data):
+        return value
+    table = dict(value) if isinstance(value, Mapping) else {"use": value}
+    if "use" not in table:
+        raise JobError("[data] needs the key 'use': a built-in name or 'module:callable'")
+    own = {field.name for field in msgspec.structs.fields(Data)} - {"use", "args"}
+    settings = {key: table.pop(key) for key in list(table) if key in own}
+    use, args = table.pop("use"), {**table.pop("args", {}), **table}
+    if isinstance(args.get("root"), (str, os.PathLike)):
+        args["root"] = str(Path(args["root"]).expanduser().absolute())
+    # A live object does not pass through the validation of plain values.
+    checked = _convert("data", {"use": "", **settings}, Data)
+    data: Data = msgspec.structs.replace(checked, use=use, args=args)
+    return data
+
+
+def _strategy_section(value: Any) -> Strategy:
+    if isinstance(value, Strategy):
+        return value
+    table: dict[str, Any] = {"name": value} if isinstance(value, str) else dict(_table("strategy", value))
+    own = {key: table.pop(key) for key in ("name", "workers") if key in table}
+    settings = {**table.pop("settings", {}), **table}
+    section: Strategy = _convert("strategy", {**own, "settings": settings}, Strategy)
+    return section
+
+
+def _table(section: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise JobError(f"{section} = {value!r} must be a table: write [{section}] and its keys below")
+    return value
+
+
+def _convert(section: str, value: Any, into: type[Any]) -> Any:
+    table = _table(section, value)
+    fields = {field.name: field for field in msgspec.structs.fields(into)}
+    for key in table:
+        if key not in fields:
+            raise JobError(
+                f"[{section}] has no key '{key}'{nearest(key, fields)} (it has: {', '.join(sorted(fields))})"
+            )
+    for key, given in table.items():  # one by one, so that the message can name the key and its value
+        try:
+            msgspec.convert(given, fields[key].type, strict=True)
+        except msgspec.ValidationError as error:
+            raise JobError(
+                f"{section}.{key} = {given!r} does not fit: {describe(error)}{_choices(given, fields[key].type)}"
+            ) from None
+    return msgspec.convert(dict(table), into, strict=True)
+
+
+def _choices(given: Any, annotation: Any) -> str:
+    if get_origin(annotation) is not Literal:
+        return ""
+    names = [str(choice) for choice in get_args(annotation)]
+    return f"{nearest(str(given), names)} (one of: {', '.join(names)})"
+
+
+def _override(table: dict[str, Any], override: str) -> None:
+    path, separator, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not separator or not all(keys):
+        raise JobError(f"--set {override!r} must have the form a.b=value, for example training.epochs=3")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for key in keys[:-1]:
+        inner = table.setdefault(key, {})
+        if isinstance(inner, str) and key in (*_NAMED_PARTS, "data"):
+            inner = table[key] = {"use": inner}
+        if not isinstance(inner, dict):
+            raise JobError(f"--set {override!r}: '{key}' is a value, not a table")
+        table = inner
+    table[keys[-1]] = value
+
+
+def _flat(section: Any) -> dict[str, Any]:
+    table: dict[str, Any] = msgspec.structs.asdict(section)
+    for extra in ("args", "settings"):
+        table.update(table.pop(extra, {}))
+    if not isinstance(table.get("use", ""), str):
+        table["use"] = name_of(table["use"])
+    return {key: value for key, value in table.items() if value is not None}
+
+
+def _toml_ready(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _toml_ready(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, (list, tuple)):
+        return [_toml_ready(inner) for inner in value]
+    if isinstance(value, (str, int, float, bool)):
+        return value
+    return name_of(value)
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            leaves.update(_leaves(value, f"{prefix}{key}."))
+        else:
+            leaves[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return leaves
+
+
+def _short(use: Any) -> str:
+    name = use if isinstance(use, str) else name_of(use)
+    return name.removeprefix("live:").rpartition(":")[2].rpartition(".")[2].strip("<>").lower() or "job"
+
+
+def _set(job: Job, field: str, value: Any) -> None:
+    msgspec.structs.force_setattr(job, field, value)

@@ -1,0 +1,152 @@
+"""The sections of a job that Cordée itself reads: frozen values, checked when they are made.
+
+Sections that name a part of the user's choice (model, loss, optimizer, schedule) are `components.Use`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from cordee.core.durations import parse_duration
+from cordee.core.errors import JobError
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all sections have in common."""
+
+
+class _Named(msgspec.Struct, frozen=True):
+    use: Any  # a built-in name, "module:callable", or a live object
+
+
+class Data(_Named, frozen=True, kw_only=True):
+    """Where samples come from and how they are made ready. Keys not listed are arguments of the source."""
+
+    args: dict[str, Any] = msgspec.field(default_factory=dict)
+    normalize: bool = True  # scale inputs to mean 0 and deviation 1, where the source knows its statistics
+    augment: tuple[Literal["crop", "flip"], ...] = ()  # random changes to training images
+    train_limit: int | None = None  # use only the first samples of the training set
+    test_limit: int | None = None
+    test_fraction: float = 0.0  # set this share of the training set aside where the source has no test set
+    prefetch: int = 2  # batches made ready in the background; 0 makes them when asked for
+    processes: int = 0  # processes that read a user's Dataset; 0 reads in a thread
+
+    def __post_init__(self) -> None:
+        _at_least("data.train_limit", self.train_limit, 1)
+        _at_least("data.test_limit", self.test_limit, 1)
+        _at_least("data.prefetch", self.prefetch, 0)
+        _at_least("data.processes", self.processes, 0)
+        if not 0.0 <= self.test_fraction < 1.0:
+            raise JobError(f"data.test_fraction = {self.test_fraction} must be at least 0 and below 1")
+
+
+class Training(Section, frozen=True, kw_only=True):
+    """How long and how to train."""
+
+    batch_size: int = 32  # samples per optimizer step, over all workers
+    epochs: int | None = None  # passes over the training set
+    steps: int | None = None  # optimizer steps, instead of epochs
+    reproducible: bool = False  # the same bits on any number of workers
+    lr_scale: Literal["none", "linear", "sqrt"] = "none"  # how the rate follows the number of workers
+    precision: Literal["fp32", "bf16"] = "fp32"
+    accumulate: int = 1  # parts a batch is computed in, to save memory
+    clip_norm: float = 0.0  # largest norm of the whole gradient; 0 leaves it alone
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 0  # kernel threads per worker; 0 shares the cores out
+
+    def __post_init__(self) -> None:
+        _at_least("training.batch_size", self.batch_size, 1)
+        _at_least("training.epochs", self.epochs, 1)
+        _at_least("training.steps", self.steps, 1)
+        _at_least("training.accumulate", self.accumulate, 1)
+        _at_least("training.clip_norm", self.clip_norm, 0)
+        _at_least("training.threads", self.threads, 0)
+        if self.epochs is not None and self.steps is not None:
+            raise JobError(
+                f"training.epochs = {self.epochs} and training.steps = {self.steps} contradict each other: "
+                "set one of them"
+            )
+        if self.accumulate > self.batch_size:
+            raise JobError(
+                f"training.accumulate = {self.accumulate} cuts a batch of {self.batch_size} into empty parts: "
+                "set accumulate to at most the batch size"
+            )
+
+    @property
+    def num_epochs(self) -> int | None:
+        """Epochs to train for; one where the job says neither epochs nor steps."""
+        return 1 if self.epochs is None and self.steps is None else self.epochs
+
+
+class Strategy(Section, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """Who trains, and how they agree. Keys not listed are settings of the named strategy."""
+
+    name: str = "auto"
+    workers: int = 1
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _at_least("strategy.workers", self.workers, 1)
+
+
+class Stop(Section, frozen=True, kw_only=True):
+    """When to end before all epochs are done; whichever comes first. All of them are ends that went well."""
+
+    accuracy: float | None = None  # test accuracy reached, from 0 to 1
+    loss: float | None = None  # test loss reached (training loss where there is no test set)
+    time: str | float | None = None  # "10m", or seconds
+    steps: int | None = None  # optimizer steps taken
+    patience: int | None = None  # evaluations without a better result
+
+    def __post_init__(self) -> None:
+        _at_least("stop.steps", self.steps, 1)
+        _at_least("stop.patience", self.patience, 1)
+        if self.accuracy is not None and not 0.0 < self.accuracy <= 1.0:
+            raise JobError(f"stop.accuracy = {self.accuracy} must be above 0 and at most 1 (0.9 is 90 %)")
+        if self.time_s is not None and self.time_s <= 0:
+            raise JobError(f"stop.time = {self.time!r} must be longer than nothing")
+
+    @property
+    def time_s(self) -> float | None:
+        return parse_duration(self.time, "stop.time") if isinstance(self.time, str) else self.time
+
+
+class Evaluation(Section, frozen=True, kw_only=True):
+    """When to measure the model on the test set. The end of the run always does."""
+
+    every_epochs: int = 1  # 0: not by epochs
+    every_steps: int = 0  # 0: not by steps
+    batch_size: int = 1000  # samples computed at once
+
+    def __post_init__(self) -> None:
+        _at_least("evaluation.every_epochs", self.every_epochs, 0)
+        _at_least("evaluation.every_steps", self.every_steps, 0)
+        _at_least("evaluation.batch_size", self.batch_size, 1)
+
+
+class Checkpoint(Section, frozen=True, kw_only=True):
+    """When to save, and how many to keep. The end of the run always saves."""
+
+    every_steps: int = 200  # 0: only at the end
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint.every_steps", self.every_steps, 0)
+        _at_least("checkpoint.keep", self.keep, 1)
+
+
+class Monitoring(Section, frozen=True, kw_only=True):
+    """What is recorded while training."""
+
+    every_steps: int = 20  # steps between two 'step' events
+    tensorboard: bool = False  # also write TensorBoard files into the run directory
+
+    def __post_init__(self) -> None:
+        _at_least("monitoring.every_steps", self.every_steps, 1)
+
+
+def _at_least(key: str, value: float | None, lowest: int) -> None:
+    if value is not None and value < lowest:
+        raise JobError(f"{key} = {value} must be at least {lowest}")
