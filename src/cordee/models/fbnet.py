@@ -1,0 +1,133 @@
+"""FBNets of Wu et al., "Hardware-aware efficient ConvNet design" (arXiv:1812.03443)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+from cordee.core.errors import ModelError
+from cordee.models.arguments import check_at_least, check_choice, check_dropout, check_image_shape
+from cordee.models.convolution import classifier, conv_norm, initialise_he
+from cordee.models.fbnet_architectures import ARCHITECTURES, STAGES, STEM_WIDTH, WIDEST_LAST_WIDTH, BlockSpec
+
+_MIN_FINAL_SIDE = 4
+
+
+def fbnet(
+    *,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    variant: Literal["a", "b", "c", "custom"] = "a",
+    blocks: tuple[str, ...] = (),
+    width: float = 1.0,
+    dropout: float = 0.0,
+) -> nn.Sequential:
+    """Build FBNet-A, -B or -C, or with `variant = "custom"` the 22 blocks that `blocks` names.
+
+    A name is "skip" or kernel, expansion and maybe two groups: "k3_e1", "k5_e6", "k3_e1_g2". `width` scales
+    the channels of every layer, rounded to multiples of 8. `dropout` is before the classifier.
+
+    The network halves a large image five times. A smaller one is halved n times, where n is the largest
+    number that leaves at least 4 pixels of the shorter side: 3 for 28 and 32 pixels, 4 for 64, 5 from 97.
+    The halvings left out are the first ones, the stem's, then stage 2's and so on; parameters stay the same.
+
+    Convolutions are initialised after He et al. (`initialise_he`).
+    """
+    channels, height, width_px = check_image_shape("fbnet", input_shape)
+    check_at_least("fbnet", "num_classes", num_classes)
+    check_choice("fbnet", "variant", variant, (*ARCHITECTURES, "custom"))
+    check_dropout("fbnet", dropout)
+    if not 0.0 < width < float("inf"):
+        raise ModelError(f"model 'fbnet' cannot have width = {width}: it must be more than 0")
+    if variant == "custom":
+        specs, last_width = _parse_blocks(blocks), WIDEST_LAST_WIDTH
+    else:
+        if blocks:
+            raise ModelError(f"model 'fbnet' has its own blocks in variant '{variant}': set variant = \"custom\"")
+        specs, last_width = ARCHITECTURES[variant]
+
+    strides = _strides(min(height, width_px))
+    model = nn.Sequential()
+    in_channels = _scale(STEM_WIDTH, width)
+    model.add_module("stem", conv_norm(channels, in_channels, kernel=3, stride=strides[0]))
+    remaining = iter(specs)
+    for stage, (stage_stride, layout) in enumerate(zip(strides[1:], STAGES), start=1):
+        out_channels = _scale(layout.width, width)
+        for block in range(1, layout.num_blocks + 1):
+            stride = stage_stride if block == 1 else 1
+            module = _make_block(next(remaining), in_channels, out_channels, stride)
+            model.add_module(f"stage{stage}_block{block}", module)
+            in_channels = out_channels
+    last_channels = _scale(last_width, width)
+    model.add_module("last", conv_norm(in_channels, last_channels, kernel=1))
+    model.add_module("classifier", classifier(last_channels, num_classes, dropout))
+    initialise_he(model)
+    return model
+
+
+class InvertedResidual(nn.Module):
+    """1×1 expansion, k×k depthwise, linear 1×1; added to the input where the shape stays the same."""
+
+    def __init__(self, spec: BlockSpec, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        inner = in_channels * spec.expansion
+        self.expand = conv_norm(in_channels, inner, kernel=1, groups=spec.groups)
+        self.shuffle = ChannelShuffle(spec.groups) if spec.groups > 1 else nn.Identity()
+        self.depthwise = conv_norm(inner, inner, kernel=spec.kernel, stride=stride, groups=inner)
+        self.project = conv_norm(inner, out_channels, kernel=1, groups=spec.groups, relu=False)
+        self.has_shortcut = stride == 1 and in_channels == out_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.project(self.depthwise(self.shuffle(self.expand(x))))
+        return x + y if self.has_shortcut else y
+
+
+class ChannelShuffle(nn.Module):
+    """Deal the channels of each group out over all groups, so that the next grouped layer sees them all."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        grouped = x.view(x.shape[0], self.groups, x.shape[1] // self.groups, *x.shape[2:])
+        return grouped.transpose(1, 2).flatten(1, 2)
+
+    def extra_repr(self) -> str:
+        return f"groups={self.groups}"
+
+
+def _make_block(spec: BlockSpec, in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    if not spec.is_skip:
+        return InvertedResidual(spec, in_channels, out_channels, stride)
+    if in_channels == out_channels and stride == 1:
+        return nn.Identity()
+    # A skip cannot change the shape; where the stage has to, the least that does takes its place.
+    return conv_norm(in_channels, out_channels, kernel=1, stride=stride)
+
+
+def _parse_blocks(names: tuple[str, ...]) -> tuple[BlockSpec, ...]:
+    num_blocks = sum(layout.num_blocks for layout in STAGES)
+    if len(names) != num_blocks:
+        per_stage = " + ".join(str(layout.num_blocks) for layout in STAGES)
+        raise ModelError(
+            f"model 'fbnet' with variant 'custom' has {num_blocks} blocks ({per_stage}), the job names "
+            f"{len(names)}: set blocks to {num_blocks} names"
+        )
+    return tuple(BlockSpec.parse(name) for name in names)
+
+
+def _strides(side: int) -> tuple[int, ...]:
+    """Return the strides of the stem and of each stage for images whose shorter side is `side`."""
+    strides = [2, *(layout.stride for layout in STAGES)]
+    halving = [index for index, stride in enumerate(strides) if stride == 2]
+    # A layer of stride 2 leaves ⌈side / 2⌉ pixels, n of them ⌈side / 2ⁿ⌉.
+    while halving and -(-side // 2 ** len(halving)) < _MIN_FINAL_SIDE:
+        strides[halving.pop(0)] = 1
+    return tuple(strides)
+
+
+def _scale(channels: int, width: float) -> int:
+    """Multiples of 8 stay divisible by the groups, and vector units like them."""
+    return max(8, round(channels * width / 8) * 8)
