@@ -69,9 +69,10 @@ def _architecture(names: str) -> tuple[BlockSpec, ...]:
 
 # The blocks, stage by stage, and the width of the last 1×1 convolution. Public transcriptions of the paper's
 # figure disagree on the third block of A's fifth stage and on the second of B's fourth. The choice here is the
-# one whose multiply-adds on 224×224 come to what the authors state with the weights they released
+# one whose multiply-adds on 224×224 come nearest to what the authors' README states
 # (github.com/facebookresearch/mobile-vision): 249.9 M for A (stated 249.4; k5_e1 would make 239.0) and 296.6 M
-# for B (stated 295.6; k5_e6 would make 306.2). C makes 385.0 M (stated 383.0).
+# for B (stated 295.6; k5_e6, which is what their own later code has, would make 306.2). C makes 385.0 M (stated
+# 383.0).
 ARCHITECTURES: dict[str, tuple[tuple[BlockSpec, ...], int]] = {
     "a": (
         _architecture(
