@@ -1,0 +1,21 @@
+"""Save, verify, load and export the state of a run."""
+
+from cordee.checkpoint.model import load_model_state, model_state
+from cordee.checkpoint.optimizer import load_optimizer_state, optimizer_state
+from cordee.checkpoint.reading import Loaded, list_checkpoints, load, load_newest
+from cordee.checkpoint.state import State, weights_sha256
+from cordee.checkpoint.writing import save
+
+__all__ = [
+    "Loaded",
+    "State",
+    "list_checkpoints",
+    "load",
+    "load_model_state",
+    "load_newest",
+    "load_optimizer_state",
+    "model_state",
+    "optimizer_state",
+    "save",
+    "weights_sha256",
+]

@@ -1,0 +1,211 @@
+"""An optimizer's state by parameter name, so that order and grouping of the parameters may change.
+
+Tensors are called "<parameter>.<key>". The values are:
+
+    optimizer    the class
+    groups       for each group its settings and its parameters, each with its shape
+    state        for each parameter its state, with {"$tensor": name} where a tensor belongs
+    extra        what an optimizer of the user's adds to its state dict
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cordee.checkpoint.model import shortened
+from cordee.checkpoint.state import State
+from cordee.core.errors import CheckpointError
+
+# How the arithmetic is carried out on this machine's device, not what it computes: the optimizer at hand decides.
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable", "param_names")
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
+    """Return the optimizer's state and settings by parameter name; tensors share the optimizer's memory.
+
+    Raises CheckpointError for a parameter that is not the model's, and for state that cannot be saved.
+    """
+    names = _names_by_index(optimizer, model)
+    table = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    groups = []
+    for index, (group, live) in enumerate(zip(table["param_groups"], optimizer.param_groups)):
+        settings = {key: value for key, value in group.items() if key not in ("params", *_IMPLEMENTATION)}
+        shapes = {names[i]: list(p.shape) for i, p in zip(group["params"], live["params"])}
+        groups.append({"parameters": shapes, "settings": _pack(settings, f"$groups.{index}", tensors)})
+    state = {}
+    for index, inner in table["state"].items():
+        if index not in names:
+            raise CheckpointError(f"{_class(optimizer)} keeps state for {index!r}, which is not a parameter")
+        state[names[index]] = _pack(inner, names[index], tensors)
+    extra = {key: value for key, value in table.items() if key not in ("state", "param_groups")}
+    return State(
+        tensors,
+        {
+            "optimizer": _class(optimizer),
+            "groups": groups,
+            "state": state,
+            "extra": _pack(extra, "$extra", tensors),
+        },
+    )
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) -> None:
+    """Make the optimizer go on exactly where the saved one was. Its own parameters, order and groups stay.
+
+    Raises CheckpointError, with the optimizer unchanged, if the saved state is of another optimizer, of
+    other parameters, or of groups whose settings cannot be told apart in the optimizer's groups.
+    """
+    values = state.values
+    try:
+        if values["optimizer"] != _class(optimizer):
+            raise CheckpointError(f"the optimizer state is of {values['optimizer']}, the job uses {_class(optimizer)}")
+        saved_groups = [
+            (dict(group["parameters"]), _unpack(group["settings"], state.tensors)) for group in values["groups"]
+        ]
+        saved_state = {name: _unpack(inner, state.tensors) for name, inner in values["state"].items()}
+        extra = _unpack(values["extra"], state.tensors)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"the optimizer state is malformed: {type(error).__name__}: {error}") from error
+    _check_parameters(optimizer, model, [shapes for shapes, _ in saved_groups])
+
+    names = _names_by_index(optimizer, model)
+    aliases = _aliases(model)
+    settings_of = {aliases[name]: settings for shapes, settings in saved_groups for name in shapes}
+    state_of = {aliases[name]: inner for name, inner in saved_state.items() if name in aliases}
+    table = optimizer.state_dict()
+    for group in table["param_groups"]:
+        members = [names[index] for index in group["params"]]
+        if not members:
+            continue
+        for other in members[1:]:
+            if not _is_same(settings_of[other], settings_of[members[0]]):
+                raise CheckpointError(
+                    f"'{members[0]}' and '{other}' had different optimizer settings when the checkpoint was saved, "
+                    "and are in one parameter group now"
+                )
+        group.update({key: _copied(value) for key, value in settings_of[members[0]].items()})
+    table["state"] = {index: _copied(state_of[name]) for index, name in names.items() if name in state_of}
+    table.update(extra)
+    optimizer.load_state_dict(table)
+    _restore_types(optimizer, {index: state_of[name] for index, name in names.items() if name in state_of})
+
+
+def _class(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def _names_by_index(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
+    """Return the name of each parameter, by its number in the optimizer's state dict."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {}
+    for index, parameter in enumerate(_parameters(optimizer)):
+        if id(parameter) not in names:
+            raise CheckpointError(
+                f"{_class(optimizer)} has a parameter of shape {tuple(parameter.shape)} "
+                f"that is not one of {type(model).__name__}: its state cannot be saved by name"
+            )
+        found[index] = names[id(parameter)]
+    return found
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Return for every name of a parameter, tied ones included, the name that `named_parameters` gives it."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _check_parameters(
+    optimizer: torch.optim.Optimizer, model: nn.Module, saved_groups: list[dict[str, list[int]]]
+) -> None:
+    aliases = _aliases(model)
+    names = _names_by_index(optimizer, model)
+    shapes = {name: list(parameter.shape) for name, parameter in zip(names.values(), _parameters(optimizer))}
+    saved = {aliases.get(name, name): shape for group in saved_groups for name, shape in group.items()}
+    problems = [f"'{name}' is missing" for name in shapes if name not in saved]
+    problems += [f"'{name}' is not optimized" for name in saved if name not in shapes]
+    problems += [
+        f"'{name}' had shape {tuple(saved[name])}, has {tuple(shape)}"
+        for name, shape in shapes.items()
+        if saved.get(name, shape) != shape
+    ]
+    # Its curvature history is one vector over all parameters in their order.
+    if isinstance(optimizer, torch.optim.LBFGS) and list(saved) != list(shapes):
+        problems.append("LBFGS needs the parameters in the order in which they were saved")
+    if problems:
+        raise CheckpointError(f"the optimizer state does not fit the optimizer: {shortened(problems)}")
+
+
+def _restore_types(optimizer: torch.optim.Optimizer, saved: dict[int, Any]) -> None:
+    # load_state_dict casts state to the parameter's dtype. For a bfloat16 parameter that rounds what the
+    # optimizer keeps in float32 (NAdam's mu_product, ASGD's eta), and the run goes on with other numbers.
+    for index, parameter in enumerate(_parameters(optimizer)):
+        if index in saved:
+            inner = optimizer.state[parameter]
+            for key, value in saved[index].items():
+                inner[key] = _with_type_of(value, inner[key])
+
+
+def _with_type_of(saved: Any, loaded: Any) -> Any:
+    if isinstance(saved, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
+    if isinstance(saved, (list, tuple)):
+        return type(saved)(_with_type_of(one, other) for one, other in zip(saved, loaded))
+    if isinstance(saved, dict):
+        return {key: _with_type_of(value, loaded[key]) for key, value in saved.items()}
+    return loaded
+
+
+def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return `value` as JSON can say it, its tensors moved into `tensors` under names that start with `name`."""
+    if isinstance(value, Tensor):
+        if name in tensors:
+            raise CheckpointError(f"two tensors of the optimizer state are called '{name}'")
+        tensors[name] = value.detach()
+        return {"$tensor": name}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [_pack(inner, f"{name}.{index}", tensors) for index, inner in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, dict) and all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: _pack(inner, f"{name}.{key}", tensors) for key, inner in value.items()}
+    raise CheckpointError(f"'{name}' of the optimizer state is a {type(value).__name__}, which cannot be saved")
+
+
+def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpack(inner, tensors) for inner in value]
+    if isinstance(value, dict):
+        if value.keys() == {"$tensor"}:
+            return tensors[value["$tensor"]]
+        if value.keys() == {"$tuple"}:
+            return tuple(_unpack(inner, tensors) for inner in value["$tuple"])
+        return {key: _unpack(inner, tensors) for key, inner in value.items()}
+    return value
+
+
+def _copied(value: Any) -> Any:
+    """Return `value` with tensors of its own: the optimizer changes them in place."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(inner) for inner in value)
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    return bool(one == other)

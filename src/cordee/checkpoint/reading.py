@@ -1,0 +1,155 @@
+"""Loading: nothing in a checkpoint is believed before it was checked, and nothing in it can run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from cordee.checkpoint.layout import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    MAX_VALUES_BYTES,
+    VALUES,
+    Manifest,
+    decode_manifest,
+    decode_values,
+    is_previous,
+    part_of,
+    step_of,
+)
+from cordee.checkpoint.state import State
+from cordee.checkpoint.tensor_file import Written, parse
+from cordee.core.errors import CheckpointError
+
+
+class Loaded(NamedTuple):
+    """The newest whole checkpoint, and why newer ones were passed over."""
+
+    state: State
+    path: Path
+    step: int
+    damaged: list[tuple[Path, str]]
+
+
+def load(path: Path) -> State:
+    """Return the state in one checkpoint; CheckpointError says which file of it is wrong, and how.
+
+    Each file is read once, and what was hashed is what is decoded. Tensors are on the CPU and own their memory.
+    """
+    return _load(path)[0]
+
+
+def load_newest(root: Path) -> Loaded | None:
+    """Return the newest whole checkpoint in `root`; None if there is none of any kind.
+
+    Raises CheckpointError if there are checkpoints and all of them are damaged.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for path in reversed(list_checkpoints(root)):
+        try:
+            state, manifest = _load(path)
+        except CheckpointError as error:
+            damaged.append((path, str(error)))
+        else:
+            return Loaded(state, path, manifest.step, damaged)
+    if damaged:
+        reasons = "; ".join(reason for _, reason in damaged)
+        raise CheckpointError(f"no checkpoint in {root} is whole: {reasons}")
+    return None
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Return the checkpoints in `root`, oldest first, whole or not; none if `root` is not there."""
+    try:
+        found = [path for path in root.iterdir() if step_of(path) is not None]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot read {root}: {error.strerror}") from error
+    return sorted(found, key=lambda path: (step_of(path), not is_previous(path)))
+
+
+def looks_whole(path: Path) -> bool:
+    """Return whether the manifest is right and every file has its size: cheap, and blind to flipped bits."""
+    try:
+        manifest = _read_manifest(path)
+        return all((path / name).stat().st_size == file.num_bytes for name, file in manifest.files.items())
+    except (CheckpointError, OSError):
+        return False
+
+
+def damage_of(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint, after reading all of it, or None if it is whole."""
+    try:
+        load(path)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _load(path: Path) -> tuple[State, Manifest]:
+    manifest = _read_manifest(path)
+    num_bytes = sum(file.num_bytes for file in manifest.files.values())
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > memory_bytes:
+        raise CheckpointError(f"{path} holds {num_bytes} bytes, this machine has {memory_bytes} bytes of memory")
+    values: dict[str, object] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, written in manifest.files.items():
+        content = _read_verified(path / name, written)
+        try:
+            if name == VALUES:
+                values = decode_values(content)
+            else:
+                tensors.update({f"{part_of(name)}.{key}": value for key, value in parse(content).items()})
+        except CheckpointError as error:
+            raise CheckpointError(f"{path / name} {error}") from None
+    return State(tensors, values), manifest
+
+
+def _read_manifest(path: Path) -> Manifest:
+    content = _read(path / MANIFEST, MAX_MANIFEST_BYTES)
+    try:
+        manifest = decode_manifest(content)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path / MANIFEST} {error}") from None
+    if step_of(path) not in (None, manifest.step):
+        raise CheckpointError(f"{path / MANIFEST} is of step {manifest.step}: the directory was renamed or mixed up")
+    return manifest
+
+
+def _read_verified(path: Path, written: Written) -> bytes:
+    if path.name == VALUES and written.num_bytes > MAX_VALUES_BYTES:
+        raise CheckpointError(f"{path} has {written.num_bytes} bytes, more than the {MAX_VALUES_BYTES} allowed")
+    content = _read(path, written.num_bytes)
+    if len(content) != written.num_bytes:
+        raise CheckpointError(f"{path} is cut short: {len(content)} bytes instead of {written.num_bytes}")
+    if hashlib.sha256(content).hexdigest() != written.sha256:
+        raise CheckpointError(f"{path} does not match its SHA-256 in the manifest: its content has changed")
+    return content
+
+
+def _read(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file of at most `max_bytes`; anything else is a CheckpointError."""
+    try:
+        # Not through links, and without waiting for a writer should it be a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path} is not a regular file")
+            if status.st_size > max_bytes:
+                raise CheckpointError(f"{path} has {status.st_size} bytes, at most {max_bytes} were expected")
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                return file.read(status.st_size)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error

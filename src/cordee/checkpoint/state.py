@@ -1,0 +1,83 @@
+"""What a checkpoint holds: named tensors and plain values, independent of workers and strategy."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cordee.core.errors import CheckpointError
+
+
+class State(NamedTuple):
+    """Everything needed to go on training.
+
+    A checkpoint's tensor names start with the part they belong to: "model.conv1.weight",
+    "optimizer.conv1.weight.exp_avg". Each part becomes a file of its own. `values` holds whatever JSON can
+    say; tuples come back as lists, and numbers that JSON lacks (NaN, infinity) come back as they were.
+    """
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+
+    @classmethod
+    def join(cls, **parts: State) -> State:
+        """Return one state of several: tensor "x" of part "model" becomes "model.x", its values `values["model"]`."""
+        tensors = {f"{part}.{name}": tensor for part, state in parts.items() for name, tensor in state.tensors.items()}
+        return cls(tensors, {part: state.values for part, state in parts.items() if state.values})
+
+    def part(self, name: str) -> State:
+        """Return what `join` took in under `name`; empty if there is no such part."""
+        prefix = f"{name}."
+        tensors = {key.removeprefix(prefix): value for key, value in self.tensors.items() if key.startswith(prefix)}
+        values = self.values.get(name, {})
+        if not isinstance(values, dict):
+            raise CheckpointError(f"the values of '{name}' are a {type(values).__name__}, not a table")
+        return State(tensors, values)
+
+
+def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 over the raw little-endian bytes of each tensor, in sorted order of the names.
+
+    Names, shapes and dtypes are not hashed, only the bytes in row-major order; a weight that is known by two
+    names counts twice. Equal digests of one model's weights mean equal weights, bit for bit.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        for chunk in chunks_of(name, tensors[name]):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+# Small enough to stay in the cache between hashing and writing; on a 2-core host writing and hashing
+# 400 MB was as fast with 1 to 8 MB.
+CHUNK_BYTES = 4 << 20
+
+
+def chunks_of(name: str, tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the tensor's row-major bytes in pieces that are views of its memory where possible.
+
+    Raises CheckpointError for a tensor that has no such bytes (sparse, quantized, meta, spread over workers).
+    """
+    require_plain(name, tensor)
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    if dense.numel() == 0:
+        return
+    # NumPy knows no bfloat16 or float8, hence the view as bytes.
+    raw = dense.view(torch.uint8).numpy().data
+    for start in range(0, len(raw), CHUNK_BYTES):
+        yield raw[start : start + CHUNK_BYTES]
+
+
+def require_plain(name: str, tensor: Tensor) -> None:
+    """Raise CheckpointError unless the tensor is dense, has its values here and all of them."""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise CheckpointError(f"'{name}' has no shape yet: pass one batch through the model first")
+    if hasattr(tensor, "full_tensor"):
+        raise CheckpointError(f"'{name}' is spread over several workers (a DTensor): gather it first")
+    if tensor.is_meta or tensor.is_quantized or tensor.layout != torch.strided:
+        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise CheckpointError(f"'{name}' is a {kind} tensor: only dense tensors can be saved")

@@ -1,0 +1,174 @@
+"""Saving: a checkpoint is whole under its name, or it is not there."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from cordee.checkpoint.layout import (
+    MANIFEST,
+    VALUES,
+    encode_manifest,
+    encode_values,
+    file_of,
+    split_by_part,
+    step_of,
+)
+from cordee.checkpoint.reading import damage_of, list_checkpoints, looks_whole
+from cordee.checkpoint.state import State
+from cordee.checkpoint.tensor_file import lay_out, write_file, write_layout
+from cordee.core.errors import StorageError
+
+_TEMPORARY = re.compile(r"\.step-[0-9]+\.(?P<host>[\w-]+)\.(?P<pid>[0-9]+)\.[0-9]+\.tmp", re.ASCII)
+_HOST = re.sub(r"[^\w-]", "_", socket.gethostname(), flags=re.ASCII) or "host"
+_serial = itertools.count()
+_in_use: set[Path] = set()  # the temporary directories that threads of this process are busy with
+
+
+def save(root: Path, step: int, state: State, *, keep: int) -> Path:
+    """Write `root/step-N`, then remove the oldest ones so that `keep` whole ones up to step N are left.
+
+    Local. When it returns, the checkpoint is on the disk and survives a power cut. If the process dies on
+    the way, all that was there before is still there and whole. Checkpoints of later steps, left over from
+    before a fall-back, are not touched. Wholeness is judged by the manifest and the sizes here; hashes are
+    checked when loading.
+
+    Raises StorageError when the disk is full or cannot be written, with everything that was there intact and
+    nothing temporary left; CheckpointError, before anything is written, for a state that cannot be saved.
+    """
+    assert step >= 0 and keep >= 1, (step, keep)
+    layouts = {file_of(part): lay_out(tensors) for part, tensors in split_by_part(state.tensors).items()}
+    values = encode_values(state.values)
+    target = root / f"step-{step}"
+    try:
+        _make_root(root)
+        _remove_stale(root)
+        with _temporary(root, step) as temporary:
+            temporary.mkdir()
+            files = {name: write_layout(temporary / name, layout) for name, layout in layouts.items()}
+            files[VALUES] = write_file(temporary / VALUES, [values])
+            write_file(temporary / MANIFEST, [encode_manifest(step, files)])
+            fsync_directory(temporary)
+            _put_in_place(temporary, target)
+    except OSError as error:
+        raise StorageError(f"cannot save the checkpoint {target}: {_reason(error)}") from error
+    try:
+        _prune(root, step, keep)
+    except OSError as error:
+        raise StorageError(f"{target} is saved, but older ones cannot be removed: {_reason(error)}") from error
+    return target
+
+
+def fsync_directory(path: Path) -> None:
+    """Bring the directory's entries, as opposed to the files' contents, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def superfluous(found: Sequence[tuple[Path, bool]], step: int, keep: int) -> list[Path]:
+    """Return which of the checkpoints (oldest first, each with whether it is whole) to remove after saving `step`.
+
+    Those of later steps stay. A damaged one stays for the user to look at until `keep` newer ones are whole.
+    """
+    kept: set[int] = set()
+    removed = []
+    for path, is_whole in reversed(found):
+        its_step = step_of(path)
+        assert its_step is not None
+        if its_step > step:
+            continue
+        if len(kept) >= keep or its_step in kept:  # the latter: replaced by the one of the same step
+            removed.append(path)
+        elif is_whole:
+            kept.add(its_step)
+    return removed
+
+
+def _make_root(root: Path) -> None:
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        fsync_directory(folder.parent)
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Give a finished directory its name; what had the name before is loadable until the new one has it, and after."""
+    previous = target.with_name(f"{target.name}.previous")
+    if os.path.lexists(target):
+        if os.path.lexists(previous):
+            # A replacement was cut short by a crash: one of the two is enough, if it is whole.
+            _remove(previous if damage_of(target) is None else target)
+        if os.path.lexists(target):
+            target.rename(previous)
+            fsync_directory(target.parent)
+    try:
+        temporary.rename(target)
+    except OSError:
+        if os.path.lexists(previous) and not os.path.lexists(target):
+            previous.rename(target)
+        raise
+    fsync_directory(target.parent)
+
+
+def _prune(root: Path, step: int, keep: int) -> None:
+    found = [(path, looks_whole(path)) for path in list_checkpoints(root)]
+    for path in superfluous(found, step, keep):
+        _remove(path)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint so that it is never seen half deleted."""
+    with _temporary(checkpoint.parent, step_of(checkpoint) or 0) as doomed:
+        checkpoint.rename(doomed)
+        fsync_directory(checkpoint.parent)
+        if doomed.is_dir() and not doomed.is_symlink():
+            shutil.rmtree(doomed)
+        else:
+            doomed.unlink()
+
+
+@contextmanager
+def _temporary(root: Path, step: int) -> Iterator[Path]:
+    """Yield a free temporary name, protected from this process' other threads; nothing is left under it after."""
+    path = root / f".step-{step}.{_HOST}.{os.getpid()}.{next(_serial)}.tmp"
+    _in_use.add(path)
+    try:
+        yield path
+    finally:
+        # After a failed write the disk may refuse this as well: then the next save removes it.
+        shutil.rmtree(path, ignore_errors=True)
+        _in_use.discard(path)
+
+
+def _remove_stale(root: Path) -> None:
+    """Remove what dead processes of this host left behind; other hosts' processes cannot be asked."""
+    for path in root.iterdir():
+        match = _TEMPORARY.fullmatch(path.name)
+        if match and match["host"] == _HOST and path not in _in_use and not _is_other_process(int(match["pid"])):
+            shutil.rmtree(path, ignore_errors=True)  # another saver may be removing it too
+
+
+def _is_other_process(pid: int) -> bool:
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def _reason(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{where}"
