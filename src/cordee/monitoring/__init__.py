@@ -1,0 +1,30 @@
+"""Events in, sinks out: progress on the screen, the run directory and what is in it."""
+
+from cordee.monitoring.events import Event, Monitor, Sink
+from cordee.monitoring.jsonl import JsonlSink, read_events
+from cordee.monitoring.logs import WorkerLog, setup_logging
+from cordee.monitoring.progress import ProgressSink
+from cordee.monitoring.report import render_result, render_runs
+from cordee.monitoring.run_directory import RunDirectory, new_run_path
+from cordee.monitoring.run_list import RunInfo, list_runs
+from cordee.monitoring.summary import Summary
+from cordee.monitoring.tensorboard import TensorBoardSink
+
+__all__ = [
+    "Event",
+    "JsonlSink",
+    "Monitor",
+    "ProgressSink",
+    "RunDirectory",
+    "RunInfo",
+    "Sink",
+    "Summary",
+    "TensorBoardSink",
+    "WorkerLog",
+    "list_runs",
+    "new_run_path",
+    "read_events",
+    "render_result",
+    "render_runs",
+    "setup_logging",
+]

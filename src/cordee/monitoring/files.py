@@ -1,0 +1,73 @@
+"""Files that are whole or not there, and JSON that is always valid."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cordee.core.errors import StorageError
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace `path` by `content`, so that whoever reads sees the old or the new content, also after a crash.
+
+    Raises `StorageError`, and leaves `path` as it was, when the disk is full or refuses.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StorageError(f"cannot write {path}: {reason(error)}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def reason(error: OSError) -> str:
+    """Return what the system says, in lower case: "no space left on device"."""
+    text = error.strerror or str(error)
+    return text[:1].lower() + text[1:]
+
+
+def to_json(value: Any) -> bytes:
+    """Return `value` as one line of JSON. NaN and infinities become null; tensors of one element, numbers."""
+    try:
+        return msgspec.json.encode(value, enc_hook=_plain)
+    except UnicodeEncodeError:  # file names that are not valid UTF-8
+        return msgspec.json.encode(_printable(msgspec.to_builtins(value, enc_hook=_plain)))
+
+
+def _plain(value: Any) -> Any:
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "size", None) is not None and _count(value) == 1:
+        return item()
+    return str(value)
+
+
+def _count(value: Any) -> int:
+    return int(value.numel() if hasattr(value, "numel") else value.size)
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_printable(key): _printable(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_printable(inner) for inner in value]
+    return value

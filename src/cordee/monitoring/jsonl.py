@@ -1,0 +1,103 @@
+"""`events.jsonl`: one JSON object per line, on disk as soon as it has happened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cordee.core.errors import StorageError
+from cordee.monitoring.events import Event
+from cordee.monitoring.files import reason, to_json
+
+_TAIL_BYTES = 1 << 16
+
+
+class JsonlSink:
+    """Appends events to a file; a resumed run goes on in the same one.
+
+    Each line is one write to the system, so a killed process loses none of its events. A last line that a
+    crash of the machine or a full disk left incomplete is mended when the file is opened, so that every line
+    is valid JSON. Raises `StorageError` when the file cannot be opened or a line cannot be written; a line
+    written in part is taken back.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = -1
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            _mend_last_line(self._descriptor)
+        except OSError as error:
+            self.close()
+            raise StorageError(f"cannot write {path}: {reason(error)}") from error
+
+    def emit(self, event: Event) -> None:
+        line = to_json({"time": event.time, "type": event.type, **event.fields}) + b"\n"
+        try:
+            _append_whole(self._descriptor, line)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {self.path}: {reason(error)}; events are not recorded from here on, training goes on"
+            ) from error
+
+    def close(self) -> None:
+        """Close the file. May be called again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def read_events(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the events in `path` in order, only those in the last `tail_bytes` if given.
+
+    Lines that are not whole (the last one of a run that is writing) are passed over.
+    """
+    with path.open("rb") as file:
+        if tail_bytes is not None and file.seek(0, os.SEEK_END) > tail_bytes:
+            file.seek(-tail_bytes, os.SEEK_END)
+            file.readline()
+        else:
+            file.seek(0)
+        for line in file:
+            event = _decode(line)
+            if event is not None:
+                yield event
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return event if isinstance(event, dict) else None
+
+
+def _mend_last_line(descriptor: int) -> None:
+    size = os.fstat(descriptor).st_size
+    if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
+        return
+    start, tail = size, b""
+    while start > 0 and b"\n" not in tail:
+        length = min(_TAIL_BYTES, start)
+        start -= length
+        tail = os.pread(descriptor, length, start) + tail
+    torn = tail.rpartition(b"\n")[2]
+    if _decode(torn) is None:
+        os.ftruncate(descriptor, size - len(torn))
+    else:
+        os.write(descriptor, b"\n")
+
+
+def _append_whole(descriptor: int, line: bytes) -> None:
+    written = 0
+    try:
+        while written < len(line):
+            written += os.write(descriptor, line[written:])
+    except OSError:
+        if written:
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+        raise

@@ -1,0 +1,155 @@
+"""The end of a run, and the list of runs, for a person to read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from cordee.core.durations import format_duration
+from cordee.monitoring.run_list import RunInfo
+from cordee.monitoring.summary import Summary
+from cordee.monitoring.wording import number, percent, plural, quantity
+
+_STATUS_STYLES = {
+    "completed": "green",
+    "stopped": "green",
+    "running": "cyan",
+    "interrupted": "yellow",
+    "died": "yellow",
+    "failed": "red",
+    "unreadable": "red",
+}
+_STOP_RULES = {
+    "accuracy": "the test accuracy of stop.accuracy was reached",
+    "loss": "the loss of stop.loss was reached",
+    "time": "the time of stop.time was used up",
+    "steps": "the steps of stop.steps were taken",
+    "patience": "no better result for stop.patience evaluations",
+}
+_LABEL_COLUMNS = 15
+
+
+def render_result(summary: Summary, run_dir: str | Path, hints: Sequence[str] = ()) -> RenderableType:
+    """Return the result of a run in a few lines, and `hints` at what to do next.
+
+    Print it with `soft_wrap=True`: then paths and commands are not broken into lines and can be copied.
+    """
+    rows = [
+        ("test accuracy", _with(percent(summary.test_accuracy), "top-5", percent(summary.test_top5_accuracy))),
+        ("test loss", number(summary.test_loss)),
+        ("train loss", number(summary.train_loss)),
+        ("time", _time(summary)),
+        ("recoveries", _recoveries(summary)),
+        ("weights", f"sha256 {summary.weights_sha256[:12]}" if summary.weights_sha256 else ""),
+        ("files", str(run_dir)),
+    ]
+    lines = [_line((f"{summary.status}", f"bold {_STATUS_STYLES[summary.status]}"), (_why(summary), ""))]
+    lines += [_line((f"  {label:<{_LABEL_COLUMNS}}", "bright_black"), (value, "")) for label, value in rows if value]
+    if hints:
+        lines.append(_line(("next", "bold")))
+        lines += [_line((f"  {hint}", "")) for hint in hints]
+    return Group(*lines)
+
+
+def render_runs(runs: Sequence[RunInfo]) -> RenderableType:
+    """Return a table of `runs` that fits 80 columns and shows more where there is more room."""
+    return _RunTable(runs) if runs else Text("no runs yet: cordee train JOB.toml makes one")
+
+
+class _Column(NamedTuple):
+    title: str
+    from_width: int  # columns of the screen from which on there is room for it
+    is_number: bool
+    cell: Callable[[RunInfo], Text]
+
+
+_COLUMNS = (
+    _Column("run", 0, False, lambda run: Text(run.path.name)),
+    _Column("state", 0, False, lambda run: Text(run.state, _STATUS_STYLES[run.state])),
+    _Column("strategy", 72, False, lambda run: Text(_strategy(run))),
+    _Column("steps", 60, True, lambda run: Text("" if run.steps is None else f"{run.steps:,}")),
+    _Column("accuracy", 0, True, lambda run: Text(percent(run.test_accuracy))),
+    _Column("time", 60, True, lambda run: Text(_duration(run.wall_seconds))),
+    _Column("started", 110, False, lambda run: Text(_date(run.started))),
+)
+
+
+class _RunTable:
+    def __init__(self, runs: Sequence[RunInfo]) -> None:
+        self._runs = runs
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+        columns = [column for column in _COLUMNS if options.max_width >= column.from_width]
+        for column in columns:
+            table.add_column(
+                column.title,
+                justify="right" if column.is_number else "left",
+                no_wrap=column.title != "run",
+                overflow="fold",
+            )
+        for run in self._runs:
+            table.add_row(*(column.cell(run) for column in columns))
+        yield table
+        if any(run.state in ("died", "interrupted") for run in self._runs):
+            yield Text("a run that died or was interrupted goes on with --run-dir and --resume", "bright_black")
+        for run in self._runs:
+            if run.problem:
+                yield Text(f"{run.path.name}: {run.problem}", "bright_black")
+
+
+def _why(summary: Summary) -> str:
+    if summary.error:
+        return f": {summary.error}"
+    if summary.stopped_by:
+        return f": {_STOP_RULES.get(summary.stopped_by, summary.stopped_by)}"
+    if summary.status == "completed":
+        return f": {_epochs(summary)}all {plural(summary.steps, 'step')} done"
+    return f" after {plural(summary.steps, 'step')}"
+
+
+def _epochs(summary: Summary) -> str:
+    return (
+        f"{plural(int(summary.epochs), 'epoch')}, " if summary.epochs and summary.epochs == int(summary.epochs) else ""
+    )
+
+
+def _time(summary: Summary) -> str:
+    if summary.wall_seconds is None:
+        return ""
+    speed = quantity(summary.samples_per_second)
+    return (
+        f"{format_duration(summary.wall_seconds)} for {plural(summary.steps, 'step')}"
+        f"{f', {speed} samples/s' if speed else ''}"
+    )
+
+
+def _recoveries(summary: Summary) -> str:
+    return f"{summary.recoveries}, {plural(summary.steps_redone, 'step')} done again" if summary.recoveries else ""
+
+
+def _with(value: str, label: str, extra: str) -> str:
+    return f"{value}, {label} {extra}" if value and extra else value
+
+
+def _line(*parts: tuple[str, str]) -> Text:
+    return Text.assemble(*parts, overflow="fold")
+
+
+def _strategy(run: RunInfo) -> str:
+    crowd = f" x{run.workers}" if run.workers and run.workers > 1 else ""
+    return f"{run.strategy or ''}{crowd}"
+
+
+def _duration(seconds: float | None) -> str:
+    return "" if seconds is None else format_duration(seconds)
+
+
+def _date(moment: float | None) -> str:
+    return "" if moment is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))

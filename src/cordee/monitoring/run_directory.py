@@ -1,0 +1,190 @@
+"""The folder of one run: where its files are, who may write there, and what it is called.
+
+job.toml  events.jsonl  checkpoints/  logs/  summary.json  .lock
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from types import TracebackType
+
+from cordee.core.errors import RunDirectoryError, StorageError, nearest
+from cordee.monitoring import summary as summaries
+from cordee.monitoring.files import reason, write_atomically
+from cordee.monitoring.lock import DirectoryLock
+from cordee.monitoring.summary import Summary
+
+JOB_FILE, EVENTS_FILE, SUMMARY_FILE, LOCK_FILE = "job.toml", "events.jsonl", "summary.json", ".lock"
+_SIGNS_OF_A_RUN = (JOB_FILE, EVENTS_FILE, SUMMARY_FILE, "checkpoints")
+_PROBE_BYTES = 16384  # less room than this is no room for a run
+
+
+class RunDirectory:
+    """A run directory that this process holds, until `release` or its death. Made by the two class methods."""
+
+    def __init__(self, path: Path, lock: DirectoryLock) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def create(cls, path: str | Path, job_toml: str) -> RunDirectory:
+        """Make the directory of a new run and write its job.
+
+        Raises `RunDirectoryError` when it cannot be made or written, holds a run already, or is in use.
+        """
+        path = Path(path)
+        is_new = not _exists(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"cannot make the run directory {path}: {reason(error)}; choose another --run-dir"
+            ) from None
+        _refuse_existing_run(path)
+        directory = cls(path, DirectoryLock(path / LOCK_FILE))
+        try:
+            _refuse_existing_run(path)  # another process may have made one since
+            directory._prepare(job_toml)
+        except BaseException:
+            directory._undo(is_new)
+            raise
+        return directory
+
+    @classmethod
+    def open_existing(cls, path: str | Path) -> RunDirectory:
+        """Take hold of a run that ended or died, to go on with it.
+
+        Raises `RunDirectoryError` when there is no run, it cannot be written, or a living process has it.
+        """
+        path = Path(path)
+        try:
+            if not path.is_dir():
+                beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+                raise RunDirectoryError(f"there is no run directory {path}{nearest(path.name, beside)}")
+            if not (path / JOB_FILE).is_file():
+                raise RunDirectoryError(f"{path} is not a run directory: it has no {JOB_FILE}")
+        except OSError as error:
+            raise RunDirectoryError(f"cannot read the run directory {path}: {reason(error)}") from None
+        directory = cls(path, DirectoryLock(path / LOCK_FILE))
+        try:
+            directory._make_folders()
+            directory._probe()
+        except BaseException:
+            directory.release()
+            raise
+        return directory
+
+    @property
+    def job_file(self) -> Path:
+        return self.path / JOB_FILE
+
+    @property
+    def events_file(self) -> Path:
+        return self.path / EVENTS_FILE
+
+    @property
+    def summary_file(self) -> Path:
+        return self.path / SUMMARY_FILE
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def worker_log(self, worker_index: int = 0) -> Path:
+        return self.logs / f"worker-{worker_index}.log"
+
+    def write_job(self, job_toml: str) -> None:
+        """Replace the recorded job, as a resume with changed settings does. Raises `StorageError`."""
+        write_atomically(self.job_file, job_toml.encode())
+
+    def write_summary(self, summary: Summary) -> None:
+        """Write `summary.json`, whole or not at all. Raises `StorageError`."""
+        summaries.write_summary(self.summary_file, summary)
+
+    def read_summary(self) -> Summary | None:
+        """Return the last summary written, if any. Raises `RunDirectoryError` when the file is damaged."""
+        return summaries.read_summary(self.summary_file)
+
+    def release(self) -> None:
+        """Let others use the directory. May be called again."""
+        self._lock.release()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _prepare(self, job_toml: str) -> None:
+        self._probe()
+        try:
+            # Before all else: what has no job can neither be resumed nor be taken for a run.
+            self.write_job(job_toml)
+        except StorageError as error:
+            raise RunDirectoryError(f"{error}; free some space or choose another --run-dir") from None
+        self._make_folders()
+
+    def _make_folders(self) -> None:
+        for folder in (self.checkpoints, self.logs):
+            try:
+                folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise RunDirectoryError(f"cannot make {folder}: {reason(error)}; choose another --run-dir") from None
+
+    def _probe(self) -> None:
+        probe = self.path / ".probe"
+        try:
+            write_atomically(probe, b"\0" * _PROBE_BYTES)
+            probe.unlink()
+        except (StorageError, OSError) as error:
+            cause = error.__cause__ if isinstance(error, StorageError) else error
+            assert isinstance(cause, OSError)
+            raise RunDirectoryError(
+                f"cannot write in the run directory {self.path}: {reason(cause)}; "
+                "free some space or choose another --run-dir"
+            ) from None
+
+    def _undo(self, is_new: bool) -> None:
+        if is_new and [file.name for file in self.path.iterdir()] == [LOCK_FILE]:
+            self._lock.path.unlink()
+            self.path.rmdir()
+        self.release()
+
+
+def new_run_path(runs_folder: str | Path, job_name: str) -> Path:
+    """Return a path in `runs_folder` that is not taken: NAME-YYYYmmdd-HHMMSS, with -2, -3 … if need be."""
+    # 200 bytes of the name leave room for the rest in the 255 that file systems allow.
+    name = job_name.encode()[:200].decode(errors="ignore")
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(1):
+        path = Path(runs_folder) / (stem if number == 1 else f"{stem}-{number}")
+        if not _exists(path):
+            return path
+    raise AssertionError("unreachable")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # not readable: making it will say why
+        return False
+
+
+def _refuse_existing_run(path: Path) -> None:
+    for sign in _SIGNS_OF_A_RUN:
+        if _exists(path / sign):
+            raise RunDirectoryError(
+                f"{path} holds a run already (there is {sign}): go on with it by --resume, or choose another --run-dir"
+            )

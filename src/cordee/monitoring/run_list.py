@@ -1,0 +1,145 @@
+"""Which runs there are, and how each of them is."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+
+from cordee.core.errors import RunDirectoryError
+from cordee.monitoring.files import reason
+from cordee.monitoring.jsonl import read_events
+from cordee.monitoring.lock import is_locked
+from cordee.monitoring.run_directory import EVENTS_FILE, JOB_FILE, LOCK_FILE, SUMMARY_FILE
+from cordee.monitoring.summary import Status, Summary, read_summary
+
+State = Literal["running", "completed", "stopped", "interrupted", "failed", "died", "unreadable"]
+_TAIL_BYTES = 1 << 20  # about 100,000 steps at the usual 20 steps between two events
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One run as `cordee runs` lists it; what is not known is None."""
+
+    path: Path
+    state: State  # "died": was killed, can be resumed
+    name: str
+    strategy: str | None = None
+    workers: int | None = None
+    started: float | None = None  # unix seconds
+    wall_seconds: float | None = None
+    steps: int | None = None
+    test_accuracy: float | None = None
+    problem: str | None = None  # what is wrong with an unreadable one
+
+
+class Traces(msgspec.Struct):
+    """What the end of an events file tells of a run that has no summary (yet)."""
+
+    started: dict[str, Any] = msgspec.field(default_factory=dict)
+    step: dict[str, Any] = msgspec.field(default_factory=dict)
+    evaluation: dict[str, Any] = msgspec.field(default_factory=dict)
+    last: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+def list_runs(runs_folder: str | Path) -> list[RunInfo]:
+    """Return the runs in `runs_folder`, newest first; none when there is no such folder.
+
+    A folder that is damaged or may not be read is listed as unreadable. Raises `RunDirectoryError` when
+    `runs_folder` itself cannot be read.
+    """
+    try:
+        folders = [path for path in Path(runs_folder).iterdir() if path.is_dir() and not path.name.startswith(".")]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunDirectoryError(f"cannot list the runs in {runs_folder}: {reason(error)}") from None
+    runs = [run for run in map(inspect_run, folders) if run is not None]
+    return sorted(runs, key=lambda run: (run.started or 0.0, run.path.name), reverse=True)
+
+
+def inspect_run(path: Path) -> RunInfo | None:
+    """Return how the run in `path` is, or None when the folder holds no run."""
+    try:
+        if not any((path / name).exists() for name in (JOB_FILE, EVENTS_FILE, SUMMARY_FILE)):
+            return None
+        job = tomllib.loads((path / JOB_FILE).read_text(encoding="utf-8"))
+        is_running = is_locked(path / LOCK_FILE)
+        summary = read_summary(path / SUMMARY_FILE)
+        # Beside a summary only the last event matters.
+        traces = _read_traces(path / EVENTS_FILE, _TAIL_BYTES if summary is None or is_running else 1 << 14)
+        return _describe(path, job, is_running, summary, traces)
+    except OSError as error:
+        problem = f"{Path(error.filename).name if error.filename else path.name}: {reason(error)}"
+    except (RunDirectoryError, ValueError, TypeError, AttributeError) as error:  # what damaged files decode to
+        problem = str(error)
+    return RunInfo(path=path, state="unreadable", name=path.name, started=_changed(path), problem=problem)
+
+
+def resolve_state(is_running: bool, summary: Summary | None, last_event: dict[str, Any]) -> State:
+    """Return the state that a lock, a summary and the last event of a run amount to."""
+    if is_running:
+        return "running"
+    if summary is not None:
+        # A run that ended, was resumed, and was then killed has a summary that is older than its last event.
+        is_outdated = last_event.get("type") != "run_ended" and last_event.get("time", 0.0) > (summary.ended or 0.0)
+        return "died" if is_outdated and summary.ended is not None else summary.status
+    if last_event.get("type") == "run_ended":
+        return cast(Status, msgspec.convert(last_event.get("status"), Status))
+    return "died"
+
+
+def _describe(path: Path, job: dict[str, Any], is_running: bool, summary: Summary | None, traces: Traces) -> RunInfo:
+    state = resolve_state(is_running, summary, traces.last)
+    strategy = job.get("strategy", {})
+    if summary is not None and state == summary.status:
+        return RunInfo(
+            path=path,
+            state=state,
+            name=summary.name or job.get("name", path.name),
+            strategy=summary.strategy or strategy.get("name"),
+            workers=summary.workers,
+            started=summary.started or traces.started.get("time"),
+            wall_seconds=summary.wall_seconds,
+            steps=summary.steps,
+            test_accuracy=summary.test_accuracy,
+        )
+    started, last = traces.started.get("time"), traces.last.get("time")
+    return RunInfo(
+        path=path,
+        state=state,
+        name=str(job.get("name", path.name)),
+        strategy=traces.started.get("strategy") or strategy.get("name"),
+        workers=traces.started.get("workers") or strategy.get("workers"),
+        started=started or _changed(path),
+        wall_seconds=last - started if started and last else None,
+        steps=traces.step.get("step", traces.started.get("start_step")),
+        test_accuracy=traces.evaluation.get("test_accuracy"),
+    )
+
+
+def _read_traces(path: Path, tail_bytes: int) -> Traces:
+    traces = Traces()
+    if not path.exists():
+        return traces
+    for event in read_events(path, tail_bytes=tail_bytes):
+        traces.last = event
+        kind = event.get("type")
+        if kind == "run_started":
+            traces.started = event
+        elif kind == "step":
+            traces.step = event
+        elif kind == "evaluation":
+            traces.evaluation = event
+    if not traces.started:
+        first = next(read_events(path), {})
+        traces.started = first if first.get("type") == "run_started" else {}
+    return traces
+
+
+def _changed(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None

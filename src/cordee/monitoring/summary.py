@@ -1,0 +1,63 @@
+"""`summary.json`: what came out of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from cordee.core.errors import RunDirectoryError
+from cordee.monitoring.files import reason, to_json, write_atomically
+
+Status = Literal["completed", "stopped", "interrupted", "failed"]
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a run. What was not measured is None; so is, once read back, what was not a number."""
+
+    status: Status
+    name: str = ""
+    strategy: str = ""
+    workers: int = 1
+    device: str = ""
+    parameters: int = 0  # numbers the model learns
+    steps: int = 0  # optimizer steps, those before a resume included
+    epochs: float | int = 0  # passes over the training set
+    samples: int = 0  # training samples used
+    wall_seconds: float | None = None
+    samples_per_second: float | None = None
+    train_loss: float | None = None
+    test_loss: float | None = None
+    test_accuracy: float | None = None  # from 0 to 1
+    test_top5_accuracy: float | None = None
+    weights_sha256: str | None = None  # of all parameters and buffers in name order
+    recoveries: int = 0  # lost workers that were trained around
+    steps_redone: int = 0
+    stopped_by: str | None = None  # the stop rule, or what else ended the run early
+    error: str | None = None  # why it failed
+    cordee_version: str = ""
+    torch_version: str = ""
+    started: float | None = None  # unix seconds
+    ended: float | None = None
+
+    def to_json(self) -> bytes:
+        """Return indented JSON; NaN and infinities as null."""
+        return msgspec.json.format(to_json(self), indent=2) + b"\n"
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Write `summary` so that the file is whole or not there. Raises `StorageError` on a full disk."""
+    write_atomically(path, summary.to_json())
+
+
+def read_summary(path: Path) -> Summary | None:
+    """Return the summary in `path`, None when there is none. Raises `RunDirectoryError` when it is damaged."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Summary)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunDirectoryError(f"cannot read {path}: {reason(error)}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RunDirectoryError(f"{path} is damaged: {error}") from None

@@ -1,0 +1,178 @@
+"""Progress in words: the bar, the lines above it, and the header, fitted to the width of the screen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.text import Text
+
+from cordee.core.durations import format_duration
+from cordee.monitoring.tracker import View
+
+_DONE, _LEFT = "cyan", "bright_black"
+_WIDEST_BAR = 40
+
+
+def bar(view: View, width: int, *, is_ascii: bool = False) -> Text:
+    """Return one line of at most `width` columns: the most detailed layout that fits."""
+    dot = " | " if is_ascii else " · "
+    epoch = _of("epoch", view.epoch, view.epochs)
+    steps = f"{view.step}/{view.total_steps}" if view.total_steps else f"step {view.step}"
+    loss = _some("loss {}", number(view.loss))
+    long_accuracy = _some("test accuracy {}", percent(view.test_accuracy))
+    accuracy = _some("test {}", percent(view.test_accuracy, digits=1).replace(" ", ""))
+    long_rate = _some("{} samples/s", quantity(view.samples_per_second))
+    rate = _some("{}/s", quantity(view.samples_per_second))
+    time = f"{clock(view.left_s)} left" if view.left_s is not None else clock(view.elapsed_s)
+    layouts: list[tuple[int, str, str, list[str]]] = [
+        (20, dot, epoch, [steps, loss, long_accuracy, long_rate, time]),
+        (8, " ", epoch, [steps, loss, accuracy, long_rate, time]),
+        (8, " ", epoch, [steps, loss, accuracy, rate, time]),
+        (8, " ", epoch, [steps, loss, accuracy, time]),
+        (6, " ", epoch, [steps, loss, time]),
+        (4, " ", "", [steps, loss, time]),
+        (4, " ", "", [steps, time]),
+        (0, " ", "", [steps]),
+    ]
+    for narrowest, separator, before, after in layouts:
+        tail = separator.join(part for part in after if part)
+        room = width - len(tail) - len(before) - (1 if before else 0) - 1
+        if room >= narrowest or not narrowest:
+            break
+    text = Text(no_wrap=True, overflow="crop", end="")
+    if before:
+        text.append(before + " ")
+    if narrowest and view.total_steps:
+        done, left = _strokes(view.step / view.total_steps, min(room, _WIDEST_BAR), is_ascii)
+        text.append(done, _DONE).append(left, _LEFT).append(" ")
+    text.append(tail)
+    text.truncate(width)
+    return text
+
+
+def step_line(view: View) -> str:
+    """Return progress as a line of a log."""
+    steps = f"step {view.step}" + (f"/{view.total_steps}" if view.total_steps else "")
+    parts = [
+        _of("epoch", view.epoch, view.epochs),
+        steps,
+        _some("loss {}", number(view.loss)),
+        _some("{} samples/s", quantity(view.samples_per_second)),
+        f"{clock(view.left_s)} left" if view.left_s is not None else "",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def evaluation_line(fields: Mapping[str, Any], train_loss: float | None, elapsed_s: float, width: int | None) -> str:
+    """Return what an evaluation found, as one line that fits `width` if one is given."""
+    epoch, step = _some("epoch {}", fields.get("epoch")), f"step {fields.get('step')}"
+    loss = _some("loss {}", number(train_loss))
+    test_loss = number(fields.get("test_loss"))
+    accuracy, top5 = percent(fields.get("test_accuracy")), percent(fields.get("test_top5_accuracy"))
+    full = _some("test loss {}", test_loss), _some("test accuracy {}", accuracy)
+    elapsed = format_duration(elapsed_s)
+    variants = [
+        [epoch, step, loss, *full, _some("top-5 {}", top5), elapsed],
+        [epoch, step, loss, *full, elapsed],
+        [epoch, step, *full, elapsed],
+        [epoch, step, *full],
+        [epoch, _some("test loss {}", test_loss), _some("accuracy {}", accuracy)],
+        [epoch, _some("accuracy {}", accuracy) or _some("test loss {}", test_loss)],
+    ]
+    line = ""
+    for variant in variants:
+        line = "  ".join(part for part in variant if part)
+        if width is None or len(line) <= width:
+            break
+    return line
+
+
+def header_lines(run: Mapping[str, Any]) -> list[str]:
+    """Return what is trained, on what, and where, from the fields of `run_started`."""
+    workers, threads = run.get("workers") or 1, run.get("threads")
+    on = f"on {run.get('device', 'cpu')}" + (f" with {plural(threads, 'thread')} each" if threads else "")
+    if workers == 1:
+        on = on.removesuffix(" each")
+    model = f"{run.get('name', '')}: "
+    if run.get("parameters"):
+        model += f"{run['parameters']:,} parameters, "
+    lines = [f"{model}{run.get('strategy', 'single')}, {plural(workers, 'worker')} {on}"]
+    data = []
+    if run.get("train_samples"):
+        tests = f" and {run['test_samples']:,} test" if run.get("test_samples") else ""
+        data.append(f"{run['train_samples']:,} training{tests} samples")
+    if run.get("batch_size"):
+        data.append(f"batches of {run['batch_size']:,}")
+    if run.get("epochs"):
+        data.append(plural(run["epochs"], "epoch"))
+    if run.get("total_steps"):
+        data.append(plural(run["total_steps"], "step"))
+    if data:
+        lines.append(", ".join(data))
+    if run.get("start_step"):
+        lines.append(f"goes on after step {run['start_step']:,}")
+    if run.get("run_dir"):
+        lines.append(f"run directory: {run['run_dir']}")
+    return lines
+
+
+def number(value: float | None) -> str:
+    """Return a loss or the like with four digits that matter; nothing for None."""
+    if value is None:
+        return ""
+    if not math.isfinite(value):
+        return str(float(value))
+    return f"{value:.4f}" if 0.001 <= abs(value) < 1000 or value == 0 else f"{value:.3g}"
+
+
+def percent(share: float | None, digits: int = 2) -> str:
+    """Return a share of 1 as '84.31 %'; nothing for None."""
+    return "" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def quantity(value: float | None) -> str:
+    """Return three digits and a unit: '950', '12.3k', '1.05M'; nothing for None."""
+    if value is None or not math.isfinite(value):
+        return ""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= 0.9995 * size:
+            return f"{_three_digits(value / size)}{unit}"
+    return _three_digits(value)
+
+
+def clock(seconds: float) -> str:
+    """Return '0:34', '12:03' or '1:02:03'; days from two on."""
+    whole = max(round(seconds), 0)
+    if whole >= 172_800:
+        return f"{whole // 86_400} days"
+    hours, minutes, rest = whole // 3600, whole % 3600 // 60, whole % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def _three_digits(value: float) -> str:
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def _of(noun: str, count: int | None, total: int | None) -> str:
+    if count is None:
+        return ""
+    return f"{noun} {count}/{total}" if total else f"{noun} {count}"
+
+
+def _some(form: str, value: object) -> str:
+    return form.format(value) if value not in (None, "") else ""
+
+
+def _strokes(share: float, width: int, is_ascii: bool) -> Sequence[str]:
+    full, half, empty = ("#", "#", "-") if is_ascii else ("━", "╸", "─")
+    halves = round(2 * width * min(max(share, 0.0), 1.0))
+    done = full * (halves // 2) + half * (halves % 2)
+    return done, empty * (width - len(done))
