@@ -1,0 +1,16 @@
+"""The data sets that have a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from cordee.data.embedded import digits, iris
+from cordee.data.mnist import fashion_mnist, mnist
+from cordee.data.source import Splits
+
+BUILTIN_DATA: Mapping[str, Callable[..., Splits]] = {
+    "digits": digits,
+    "fashion-mnist": fashion_mnist,
+    "iris": iris,
+    "mnist": mnist,
+}

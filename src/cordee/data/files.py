@@ -1,0 +1,82 @@
+"""Where the files of a data set are looked for, and what to tell the user when they are not there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from cordee.core.env import cache_folder, data_folders
+from cordee.core.errors import DataError
+from cordee.data.download import Download, fetch
+
+T = TypeVar("T")
+
+SYSTEM_FOLDER = Path("/usr/share/datasets")
+
+
+@dataclasses.dataclass(frozen=True)
+class FileSet:
+    """What is known of a data set that is read from files."""
+
+    name: str
+    title: str
+    needed: str  # the files, in words
+    folders: tuple[str, ...]  # subfolders it is looked for in, beside the place itself
+    downloads: tuple[Download, ...]
+    advice: tuple[str, ...] = ()  # other ways to get the files
+
+
+def locate(files: FileSet, find: Callable[[Path], T | None], *, root: str | None, download: bool) -> T:
+    """Return what `find` finds in the first folder that holds the whole set, fetching it if `download` is set.
+
+    With `root` only that place is looked in. Raises DataError with all places searched and what to put there.
+    """
+    places = [Path(root).expanduser()] if root is not None else standard_places()
+    searched = candidates(files, places)
+    for folder in searched:
+        if folder.is_dir() and (found := find(folder)) is not None:
+            return found
+    if not download:
+        raise DataError(_missing(files, searched, root))
+    target = places[0] if root is not None else download_folder(files)
+    fetch(files.downloads, target, advice=" ".join(_advice(files, target, with_download=False)))
+    found = find(target)
+    assert found is not None, f"{files.name} was fetched to {target} but is not found there"
+    return found
+
+
+def standard_places() -> list[Path]:
+    """Return where data sets are looked for when the job does not say: CORDEE_DATA, the cache, the system."""
+    return [*data_folders(), cache_folder() / "data", SYSTEM_FOLDER]
+
+
+def download_folder(files: FileSet) -> Path:
+    return cache_folder() / "data" / files.name
+
+
+def candidates(files: FileSet, places: Sequence[Path]) -> list[Path]:
+    """Return the folders to look in, in order: each place itself, then its subfolders named after the set."""
+    return [folder for place in places for folder in (place, *(place / name for name in files.folders))]
+
+
+def _missing(files: FileSet, searched: Sequence[Path], root: str | None) -> str:
+    where = f"data.root = {root!r} does not hold" if root is not None else "cannot find"
+    target = Path(root).expanduser() if root is not None else download_folder(files)
+    lines = [
+        f"{where} the files of {files.title}",
+        f"  needed:   {files.needed}",
+        *(f"  {'searched:' if index == 0 else '         '} {folder}" for index, folder in enumerate(searched)),
+        *(f"  {line}" for line in _advice(files, target, with_download=True)),
+    ]
+    if root is not None:
+        lines.append("  Without data.root they are also looked for in $CORDEE_DATA, the cache and system folders.")
+    return "\n".join(lines)
+
+
+def _advice(files: FileSet, target: Path, *, with_download: bool) -> list[str]:
+    advice = [f"Put the files into {target}, or name their folder in data.root or $CORDEE_DATA.", *files.advice]
+    if with_download:
+        advice.append("With a network: set data.download = true.")
+    return advice

@@ -1,0 +1,116 @@
+"""Batches of a source, in an order and cut that depend on (seed, epoch, shard) alone.
+
+In-memory sources are gathered several batches at a time: one gather and one conversion for about 3 MB of
+inputs, handed out as views. On two cores of an EPYC, 60,000 images of 28 × 28, batches of 32: 10-13 µs per
+batch, against 27-47 µs for `X[i], Y[i]` on floats normalised beforehand, which also take four times the memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+
+from cordee.core.batch import Batch
+from cordee.core.errors import DataError
+from cordee.core.seeds import derive_seed
+from cordee.data.augment import Augmentation
+from cordee.data.order import EpochOrder, batch_part, count_batches, positions_of
+from cordee.data.prefetch import in_background
+from cordee.data.source import ArraySource, Source
+
+# Inputs gathered at once, as float32 bytes. 0.4 MB took 21 µs per batch of the above, 0.8 MB 15 µs, 1.6 MB
+# 11 µs, 3.2 MB 10 µs; much more would leave the last-level cache before it is used.
+_GATHER_BYTES = 3 << 20
+
+
+class Loader:
+    """The batches of one shard. With `shuffle` it is a training loader: a batch must not exceed the data.
+
+    `batch_size` is that of the global batch, of which every shard gets its part; a part may be empty, so that
+    all shards take equally many steps. The content of a batch depends on (seed, epoch, batch, shard) only,
+    whatever was read before.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        shard: int = 0,
+        num_shards: int = 1,
+        augment: Sequence[str] = (),
+        prefetch: int = 2,
+        processes: int = 0,
+    ) -> None:
+        assert batch_size >= 1 and 0 <= shard < num_shards and prefetch >= 0 and processes >= 0
+        if shuffle and source.num_samples is not None and batch_size > source.num_samples:
+            raise DataError(
+                f"training.batch_size = {batch_size} is larger than the training set ({source.num_samples} samples): "
+                f"set it to at most {source.num_samples}"
+            )
+        self._source = source
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._shard = shard
+        self._num_shards = num_shards
+        self._augmentation = Augmentation(augment, source.input_shape) if augment else None
+        self._prefetch = prefetch
+        self._processes = processes
+
+    @property
+    def num_batches(self) -> int | None:
+        """Global batches per epoch, the last uneven one included; None where the length is unknown."""
+        num_samples = self._source.num_samples
+        return None if num_samples is None else count_batches(num_samples, self._batch_size)
+
+    def batches(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
+        """Return the batches of an epoch from `first_batch` on.
+
+        Closing the generator stops all threads and processes it uses before it returns.
+        """
+        if self._augmentation is not None and self._prefetch > 0:
+            return _flattened(in_background(lambda: self._gathered(epoch, first_batch), 1))
+        return _flattened(self._gathered(epoch, first_batch))
+
+    def _gathered(self, epoch: int, first_batch: int) -> Iterator[Iterator[Batch]]:
+        source, num_batches = self._source, self.num_batches
+        assert num_batches is not None and source.num_samples is not None
+        order = EpochOrder(source.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        augment_seed = derive_seed(self._seed, "augment", epoch)
+        batch_bytes = 4 * math.prod(source.input_shape) * -(-self._batch_size // self._num_shards)
+        at_once = max(1, _GATHER_BYTES // max(1, batch_bytes))
+        for first in range(first_batch, num_batches, at_once):
+            parts = [self._part(batch) for batch in range(first, min(first + at_once, num_batches))]
+            positions = positions_of(parts)
+            indices = order.samples_at(positions)
+            if self._augmentation is None:
+                inputs, targets = source.gather(indices)
+            elif isinstance(source, ArraySource):
+                raw, targets = source.rows(indices)  # bytes: a quarter of the work, and padding is black
+                inputs = source.finish(self._augmentation.apply(raw, positions, augment_seed))
+            else:
+                inputs, targets = source.gather(indices)
+                inputs = self._augmentation.apply(inputs, positions, augment_seed)
+            sizes = [stop - start for start, stop in parts]
+            yield map(Batch, inputs.split_with_sizes(sizes), targets.split_with_sizes(sizes))
+
+    def _part(self, batch: int) -> tuple[int, int]:
+        return batch_part(
+            batch,
+            batch_size=self._batch_size,
+            num_samples=self._source.num_samples,
+            shard=self._shard,
+            num_shards=self._num_shards,
+        )
+
+
+def _flattened(groups: Iterator[Iterator[Batch]]) -> Generator[Batch, None, None]:
+    try:
+        for group in groups:
+            yield from group
+    finally:
+        if isinstance(groups, Generator):
+            groups.close()
