@@ -1,0 +1,64 @@
+"""Cordée: train one PyTorch model with many workers.
+
+`cordee.train(cordee.Job(...))` runs a job; the command `cordee` does the same from a job file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cordee.version import __version__
+
+if TYPE_CHECKING:
+    from cordee.core import Job, Use
+    from cordee.core.errors import CordeeError
+    from cordee.core.settings import Checkpoint, Data, Evaluation, Monitoring, Stop, Strategy, Training
+    from cordee.data import Splits
+    from cordee.launch import train
+    from cordee.run import Run
+
+# Names are imported when first used, so that `cordee --help` does not wait for torch.
+_HOMES = {
+    "Checkpoint": "cordee.core.settings",
+    "CordeeError": "cordee.core.errors",
+    "Data": "cordee.core.settings",
+    "Evaluation": "cordee.core.settings",
+    "Job": "cordee.core",
+    "Monitoring": "cordee.core.settings",
+    "Run": "cordee.run",
+    "Splits": "cordee.data",
+    "Stop": "cordee.core.settings",
+    "Strategy": "cordee.core.settings",
+    "Training": "cordee.core.settings",
+    "Use": "cordee.core",
+    "train": "cordee.launch",
+}
+
+__all__ = [
+    "Checkpoint",
+    "CordeeError",
+    "Data",
+    "Evaluation",
+    "Job",
+    "Monitoring",
+    "Run",
+    "Splits",
+    "Stop",
+    "Strategy",
+    "Training",
+    "Use",
+    "__version__",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'cordee' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

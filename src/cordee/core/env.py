@@ -23,3 +23,13 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 def runs_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return where new run directories are made: `CORDEE_RUNS`, or `runs` in the working folder."""
     return Path(environ.get("CORDEE_RUNS") or "runs").expanduser()
+
+
+def wants_traceback(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether errors should come with their traceback (`CORDEE_TRACEBACK=1`), for reporting bugs."""
+    return bool(environ.get("CORDEE_TRACEBACK"))
+
+
+def wants_colour(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a terminal may be written to in colour; `NO_COLOR` is what many programs obey."""
+    return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"

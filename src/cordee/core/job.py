@@ -27,10 +27,12 @@ _SECTIONS: dict[str, type[Section]] = {
     "checkpoint": Checkpoint,
     "monitoring": Monitoring,
 }
-# Changing these when resuming leaves what was already computed valid.
+# Changing these when resuming leaves what was already computed valid. Checkpoints depend neither on the
+# strategy nor on the number of workers.
 CHANGEABLE_ON_RESUME = (
     "name",
     "python_path",
+    "strategy.",
     "stop.",
     "evaluation.",
     "checkpoint.",

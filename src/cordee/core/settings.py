@@ -95,7 +95,7 @@ class Stop(Section, frozen=True, kw_only=True):
     """When to end before all epochs are done; whichever comes first. All of them are ends that went well."""
 
     accuracy: float | None = None  # test accuracy reached, from 0 to 1
-    loss: float | None = None  # test loss reached (training loss where there is no test set)
+    loss: float | None = None  # test loss reached
     time: str | float | None = None  # "10m", or seconds
     steps: int | None = None  # optimizer steps taken
     patience: int | None = None  # evaluations without a better result

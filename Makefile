@@ -1,0 +1,60 @@
+# Two commands do everything on a machine with git, make and Python 3.11: `make quickstart`, `make test`.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help quickstart test unit lint types bench docs fuzz clean
+help:
+	@echo "make quickstart  set up, train a first model, show the result"
+	@echo "make test        set up, run all tests"
+	@echo "make unit        only the unit tests (about a minute)"
+	@echo "make lint types  ruff, mypy --strict"
+	@echo "make bench       measure against the peers (installs them; some minutes)"
+	@echo "make docs        build the documentation into site/"
+	@echo "make clean       remove what the above made, and the environment"
+
+# What users get; the stamp is remade when the requirements change.
+$(VENV)/.cordee: pyproject.toml constraints.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Cordée needs Python 3.11 or later, $(PYTHON) is older: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	@test -x $(BIN)/python || { echo "creating $(VENV) ..."; "$(PYTHON)" -m venv $(VENV); }
+	@echo "installing Cordée and what it needs (about a minute the first time) ..."
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.cordee
+	@echo "installing what the tests need ..."
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+quickstart: $(VENV)/.cordee
+	@$(BIN)/cordee train examples/digits.toml
+
+test: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+unit: $(VENV)/.dev
+	$(BIN)/pytest tests/unit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+bench: $(VENV)/.cordee
+	@$(PIP) -e '.[bench]'
+	$(BIN)/cordee bench overhead
+
+docs: $(VENV)/.cordee
+	@$(PIP) -e '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet
+
+clean:
+	rm -rf $(VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

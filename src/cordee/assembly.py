@@ -1,0 +1,172 @@
+"""From a job to the parts one worker trains with: data, model, computation, strategy.
+
+Everything a person can get wrong in a job is found here, before the first step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from cordee.cluster import Team
+from cordee.compute import Computation, choose_device, make_loss, make_optimizer_recipe, make_schedule, share_threads
+from cordee.core import Job
+from cordee.core.components import bind, name_of, resolve
+from cordee.core.errors import CordeeError, JobError, ModelError
+from cordee.core.seeds import derive_seed
+from cordee.data import Loader, Splits, load_data
+from cordee.models import BUILTIN_MODELS
+from cordee.strategies import Strategy, make_strategy
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts of one worker, built and fitted together."""
+
+    job: Job
+    team: Team
+    splits: Splits
+    train: Loader
+    test: Loader | None
+    computation: Computation
+    strategy: Strategy
+    total_steps: int | None  # None where the data has no length and the job counts epochs
+    num_parameters: int
+    num_threads: int
+
+
+def assemble(job: Job, team: Team) -> Assembly:
+    """Build all parts of `job` for one member of `team`. Raises a CordeeError that says what to change."""
+    device = choose_device(job.training.device)
+    num_threads = share_threads(job.training.threads)
+    if job.training.reproducible:
+        raise JobError(
+            "training.reproducible = true is not in this version yet; runs of one worker repeat bit for bit without it"
+        )
+    splits = load_data(job.data, seed=job.seed, python_path=job.python_path)
+    _check_stop_settings(job, splits)
+    computation = Computation(
+        loss=make_loss(job.loss, job.python_path),
+        device=device,
+        precision=job.training.precision,
+        counts_classes=splits.num_classes is not None,
+    )
+    strategy = make_strategy(job, computation)
+    train, test = _loaders(job, splits)
+    total_steps = _total_steps(job, train)
+    recipe = make_optimizer_recipe(
+        job.optimizer,
+        make_schedule(job.schedule, total_steps, job.python_path),
+        lr_scale=job.training.lr_scale,
+        num_workers=team.num_workers,
+        python_path=job.python_path,
+    )
+    model = build_model(job, splits)
+    _check_fit(job, splits, model, computation)
+    strategy.setup(model, recipe, team)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Assembly(job, team, splits, train, test, computation, strategy, total_steps, num_parameters, num_threads)
+
+
+def build_model(job: Job, splits: Splits) -> nn.Module:
+    """Return the job's model, initialised from its seed. Input shape and classes follow from the data."""
+    if isinstance(job.model.use, nn.Module):
+        if job.model.args:
+            raise JobError("model: a module that is already built takes no settings; give its class instead")
+        return job.model.use
+    target = resolve("model", job.model.use, BUILTIN_MODELS, python_path=job.python_path)
+    provided: dict[str, Any] = {"input_shape": splits.input_shape, "num_classes": splits.num_classes}
+    if splits.num_classes is None:
+        provided["num_classes"] = 1  # one number to predict
+    build = bind("model", target, job.model.args, provided)
+    torch.manual_seed(derive_seed(job.seed, "model"))
+    try:
+        model = build()
+    except CordeeError:
+        raise
+    except Exception as error:
+        raise ModelError(f"building the model {_name(job)} raised {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model {_name(job)} is a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _loaders(job: Job, splits: Splits) -> tuple[Loader, Loader | None]:
+    train = Loader(
+        splits.train,
+        batch_size=job.training.batch_size,
+        seed=job.seed,
+        shuffle=True,
+        augment=job.data.augment,
+        prefetch=job.data.prefetch,
+        processes=job.data.processes,
+    )
+    if splits.test is None:
+        return train, None
+    size = job.evaluation.batch_size
+    if splits.test.num_samples is not None:
+        size = min(size, splits.test.num_samples)
+    test = Loader(splits.test, batch_size=size, seed=job.seed, shuffle=False, prefetch=job.data.prefetch)
+    return train, test
+
+
+def _total_steps(job: Job, train: Loader) -> int | None:
+    if job.training.steps is not None:
+        return job.training.steps
+    assert job.training.num_epochs is not None
+    return None if train.num_batches is None else job.training.num_epochs * train.num_batches
+
+
+def _check_stop_settings(job: Job, splits: Splits) -> None:
+    wants_test = [key for key in ("accuracy", "loss", "patience") if getattr(job.stop, key) is not None]
+    if wants_test and splits.test is None:
+        raise JobError(
+            f"stop.{wants_test[0]} is measured on a test set, and data {splits.name!r} has none: "
+            "set data.test_fraction = 0.1, say, to set a part of the training set aside"
+        )
+    if job.stop.accuracy is not None and splits.num_classes is None:
+        raise JobError("stop.accuracy needs classes, and the targets are numbers: use stop.loss instead")
+
+
+def _check_fit(job: Job, splits: Splits, model: nn.Module, computation: Computation) -> None:
+    """Try the model and the loss on two samples, so that what does not fit is said before training."""
+    if splits.train.num_samples is None:
+        return  # reading from a stream would lose samples; the first step will tell
+    batch = splits.train.gather(torch.arange(min(2, splits.train.num_samples)))
+    shape = tuple(batch.inputs.shape[1:])
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            outputs = model(batch.inputs.to(next((p.device for p in model.parameters()), "cpu")))
+    except Exception as error:
+        raise ModelError(
+            f"the model {_name(job)} cannot compute inputs of shape {shape} from data {splits.name!r}: {error}"
+        ) from error
+    finally:
+        model.train(was_training)
+    if not isinstance(outputs, torch.Tensor):
+        raise ModelError(f"the model {_name(job)} returns a {type(outputs).__name__}; it must return a tensor")
+    found = tuple(outputs.shape)
+    if splits.num_classes is not None and (outputs.ndim < 2 or found[-1] < splits.num_classes):
+        raise ModelError(
+            f"the model {_name(job)} gives outputs of shape {found} for two samples, but data {splits.name!r} has "
+            f"{splits.num_classes} classes: the last dimension must have at least {splits.num_classes} values"
+        )
+    try:
+        loss = computation.loss.mean(outputs, batch.targets.to(outputs.device))
+    except Exception as error:
+        raise ModelError(
+            f"the loss cannot compare outputs of shape {found} with targets of shape "
+            f"{tuple(batch.targets.shape)}: {error}"
+        ) from error
+    if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
+        kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ModelError(f"the loss gives {kind}; it must give one number, the mean over the batch")
+
+
+def _name(job: Job) -> str:
+    return repr(job.model.use if isinstance(job.model.use, str) else name_of(job.model.use))

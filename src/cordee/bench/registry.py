@@ -1,0 +1,56 @@
+"""The benchmarks by name, and how one is run from the command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from cordee.bench.report import Report
+from cordee.core.errors import JobError, StorageError, nearest
+
+BENCHMARKS = {
+    "overhead": "what the training loop costs beside a hand-written one, Accelerate and Lightning",
+    "accuracy": "what the shipped job files reach",
+}
+
+
+def run_benchmark(name: str, *, rounds: int, output: Path | None) -> Report:
+    """Measure, print the table, and write the raw figures where asked."""
+    if name not in BENCHMARKS:
+        known = "; ".join(f"{known}: {what}" for known, what in BENCHMARKS.items())
+        raise JobError(f"no benchmark '{name}'{nearest(name, BENCHMARKS)} ({known})")
+    measure: Callable[..., Report] = import_module(f"cordee.bench.{name}").measure
+    report = measure(rounds=rounds, say=lambda line: print(line, file=sys.stderr, flush=True))
+    Console(highlight=False).print(_table(report))
+    if output is not None:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        except OSError as error:
+            raise StorageError(f"cannot write {output}: {error.strerror}") from error
+        print(f"raw figures: {output}")
+    return report
+
+
+def _table(report: Report) -> Table:
+    machine = report.machine
+    table = Table(title=f"{report.name}: {machine['processor']}, {machine['cores']} cores, torch {machine['torch']}")
+    columns = list(report.rows[0])
+    for column in columns:
+        is_number = isinstance(report.rows[0][column], (int, float))
+        table.add_column(column.replace("_", " "), justify="right" if is_number else "left")
+    for row in report.rows:
+        table.add_row(*(_shown(row[column]) for column in columns))
+    return table
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"
+    return "–" if value is None else str(value)

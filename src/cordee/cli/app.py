@@ -1,0 +1,172 @@
+"""All commands, and how errors leave the program: one clear message, exit code 2 or 1, no traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cordee.core.env import wants_colour, wants_traceback
+from cordee.core.errors import CordeeError
+from cordee.version import __version__
+
+INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C
+
+app = typer.Typer(
+    name="cordee",
+    help="Train one PyTorch model with many workers: one job, every method.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    try:
+        app()
+    except CordeeError as error:
+        _print_error(str(error))
+        if wants_traceback():
+            raise
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        _print_error("interrupted")
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # `cordee runs | head` is not an error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def _print_error(message: str) -> None:
+    style, plain = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() and wants_colour() else ("", "")
+    print(f"{style}cordee:{plain} {message}", file=sys.stderr)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"cordee {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train one PyTorch model with many workers: one job, every method."""
+
+
+@app.command()
+def train(
+    job: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False)],
+    strategy: Annotated[str | None, typer.Option(help="Instead of the job's strategy.name.", metavar="S")] = None,
+    workers: Annotated[int | None, typer.Option(help="Instead of the job's strategy.workers.", metavar="N")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where the run is written; else a new folder in ./runs.", metavar="D")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --run-dir, or the newest.")] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key, e.g. training.epochs=3.", metavar="K=V")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+) -> None:
+    """Train a job: progress on screen, everything else in the run directory.
+
+    Ctrl-C stops after the step and saves; a second one stops at once. Exit code: 0 when the run ended well,
+    2 for a mistake in the job, 1 for a failure, 130 after Ctrl-C.
+
+    For example:
+
+        cordee train examples/digits.toml --set training.epochs=3
+
+        cordee train job.toml --run-dir runs/a --resume
+    """
+    overrides = list(settings or [])
+    overrides += [f"strategy.name={strategy}"] if strategy is not None else []
+    overrides += [f"strategy.workers={workers}"] if workers is not None else []
+
+    from cordee.launch import train as run_training
+
+    run = run_training(job, overrides=overrides, run_dir=run_dir, resume=resume, quiet=quiet)
+    if run.status == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
+    output: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--output", "-o", help="File to write: .safetensors, .pt or .onnx (repeat for several).", metavar="FILE"
+        ),
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="The checkpoint to take; else the newest whole one.")] = None,
+) -> None:
+    """Write the trained weights of a run for use elsewhere.
+
+    Without --output: model.safetensors in the run directory. A .pt file is a state dict for
+    `torch.load(..., weights_only=True)`; ONNX takes any batch size.
+    """
+    from cordee.exporting import export_run
+
+    for path in export_run(run, output or [run / "model.safetensors"], step=step):
+        print(path)
+
+
+@app.command()
+def runs(
+    folder: Annotated[
+        Path | None, typer.Argument(help="Where runs are; else $CORDEE_RUNS or ./runs.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of a table.")] = False,
+) -> None:
+    """List runs with their state, newest last."""
+    import msgspec
+    from rich.console import Console
+
+    from cordee.core.env import runs_folder
+    from cordee.monitoring import list_runs, render_runs
+
+    found = list_runs(folder or runs_folder())
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(found, enc_hook=str)).decode())
+    elif not found:
+        print(f"no runs in {folder or runs_folder()}: start one with `cordee train JOB.toml`")
+    else:
+        Console(highlight=False).print(render_runs(found))
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of lines.")] = False,
+) -> None:
+    """Check this machine: Python, torch, devices, cores, memory, disk, ports, data; say what to mend.
+
+    Exit code 1 if something would keep training from working.
+    """
+    from cordee.doctor import examine, print_findings
+
+    if not print_findings(examine(), as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="Which one: overhead.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write the raw figures to this JSON file.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the medians are compared.", min=1)] = 7,
+) -> None:
+    """Measure Cordée against its peers, interleaved in one run, as ratios of medians."""
+    from cordee.bench import run_benchmark
+
+    run_benchmark(name, rounds=rounds, output=output)

@@ -1,0 +1,26 @@
+"""The compute layer: devices, precision, forward and backward passes, metrics, evaluation."""
+
+from cordee.compute.computation import Computation, Loss, clip_gradients, split_batch
+from cordee.compute.devices import choose_device, share_threads, usable_cores
+from cordee.compute.evaluation import Metrics, evaluate
+from cordee.compute.losses import LossFunction, make_loss
+from cordee.compute.optimizers import OptimizerRecipe, make_optimizer_recipe
+from cordee.compute.schedules import Schedule, make_schedule
+
+__all__ = [
+    "Computation",
+    "Loss",
+    "LossFunction",
+    "Metrics",
+    "OptimizerRecipe",
+    "Schedule",
+    "choose_device",
+    "clip_gradients",
+    "evaluate",
+    "make_loss",
+    "make_optimizer_recipe",
+    "make_schedule",
+    "share_threads",
+    "split_batch",
+    "usable_cores",
+]

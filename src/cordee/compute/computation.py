@@ -1,0 +1,95 @@
+"""Forward and backward passes over the parts of a batch, weighted so that the parts make the whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cordee.compute.losses import LossFunction
+from cordee.core.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a step computed: the mean loss over `count` items, and how many were right if that was measured."""
+
+    mean: float
+    count: int
+    num_correct: int | None = None
+
+    @property
+    def accuracy(self) -> float | None:
+        return None if self.num_correct is None or not self.count else self.num_correct / self.count
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How a worker computes: the loss, the device, the precision. The same for every strategy."""
+
+    loss: LossFunction
+    device: torch.device
+    precision: str  # "fp32" or "bf16"
+    counts_classes: bool  # targets are classes, so that accuracy means something
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def to_device(self, batch: Batch) -> Batch:
+        if self.device.type == "cpu":
+            return batch
+        return Batch(batch.inputs.to(self.device, non_blocking=True), batch.targets.to(self.device, non_blocking=True))
+
+    def forward_backward(
+        self, model: Callable[[Tensor], Tensor], parts: Sequence[Batch], *, total_count: int, measure: bool
+    ) -> Loss:
+        """Add the gradient of the mean loss over `total_count` items to the parameters' gradients.
+
+        `parts` may be only some of those items (the others being computed elsewhere): each is weighted by its
+        count, so the sum over everybody's parts is the gradient of the whole batch. Returns the loss of these
+        parts alone, as a mean over their own items. Local.
+        """
+        weighted_sum, count, num_correct = 0.0, 0, 0
+        for part in parts:
+            inputs, targets = self.to_device(part)
+            with self.autocast():
+                outputs = model(inputs)
+                loss = self.loss.mean(outputs, targets)
+            part_count = self.loss.count(targets)
+            if part_count == 0:
+                continue
+            (loss if part_count == total_count else loss * (part_count / total_count)).backward()  # type: ignore[no-untyped-call]
+            weighted_sum += loss.item() * part_count
+            count += part_count
+            if measure and self.counts_classes:
+                num_correct += count_correct(outputs, targets)
+        mean = weighted_sum / count if count else 0.0
+        return Loss(mean, count, num_correct if measure and self.counts_classes else None)
+
+
+def split_batch(batch: Batch, num_parts: int) -> list[Batch]:
+    """Cut a batch into `num_parts` parts whose sizes differ by at most one, leaving out empty ones."""
+    if num_parts == 1:
+        return [batch]
+    parts = zip(batch.inputs.tensor_split(num_parts), batch.targets.tensor_split(num_parts), strict=True)
+    return [Batch(inputs, targets) for inputs, targets in parts if len(targets)]
+
+
+def count_correct(outputs: Tensor, targets: Tensor, top: int = 1) -> int:
+    """Return for how many targets the right class is among the `top` highest outputs."""
+    with torch.no_grad():
+        if top == 1:
+            return int((outputs.argmax(dim=-1) == targets).sum())
+        best = outputs.topk(min(top, outputs.shape[-1]), dim=-1).indices
+        return int((best == targets.unsqueeze(-1)).sum())
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], clip_norm: float) -> float:
+    """Scale gradients so that their norm, taken over all of them, is at most `clip_norm`; return it as it was."""
+    return float(torch.nn.utils.clip_grad_norm_(parameters, clip_norm, error_if_nonfinite=False))

@@ -1,0 +1,68 @@
+"""Measuring a model on a whole data set, each sample once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from cordee.compute.computation import Computation, count_correct
+from cordee.core.batch import Batch
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Means over `num_samples` samples; accuracies are None where targets are not classes."""
+
+    loss: float
+    accuracy: float | None
+    top5_accuracy: float | None  # also None with five classes or fewer, where it says nothing
+    num_samples: int
+    seconds: float
+
+
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    computation: Computation,
+    *,
+    num_classes: int | None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Metrics | None:
+    """Return the metrics over all `batches`, or None if `should_stop` said so before the end.
+
+    The model is put into evaluation mode for the time and then back. Local; changes nothing else.
+    """
+    started = time.perf_counter()
+    was_training = model.training
+    model.eval()
+    loss_sum, count, right, right5, num_samples = 0.0, 0, 0, 0, 0
+    wants_top5 = num_classes is not None and num_classes > 5
+    try:
+        with torch.inference_mode(), computation.autocast():
+            for batch in batches:
+                if should_stop():
+                    return None
+                inputs, targets = computation.to_device(batch)
+                outputs = model(inputs)
+                part = computation.loss.count(targets)
+                loss_sum += computation.loss.mean(outputs, targets).item() * part if part else 0.0
+                count += part
+                num_samples += len(targets)
+                if computation.counts_classes:
+                    right += count_correct(outputs, targets)
+                    right5 += count_correct(outputs, targets, top=5) if wants_top5 else 0
+    finally:
+        model.train(was_training)
+    if not count:
+        return Metrics(float("nan"), None, None, num_samples, time.perf_counter() - started)
+    return Metrics(
+        loss=loss_sum / count,
+        accuracy=right / count if computation.counts_classes else None,
+        top5_accuracy=right5 / count if computation.counts_classes and wants_top5 else None,
+        num_samples=num_samples,
+        seconds=time.perf_counter() - started,
+    )

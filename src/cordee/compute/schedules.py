@@ -1,0 +1,78 @@
+"""How the learning rate changes: factors of the optimizer's rate as pure functions of the step.
+
+Steps are optimizer steps, whatever the number of workers or accumulated parts. Being functions of the step
+alone, schedules have no state to save, to lose, or to run too fast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from cordee.core.components import Use, bind, resolve
+from cordee.core.errors import JobError
+
+Schedule = Callable[[int], float]  # the step about to be taken, from 0, to the factor of the rate
+
+
+def constant(*, warmup_steps: int = 0) -> Schedule:
+    return _warmed_up(lambda step: 1.0, warmup_steps)
+
+
+def cosine(*, total_steps: int | None = None, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
+    """Fall along half a cosine from 1 to `final` between the end of the warm-up and the last step."""
+    length = _horizon("cosine", total_steps, warmup_steps)
+
+    def factor(step: int) -> float:
+        done = min(1.0, (step - warmup_steps) / length)
+        return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+    return _warmed_up(factor, warmup_steps)
+
+
+def linear(*, total_steps: int | None = None, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
+    """Fall in a straight line from 1 to `final` between the end of the warm-up and the last step."""
+    length = _horizon("linear", total_steps, warmup_steps)
+    return _warmed_up(lambda step: 1.0 + (final - 1.0) * min(1.0, (step - warmup_steps) / length), warmup_steps)
+
+
+def step(*, every_steps: int, factor: float = 0.1, warmup_steps: int = 0) -> Schedule:
+    """Multiply by `factor` after each `every_steps` steps."""
+    if every_steps < 1:
+        raise JobError(f"schedule.every_steps = {every_steps} must be at least 1")
+    return _warmed_up(lambda now: factor ** (now // every_steps), warmup_steps)
+
+
+BUILTIN_SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "constant": constant,
+    "cosine": cosine,
+    "linear": linear,
+    "step": step,
+}
+
+
+def make_schedule(part: Use, total_steps: int | None, python_path: Sequence[str] = ()) -> Schedule:
+    """Return the schedule a job names; a user's own is a callable with settings that returns a function of
+    the step. `total_steps` is None where the end is not known in advance.
+    """
+    target = resolve("schedule", part.use, BUILTIN_SCHEDULES, python_path=python_path)
+    schedule: Schedule = bind("schedule", target, part.args, {"total_steps": total_steps})()
+    return schedule
+
+
+def _warmed_up(schedule: Schedule, warmup_steps: int) -> Schedule:
+    """Climb in a straight line to the schedule's own value over the first `warmup_steps` steps."""
+    if warmup_steps < 0:
+        raise JobError(f"schedule.warmup_steps = {warmup_steps} must be at least 0")
+    if warmup_steps == 0:
+        return schedule
+    return lambda step: schedule(warmup_steps) * (step + 1) / warmup_steps if step < warmup_steps else schedule(step)
+
+
+def _horizon(name: str, total_steps: int | None, warmup_steps: int) -> int:
+    if total_steps is None:
+        raise JobError(
+            f"schedule.use = '{name}' must know the number of steps, and this data has no length: "
+            "set training.steps or schedule.total_steps"
+        )
+    return max(1, total_steps - warmup_steps)

@@ -1,0 +1,46 @@
+"""When a run ends before its last step: a small state machine over what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from cordee.core.settings import Stop
+
+
+class Patience(msgspec.Struct):
+    """How long it has been since the best evaluation. Saved with checkpoints."""
+
+    best: float | None = None
+    evaluations_since: int = 0
+
+
+@dataclass
+class StopPolicy:
+    """Says which setting of `[stop]`, if any, ends the run now."""
+
+    settings: Stop
+    patience: Patience = field(default_factory=Patience)
+
+    def after_step(self, num_steps: int, elapsed_s: float) -> str | None:
+        if self.settings.steps is not None and num_steps >= self.settings.steps:
+            return "steps"
+        limit = self.settings.time_s
+        return "time" if limit is not None and elapsed_s >= limit else None
+
+    def after_evaluation(self, loss: float, accuracy: float | None) -> str | None:
+        """Take note of an evaluation. Better means a higher accuracy, or a lower loss where there is none."""
+        score = accuracy if accuracy is not None else -loss
+        if self.patience.best is None or score > self.patience.best:
+            self.patience = Patience(best=score, evaluations_since=0)
+        else:
+            self.patience = Patience(self.patience.best, self.patience.evaluations_since + 1)
+        settings = self.settings
+        if settings.accuracy is not None and accuracy is not None and accuracy >= settings.accuracy:
+            return "accuracy"
+        if settings.loss is not None and loss <= settings.loss:
+            return "loss"
+        if settings.patience is not None and self.patience.evaluations_since >= settings.patience:
+            return "patience"
+        return None

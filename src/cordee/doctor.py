@@ -1,0 +1,169 @@
+"""`cordee doctor`: looks at this machine and says what would keep training from working, and what to do."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from cordee.core.env import cache_folder, runs_folder
+from cordee.core.errors import DataError
+
+GIB = 2**30
+LEAST_SHM_BYTES = 256 * 2**20
+LEAST_DISK_BYTES = 1 * GIB
+LEAST_MEMORY_BYTES = 1 * GIB
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was looked at. `note` is worth knowing, `problem` keeps training from working."""
+
+    subject: str
+    state: Literal["ok", "note", "problem"]
+    detail: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at everything. Takes a second or two, most of it importing torch."""
+    checks: list[Callable[[], Iterable[Finding]]] = [
+        check_python,
+        check_torch,
+        check_cores,
+        check_memory,
+        check_shared_memory,
+        check_disk,
+        check_ports,
+        check_data,
+        check_extras,
+    ]
+    return [finding for check in checks for finding in check()]
+
+
+def check_python() -> Iterable[Finding]:
+    yield Finding("Python", "ok", f"{platform.python_version()} ({sys.executable})")
+
+
+def check_torch() -> Iterable[Finding]:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield Finding("torch", "problem", str(error), "pip install -c constraints.txt torch")
+        return
+    yield Finding("torch", "ok", torch.__version__)
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        yield Finding("devices", "ok", f"{len(names)} GPU: {', '.join(names)}")
+    else:
+        yield Finding("devices", "ok", "CPU only (no GPU that this torch can use)")
+
+
+def check_cores() -> Iterable[Finding]:
+    import psutil
+    import torch
+
+    from cordee.compute import usable_cores
+
+    usable, present = usable_cores(), psutil.cpu_count() or 1
+    detail = f"{usable} usable of {present}, torch uses {torch.get_num_threads()} threads"
+    yield Finding("cores", "ok" if usable == present else "note", detail)
+
+
+def check_memory() -> Iterable[Finding]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    detail = f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f}"
+    if memory.available < LEAST_MEMORY_BYTES:
+        yield Finding("memory", "problem", detail, "end other programs, or use a smaller batch")
+    else:
+        yield Finding("memory", "ok", detail)
+
+
+def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterable[Finding]:
+    if not folder.is_dir():
+        yield Finding(str(folder), "note", "not there", "workers on this host will talk through sockets")
+        return
+    usage = shutil.disk_usage(folder)
+    detail = f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f}"
+    if usage.free < LEAST_SHM_BYTES:
+        yield Finding(
+            str(folder), "note", detail, "give it more: mount -o remount,size=2G /dev/shm (docker: --shm-size=2g)"
+        )
+    else:
+        yield Finding(str(folder), "ok", detail)
+
+
+def check_disk() -> Iterable[Finding]:
+    for subject, folder in (("runs folder", runs_folder()), ("cache folder", cache_folder())):
+        existing = next(parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.exists())
+        try:
+            probe = existing / f".cordee-probe-{socket.gethostname()}-{id(folder)}"
+            probe.write_bytes(b"x")
+            probe.unlink()
+        except OSError as error:
+            yield Finding(subject, "problem", f"{folder}: {error.strerror}", "make it writable or choose another")
+            continue
+        free = shutil.disk_usage(existing).free
+        detail = f"{folder} ({free / GIB:.1f} GiB free)"
+        if free < LEAST_DISK_BYTES:
+            yield Finding(subject, "note", detail, "free some space: checkpoints may not fit")
+        else:
+            yield Finding(subject, "ok", detail)
+
+
+def check_ports() -> Iterable[Finding]:
+    try:
+        with socket.socket() as listener, socket.socket() as caller:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            port = listener.getsockname()[1]
+            caller.settimeout(2)
+            caller.connect(("127.0.0.1", port))
+    except OSError as error:
+        yield Finding("ports", "problem", f"no connection over loopback: {error}", "check the firewall and `ip addr`")
+        return
+    yield Finding("ports", "ok", f"loopback works (the system chose port {port})")
+
+
+def check_data() -> Iterable[Finding]:
+    from cordee.data import FILE_SOURCES, find_files
+
+    for name in FILE_SOURCES:
+        try:
+            yield Finding(name, "ok", str(find_files(name)))
+        except DataError as error:
+            yield Finding(name, "note", "not on this machine", str(error).splitlines()[0])
+
+
+def check_extras() -> Iterable[Finding]:
+    import importlib.util
+
+    for extra, module in (("tensorboard", "tensorboard"), ("onnx", "onnxscript")):
+        if importlib.util.find_spec(module) is None:
+            yield Finding(extra, "note", "not installed", f"pip install 'cordee[{extra}]'")
+        else:
+            yield Finding(extra, "ok", "installed")
+
+
+def print_findings(findings: list[Finding], *, as_json: bool) -> bool:
+    """Print what was found, and how to mend it; return whether training can work here."""
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(findings)).decode())
+    else:
+        width = max(len(finding.subject) for finding in findings)
+        for finding in findings:
+            mark = {"ok": "ok  ", "note": "note", "problem": "BAD "}[finding.state]
+            print(f"{mark}  {finding.subject:<{width}}  {finding.detail}")
+            if finding.remedy:
+                print(f"{'':{width + 8}}{finding.remedy}")
+    problems = sum(finding.state == "problem" for finding in findings)
+    if not as_json:
+        print("everything that training needs is here" if not problems else f"{problems} to mend before training works")
+    return not problems

@@ -1,0 +1,43 @@
+"""Ctrl-C and SIGTERM as a request: the first asks to stop after the step, the second stops at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class InterruptFlag:
+    """While entered, takes SIGINT and SIGTERM; calling it tells whether one has come.
+
+    Signals reach only the main thread: elsewhere this does nothing and the flag stays down.
+    """
+
+    def __init__(self, on_first: Callable[[], None]) -> None:
+        self._on_first = on_first
+        self._is_raised = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __call__(self) -> bool:
+        return self._is_raised
+
+    def __enter__(self) -> InterruptFlag:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._is_raised:
+            raise KeyboardInterrupt
+        self._is_raised = True
+        self._on_first()

@@ -1,0 +1,57 @@
+"""What every way of training together has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+
+from cordee.checkpoint import State
+from cordee.cluster import Team
+from cordee.compute import Loss, OptimizerRecipe
+from cordee.core import Batch, Job
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a strategy needs before it is started."""
+
+    num_workers: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an optimizer step did."""
+
+    lr: float
+    gradient_norm: float | None = None  # measured only where it is clipped
+
+
+class Strategy(Protocol):
+    """One row of the strategy table: who has which data and parameters, and when they agree.
+
+    The trainer calls `setup` once, then `forward_backward` and `update` in turn. All of them are collective:
+    every member of the team calls them in the same order.
+    """
+
+    model: nn.Module  # as this worker evaluates it
+
+    def requirements(self, job: Job) -> Requirements:
+        """Return what the job needs; raises JobError if the strategy cannot run it. Pure."""
+
+    def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team) -> None:
+        """Take the model over and make the optimizer."""
+
+    def forward_backward(self, microbatches: Sequence[Batch], *, measure: bool) -> Loss:
+        """Compute the gradient of the mean loss over the whole batch; `measure` asks for accuracy as well."""
+
+    def update(self, step: int) -> Update:
+        """Agree with the others and take optimizer step `step`."""
+
+    def state_dict(self) -> State:
+        """Return everything that training goes on from; independent of how many workers there are."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from `state`, which any strategy may have made."""

@@ -1,0 +1,274 @@
+"""The training loop. It knows `Strategy`, never a strategy by name."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from cordee import checkpoint
+from cordee.assembly import Assembly
+from cordee.checkpoint import State
+from cordee.compute import Loss, Metrics, evaluate, split_batch
+from cordee.core import Batch
+from cordee.core.errors import StorageError, TrainingError
+from cordee.core.seeds import derive_seed
+from cordee.core.stopping import Patience, StopPolicy
+from cordee.monitoring import Monitor
+
+
+class Progress(msgspec.Struct):
+    """Where a run is. Saved with each checkpoint; with the job it determines everything that follows."""
+
+    step: int = 0  # optimizer steps taken
+    epoch: int = 0  # epochs begun before the present one
+    batch: int = 0  # batches of the present epoch already used
+    samples: int = 0
+    elapsed_s: float = 0.0  # over all attempts
+    loss_sum: float = 0.0  # over the present epoch
+    loss_count: int = 0
+    evaluated_at: int = -1  # step of the last evaluation
+    patience: Patience = msgspec.field(default_factory=Patience)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended. `stopped_by` is None when all steps were taken."""
+
+    progress: Progress
+    stopped_by: str | None
+    metrics: Metrics | None
+    samples_per_second: float
+
+    @property
+    def train_loss(self) -> float | None:
+        return self.progress.loss_sum / self.progress.loss_count if self.progress.loss_count else None
+
+
+class Trainer:
+    """Takes one worker through a run: step, evaluate, save, until the end or until told to stop."""
+
+    def __init__(
+        self, parts: Assembly, monitor: Monitor, checkpoints: Path, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._parts = parts
+        self._job = parts.job
+        self._monitor = monitor
+        self._checkpoints = checkpoints
+        self._should_stop = should_stop
+        self._policy = StopPolicy(parts.job.stop)
+        self._saved_at = -1
+        self._metrics: Metrics | None = None
+        self._progress = Progress()
+        self._base_elapsed_s = 0.0
+        self._started_s = time.perf_counter()
+        self._away_s = 0.0  # spent evaluating and saving in this attempt
+        self._start_samples = 0
+        self._window = (0, self._started_s)  # samples and time at the last step event
+
+    @property
+    def progress(self) -> Progress:
+        return self._progress
+
+    def resume(self, state: State) -> None:
+        """Go on from a checkpoint, in the middle of an epoch where it was made there."""
+        self._progress = msgspec.convert(state.values["progress"], Progress)
+        self._policy.patience = self._progress.patience
+        self._base_elapsed_s = self._progress.elapsed_s
+        self._start_samples = self._progress.samples
+        self._parts.strategy.load_state_dict(state)
+        self._saved_at = self._progress.step
+
+    def run(self) -> Outcome:
+        """Train to the end. Raises TrainingError when training cannot go on; nothing saved before is lost."""
+        progress = self._progress
+        self._started_s = time.perf_counter()
+        self._window = (progress.samples, self._started_s)
+        stopped_by = None if self._is_done() else self._train()
+        if stopped_by != "interrupt":
+            self._evaluate()
+            if self._parts.test is not None and progress.evaluated_at != progress.step:
+                stopped_by = "interrupt"
+        if self._saved_at != progress.step:
+            self._save()
+        progress.elapsed_s = self._elapsed_s()
+        training_s = time.perf_counter() - self._started_s - self._away_s
+        trained = progress.samples - self._start_samples
+        return Outcome(progress, stopped_by, self._metrics, trained / training_s if trained else 0.0)
+
+    def _train(self) -> str | None:
+        progress = self._progress
+        while not self._is_done():
+            self._parts.strategy.model.train()
+            with contextlib.closing(self._parts.train.batches(progress.epoch, progress.batch)) as batches:
+                for batch in batches:
+                    self._take_step(batch)
+                    if (reason := self._after_step()) is not None:
+                        return reason
+                    if self._is_done():
+                        break
+            if self._is_epoch_over() and (reason := self._after_epoch()) is not None:
+                return reason
+        return None
+
+    def _take_step(self, batch: Batch) -> None:
+        progress, strategy, monitoring = self._progress, self._parts.strategy, self._job.monitoring
+        measure = progress.step % monitoring.every_steps == 0
+        self._seed_step(progress.step)
+        loss = strategy.forward_backward(split_batch(batch, self._job.training.accumulate), measure=measure)
+        if not math.isfinite(loss.mean):
+            raise TrainingError(self._not_finite("the loss", f"is {loss.mean}"))
+        update = strategy.update(progress.step)
+        progress.step += 1
+        progress.batch += 1
+        progress.samples += batch.num_samples
+        progress.loss_sum += loss.mean * loss.count
+        progress.loss_count += loss.count
+        self._monitor.progress(step=progress.step, loss=loss.mean)
+        if measure:
+            self._report_step(loss, update.lr, update.gradient_norm)
+
+    def _after_step(self) -> str | None:
+        """Evaluate and save where it is time to, in this order; return why to stop, if there is a reason."""
+        job, step = self._job, self._progress.step
+        reason = None
+        if job.evaluation.every_steps and step % job.evaluation.every_steps == 0:
+            reason = self._evaluate()
+        if job.checkpoint.every_steps and step % job.checkpoint.every_steps == 0:
+            self._save()
+        if self._should_stop():
+            return "interrupt"
+        return reason or self._policy.after_step(step, self._elapsed_s())
+
+    def _after_epoch(self) -> str | None:
+        progress, evaluation = self._progress, self._job.evaluation
+        reason = None
+        if evaluation.every_epochs and (progress.epoch + 1) % evaluation.every_epochs == 0:
+            reason = self._evaluate()
+        if reason is None and self._should_stop():
+            return "interrupt"  # the epoch is not closed: resuming evaluates it again
+        if not self._is_last_epoch():  # the last epoch's mean loss is the run's
+            progress.loss_sum, progress.loss_count = 0.0, 0
+        progress.epoch += 1
+        progress.batch = 0
+        return reason
+
+    def _is_epoch_over(self) -> bool:
+        num_batches = self._parts.train.num_batches
+        return num_batches is None or self._progress.batch >= num_batches
+
+    def _is_last_epoch(self) -> bool:
+        epochs, total = self._job.training.num_epochs, self._parts.total_steps
+        is_last = epochs is not None and self._progress.epoch + 1 >= epochs
+        return is_last or (total is not None and self._progress.step >= total)
+
+    def _is_done(self) -> bool:
+        total, epochs = self._parts.total_steps, self._job.training.num_epochs
+        if total is not None and self._progress.step >= total:
+            return self._job.training.steps is not None or self._progress.epoch >= (epochs or 0)
+        return epochs is not None and self._progress.epoch >= epochs
+
+    def _evaluate(self) -> str | None:
+        """Measure on the test set, unless that was just done; return why to stop, if there is a reason."""
+        progress, parts = self._progress, self._parts
+        if parts.test is None or progress.evaluated_at == progress.step:
+            return None
+        with self._away(), contextlib.closing(parts.test.batches(0)) as batches:
+            metrics = evaluate(
+                parts.strategy.model,
+                batches,
+                parts.computation,
+                num_classes=parts.splits.num_classes,
+                should_stop=self._should_stop,
+            )
+        if metrics is None:
+            return None
+        self._metrics = metrics
+        progress.evaluated_at = progress.step
+        self._monitor.emit(
+            "evaluation",
+            step=progress.step,
+            epoch=progress.epoch + 1,
+            train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else None,
+            test_loss=metrics.loss,
+            test_accuracy=metrics.accuracy,
+            test_top5_accuracy=metrics.top5_accuracy,
+            samples=metrics.num_samples,
+            seconds=metrics.seconds,
+        )
+        reason = self._policy.after_evaluation(metrics.loss, metrics.accuracy)
+        progress.patience = self._policy.patience
+        return reason
+
+    def _save(self) -> None:
+        """Save a checkpoint. A disk that is full costs the checkpoint, not the run."""
+        progress = self._progress
+        progress.elapsed_s = self._elapsed_s()
+        with self._away():
+            state = self._parts.strategy.state_dict()
+            for name, tensor in state.tensors.items():
+                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                    raise TrainingError(self._not_finite(f"'{name}'", "has values that are not finite"))
+            values = {**state.values, "progress": msgspec.to_builtins(progress)}
+            started = time.perf_counter()
+            try:
+                path = checkpoint.save(
+                    self._checkpoints, progress.step, State(state.tensors, values), keep=self._job.checkpoint.keep
+                )
+            except StorageError as error:
+                self._monitor.emit("warning", message=f"checkpoint at step {progress.step} was not saved: {error}")
+                return
+        self._saved_at = progress.step
+        self._monitor.emit("checkpoint", step=progress.step, path=str(path), seconds=time.perf_counter() - started)
+
+    def _report_step(self, loss: Loss, lr: float, gradient_norm: float | None) -> None:
+        progress = self._progress
+        samples, since_s = self._window
+        now_s = time.perf_counter()
+        self._window = (progress.samples, now_s)
+        self._monitor.emit(
+            "step",
+            step=progress.step,
+            epoch=progress.epoch + 1,
+            loss=loss.mean,
+            accuracy=loss.accuracy,
+            lr=lr,
+            gradient_norm=gradient_norm,
+            samples=progress.samples,
+            samples_per_second=(progress.samples - samples) / (now_s - since_s),
+        )
+
+    def _seed_step(self, step: int) -> None:
+        seed = derive_seed(self._job.seed, "step", step)
+        torch.default_generator.manual_seed(seed)
+        if self._parts.computation.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def _elapsed_s(self) -> float:
+        return self._base_elapsed_s + time.perf_counter() - self._started_s
+
+    @contextlib.contextmanager
+    def _away(self) -> Iterator[None]:
+        """Keep the time spent inside out of the training throughput."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - started
+            self._away_s += spent
+            self._window = (self._window[0], self._window[1] + spent)
+
+    def _not_finite(self, what: str, how: str) -> str:
+        progress = self._progress
+        kept = checkpoint.list_checkpoints(self._checkpoints)
+        last = f"the last checkpoint is {kept[-1].name}" if kept else "there is no checkpoint yet"
+        return (
+            f"{what} {how} at step {progress.step + 1} (epoch {progress.epoch + 1}); {last}. "
+            "Lower optimizer.lr, add a warm-up (schedule.warmup_steps), or set training.clip_norm = 1.0"
+        )
