@@ -34,6 +34,7 @@ class DirectoryLock:
             ) from None
         try:
             self._acquire()
+            self._write_pid()
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -64,10 +65,13 @@ class DirectoryLock:
                     f"cannot lock the run directory {self.path.parent}: {reason(error)}; "
                     "choose a --run-dir on a file system with locks"
                 ) from None
+
+    def _write_pid(self) -> None:
         try:
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
+            self.path.unlink()
             raise RunDirectoryError(
                 f"cannot write in the run directory {self.path.parent}: {reason(error)}; "
                 "free some space or choose another --run-dir"

@@ -64,20 +64,22 @@ def render_runs(runs: Sequence[RunInfo]) -> RenderableType:
 
 class _Column(NamedTuple):
     title: str
-    from_width: int  # columns of the screen from which on there is room for it
     is_number: bool
+    left_out: int  # in which order it makes room for the others; 0 never does
     cell: Callable[[RunInfo], Text]
 
 
 _COLUMNS = (
-    _Column("run", 0, False, lambda run: Text(run.path.name)),
-    _Column("state", 0, False, lambda run: Text(run.state, _STATUS_STYLES[run.state])),
-    _Column("strategy", 72, False, lambda run: Text(_strategy(run))),
-    _Column("steps", 60, True, lambda run: Text("" if run.steps is None else f"{run.steps:,}")),
-    _Column("accuracy", 0, True, lambda run: Text(percent(run.test_accuracy))),
-    _Column("time", 60, True, lambda run: Text(_duration(run.wall_seconds))),
-    _Column("started", 110, False, lambda run: Text(_date(run.started))),
+    _Column("run", False, 0, lambda run: Text(run.path.name)),
+    _Column("state", False, 0, lambda run: Text(run.state, _STATUS_STYLES[run.state])),
+    _Column("strategy", False, 4, lambda run: Text(_strategy(run))),
+    _Column("steps", True, 2, lambda run: Text("" if run.steps is None else f"{run.steps:,}")),
+    _Column("accuracy", True, 0, lambda run: Text(percent(run.test_accuracy))),
+    _Column("time", True, 3, lambda run: Text(_duration(run.wall_seconds))),
+    _Column("started", False, 1, lambda run: Text(_date(run.started))),
 )
+_GAP = 2  # columns of the screen between two of the table
+_LONGEST_NAME = 36  # longer ones are folded rather than have other columns left out
 
 
 class _RunTable:
@@ -85,8 +87,8 @@ class _RunTable:
         self._runs = runs
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-        columns = [column for column in _COLUMNS if options.max_width >= column.from_width]
+        table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
+        columns = _columns_that_fit(self._runs, options.max_width)
         for column in columns:
             table.add_column(
                 column.title,
@@ -102,6 +104,17 @@ class _RunTable:
         for run in self._runs:
             if run.problem:
                 yield Text(f"{run.path.name}: {run.problem}", "bright_black")
+
+
+def _columns_that_fit(runs: Sequence[RunInfo], width: int) -> list[_Column]:
+    needed = {}
+    for column in _COLUMNS:
+        longest = max(column.cell(run).cell_len for run in runs)
+        needed[column] = max(min(longest, _LONGEST_NAME), len(column.title)) + _GAP
+    for column in sorted((column for column in _COLUMNS if column.left_out), key=lambda column: column.left_out):
+        if sum(needed.values()) - _GAP > width:
+            del needed[column]
+    return list(needed)
 
 
 def _why(summary: Summary) -> str:
@@ -139,7 +152,7 @@ def _with(value: str, label: str, extra: str) -> str:
 
 
 def _line(*parts: tuple[str, str]) -> Text:
-    return Text.assemble(*parts, overflow="fold")
+    return Text.assemble(*parts)
 
 
 def _strategy(run: RunInfo) -> str:

@@ -43,12 +43,17 @@ class RunDirectory:
                 f"cannot make the run directory {path}: {reason(error)}; choose another --run-dir"
             ) from None
         _refuse_existing_run(path)
-        directory = cls(path, DirectoryLock(path / LOCK_FILE))
+        lock: DirectoryLock | None = None
         try:
+            lock = DirectoryLock(path / LOCK_FILE)
             _refuse_existing_run(path)  # another process may have made one since
+            directory = cls(path, lock)
             directory._prepare(job_toml)
         except BaseException:
-            directory._undo(is_new)
+            if is_new:
+                _remove_unused(path, lock)
+            if lock is not None:
+                lock.release()
             raise
         return directory
 
@@ -156,12 +161,6 @@ class RunDirectory:
                 "free some space or choose another --run-dir"
             ) from None
 
-    def _undo(self, is_new: bool) -> None:
-        if is_new and [file.name for file in self.path.iterdir()] == [LOCK_FILE]:
-            self._lock.path.unlink()
-            self.path.rmdir()
-        self.release()
-
 
 def new_run_path(runs_folder: str | Path, job_name: str) -> Path:
     """Return a path in `runs_folder` that is not taken: NAME-YYYYmmdd-HHMMSS, with -2, -3 … if need be."""
@@ -188,3 +187,10 @@ def _refuse_existing_run(path: Path) -> None:
             raise RunDirectoryError(
                 f"{path} holds a run already (there is {sign}): go on with it by --resume, or choose another --run-dir"
             )
+
+
+def _remove_unused(path: Path, lock: DirectoryLock | None) -> None:
+    if lock is not None and [file.name for file in path.iterdir()] == [LOCK_FILE]:
+        lock.path.unlink()
+    if not any(path.iterdir()):
+        path.rmdir()

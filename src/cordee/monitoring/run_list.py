@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal
 
 import msgspec
 
@@ -34,13 +34,36 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None = None  # what is wrong with an unreadable one
 
 
+class _Strategy(msgspec.Struct):
+    name: str | None = None
+    workers: int | None = None
+
+
+class _JobFile(msgspec.Struct):
+    name: str = ""
+    strategy: _Strategy = msgspec.field(default_factory=_Strategy)
+
+
+class Trace(msgspec.Struct):
+    """The fields of all events that say how a run is."""
+
+    type: str = ""
+    time: float | None = None
+    status: Status | None = None
+    strategy: str | None = None
+    workers: int | None = None
+    start_step: int | None = None
+    step: int | None = None
+    test_accuracy: float | None = None
+
+
 class Traces(msgspec.Struct):
     """What the end of an events file tells of a run that has no summary (yet)."""
 
-    started: dict[str, Any] = msgspec.field(default_factory=dict)
-    step: dict[str, Any] = msgspec.field(default_factory=dict)
-    evaluation: dict[str, Any] = msgspec.field(default_factory=dict)
-    last: dict[str, Any] = msgspec.field(default_factory=dict)
+    started: Trace = msgspec.field(default_factory=Trace)
+    step: Trace = msgspec.field(default_factory=Trace)
+    evaluation: Trace = msgspec.field(default_factory=Trace)
+    last: Trace = msgspec.field(default_factory=Trace)
 
 
 def list_runs(runs_folder: str | Path) -> list[RunInfo]:
@@ -64,7 +87,7 @@ def inspect_run(path: Path) -> RunInfo | None:
     try:
         if not any((path / name).exists() for name in (JOB_FILE, EVENTS_FILE, SUMMARY_FILE)):
             return None
-        job = tomllib.loads((path / JOB_FILE).read_text(encoding="utf-8"))
+        job = msgspec.convert(tomllib.loads((path / JOB_FILE).read_text(encoding="utf-8")), _JobFile)
         is_running = is_locked(path / LOCK_FILE)
         summary = read_summary(path / SUMMARY_FILE)
         # Beside a summary only the last event matters.
@@ -72,50 +95,49 @@ def inspect_run(path: Path) -> RunInfo | None:
         return _describe(path, job, is_running, summary, traces)
     except OSError as error:
         problem = f"{Path(error.filename).name if error.filename else path.name}: {reason(error)}"
-    except (RunDirectoryError, ValueError, TypeError, AttributeError) as error:  # what damaged files decode to
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.DecodeError, RunDirectoryError) as error:
         problem = str(error)
     return RunInfo(path=path, state="unreadable", name=path.name, started=_changed(path), problem=problem)
 
 
-def resolve_state(is_running: bool, summary: Summary | None, last_event: dict[str, Any]) -> State:
+def resolve_state(is_running: bool, summary: Summary | None, last_event: Trace) -> State:
     """Return the state that a lock, a summary and the last event of a run amount to."""
     if is_running:
         return "running"
+    has_ended = last_event.type == "run_ended"
     if summary is not None:
         # A run that ended, was resumed, and was then killed has a summary that is older than its last event.
-        is_outdated = last_event.get("type") != "run_ended" and last_event.get("time", 0.0) > (summary.ended or 0.0)
-        return "died" if is_outdated and summary.ended is not None else summary.status
-    if last_event.get("type") == "run_ended":
-        return cast(Status, msgspec.convert(last_event.get("status"), Status))
-    return "died"
+        is_outdated = summary.ended is not None and (last_event.time or 0.0) > summary.ended and not has_ended
+        return "died" if is_outdated else summary.status
+    return last_event.status if has_ended and last_event.status else "died"
 
 
-def _describe(path: Path, job: dict[str, Any], is_running: bool, summary: Summary | None, traces: Traces) -> RunInfo:
+def _describe(path: Path, job: _JobFile, is_running: bool, summary: Summary | None, traces: Traces) -> RunInfo:
     state = resolve_state(is_running, summary, traces.last)
-    strategy = job.get("strategy", {})
+    name = job.name or path.name
     if summary is not None and state == summary.status:
         return RunInfo(
             path=path,
             state=state,
-            name=summary.name or job.get("name", path.name),
-            strategy=summary.strategy or strategy.get("name"),
+            name=summary.name or name,
+            strategy=summary.strategy or job.strategy.name,
             workers=summary.workers,
-            started=summary.started or traces.started.get("time"),
+            started=summary.started or traces.started.time,
             wall_seconds=summary.wall_seconds,
             steps=summary.steps,
             test_accuracy=summary.test_accuracy,
         )
-    started, last = traces.started.get("time"), traces.last.get("time")
+    started, last = traces.started.time, traces.last.time
     return RunInfo(
         path=path,
         state=state,
-        name=str(job.get("name", path.name)),
-        strategy=traces.started.get("strategy") or strategy.get("name"),
-        workers=traces.started.get("workers") or strategy.get("workers"),
+        name=name,
+        strategy=traces.started.strategy or job.strategy.name,
+        workers=traces.started.workers or job.strategy.workers,
         started=started or _changed(path),
         wall_seconds=last - started if started and last else None,
-        steps=traces.step.get("step", traces.started.get("start_step")),
-        test_accuracy=traces.evaluation.get("test_accuracy"),
+        steps=traces.step.step if traces.step.step is not None else traces.started.start_step,
+        test_accuracy=traces.evaluation.test_accuracy,
     )
 
 
@@ -123,18 +145,17 @@ def _read_traces(path: Path, tail_bytes: int) -> Traces:
     traces = Traces()
     if not path.exists():
         return traces
-    for event in read_events(path, tail_bytes=tail_bytes):
-        traces.last = event
-        kind = event.get("type")
-        if kind == "run_started":
+    for table in read_events(path, tail_bytes=tail_bytes):
+        event = traces.last = msgspec.convert(table, Trace)
+        if event.type == "run_started":
             traces.started = event
-        elif kind == "step":
+        elif event.type == "step":
             traces.step = event
-        elif kind == "evaluation":
+        elif event.type == "evaluation":
             traces.evaluation = event
-    if not traces.started:
-        first = next(read_events(path), {})
-        traces.started = first if first.get("type") == "run_started" else {}
+    if not traces.started.type:
+        first = msgspec.convert(next(read_events(path), {}), Trace)
+        traces.started = first if first.type == "run_started" else traces.started
     return traces
 
 
