@@ -1,5 +1,6 @@
 """Save, verify, load and export the state of a run."""
 
+from cordee.checkpoint.export import export
 from cordee.checkpoint.model import load_model_state, model_state
 from cordee.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from cordee.checkpoint.reading import Loaded, list_checkpoints, load, load_newest
@@ -9,6 +10,7 @@ from cordee.checkpoint.writing import save
 __all__ = [
     "Loaded",
     "State",
+    "export",
     "list_checkpoints",
     "load",
     "load_model_state",

@@ -37,7 +37,8 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     problems = [f"'{name}' is missing" for name in own if name not in tensors]
     problems += [f"'{name}' is not in the model" for name in tensors if name not in own]
     for name, value in own.items():
-        if name not in tensors or not isinstance(value, Tensor) or is_lazy(value):
+        is_extra = name.rpartition(".")[2] == "_extra_state"  # its module decides what fits
+        if name not in tensors or is_extra or is_lazy(value):
             continue
         given = tensors[name]
         if given.shape != value.shape:

@@ -57,11 +57,11 @@ def save(root: Path, step: int, state: State, *, keep: int) -> Path:
             fsync_directory(temporary)
             _put_in_place(temporary, target)
     except OSError as error:
-        raise StorageError(f"cannot save the checkpoint {target}: {_reason(error)}") from error
+        raise StorageError(f"cannot save the checkpoint {target}: {reason_of(error)}") from error
     try:
         _prune(root, step, keep)
     except OSError as error:
-        raise StorageError(f"{target} is saved, but older ones cannot be removed: {_reason(error)}") from error
+        raise StorageError(f"{target} is saved, but older ones cannot be removed: {reason_of(error)}") from error
     return target
 
 
@@ -169,6 +169,7 @@ def _is_other_process(pid: int) -> bool:
     return True
 
 
-def _reason(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
+    """Return what the system says, and of which file."""
     where = f" ({error.filename})" if error.filename else ""
     return f"{error.strerror or error}{where}"

@@ -1,0 +1,87 @@
+"""Weights for others to use: safetensors, a PyTorch state dict, or ONNX."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from cordee.checkpoint.onnx import write_onnx
+from cordee.checkpoint.reading import load
+from cordee.checkpoint.state import State
+from cordee.checkpoint.tensor_file import lay_out, write_layout
+from cordee.checkpoint.writing import fsync_directory, reason_of
+from cordee.core.errors import CheckpointError, JobError, ModelError, StorageError, nearest
+
+SUFFIXES = (".safetensors", ".pt", ".onnx")
+
+
+def export(
+    source: State | Path, target: Path, *, model: nn.Module | None = None, example: Tensor | None = None
+) -> Path:
+    """Write the model of a state, or of the checkpoint at a path, to `target`, in the format its suffix says.
+
+    `.safetensors`  the weights by name; a tied weight once, as `safetensors.torch.load_model` expects it
+    `.pt`           the state dict, for `model.load_state_dict(torch.load(target, weights_only=True))`
+    `.onnx`         weights and computation; needs the `model` they belong to, which is left as it is, and an
+                    `example` input, whose first dimension is the batch and stays free
+
+    Local. A file that was there is replaced at once when the new one is complete, and stays on failure:
+    JobError for another suffix, StorageError when it cannot be written, CheckpointError for a damaged
+    checkpoint or one of another model, ModelError for a model that ONNX cannot express.
+    """
+    write = _writer(target, model, example)
+    state = source if isinstance(source, State) else load(source)
+    weights = state.part("model").tensors
+    if not weights:
+        raise CheckpointError("there is no model in this state: none of its tensors is called 'model.…'")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.unlink(missing_ok=True)
+            write(temporary, weights)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        fsync_directory(target.parent)
+    except OSError as error:
+        raise StorageError(f"cannot export to {target}: {reason_of(error)}") from error
+    return target
+
+
+def _writer(target: Path, model: nn.Module | None, example: Tensor | None) -> Callable[[Path, dict[str, Tensor]], None]:
+    if target.suffix == ".safetensors":
+        return _write_safetensors
+    if target.suffix == ".pt":
+        return _write_state_dict
+    if target.suffix == ".onnx":
+        if model is None or example is None:
+            raise ModelError("ONNX holds the computation as well: export to it needs the model and an example input")
+        return lambda path, weights: write_onnx(path, weights, model, example)
+    raise JobError(
+        f"cannot export to '{target.name}': the name must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+        f"{nearest(target.suffix, SUFFIXES)}"
+    )
+
+
+def _write_safetensors(path: Path, weights: dict[str, Tensor]) -> None:
+    write_layout(path, lay_out(weights))
+
+
+def _write_state_dict(path: Path, weights: dict[str, Tensor]) -> None:
+    # torch.save writes the whole storage behind a view; a copy keeps the rest of it out of the file.
+    table = {
+        name: tensor.detach().clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.detach()
+        for name, tensor in weights.items()
+    }
+    with path.open("xb") as file:
+        try:
+            torch.save(table, file)
+        except RuntimeError as error:  # torch's zip writer hides a full disk behind its own error
+            raise OSError(None, f"torch.save failed: {error}") from error
+        file.flush()
+        os.fsync(file.fileno())
