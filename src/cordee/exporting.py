@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor, nn
+
 from cordee import checkpoint
 from cordee.assembly import build_model
+from cordee.checkpoint import State
 from cordee.core import Job
-from cordee.core.errors import RunDirectoryError
+from cordee.core.errors import CheckpointError, DataError, RunDirectoryError
 from cordee.data import load_data
 
 
@@ -19,18 +23,29 @@ def export_run(run: Path, outputs: Sequence[Path], *, step: int | None = None) -
     """
     if not (run / "job.toml").is_file():
         raise RunDirectoryError(f"{run} is not a run directory: it has no job.toml")
-    for output in outputs:
-        checkpoint.check_export_target(output)
-    state = _state(run / "checkpoints", step)
-    weights = {name.removeprefix("model."): t for name, t in state.tensors.items() if name.startswith("model.")}
-    written = []
-    for output in outputs:
-        if output.suffix == ".onnx":
-            job = Job.load(run / "job.toml")
-            splits = load_data(job.data, seed=job.seed, python_path=job.python_path)
-            model = build_model(job, splits)
-            checkpoint.load_model_state(model, state.tensors)
-            written.append(checkpoint.export_onnx(model, _example(splits), output))
-        else:
-            written.append(checkpoint.export_weights(weights, output))
-    return written
+    state = _state(run, step)
+    model, example = _model_and_example(run) if any(o.suffix == ".onnx" for o in outputs) else (None, None)
+    return [checkpoint.export(state, output, model=model, example=example) for output in outputs]
+
+
+def _state(run: Path, step: int | None) -> State:
+    folder = run / "checkpoints"
+    if step is not None:
+        path = folder / f"step-{step}"
+        if not path.is_dir():
+            kept = ", ".join(p.name for p in checkpoint.list_checkpoints(folder)) or "none"
+            raise RunDirectoryError(f"{run} has no checkpoint of step {step} (it has: {kept})")
+        return checkpoint.load(path)
+    loaded = checkpoint.load_newest(folder)
+    if loaded is None:
+        raise CheckpointError(f"{run} has no checkpoint yet")
+    return loaded.state
+
+
+def _model_and_example(run: Path) -> tuple[nn.Module, Tensor]:
+    """Return the run's model, to be traced, and two samples to trace it with."""
+    job = Job.load(run / "job.toml")
+    splits = load_data(job.data, seed=job.seed, python_path=job.python_path)
+    if splits.train.num_samples is None:
+        raise DataError(f"ONNX export traces the model with samples, and data {splits.name!r} has no random access")
+    return build_model(job, splits), splits.train.gather(torch.arange(2) % splits.train.num_samples).inputs

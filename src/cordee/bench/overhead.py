@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from cordee.bench.report import Report, describe_machine, interleave, median_ratio, medians
 from cordee.core import Job
@@ -118,10 +118,23 @@ def _by_cordee(data: Data, folder: Path) -> float:
     return run.summary.samples_per_second
 
 
+class _WholeBatches(Dataset[Any]):
+    """Gives a DataLoader a whole batch at once, gathered from tensors."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self._inputs, self._targets = inputs, targets
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        chosen = torch.tensor(indices)
+        return self._inputs[chosen], self._targets[chosen]
+
+
 def _batched(inputs: Tensor, targets: Tensor) -> DataLoader[Any]:
-    dataset = TensorDataset(inputs, targets)
-    sampler = BatchSampler(RandomSampler(dataset), BATCH_SIZE, drop_last=False)
-    return DataLoader(dataset, sampler=sampler, batch_size=None)
+    dataset = _WholeBatches(inputs, targets)
+    return DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True, collate_fn=lambda batch: batch)
 
 
 def _by_accelerate(inputs: Tensor, targets: Tensor) -> float:
