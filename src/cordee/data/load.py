@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
+from typing import Any
 
-from cordee.core.components import bind, resolve
+from cordee.core.components import bind, name_of, resolve
+from cordee.core.errors import CordeeError, DataError, JobError
 from cordee.core.settings import Data
 from cordee.data.builtin import BUILTIN_DATA
 from cordee.data.source import Splits
+from cordee.data.subset import cut_splits
+from cordee.data.things import is_data, splits_of
 
 
 def load_data(data: Data, *, seed: int, python_path: Sequence[str] = ()) -> Splits:
+    """Return the data set that `data` describes, checked and cut as it says.
+
+    `data.use` is a built-in name, "module:callable", a live callable, or data itself (see `things`). A
+    callable gets `data.args`, and `seed` and `normalize` if it has parameters of these names. Normalisation
+    is the source's own affair: arrays and Datasets of the user's are not normalised here.
+
+    Raises JobError for a setting that is wrong, DataError for data that is missing, damaged or unfit.
+    """
+    name = data.use if isinstance(data.use, str) else name_of(data.use)
+    return cut_splits(splits_of(_make(data, name, seed, python_path), name), data, seed)
+
+
+def _make(data: Data, name: str, seed: int, python_path: Sequence[str]) -> Any:
+    if is_data(data.use):
+        if data.args:
+            raise JobError(
+                f"data has no setting '{next(iter(data.args))}': data.use is a {type(data.use).__name__}, "
+                "which takes none"
+            )
+        return data.use
     make = resolve("data", data.use, BUILTIN_DATA, python_path=python_path)
-    splits = bind("data", make, data.args, {"seed": seed, "normalize": data.normalize})()
-    assert isinstance(splits, Splits)
-    return splits
+    bound = bind("data", make, data.args, {"seed": seed, "normalize": data.normalize})
+    try:
+        return bound()
+    except CordeeError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise DataError(
+            f"data.use = {name!r} raised {type(error).__name__}: {error} (at {place.filename}:{place.lineno})"
+        ) from error

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 from pathlib import Path
 
 from cordee.core.errors import DataError
 from cordee.data.arrays import check_classes
 from cordee.data.download import Download
-from cordee.data.files import FileSet, locate
+from cordee.data.files import FileSet, PassedOver, locate
 from cordee.data.idx import read_idx
 from cordee.data.source import ArraySource, Scale, Splits
 
@@ -69,19 +72,32 @@ FASHION_MNIST = FileSet(
 )
 
 
-def find_idx_files(folder: Path) -> list[Path] | None:
-    """Return the paths of the four files, or None if the folder lacks one."""
+# The two sets have files of the same names. Told apart by the SHA-256 of their training labels.
+_TRAIN_LABELS = {
+    "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13": MNIST,
+    "657fbd221bfc9f4198cc14b5619cc33ec57c58dd0e47af4d99d6650759e869a7": FASHION_MNIST,
+}
+
+
+def find_idx_files(folder: Path, wanted: FileSet) -> list[Path] | PassedOver | None:
+    """Return the paths of the four files, None if the folder lacks one; files of the other set are not taken."""
     found = []
     for name in _FILE_NAMES:
         path = next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
         if path is None:
             return None
         found.append(path)
+    with contextlib.suppress(DataError):  # damaged files are reported when they are read
+        labels = hashlib.sha256(read_idx(found[1], 1).numpy().tobytes()).hexdigest()
+        held = _TRAIN_LABELS.get(labels, wanted)
+        if held.name != wanted.name:
+            return PassedOver(f"{folder} holds {held.title}")
     return found
 
 
 def _load(files: FileSet, root: str | None, download: bool, scale: Scale | None) -> Splits:
-    train_images, train_labels, test_images, test_labels = locate(files, find_idx_files, root=root, download=download)
+    found = locate(files, functools.partial(find_idx_files, wanted=files), root=root, download=download)
+    train_images, train_labels, test_images, test_labels = found
     return Splits(
         train=_read_split(train_images, train_labels, scale),
         test=_read_split(test_images, test_labels, scale),

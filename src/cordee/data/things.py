@@ -1,0 +1,165 @@
+"""What a user may give as data, and the source it becomes.
+
+A *thing* is one split: a `Source`, a torch Dataset or IterableDataset, or a tuple (x, y) of arrays. Data is
+`Splits`, a tuple (train, test) of things, where test may be None, or one thing. A tuple of two is (train,
+test) if its first part is a Source, a Dataset or itself a tuple of two arrays; otherwise it is (x, y). Lists
+are always arrays: write x as a list or an array, not as a tuple of tuples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Subset as TorchSubset
+
+from cordee.core.errors import DataError
+from cordee.data.arrays import check_classes, count_classes, source_of_arrays
+from cordee.data.datasets import DatasetSource, IterableSource
+from cordee.data.source import ArraySource, Source, Splits
+
+# Counting the classes of a Dataset that does not tell them means reading it all.
+LARGEST_COUNTED = 10_000
+
+
+def is_data(value: Any) -> bool:
+    """Return whether a live object is itself data, and not something to call for data."""
+    return isinstance(value, (Splits, Source, Dataset, tuple)) or not (isinstance(value, str) or callable(value))
+
+
+def splits_of(value: Any, name: str) -> Splits:
+    """Return data as splits that are checked: samples there, shapes and labels that agree. DataError if not."""
+    if isinstance(value, Splits):
+        splits = dataclasses.replace(
+            value,
+            train=_source(value.train, "the training set"),
+            test=None if value.test is None else _source(value.test, "the test set"),
+            input_shape=tuple(value.input_shape),
+        )
+    else:
+        train, test = _train_and_test(value)
+        train_source = _source(train, "the training set")
+        test_source = None if test is None else _source(test, "the test set")
+        num_classes = _num_classes([source for source in (train_source, test_source) if source is not None])
+        splits = Splits(train_source, test_source, train_source.input_shape, num_classes, name)
+    for source in (splits.train, splits.test):
+        if isinstance(source, (DatasetSource, IterableSource)):
+            source.num_classes = splits.num_classes  # with which they check the labels they read
+    _check(splits)
+    return splits
+
+
+def _train_and_test(value: Any) -> tuple[Any, Any]:
+    if isinstance(value, (tuple, list)) and len(value) == 2 and _is_split(value[0]):
+        return value[0], value[1]
+    return value, None
+
+
+def _is_split(value: Any) -> bool:
+    return isinstance(value, (Source, Dataset)) or _is_pair_of_arrays(value) or _is_map_style(value)
+
+
+def _is_pair_of_arrays(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(_is_array_like(part) for part in value)
+
+
+def _is_array_like(value: Any) -> bool:
+    return isinstance(value, (Tensor, list, tuple)) or hasattr(value, "__array__")
+
+
+def _is_map_style(value: Any) -> bool:
+    """Whether something that is not a torch Dataset can be read like one."""
+    has_both = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    return has_both and not _is_array_like(value) and not isinstance(value, (str, bytes, dict))
+
+
+def _source(thing: Any, what: str) -> Source:
+    if isinstance(thing, Source):
+        return thing
+    if isinstance(thing, TensorDataset) and type(thing) is TensorDataset and len(thing.tensors) == 2:
+        return source_of_arrays(*thing.tensors, what)
+    if type(thing) is TorchSubset and type(thing.dataset) is TensorDataset:
+        return _taken(_source(thing.dataset, what), thing.indices)
+    if isinstance(thing, IterableDataset):
+        return IterableSource(thing, what)
+    if isinstance(thing, Dataset) or _is_map_style(thing):
+        if not hasattr(thing, "__len__"):
+            raise DataError(f"{what}: the Dataset {type(thing).__name__} has no __len__; add it, or make it iterable")
+        return DatasetSource(thing, what)
+    if isinstance(thing, (tuple, list)) and len(thing) == 2:
+        return source_of_arrays(thing[0], thing[1], what)
+    length = f" of {len(thing)}" if isinstance(thing, (tuple, list)) else ""
+    raise DataError(
+        f"{what} is a {type(thing).__name__}{length}; it can be a torch Dataset, an IterableDataset, "
+        "or a tuple (inputs, targets) of arrays"
+    )
+
+
+def _taken(source: Source, indices: Any) -> Source:
+    return source.take(torch.as_tensor(indices)) if isinstance(source, ArraySource) else source
+
+
+def _num_classes(sources: list[Source]) -> int | None:
+    """Return how many classes the targets have, None for regression."""
+    kinds = {_has_classes(source) for source in sources}
+    if len(kinds) > 1:
+        raise DataError("the targets of training and test set differ: whole numbers in one, fractions in the other")
+    if kinds == {False}:
+        return None
+    return max(_count(source) for source in sources)
+
+
+def _has_classes(source: Source) -> bool:
+    if isinstance(source, (DatasetSource, IterableSource)):
+        return not source.example.targets.is_floating_point()
+    return not source.gather(torch.tensor([0])).targets.is_floating_point()
+
+
+def _count(source: Source) -> int:
+    if isinstance(source, ArraySource):
+        return count_classes(source.targets, "the labels")
+    if not isinstance(source, (DatasetSource, IterableSource)):
+        raise DataError("a Source of your own does not tell its classes: return cordee.data.Splits, which does")
+    declared = declared_classes(source.dataset)
+    if declared is not None:
+        return declared
+    if isinstance(source, IterableSource) or (source.num_samples or 0) > LARGEST_COUNTED:
+        raise DataError(
+            f"{source.what} does not tell how many classes it has, and is too long to be read for it: "
+            f"give the {type(source.dataset).__name__} an attribute num_classes"
+        )
+    targets = source.gather(torch.arange(source.num_samples or 0)).targets
+    return count_classes(targets, f"the labels of {source.what}")
+
+
+def declared_classes(dataset: Any) -> int | None:
+    """Return what a dataset says of its classes: `num_classes`, the length of `classes`, or its `targets`."""
+    if isinstance(getattr(dataset, "num_classes", None), int):
+        return int(dataset.num_classes)
+    if isinstance(getattr(dataset, "classes", None), (list, tuple)):
+        return len(dataset.classes)
+    if isinstance(getattr(dataset, "targets", None), (list, Tensor)) and len(dataset.targets) > 0:
+        targets = torch.as_tensor(dataset.targets)
+        if not targets.is_floating_point():
+            return count_classes(targets, "the attribute targets of the dataset")
+    return declared_classes(dataset.dataset) if isinstance(dataset, TorchSubset) else None
+
+
+def _check(splits: Splits) -> None:
+    for source, what in ((splits.train, "the training set"), (splits.test, "the test set")):
+        if source is None:
+            continue
+        if source.num_samples == 0:
+            raise DataError(f"{what} of {splits.name} has no samples")
+        if tuple(source.input_shape) != splits.input_shape:
+            raise DataError(
+                f"the inputs of {what} have the shape {tuple(source.input_shape)}, "
+                f"those of {splits.name} should have {splits.input_shape}"
+            )
+        if isinstance(source, ArraySource) and splits.num_classes is not None:
+            if source.targets.is_floating_point():
+                raise DataError(f"the targets of {what} are fractions, but {splits.num_classes} classes are declared")
+            check_classes(source.targets, splits.num_classes, f"{what} of {splits.name}")
