@@ -40,8 +40,8 @@ class Assembly:
 
 def assemble(job: Job, team: Team) -> Assembly:
     """Build all parts of `job` for one member of `team`. Raises a CordeeError that says what to change."""
-    device = choose_device(job.training.device)
-    num_threads = share_threads(job.training.threads)
+    device = choose_device(job.training.device, team.local_rank)
+    num_threads = share_threads(job.training.threads, team.num_local_workers)
     if job.training.reproducible:
         raise JobError(
             "training.reproducible = true is not in this version yet; runs of one worker repeat bit for bit without it"
@@ -55,7 +55,7 @@ def assemble(job: Job, team: Team) -> Assembly:
         counts_classes=splits.num_classes is not None,
     )
     strategy = make_strategy(job, computation)
-    train, test = _loaders(job, splits)
+    train, test = _loaders(job, splits, team)
     total_steps = _total_steps(job, train)
     recipe = make_optimizer_recipe(
         job.optimizer,
@@ -94,12 +94,14 @@ def build_model(job: Job, splits: Splits) -> nn.Module:
     return model
 
 
-def _loaders(job: Job, splits: Splits) -> tuple[Loader, Loader | None]:
+def _loaders(job: Job, splits: Splits, team: Team) -> tuple[Loader, Loader | None]:
     train = Loader(
         splits.train,
         batch_size=job.training.batch_size,
         seed=job.seed,
         shuffle=True,
+        shard=team.worker_index,
+        num_shards=team.num_workers,
         augment=job.data.augment,
         prefetch=job.data.prefetch,
         processes=job.data.processes,
@@ -109,7 +111,15 @@ def _loaders(job: Job, splits: Splits) -> tuple[Loader, Loader | None]:
     size = job.evaluation.batch_size
     if splits.test.num_samples is not None:
         size = min(size, splits.test.num_samples)
-    test = Loader(splits.test, batch_size=size, seed=job.seed, shuffle=False, prefetch=job.data.prefetch)
+    test = Loader(
+        splits.test,
+        batch_size=size,
+        seed=job.seed,
+        shuffle=False,
+        shard=team.worker_index,
+        num_shards=team.num_workers,
+        prefetch=job.data.prefetch,
+    )
     return train, test
 
 

@@ -15,7 +15,7 @@ import torch
 from cordee import checkpoint
 from cordee.assembly import Assembly
 from cordee.checkpoint import State
-from cordee.compute import Loss, Metrics, evaluate, split_batch
+from cordee.compute import NO_VOTES, Loss, Metrics, Votes, evaluate, split_batch
 from cordee.core import Batch
 from cordee.core.errors import StorageError, TrainingError
 from cordee.core.seeds import derive_seed
@@ -64,6 +64,8 @@ class Trainer:
         self._should_stop = should_stop
         self._policy = StopPolicy(parts.job.stop)
         self._saved_at = -1
+        self._votes = NO_VOTES  # of all workers, in the last step
+        self._is_stopping = False  # agreed on by all workers
         self._metrics: Metrics | None = None
         self._progress = Progress()
         self._base_elapsed_s = 0.0
@@ -121,16 +123,20 @@ class Trainer:
         progress, strategy, monitoring = self._progress, self._parts.strategy, self._job.monitoring
         measure = progress.step % monitoring.every_steps == 0
         self._seed_step(progress.step)
-        loss = strategy.forward_backward(split_batch(batch, self._job.training.accumulate), measure=measure)
+        parts = split_batch(batch, self._job.training.accumulate)
+        loss = strategy.forward_backward(parts, measure=measure, vote=self._vote)
         if not math.isfinite(loss.mean):
             raise TrainingError(self._not_finite("the loss", f"is {loss.mean}"))
         update = strategy.update(progress.step)
         progress.step += 1
         progress.batch += 1
-        progress.samples += batch.num_samples
+        progress.samples += loss.num_samples
         progress.loss_sum += loss.mean * loss.count
         progress.loss_count += loss.count
+        self._votes = loss.votes
         self._monitor.progress(step=progress.step, loss=loss.mean)
+        if update.warning:
+            self._monitor.emit("warning", message=update.warning)
         if measure:
             self._report_step(loss, update.lr, update.gradient_norm)
 
@@ -142,16 +148,16 @@ class Trainer:
             reason = self._evaluate()
         if job.checkpoint.every_steps and step % job.checkpoint.every_steps == 0:
             self._save()
-        if self._should_stop():
+        if self._votes.interrupt or self._is_stopping:
             return "interrupt"
-        return reason or self._policy.after_step(step, self._elapsed_s())
+        return reason or self._policy.after_step(step, is_time_up=self._votes.time > 0)
 
     def _after_epoch(self) -> str | None:
         progress, evaluation = self._progress, self._job.evaluation
         reason = None
         if evaluation.every_epochs and (progress.epoch + 1) % evaluation.every_epochs == 0:
             reason = self._evaluate()
-        if reason is None and self._should_stop():
+        if self._is_stopping:
             return "interrupt"  # the epoch is not closed: resuming evaluates it again
         if not self._is_last_epoch():  # the last epoch's mean loss is the run's
             progress.loss_sum, progress.loss_count = 0.0, 0
@@ -180,12 +186,14 @@ class Trainer:
         if parts.test is None or progress.evaluated_at == progress.step:
             return None
         with self._away(), contextlib.closing(parts.test.batches(0)) as batches:
+            parts.strategy.consolidate()
             metrics = evaluate(
                 parts.strategy.model,
                 batches,
                 parts.computation,
                 num_classes=parts.splits.num_classes,
-                should_stop=self._should_stop,
+                should_stop=self._agree_to_stop,
+                combine=parts.team.sum,
             )
         if metrics is None:
             return None
@@ -210,7 +218,11 @@ class Trainer:
         """Save a checkpoint. A disk that is full costs the checkpoint, not the run."""
         progress = self._progress
         progress.elapsed_s = self._elapsed_s()
+        self._saved_at = progress.step
         with self._away():
+            self._parts.strategy.consolidate()
+            if not self._parts.team.is_first:
+                return
             state = self._parts.strategy.state_dict()
             for name, tensor in state.tensors.items():
                 if tensor.is_floating_point() and not torch.isfinite(tensor).all():
@@ -224,7 +236,6 @@ class Trainer:
             except StorageError as error:
                 self._monitor.emit("warning", message=f"checkpoint at step {progress.step} was not saved: {error}")
                 return
-        self._saved_at = progress.step
         self._monitor.emit("checkpoint", step=progress.step, path=str(path), seconds=time.perf_counter() - started)
 
     def _report_step(self, loss: Loss, lr: float, gradient_norm: float | None) -> None:
@@ -245,10 +256,19 @@ class Trainer:
         )
 
     def _seed_step(self, step: int) -> None:
-        seed = derive_seed(self._job.seed, "step", step)
+        seed = derive_seed(self._job.seed, "step", step, self._parts.team.worker_index)
         torch.default_generator.manual_seed(seed)
         if self._parts.computation.device.type == "cuda":
             torch.cuda.manual_seed(seed)
+
+    def _vote(self) -> Votes:
+        """Return whether this worker wants the run to end after the present step. Asked once in each."""
+        return Votes(interrupt=int(self._should_stop()), time=int(self._policy.is_time_up(self._elapsed_s())))
+
+    def _agree_to_stop(self) -> bool:
+        """Return whether any worker was told to stop. Collective; for what lasts longer than a step."""
+        self._is_stopping = self._is_stopping or self._parts.team.any(self._should_stop())
+        return self._is_stopping
 
     def _elapsed_s(self) -> float:
         return self._base_elapsed_s + time.perf_counter() - self._started_s

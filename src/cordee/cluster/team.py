@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
 
 
 @dataclass(frozen=True)
 class Team:
-    """The members of one generation, seen from one of them."""
+    """The members of one generation, seen from one of them. Alone by default, where agreeing is free."""
 
     worker_index: int = 0
     num_workers: int = 1
+    num_local_workers: int = 1  # on this host: they share its cores
+    local_rank: int = 0
     generation: int = 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker speaks for the team: it writes checkpoints and the summary."""
+        """Whether this worker speaks for the team: it writes checkpoints, events and the summary."""
         return self.worker_index == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return each value summed over the team. Collective: all members give as many."""
+        if self.num_workers == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        summed: list[float] = total.tolist()
+        return summed
+
+    def any(self, flag: bool) -> bool:
+        """Return whether any member says so. Collective."""
+        return flag if self.num_workers == 1 else self.sum([float(flag)])[0] > 0

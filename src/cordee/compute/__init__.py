@@ -1,6 +1,6 @@
 """The compute layer: devices, precision, forward and backward passes, metrics, evaluation."""
 
-from cordee.compute.computation import Computation, Loss, clip_gradients, split_batch
+from cordee.compute.computation import NO_VOTES, Computation, Loss, Votes, clip_gradients, split_batch
 from cordee.compute.devices import choose_device, share_threads, usable_cores
 from cordee.compute.evaluation import Metrics, evaluate
 from cordee.compute.losses import LossFunction, make_loss
@@ -8,12 +8,14 @@ from cordee.compute.optimizers import OptimizerRecipe, make_optimizer_recipe
 from cordee.compute.schedules import Schedule, make_schedule
 
 __all__ = [
+    "NO_VOTES",
     "Computation",
     "Loss",
     "LossFunction",
     "Metrics",
     "OptimizerRecipe",
     "Schedule",
+    "Votes",
     "choose_device",
     "clip_gradients",
     "evaluate",

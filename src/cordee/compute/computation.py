@@ -5,13 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cordee.compute.losses import LossFunction
 from cordee.core.batch import Batch
+
+
+class Votes(NamedTuple):
+    """How many workers want to stop after this step, and why. They travel with the gradients."""
+
+    interrupt: int = 0
+    time: int = 0
+
+
+NO_VOTES = Votes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +31,8 @@ class Loss:
     mean: float
     count: int
     num_correct: int | None = None
+    num_samples: int = 0
+    votes: Votes = NO_VOTES
 
     @property
     def accuracy(self) -> float | None:
@@ -47,16 +59,28 @@ class Computation:
         return Batch(batch.inputs.to(self.device, non_blocking=True), batch.targets.to(self.device, non_blocking=True))
 
     def forward_backward(
-        self, model: Callable[[Tensor], Tensor], parts: Sequence[Batch], *, total_count: int, measure: bool
+        self,
+        model: Callable[[Tensor], Tensor],
+        parts: Sequence[Batch],
+        *,
+        total_count: float,
+        measure: bool,
+        joins_empty: bool = False,
     ) -> Loss:
         """Add the gradient of the mean loss over `total_count` items to the parameters' gradients.
 
         `parts` may be only some of those items (the others being computed elsewhere): each is weighted by its
         count, so the sum over everybody's parts is the gradient of the whole batch. Returns the loss of these
-        parts alone, as a mean over their own items. Local.
+        parts alone, as a mean over their own items. Empty parts are passed over, or with `joins_empty` computed
+        without effect, for models that communicate inside. Local otherwise.
         """
-        weighted_sum, count, num_correct = 0.0, 0, 0
+        weighted_sum, count, num_correct, num_samples = 0.0, 0, 0, 0
         for part in parts:
+            if not part.num_samples:
+                if joins_empty:
+                    (model(self.to_device(part).inputs).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+                continue
+            num_samples += part.num_samples
             inputs, targets = self.to_device(part)
             with self.autocast():
                 outputs = model(inputs)
@@ -70,15 +94,15 @@ class Computation:
             if measure and self.counts_classes:
                 num_correct += count_correct(outputs, targets)
         mean = weighted_sum / count if count else 0.0
-        return Loss(mean, count, num_correct if measure and self.counts_classes else None)
+        return Loss(mean, count, num_correct if measure and self.counts_classes else None, num_samples)
 
 
 def split_batch(batch: Batch, num_parts: int) -> list[Batch]:
-    """Cut a batch into `num_parts` parts whose sizes differ by at most one, leaving out empty ones."""
+    """Cut a batch into `num_parts` parts whose sizes differ by at most one; those of a small batch may be empty."""
     if num_parts == 1:
         return [batch]
     parts = zip(batch.inputs.tensor_split(num_parts), batch.targets.tensor_split(num_parts), strict=True)
-    return [Batch(inputs, targets) for inputs, targets in parts if len(targets)]
+    return [Batch(inputs, targets) for inputs, targets in parts]
 
 
 def count_correct(outputs: Tensor, targets: Tensor, top: int = 1) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,21 +31,25 @@ def evaluate(
     *,
     num_classes: int | None,
     should_stop: Callable[[], bool] = lambda: False,
+    combine: Callable[[Sequence[float]], list[float]] = list,
 ) -> Metrics | None:
     """Return the metrics over all `batches`, or None if `should_stop` said so before the end.
 
-    The model is put into evaluation mode for the time and then back. Local; changes nothing else.
+    The model is put into evaluation mode for the time and then back. In a team each member has its share of
+    the batches; `combine` sums over the members and `should_stop` agrees with them, both collective.
     """
     started = time.perf_counter()
     was_training = model.training
     model.eval()
-    loss_sum, count, right, right5, num_samples = 0.0, 0, 0, 0, 0
+    loss_sum, count, right, right5, num_samples = 0.0, 0.0, 0.0, 0.0, 0.0
     wants_top5 = num_classes is not None and num_classes > 5
     try:
         with torch.inference_mode(), computation.autocast():
             for batch in batches:
                 if should_stop():
                     return None
+                if not batch.num_samples:
+                    continue
                 inputs, targets = computation.to_device(batch)
                 outputs = model(inputs)
                 part = computation.loss.count(targets)
@@ -57,12 +61,12 @@ def evaluate(
                     right5 += count_correct(outputs, targets, top=5) if wants_top5 else 0
     finally:
         model.train(was_training)
-    if not count:
-        return Metrics(float("nan"), None, None, num_samples, time.perf_counter() - started)
+    loss_sum, count, right, right5, num_samples = combine([loss_sum, count, right, right5, num_samples])
+    has_accuracy = computation.counts_classes and count > 0
     return Metrics(
-        loss=loss_sum / count,
-        accuracy=right / count if computation.counts_classes else None,
-        top5_accuracy=right5 / count if computation.counts_classes and wants_top5 else None,
-        num_samples=num_samples,
+        loss=loss_sum / count if count else float("nan"),
+        accuracy=right / count if has_accuracy else None,
+        top5_accuracy=right5 / count if has_accuracy and wants_top5 else None,
+        num_samples=int(num_samples),
         seconds=time.perf_counter() - started,
     )

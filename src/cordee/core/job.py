@@ -77,7 +77,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         for name, section in _SECTIONS.items():
             value = getattr(self, name)
             if not isinstance(value, section):
-                _set(self, name, _convert(name, value, section))
+                _set(self, name, read_section(name, value, section))
         if not isinstance(self.name, str):
             raise JobError(f"name = {self.name!r} must be a text")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
@@ -165,7 +165,7 @@ def _data_section(value: Any) -> Data:
     if isinstance(args.get("root"), (str, os.PathLike)):
         args["root"] = str(Path(args["root"]).expanduser().absolute())
     # A live object does not pass through the validation of plain values.
-    checked = _convert("data", {"use": "", **settings}, Data)
+    checked = read_section("data", {"use": "", **settings}, Data)
     data: Data = msgspec.structs.replace(checked, use=use, args=args)
     return data
 
@@ -176,7 +176,7 @@ def _strategy_section(value: Any) -> Strategy:
     table: dict[str, Any] = {"name": value} if isinstance(value, str) else dict(_table("strategy", value))
     own = {key: table.pop(key) for key in ("name", "workers") if key in table}
     settings = {**table.pop("settings", {}), **table}
-    section: Strategy = _convert("strategy", {**own, "settings": settings}, Strategy)
+    section: Strategy = read_section("strategy", {**own, "settings": settings}, Strategy)
     return section
 
 
@@ -186,13 +186,14 @@ def _table(section: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _convert(section: str, value: Any, into: type[Any]) -> Any:
+def read_section(section: str, value: Any, into: type[Any]) -> Any:
+    """Return a table as the struct of its section; JobError names the key that is unknown or does not fit."""
     table = _table(section, value)
     fields = {field.name: field for field in msgspec.structs.fields(into)}
     for key in table:
         if key not in fields:
             raise JobError(
-                f"[{section}] has no key '{key}'{nearest(key, fields)} (it has: {', '.join(sorted(fields))})"
+                f"[{section}] has no key '{key}'{nearest(key, fields)} (it has: {', '.join(sorted(fields)) or 'none'})"
             )
     for key, given in table.items():  # one by one, so that the message can name the key and its value
         try:

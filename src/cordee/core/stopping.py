@@ -23,11 +23,14 @@ class StopPolicy:
     settings: Stop
     patience: Patience = field(default_factory=Patience)
 
-    def after_step(self, num_steps: int, elapsed_s: float) -> str | None:
+    def is_time_up(self, elapsed_s: float) -> bool:
+        limit = self.settings.time_s
+        return limit is not None and elapsed_s >= limit
+
+    def after_step(self, num_steps: int, *, is_time_up: bool) -> str | None:
         if self.settings.steps is not None and num_steps >= self.settings.steps:
             return "steps"
-        limit = self.settings.time_s
-        return "time" if limit is not None and elapsed_s >= limit else None
+        return "time" if is_time_up else None
 
     def after_evaluation(self, loss: float, accuracy: float | None) -> str | None:
         """Take note of an evaluation. Better means a higher accuracy, or a lower loss where there is none."""

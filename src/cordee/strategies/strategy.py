@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from cordee.checkpoint import State
 from cordee.cluster import Team
-from cordee.compute import Loss, OptimizerRecipe
+from cordee.compute import Loss, OptimizerRecipe, Votes
 from cordee.core import Batch, Job
 
 
@@ -27,6 +27,7 @@ class Update:
 
     lr: float
     gradient_norm: float | None = None  # measured only where it is clipped
+    warning: str | None = None  # what the user should know, said once
 
 
 class Strategy(Protocol):
@@ -44,11 +45,18 @@ class Strategy(Protocol):
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team) -> None:
         """Take the model over and make the optimizer."""
 
-    def forward_backward(self, microbatches: Sequence[Batch], *, measure: bool) -> Loss:
-        """Compute the gradient of the mean loss over the whole batch; `measure` asks for accuracy as well."""
+    def forward_backward(self, microbatches: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
+        """Compute the gradient of the mean loss over the whole batch, of which this worker has a share.
+
+        Returns the loss of the whole batch and the sum of all workers' votes, each asked for at the end of its
+        own computing; `measure` asks for accuracy as well.
+        """
 
     def update(self, step: int) -> Update:
         """Agree with the others and take optimizer step `step`."""
+
+    def consolidate(self) -> None:
+        """Make `model` what the team as a whole has learnt, before it is evaluated or saved."""
 
     def state_dict(self) -> State:
         """Return everything that training goes on from; independent of how many workers there are."""

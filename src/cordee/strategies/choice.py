@@ -1,0 +1,52 @@
+"""Which strategy a job gets, and its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from cordee.compute import Computation
+from cordee.core import Job
+from cordee.core.errors import JobError, nearest
+from cordee.core.job import read_section
+from cordee.core.settings import Section
+from cordee.strategies.data_parallel import DataParallel, DataParallelSettings
+from cordee.strategies.single import Single, SingleSettings
+from cordee.strategies.strategy import Strategy
+
+
+class Entry(NamedTuple):
+    """A strategy, and the keys of [strategy] that are its own."""
+
+    make: Callable[[Job, Any, Computation], Strategy]
+    settings: type[Section]
+
+
+STRATEGIES: Mapping[str, Entry] = {
+    "data_parallel": Entry(DataParallel, DataParallelSettings),
+    "single": Entry(Single, SingleSettings),
+}
+
+
+def choose_strategy(job: Job) -> str:
+    """Return the name of the strategy the job asks for. Raises JobError for one that is not known.
+
+    'auto' is `single` for one worker and `data_parallel` for more.
+    """
+    name = job.strategy.name
+    if name == "auto":
+        return "single" if job.strategy.workers == 1 else "data_parallel"
+    if name not in STRATEGIES:
+        raise JobError(
+            f"strategy.name = '{name}' is not known{nearest(name, STRATEGIES)} "
+            f"This version has: {', '.join(sorted(STRATEGIES))} (and 'auto')"
+        )
+    return name
+
+
+def make_strategy(job: Job, computation: Computation) -> Strategy:
+    """Return the job's strategy, ready for `setup`. Raises JobError for settings it does not have."""
+    entry = STRATEGIES[choose_strategy(job)]
+    strategy = entry.make(job, read_section("strategy", job.strategy.settings, entry.settings), computation)
+    strategy.requirements(job)
+    return strategy

@@ -1,0 +1,148 @@
+"""Two ways to sum gradients over the team; what goes in and comes out is the same.
+
+`FlatReducer` packs all gradients into one buffer and all-reduces it after the backward pass: the fastest on
+CPUs, where computing and communicating share the cores anyway (docs/decisions/0003). `DdpReducer` is torch's
+DistributedDataParallel, which all-reduces in buckets during the backward pass: for GPUs, and for torch's
+compression hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from cordee.cluster import Team
+from cordee.communication.exchange import GradientExchange
+from cordee.compute import Computation, Loss, Votes
+from cordee.core import Batch
+
+NUM_EXTRAS = 6  # loss sum, count, correct, samples, and the two votes
+COUNT_AT = 1
+
+
+class Reducer(Protocol):
+    """Computes a step and leaves the gradient of the whole batch in `.grad` on every worker. Collective."""
+
+    def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss: ...
+
+    def unused(self) -> list[str]:
+        """Return the names of parameters that no worker computed a gradient for in the last step."""
+
+
+class FlatReducer:
+    """One all-reduce after the backward pass, for gradients and scalars together."""
+
+    def __init__(self, model: nn.Module, computation: Computation, nominal_count: int, *, joins_empty: bool) -> None:
+        self._model, self._computation, self._nominal_count = model, computation, nominal_count
+        self._joins_empty = joins_empty
+        self._exchange = GradientExchange(list(model.parameters()), NUM_EXTRAS)
+
+    def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
+        local = self._computation.forward_backward(
+            self._model, parts, total_count=self._nominal_count, measure=measure, joins_empty=self._joins_empty
+        )
+        totals = self._exchange.reduce(_extras(local, vote()), count_at=COUNT_AT, nominal_count=self._nominal_count)
+        return _whole(totals, measure and self._computation.counts_classes)
+
+    def unused(self) -> list[str]:
+        return [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
+
+
+class DdpReducer:
+    """torch's DistributedDataParallel: buckets that are all-reduced while the backward pass goes on."""
+
+    def __init__(
+        self, model: nn.Module, computation: Computation, nominal_count: int, team: Team, compression: str
+    ) -> None:
+        self._model, self._computation, self._nominal_count, self._team = model, computation, nominal_count, team
+        device_ids = [computation.device.index] if computation.device.type == "cuda" else None
+        # find_unused_parameters: what a worker did not use counts as zero instead of hanging the others.
+        self._ddp = DistributedDataParallel(
+            model,
+            device_ids=device_ids,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=True,
+        )
+        _register_compression(self._ddp, compression)
+        self._spare: Batch | None = None
+
+    def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
+        filled = [part for part in parts if part.num_samples]
+        # DDP divides by the number of workers; multiplying the loss by it makes a sum of the mean again.
+        total_count = self._nominal_count / self._team.num_workers
+        if filled:
+            self._spare = Batch(filled[0].inputs[:1], filled[0].targets[:1])
+            local = self._compute(filled, total_count, measure)
+        else:
+            local = self._take_part_without_data()
+        totals = self._team.sum(_extras(local, vote()))
+        if totals[COUNT_AT] and totals[COUNT_AT] != self._nominal_count:
+            gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, self._nominal_count / totals[COUNT_AT])
+        return _whole(totals, measure and self._computation.counts_classes)
+
+    def unused(self) -> list[str]:
+        # DDP gives zeros to what nobody used, which cannot be told from a gradient that is zero.
+        return []
+
+    def _compute(self, parts: Sequence[Batch], total_count: float, measure: bool) -> Loss:
+        """Communicate with the last part only: the gradients of the others are in it."""
+        losses = []
+        if len(parts) > 1:
+            with self._ddp.no_sync():
+                losses.append(
+                    self._computation.forward_backward(self._ddp, parts[:-1], total_count=total_count, measure=measure)
+                )
+        losses.append(
+            self._computation.forward_backward(self._ddp, parts[-1:], total_count=total_count, measure=measure)
+        )
+        count = sum(loss.count for loss in losses)
+        mean = sum(loss.mean * loss.count for loss in losses) / count if count else 0.0
+        num_correct, num_samples = (
+            sum(loss.num_correct or 0 for loss in losses),
+            sum(loss.num_samples for loss in losses),
+        )
+        return Loss(mean, count, num_correct, num_samples)
+
+    def _take_part_without_data(self) -> Loss:
+        """Go through the motions with a sample of an earlier batch, weighted with zero."""
+        assert self._spare is not None, "the first batch has a sample for every worker"
+        was_training = self._model.training
+        self._model.eval()  # batch norms must not take note of the sample again
+        try:
+            outputs = self._ddp(self._computation.to_device(self._spare).inputs)
+            (outputs.sum() * 0.0).backward()
+        finally:
+            self._model.train(was_training)
+        return Loss(0.0, 0, 0)
+
+
+def _register_compression(ddp: DistributedDataParallel, compression: str) -> None:
+    if compression == "fp16":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif compression == "bf16":
+        ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    elif compression == "powersgd":
+        state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def _extras(loss: Loss, votes: Votes) -> list[float]:
+    return [loss.mean * loss.count, float(loss.count), float(loss.num_correct or 0), float(loss.num_samples), *votes]
+
+
+def _whole(totals: Sequence[float], has_accuracy: bool) -> Loss:
+    loss_sum, count, num_correct, num_samples, *votes = totals
+    return Loss(
+        loss_sum / count if count else 0.0,
+        int(count),
+        int(num_correct) if has_accuracy else None,
+        int(num_samples),
+        Votes(*(int(vote) for vote in votes)),
+    )

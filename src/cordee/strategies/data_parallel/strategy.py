@@ -1,0 +1,95 @@
+"""The data-parallel strategy: its settings, and how it fits the protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from torch import nn
+
+from cordee.cluster import Team
+from cordee.communication.exchange import broadcast
+from cordee.compute import Computation, Loss, OptimizerRecipe, Votes
+from cordee.core import Batch, Job
+from cordee.core.errors import JobError
+from cordee.core.settings import Section
+from cordee.strategies.data_parallel.batch_norm import average_buffers, synchronise_batch_norms
+from cordee.strategies.data_parallel.reducers import DdpReducer, FlatReducer, Reducer
+from cordee.strategies.replica import Replica
+from cordee.strategies.strategy import Requirements, Update
+
+
+class DataParallelSettings(Section, frozen=True, kw_only=True):
+    """Keys of [strategy] that belong to data_parallel."""
+
+    # local: each worker's own statistics, the first worker's are kept; average: the mean of all workers' is
+    # kept; sync: statistics of the whole batch, as one worker would compute them, at two exchanges a layer.
+    batch_norm: Literal["local", "average", "sync"] = "average"
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"  # of gradients on their way
+    reducer: Literal["auto", "flat", "ddp"] = "auto"  # auto: flat on CPUs, ddp on GPUs and to compress
+
+
+class DataParallel(Replica):
+    """Every worker computes its share of each batch; all take the same optimizer step."""
+
+    _reducer: Reducer
+    _team: Team
+
+    def __init__(self, job: Job, settings: DataParallelSettings, computation: Computation) -> None:
+        super().__init__(job.training.clip_norm)
+        self._nominal_count = job.training.batch_size
+        self._settings = settings
+        self._computation = computation
+        self._has_named_unused = False
+
+    def requirements(self, job: Job) -> Requirements:
+        workers, batch_size = job.strategy.workers, job.training.batch_size
+        if batch_size < workers:
+            raise JobError(
+                f"training.batch_size = {batch_size} has no sample for each of {workers} workers: "
+                f"set batch_size to at least {workers}, or use fewer workers"
+            )
+        if self._settings.reducer == "flat" and self._settings.compression != "none":
+            raise JobError("strategy.compression works with strategy.reducer = 'ddp' (or 'auto'), not 'flat'")
+        return Requirements(num_workers=workers)
+
+    def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team) -> None:
+        self._team = team
+        is_synced = self._settings.batch_norm == "sync"
+        if is_synced:
+            synchronise_batch_norms(model)
+        self._adopt(model.to(self._computation.device), recipe)
+        broadcast([*self.model.parameters(), *self.model.buffers()])
+        if self._uses_ddp():
+            compression = self._settings.compression
+            self._reducer = DdpReducer(self.model, self._computation, self._nominal_count, team, compression)
+        else:
+            self._reducer = FlatReducer(self.model, self._computation, self._nominal_count, joins_empty=is_synced)
+
+    def forward_backward(self, microbatches: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
+        return self._reducer.step(microbatches, measure=measure, vote=vote)
+
+    def update(self, step: int) -> Update:
+        warning = self._name_unused()
+        update = super().update(step)
+        return dataclasses.replace(update, warning=warning) if warning else update
+
+    def consolidate(self) -> None:
+        if self._settings.batch_norm == "average":
+            average_buffers(self.model, self._team.num_workers)
+        elif self._settings.batch_norm == "local":
+            broadcast(list(self.model.buffers()))
+
+    def _uses_ddp(self) -> bool:
+        if self._settings.reducer != "auto":
+            return self._settings.reducer == "ddp"
+        return self._computation.device.type == "cuda" or self._settings.compression != "none"
+
+    def _name_unused(self) -> str | None:
+        if self._has_named_unused:
+            return None
+        self._has_named_unused = True
+        if names := self._reducer.unused():
+            return f"no worker has a gradient for {', '.join(names)}: they stay as they are"
+        return None
