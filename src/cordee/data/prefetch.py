@@ -23,7 +23,7 @@ def in_background(produce: Callable[[], Iterator[T]], ahead: int) -> Generator[T
     def offer(item: tuple[T | None, BaseException | None, bool]) -> bool:
         while not is_closed.is_set():
             try:
-                ready.put(item, timeout=0.05)
+                ready.put(item, timeout=1.0)
             except queue.Full:
                 continue
             return True

@@ -91,9 +91,12 @@ def _source(thing: Any, what: str) -> Source:
         return DatasetSource(thing, what)
     if isinstance(thing, (tuple, list)) and len(thing) == 2:
         return source_of_arrays(thing[0], thing[1], what)
-    length = f" of {len(thing)}" if isinstance(thing, (tuple, list)) else ""
+    if isinstance(thing, (tuple, list)):
+        given = f"a {type(thing).__name__} of {len(thing)}"
+    else:
+        given = "None" if thing is None else f"a value of type {type(thing).__name__}"
     raise DataError(
-        f"{what} is a {type(thing).__name__}{length}; it can be a torch Dataset, an IterableDataset, "
+        f"{what} was given as {given}; it can be a torch Dataset, an IterableDataset, "
         "or a tuple (inputs, targets) of arrays"
     )
 
