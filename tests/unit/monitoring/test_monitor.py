@@ -140,6 +140,20 @@ def _seconds_of_calls(monitor: Monitor, num_calls: int) -> float:
     return time.perf_counter() - start
 
 
+def test_a_slow_display_is_redrawn_less_often():
+    class Slow(Display):
+        def refresh(self, step: int, loss) -> None:
+            super().refresh(step, loss)
+            time.sleep(0.002)
+
+    slow = Slow()
+    with Monitor([slow]) as monitor:
+        end = time.monotonic() + 0.5  # room for three redraws of a quick display; 400 times 2 ms is longer
+        while time.monotonic() < end:
+            monitor.progress(step=1, loss=0.5)
+    assert len(slow.shown) == 1
+
+
 def test_a_display_that_fails_between_events_is_left_out():
     class Gone(Display):
         def refresh(self, step: int, loss) -> None:
