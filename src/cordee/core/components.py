@@ -6,6 +6,7 @@ before anything is called, so that a misspelt key is a message and not a traceba
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -13,13 +14,13 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cordee.core.errors import JobError, nearest
+from cordee.core.errors import CordeeError, JobError, nearest
 from cordee.core.seeds import derive_seed
 
 LIVE_PREFIX = "live:"
@@ -65,14 +66,21 @@ class Use:
 def name_of(live: Any) -> str:
     """Return "module:callable" for a live callable that can be imported again, else a "live:" description."""
     module, qualname = getattr(live, "__module__", None), getattr(live, "__qualname__", None)
-    if module and qualname and "<" not in qualname:
-        if module == "__main__":
-            script = getattr(sys.modules["__main__"], "__file__", None)
-            if script and Path(script).suffix == ".py":
-                return f"{Path(script).resolve()}:{qualname}"
-        else:
+    if module and qualname and _is_found_at(live, module, qualname):
+        if module != "__main__":
             return f"{module}:{qualname}"
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        if script and Path(script).suffix == ".py":
+            return f"{Path(script).resolve()}:{qualname}"
     return f"{LIVE_PREFIX}{module or ''}.{qualname}" if qualname else f"{LIVE_PREFIX}{type(live).__qualname__}"
+
+
+def _is_found_at(live: Any, module: str, qualname: str) -> bool:
+    """Return whether the name leads to this very object; it does not for local ones and methods of an instance."""
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found is live or (inspect.ismethod(live) and bool(found == live))
 
 
 def resolve(
@@ -81,7 +89,8 @@ def resolve(
     """Return the callable that `use` names; live callables are returned as they are.
 
     Raises JobError for a name that is not known, a module that cannot be imported and an attribute that is
-    not there. `python_path` is searched first, without staying on `sys.path`'s front for good.
+    not there. `python_path` is searched first. It then stays on `sys.path`, but last: what the module imports
+    later is found, and a file called like a standard module does not hide it from others.
     """
     if not isinstance(use, str):
         if callable(use):
@@ -98,7 +107,7 @@ def resolve(
     if not separator:
         raise JobError(
             f"{section}.use = {use!r} is not known{nearest(use, builtins)} "
-            f"Known: {', '.join(sorted(builtins))}, or any 'module:callable'"
+            f"(known: {', '.join(sorted(builtins))}, or any 'module:callable')"
         )
     found: Any = _import(section, use, module_name, python_path)
     for part in attribute.split("."):
@@ -134,6 +143,11 @@ def bind(
 
     bound = {}
     for key, value in args.items():
+        if isinstance(value, str) and value.startswith(LIVE_PREFIX):
+            raise JobError(
+                f"{section}.{key} = {value!r}: this job was made in Python from an object that a file cannot hold; "
+                "run it again from that program"
+            )
         if key in named and named[key].kind is not inspect.Parameter.POSITIONAL_ONLY:
             bound[key] = _converted(f"{section}.{key}", value, hints.get(key))
         elif open_ended:
@@ -150,6 +164,19 @@ def bind(
     if missing:
         raise JobError(f"{section} needs {', '.join(repr(name) for name in missing)}: set {section}.{missing[0]}")
     return functools.partial(target, **bound)
+
+
+def construct(section: str, use: Any, build: Callable[[], Any]) -> Any:
+    """Call `build`, which is a part's callable with its settings bound; what it raises becomes a JobError."""
+    try:
+        return build()
+    except CordeeError:
+        raise
+    except Exception as error:
+        name = use if isinstance(use, str) else name_of(use)
+        raise JobError(
+            f"{section}.use = {name!r} raised {type(error).__name__}: {error}{_last_line_of(error)}"
+        ) from error
 
 
 def _parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
@@ -175,6 +202,8 @@ def _converted(key: str, value: Any, annotation: Any) -> Any:
         return msgspec.convert(value, annotation, strict=True)
     except msgspec.ValidationError as error:
         raise JobError(f"{key} = {value!r} does not fit: {describe(error)}") from None
+    except TypeError:  # an annotation msgspec cannot check, such as list[int] | tuple[int, ...]
+        return value
 
 
 _PLAIN = (int, float, str, bool, type(None))
@@ -201,21 +230,37 @@ def _import(section: str, use: str, module_name: str, python_path: Sequence[str]
     try:
         if module_name.endswith(".py"):
             return _import_file(module_name, python_path)
-        added = [folder for folder in python_path if folder not in sys.path]
-        sys.path[:0] = added  # stays: the module may import its neighbours later
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and module_name.split(".")[0] == error.name.split(".")[0]:
+        with _searched_first(python_path):
+            return importlib.import_module(module_name)
+    except JobError as error:
+        raise JobError(f"{section}.use = {use!r}: {error}") from error.__cause__
+    except (Exception, SystemExit) as error:  # a script without a main guard may end the program
+        if isinstance(error, ModuleNotFoundError) and _is_within(error.name, module_name):
             searched = ", ".join([*python_path, "the Python path"])
             raise JobError(f"{section}.use = {use!r}: no module {error.name!r} (searched: {searched})") from None
-        raise JobError(f"{section}.use = {use!r}: importing {module_name!r} failed: {error}") from error
-    except JobError:
-        raise
-    except Exception as error:
-        where = _last_line_of(error)
         raise JobError(
-            f"{section}.use = {use!r}: importing {module_name!r} raised {type(error).__name__}: {error}{where}"
+            f"{section}.use = {use!r}: importing {module_name!r} raised {type(error).__name__}: {error}"
+            f"{_last_line_of(error)}"
         ) from error
+
+
+def _is_within(missing: str | None, module_name: str) -> bool:
+    """Return whether the module that is missing is the named one or a package it should be in."""
+    return missing is not None and f"{module_name}.".startswith(f"{missing}.")
+
+
+@contextlib.contextmanager
+def _searched_first(folders: Sequence[str]) -> Iterator[None]:
+    added = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+    importlib.invalidate_caches()  # the file may have been written a moment ago, by a notebook say
+    sys.path[:0] = added
+    try:
+        yield
+    finally:
+        for folder in added:
+            with contextlib.suppress(ValueError):
+                sys.path.remove(folder)
+                sys.path.append(folder)
 
 
 def _import_file(file_name: str, python_path: Sequence[str]) -> types.ModuleType:
@@ -226,16 +271,19 @@ def _import_file(file_name: str, python_path: Sequence[str]) -> types.ModuleType
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(path) and module.__name__ != "__main__":
             return module
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    # A file called random.py must not hide the module of that name.
-    is_free = path.stem not in sys.modules and not _is_importable_elsewhere(path)
+    # A file called random.py must not hide the module of that name, nor one called my-net.py go without a name.
+    is_free = path.stem.isidentifier() and path.stem not in sys.modules and not _is_importable_elsewhere(path)
     name = path.stem if is_free else f"{path.stem}_{derive_seed(str(path)):x}"
     specification = importlib.util.spec_from_file_location(name, path)
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module
-    specification.loader.exec_module(module)
+    try:
+        with _searched_first([str(path.parent)]):
+            specification.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # or a second try would find half a module
+        raise
     return module
 
 

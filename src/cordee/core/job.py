@@ -6,6 +6,7 @@ again. Unknown keys are rejected with the nearest known one.
 
 from __future__ import annotations
 
+import datetime
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 import tomli_w
 
-from cordee.core.components import Use, describe, name_of
+from cordee.core.components import LIVE_PREFIX, Use, describe, name_of
 from cordee.core.errors import JobError, nearest
 from cordee.core.settings import Checkpoint, Data, Evaluation, Monitoring, Section, Stop, Strategy, Training
 
@@ -27,8 +28,10 @@ _SECTIONS: dict[str, type[Section]] = {
     "checkpoint": Checkpoint,
     "monitoring": Monitoring,
 }
+# Sections that may be written as one bare name, and the key it stands for.
+_BARE_NAMES = {**dict.fromkeys((*_NAMED_PARTS, "data"), "use"), "strategy": "name"}
 # Changing these when resuming leaves what was already computed valid. Checkpoints depend neither on the
-# strategy nor on the number of workers.
+# strategy nor on the number of workers. A name that ends with a dot stands for all keys of its section.
 CHANGEABLE_ON_RESUME = (
     "name",
     "python_path",
@@ -76,8 +79,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         _set(self, "strategy", _strategy_section(self.strategy))
         for name, section in _SECTIONS.items():
             value = getattr(self, name)
-            if not isinstance(value, section):
-                _set(self, name, read_section(name, value, section))
+            # A struct's fields were not checked when it was made in Python.
+            table = msgspec.structs.asdict(value) if isinstance(value, section) else value
+            _set(self, name, read_section(name, table, section))
+        _set(self, "python_path", _folders(self.python_path))
         if not isinstance(self.name, str):
             raise JobError(f"name = {self.name!r} must be a text")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
@@ -115,11 +120,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         for part in ("model", "data"):
             if part not in table:
                 raise JobError(f'the job has no [{part}]: add it with use = "…"')
-        given = table.get("python_path", ())
-        if isinstance(given, str) or not all(isinstance(folder, str) for folder in given):
-            raise JobError(f"python_path = {given!r} must be a list of folders")
-        folders = tuple(dict.fromkeys([*given, *python_path]))
-        return cls(**{**table, "python_path": folders})
+        folders = dict.fromkeys([*_folders(table.get("python_path", ())), *python_path])
+        return cls(**{**table, "python_path": tuple(folders)})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table of the job file that makes this job again; what is not set (None) is left out."""
@@ -137,7 +139,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         table = self.to_dict()
         for part in _NAMED_PARTS:
             table[part] = {"use": getattr(self, part).use, **getattr(self, part).args}
-        table["data"]["use"] = self.data.use
+        table["data"].update({"use": self.data.use, **self.data.args})
         for override in overrides:
             _override(table, override)
         return Job.from_dict(table)
@@ -149,19 +151,29 @@ def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
     return [
         f"{key} was {old.get(key, 'not set')!r}, is {new.get(key, 'not set')!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not key.startswith(CHANGEABLE_ON_RESUME)
+        if old.get(key) != new.get(key) and not _is_changeable(key)
     ]
+
+
+def _is_changeable(key: str) -> bool:
+    return any(key.startswith(name) if name.endswith(".") else key == name for name in CHANGEABLE_ON_RESUME)
+
+
+def _folders(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(folder, str) for folder in value):
+        raise JobError(f"python_path = {value!r} must be a list of folders")
+    return tuple(value)
 
 
 def _data_section(value: Any) -> Data:
     if isinstance(value, Data):
-        return value
+        value = msgspec.structs.asdict(value)
     table = dict(value) if isinstance(value, Mapping) else {"use": value}
     if "use" not in table:
         raise JobError("[data] needs the key 'use': a built-in name or 'module:callable'")
     own = {field.name for field in msgspec.structs.fields(Data)} - {"use", "args"}
     settings = {key: table.pop(key) for key in list(table) if key in own}
-    use, args = table.pop("use"), {**table.pop("args", {}), **table}
+    use, args = table.pop("use"), {**_table("data.args", table.pop("args", {})), **table}
     if isinstance(args.get("root"), (str, os.PathLike)):
         args["root"] = str(Path(args["root"]).expanduser().absolute())
     # A live object does not pass through the validation of plain values.
@@ -172,10 +184,10 @@ def _data_section(value: Any) -> Data:
 
 def _strategy_section(value: Any) -> Strategy:
     if isinstance(value, Strategy):
-        return value
+        value = msgspec.structs.asdict(value)
     table: dict[str, Any] = {"name": value} if isinstance(value, str) else dict(_table("strategy", value))
     own = {key: table.pop(key) for key in ("name", "workers") if key in table}
-    settings = {**table.pop("settings", {}), **table}
+    settings = {**_table("strategy.settings", table.pop("settings", {})), **table}
     section: Strategy = read_section("strategy", {**own, "settings": settings}, Strategy)
     return section
 
@@ -218,16 +230,16 @@ def _override(table: dict[str, Any], override: str) -> None:
     if not separator or not all(keys):
         raise JobError(f"--set {override!r} must have the form a.b=value, for example training.epochs=3")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        (value,) = tomllib.loads(f"value = {text}").values()
+    except (tomllib.TOMLDecodeError, ValueError):  # the latter: more lines, and so more values, than one
         value = text.strip()
     for key in keys[:-1]:
-        inner = table.setdefault(key, {})
-        if isinstance(inner, str) and key in (*_NAMED_PARTS, "data"):
-            inner = table[key] = {"use": inner}
-        if not isinstance(inner, dict):
+        inner = table.get(key, {})
+        if isinstance(inner, str) and key in _BARE_NAMES:
+            inner = {_BARE_NAMES[key]: inner}
+        if not isinstance(inner, Mapping):
             raise JobError(f"--set {override!r}: '{key}' is a value, not a table")
-        table = inner
+        table[key] = table = dict(inner)  # a copy: the table may be part of another job
     table[keys[-1]] = value
 
 
@@ -245,9 +257,12 @@ def _toml_ready(value: Any) -> Any:
         return {str(key): _toml_ready(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, (list, tuple)):
         return [_toml_ready(inner) for inner in value]
-    if isinstance(value, (str, int, float, bool)):
+    if isinstance(value, (str, int, float, bool, datetime.date, datetime.time)):
         return value
-    return name_of(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    # Unlike a part, an argument is not imported again by its name.
+    return f"{LIVE_PREFIX}{name_of(value).removeprefix(LIVE_PREFIX)}"
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -262,7 +277,8 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _short(use: Any) -> str:
     name = use if isinstance(use, str) else name_of(use)
-    return name.removeprefix("live:").rpartition(":")[2].rpartition(".")[2].strip("<>").lower() or "job"
+    short = name.removeprefix(LIVE_PREFIX).rpartition(":")[2].rpartition(".")[2].strip("<>").lower()
+    return "".join(c for c in short if ord(c) >= 32 and c not in "/\\") or "job"
 
 
 def _set(job: Job, field: str, value: Any) -> None:

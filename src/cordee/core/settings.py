@@ -105,8 +105,10 @@ class Stop(Section, frozen=True, kw_only=True):
         _at_least("stop.patience", self.patience, 1)
         if self.accuracy is not None and not 0.0 < self.accuracy <= 1.0:
             raise JobError(f"stop.accuracy = {self.accuracy} must be above 0 and at most 1 (0.9 is 90 %)")
-        if self.time_s is not None and self.time_s <= 0:
+        if self.time_s is not None and not self.time_s > 0:
             raise JobError(f"stop.time = {self.time!r} must be longer than nothing")
+        if self.loss is not None and self.loss != self.loss:
+            raise JobError("stop.loss = nan is never reached: give a number")
 
     @property
     def time_s(self) -> float | None:
@@ -148,5 +150,8 @@ class Monitoring(Section, frozen=True, kw_only=True):
 
 
 def _at_least(key: str, value: float | None, lowest: int) -> None:
-    if value is not None and value < lowest:
-        raise JobError(f"{key} = {value} must be at least {lowest}")
+    if value is None:
+        return
+    # Structs made in Python are not checked for types by msgspec; NaN is not at least anything.
+    if not isinstance(value, (int, float)) or not value >= lowest:
+        raise JobError(f"{key} = {value!r} must be at least {lowest}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import msgspec
@@ -35,10 +36,15 @@ class StopPolicy:
     def after_evaluation(self, loss: float, accuracy: float | None) -> str | None:
         """Take note of an evaluation. Better means a higher accuracy, or a lower loss where there is none."""
         score = accuracy if accuracy is not None else -loss
-        if self.patience.best is None or score > self.patience.best:
+        best = self.patience.best
+        if not math.isnan(score) and (best is None or score > best):
             self.patience = Patience(best=score, evaluations_since=0)
         else:
-            self.patience = Patience(self.patience.best, self.patience.evaluations_since + 1)
+            self.patience = Patience(best, self.patience.evaluations_since + 1)
+        return self.verdict(loss, accuracy)
+
+    def verdict(self, loss: float, accuracy: float | None) -> str | None:
+        """Say again what follows from the latest evaluation, which was taken note of before."""
         settings = self.settings
         if settings.accuracy is not None and accuracy is not None and accuracy >= settings.accuracy:
             return "accuracy"
