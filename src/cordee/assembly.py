@@ -5,6 +5,7 @@ Everything a person can get wrong in a job is found here, before the first step.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch import nn
 
 from cordee.cluster import Team
 from cordee.compute import Computation, choose_device, make_loss, make_optimizer_recipe, make_schedule, share_threads
-from cordee.core import Job
+from cordee.core import Batch, Job
 from cordee.core.components import bind, name_of, resolve
 from cordee.core.errors import CordeeError, JobError, ModelError
 from cordee.core.seeds import derive_seed
 from cordee.data import Loader, Splits, load_data
+from cordee.data.datasets import IterableSource
 from cordee.models import BUILTIN_MODELS
 from cordee.strategies import Strategy, make_strategy
 
@@ -143,9 +145,7 @@ def _check_stop_settings(job: Job, splits: Splits) -> None:
 
 def _check_fit(job: Job, splits: Splits, model: nn.Module, computation: Computation) -> None:
     """Try the model and the loss on two samples, so that what does not fit is said before training."""
-    if splits.train.num_samples is None:
-        return  # reading from a stream would lose samples; the first step will tell
-    batch = splits.train.gather(torch.arange(min(2, splits.train.num_samples)))
+    batch = _example(splits)
     shape = tuple(batch.inputs.shape[1:])
     was_training = model.training
     model.eval()
@@ -161,13 +161,22 @@ def _check_fit(job: Job, splits: Splits, model: nn.Module, computation: Computat
     if not isinstance(outputs, torch.Tensor):
         raise ModelError(f"the model {_name(job)} returns a {type(outputs).__name__}; it must return a tensor")
     found = tuple(outputs.shape)
+    if splits.num_classes is None and batch.targets.ndim == 1 and job.loss.use == "cross_entropy":
+        raise ModelError(
+            f"loss.use = 'cross_entropy' compares classes, and the targets of data {splits.name!r} are numbers: "
+            "set loss.use = 'mse', say"
+        )
     if splits.num_classes is not None and (outputs.ndim < 2 or found[-1] < splits.num_classes):
         raise ModelError(
-            f"the model {_name(job)} gives outputs of shape {found} for two samples, but data {splits.name!r} has "
-            f"{splits.num_classes} classes: the last dimension must have at least {splits.num_classes} values"
+            f"the model {_name(job)} gives outputs of shape {found} for {len(batch.inputs)} samples, but data "
+            f"{splits.name!r} has {splits.num_classes} classes: the last dimension must have at least "
+            f"{splits.num_classes} values"
         )
     try:
-        loss = computation.loss.mean(outputs, batch.targets.to(outputs.device))
+        with warnings.catch_warnings():
+            # torch only warns when (N, 1) meets (N,), and then compares every output with every target.
+            warnings.filterwarnings("error", "Using a target size", UserWarning)
+            loss = computation.loss.mean(outputs, batch.targets.to(outputs.device))
     except Exception as error:
         raise ModelError(
             f"the loss cannot compare outputs of shape {found} with targets of shape "
@@ -176,6 +185,13 @@ def _check_fit(job: Job, splits: Splits, model: nn.Module, computation: Computat
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
         kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ModelError(f"the loss gives {kind}; it must give one number, the mean over the batch")
+
+
+def _example(splits: Splits) -> Batch:
+    if isinstance(splits.train, IterableSource):
+        return splits.train.example  # reading on would lose samples
+    assert splits.train.num_samples is not None
+    return splits.train.gather(torch.arange(min(2, splits.train.num_samples)))
 
 
 def _name(job: Job) -> str:

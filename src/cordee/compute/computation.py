@@ -92,7 +92,7 @@ class Computation:
             weighted_sum += loss.item() * part_count
             count += part_count
             if measure and self.counts_classes:
-                num_correct += count_correct(outputs, targets)
+                num_correct += count_correct(outputs, targets, ignored=self.loss.ignored)
         mean = weighted_sum / count if count else 0.0
         return Loss(mean, count, num_correct if measure and self.counts_classes else None, num_samples)
 
@@ -105,13 +105,15 @@ def split_batch(batch: Batch, num_parts: int) -> list[Batch]:
     return [Batch(inputs, targets) for inputs, targets in parts]
 
 
-def count_correct(outputs: Tensor, targets: Tensor, top: int = 1) -> int:
-    """Return for how many targets the right class is among the `top` highest outputs."""
+def count_correct(outputs: Tensor, targets: Tensor, top: int = 1, ignored: int | None = None) -> int:
+    """Return for how many targets, but those of the class `ignored`, the right class is among the `top` highest."""
     with torch.no_grad():
         if top == 1:
-            return int((outputs.argmax(dim=-1) == targets).sum())
-        best = outputs.topk(min(top, outputs.shape[-1]), dim=-1).indices
-        return int((best == targets.unsqueeze(-1)).sum())
+            is_right = outputs.argmax(dim=-1) == targets
+        else:
+            best = outputs.topk(min(top, outputs.shape[-1]), dim=-1).indices
+            is_right = (best == targets.unsqueeze(-1)).any(dim=-1)
+        return int((is_right if ignored is None else is_right & (targets != ignored)).sum())
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], clip_norm: float) -> float:

@@ -44,7 +44,8 @@ def evaluate(
     loss_sum, count, right, right5, num_samples = 0.0, 0.0, 0.0, 0.0, 0.0
     wants_top5 = num_classes is not None and num_classes > 5
     try:
-        with torch.inference_mode(), computation.autocast():
+        # Not inference_mode: what a model caches in there (a mask, say) could not be trained with afterwards.
+        with torch.no_grad(), computation.autocast():
             for batch in batches:
                 if should_stop():
                     return None
@@ -57,8 +58,9 @@ def evaluate(
                 count += part
                 num_samples += len(targets)
                 if computation.counts_classes:
-                    right += count_correct(outputs, targets)
-                    right5 += count_correct(outputs, targets, top=5) if wants_top5 else 0
+                    ignored = computation.loss.ignored
+                    right += count_correct(outputs, targets, ignored=ignored)
+                    right5 += count_correct(outputs, targets, top=5, ignored=ignored) if wants_top5 else 0
     finally:
         model.train(was_training)
     loss_sum, count, right, right5, num_samples = combine([loss_sum, count, right, right5, num_samples])

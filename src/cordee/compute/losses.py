@@ -15,7 +15,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cordee.core.components import Use, bind, resolve
+from cordee.core.components import Use, bind, construct, name_of, resolve
+from cordee.core.errors import JobError
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,12 @@ class LossFunction:
 
     mean: Callable[[Tensor, Tensor], Tensor]
     count: Callable[[Tensor], int]
+    ignored: int | None = None  # a class that neither the mean nor the accuracy takes in
 
 
-def count_samples(targets: Tensor) -> int:
-    return len(targets)
+def count_items(targets: Tensor) -> int:
+    """Return the number of labels, which is that of tokens in sequences; numbers count once per sample."""
+    return len(targets) if targets.is_floating_point() else targets.numel()
 
 
 def cross_entropy(*, label_smoothing: float = 0.0, ignore_index: int = -100) -> LossFunction:
@@ -38,21 +41,28 @@ def cross_entropy(*, label_smoothing: float = 0.0, ignore_index: int = -100) -> 
             outputs, targets = outputs.flatten(0, -2), targets.flatten()
         return F.cross_entropy(outputs, targets, label_smoothing=label_smoothing, ignore_index=ignore_index)
 
-    def count(targets: Tensor) -> int:
-        # A single label per sample is never ignored (labels are checked against the classes on loading).
-        return len(targets) if targets.ndim == 1 else int((targets != ignore_index).sum())
+    ignored = ignore_index if ignore_index >= 0 else None
 
-    return LossFunction(mean, count)
+    def count(targets: Tensor) -> int:
+        # A single label per sample is checked against the classes on loading, so it is not negative.
+        if targets.ndim == 1 and ignored is None:
+            return len(targets)
+        return int((targets != ignore_index).sum())
+
+    return LossFunction(mean, count, ignored)
 
 
 def _elementwise(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], LossFunction]:
     def build() -> LossFunction:
         def mean(outputs: Tensor, targets: Tensor) -> Tensor:
             # (N, 1) against (N,) would broadcast to (N, N) without a word.
-            aligned = outputs.squeeze(-1) if outputs.ndim == targets.ndim + 1 else outputs
-            return function(aligned, targets.to(aligned.dtype))
+            outputs = outputs.squeeze(-1) if outputs.ndim == targets.ndim + 1 else outputs
+            targets = targets.squeeze(-1) if targets.ndim == outputs.ndim + 1 else targets
+            if outputs.shape != targets.shape:
+                raise ValueError("this loss compares number by number, so the shapes must be the same")
+            return function(outputs, targets.to(outputs.dtype))
 
-        return LossFunction(mean, count_samples)
+        return LossFunction(mean, count_items)
 
     return build
 
@@ -76,13 +86,25 @@ def make_loss(part: Use, python_path: Sequence[str] = ()) -> LossFunction:
         built: LossFunction = bind("loss", target, part.args)()
         return built
     if inspect.isclass(target):
-        return LossFunction(bind("loss", target, part.args)(), count_samples)
-    if isinstance(target, (LossFunction, nn.Module)):
-        return target if isinstance(target, LossFunction) else LossFunction(target, count_samples)
-    return LossFunction(bind("loss", target, part.args, _first_two(target)), count_samples)
+        made = construct("loss", part.use, bind("loss", target, part.args))
+        if not callable(made):
+            raise JobError(f"loss.use = {_name(part)!r} makes a {type(made).__name__}, which cannot be called")
+        return LossFunction(made, count_items)
+    if isinstance(target, nn.Module):
+        if part.args:
+            raise JobError("loss: a module that is already built takes no settings; give its class instead")
+        return LossFunction(target, count_items)
+    return LossFunction(bind("loss", target, part.args, _first_two(target)), count_items)
 
 
 def _first_two(function: Callable[..., Any]) -> Mapping[str, Any]:
     """Return the names of the parameters that outputs and targets are passed to, marked as given by us."""
-    names = [p.name for p in inspect.signature(function).parameters.values()][:2]
+    try:
+        names = list(inspect.signature(function).parameters)[:2]
+    except (TypeError, ValueError):  # a builtin without a signature
+        return {}
     return dict.fromkeys(names, inspect.Parameter.empty)
+
+
+def _name(part: Use) -> str:
+    return part.use if isinstance(part.use, str) else name_of(part.use)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cordee.compute.schedules import Schedule
-from cordee.core.components import Use, bind, resolve
+from cordee.core.components import Use, bind, name_of, resolve
 from cordee.core.errors import JobError
 
 LR_SCALES: dict[str, Callable[[int], float]] = {
@@ -64,8 +64,7 @@ def make_optimizer_recipe(
     target = resolve("optimizer", use, known, python_path=python_path)
     if target is torch.optim.LBFGS:
         raise JobError("optimizer.use = 'lbfgs' evaluates the model many times a step, which this trainer does not do")
-    first = next(iter(inspect.signature(target).parameters))
-    bound = bind("optimizer", target, part.args, {first: inspect.Parameter.empty})
+    bound = bind("optimizer", target, part.args, _first(target))
     can_fuse = target in known.values() and "fused" in inspect.signature(target).parameters
     # One kernel over all parameters instead of one per parameter and operation: LeNet with Adam takes
     # 2.4x less time in the optimizer on the CPU, with the same formula.
@@ -79,9 +78,24 @@ def make_optimizer_recipe(
         if wants_fused and all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters):
             fused = {"fused": True}
         try:
-            built: Optimizer = bound(parameters, **fused)
-        except (TypeError, ValueError) as error:
-            raise JobError(f"optimizer {part.use!r} refused its settings {dict(part.args)}: {error}") from error
+            built = bound(parameters, **fused)
+        except Exception as error:
+            raise JobError(f"optimizer {_name(part)!r} refused its settings {dict(part.args)}: {error}") from error
+        if not isinstance(built, Optimizer):
+            raise JobError(f"optimizer {_name(part)!r} makes a {type(built).__name__}, not a torch.optim.Optimizer")
         return built
 
     return OptimizerRecipe(build, schedule, LR_SCALES[lr_scale](num_workers))
+
+
+def _first(target: Callable[..., Any]) -> dict[str, Any]:
+    """Return the name of the parameter that the model's parameters are passed to, marked as given by us."""
+    try:
+        names = list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return {}
+    return dict.fromkeys(names[:1], inspect.Parameter.empty)
+
+
+def _name(part: Use) -> str:
+    return part.use if isinstance(part.use, str) else name_of(part.use)

@@ -7,9 +7,10 @@ alone, schedules have no state to save, to lose, or to run too fast.
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Callable, Sequence
 
-from cordee.core.components import Use, bind, resolve
+from cordee.core.components import Use, bind, construct, name_of, resolve
 from cordee.core.errors import JobError
 
 Schedule = Callable[[int], float]  # the step about to be taken, from 0, to the factor of the rate
@@ -20,7 +21,10 @@ def constant(*, warmup_steps: int = 0) -> Schedule:
 
 
 def cosine(*, total_steps: int | None = None, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
-    """Fall along half a cosine from 1 to `final` between the end of the warm-up and the last step."""
+    """Fall along half a cosine from 1 to `final`, from the end of the warm-up to the end of the run.
+
+    `final` is what a step after the last would have.
+    """
     length = _horizon("cosine", total_steps, warmup_steps)
 
     def factor(step: int) -> float:
@@ -31,7 +35,7 @@ def cosine(*, total_steps: int | None = None, warmup_steps: int = 0, final: floa
 
 
 def linear(*, total_steps: int | None = None, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
-    """Fall in a straight line from 1 to `final` between the end of the warm-up and the last step."""
+    """Fall in a straight line from 1 to `final`, from the end of the warm-up to the end of the run."""
     length = _horizon("linear", total_steps, warmup_steps)
     return _warmed_up(lambda step: 1.0 + (final - 1.0) * min(1.0, (step - warmup_steps) / length), warmup_steps)
 
@@ -56,8 +60,13 @@ def make_schedule(part: Use, total_steps: int | None, python_path: Sequence[str]
     the step. `total_steps` is None where the end is not known in advance.
     """
     target = resolve("schedule", part.use, BUILTIN_SCHEDULES, python_path=python_path)
-    schedule: Schedule = bind("schedule", target, part.args, {"total_steps": total_steps})()
-    return schedule
+    schedule = construct("schedule", part.use, bind("schedule", target, part.args, {"total_steps": total_steps}))
+    if not callable(schedule):
+        name = part.use if isinstance(part.use, str) else name_of(part.use)
+        raise JobError(
+            f"schedule.use = {name!r} gives a {type(schedule).__name__}; it must give a function of the step"
+        )
+    return typing.cast("Schedule", schedule)
 
 
 def _warmed_up(schedule: Schedule, warmup_steps: int) -> Schedule:

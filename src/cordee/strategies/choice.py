@@ -38,8 +38,8 @@ def choose_strategy(job: Job) -> str:
         return "single" if job.strategy.workers == 1 else "data_parallel"
     if name not in STRATEGIES:
         raise JobError(
-            f"strategy.name = '{name}' is not known{nearest(name, STRATEGIES)} "
-            f"This version has: {', '.join(sorted(STRATEGIES))} (and 'auto')"
+            f"strategy.name = '{name}' is not known{nearest(name, [*STRATEGIES, 'auto'])} "
+            f"(this version has: auto, {', '.join(sorted(STRATEGIES))})"
         )
     return name
 
