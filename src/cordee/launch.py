@@ -7,6 +7,7 @@ import logging
 import os
 import shlex
 import socket
+import sys
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -201,10 +202,18 @@ def _as_job(job: Job | Mapping[str, Any] | str | Path, overrides: Iterable[str])
     if isinstance(job, (str, Path)):
         return Job.load(job, overrides)
     if isinstance(job, Mapping):
-        job = Job.from_dict(job, python_path=(str(Path.cwd()),))
+        job = Job.from_dict(job)
     if not isinstance(job, Job):
         raise JobError(f"a job is a cordee.Job, a table or the path of a job file, not {type(job).__name__}")
-    return job.replace(overrides) if overrides else job
+    job = job.replace(overrides) if overrides else job
+    return msgspec.structs.replace(job, python_path=tuple(dict.fromkeys([*job.python_path, *_program_folders()])))
+
+
+def _program_folders() -> list[str]:
+    """Return where this program finds its own modules, so that the job it writes finds them from elsewhere."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    folders = [Path(script).parent, Path.cwd()] if script else [Path.cwd()]
+    return [str(folder.resolve()) for folder in folders]
 
 
 def _run_path(job: Job, run_dir: str | Path | None, resume: bool) -> Path:

@@ -17,7 +17,7 @@ from cordee.assembly import Assembly
 from cordee.checkpoint import State
 from cordee.compute import NO_VOTES, Loss, Metrics, Votes, evaluate, split_batch
 from cordee.core import Batch
-from cordee.core.errors import StorageError, TrainingError
+from cordee.core.errors import DataError, StorageError, TrainingError
 from cordee.core.seeds import derive_seed
 from cordee.core.stopping import Patience, StopPolicy
 from cordee.monitoring import Monitor
@@ -34,6 +34,7 @@ class Progress(msgspec.Struct):
     loss_sum: float = 0.0  # over the present epoch
     loss_count: int = 0
     evaluated_at: int = -1  # step of the last evaluation
+    metrics: Metrics | None = None  # what it measured
     patience: Patience = msgspec.field(default_factory=Patience)
 
 
@@ -66,7 +67,6 @@ class Trainer:
         self._saved_at = -1
         self._votes = NO_VOTES  # of all workers, in the last step
         self._is_stopping = False  # agreed on by all workers
-        self._metrics: Metrics | None = None
         self._progress = Progress()
         self._base_elapsed_s = 0.0
         self._started_s = time.perf_counter()
@@ -92,22 +92,40 @@ class Trainer:
         progress = self._progress
         self._started_s = time.perf_counter()
         self._window = (progress.samples, self._started_s)
-        stopped_by = None if self._is_done() else self._train()
-        if stopped_by != "interrupt":
-            self._evaluate()
-            if self._parts.test is not None and progress.evaluated_at != progress.step:
-                stopped_by = "interrupt"
-        if self._saved_at != progress.step:
-            self._save()
-        progress.elapsed_s = self._elapsed_s()
+        try:
+            stopped_by = self._why_stopped_before()
+            if stopped_by is None and not self._is_done():
+                stopped_by = self._train()
+            if stopped_by != "interrupt":
+                self._evaluate()
+                if self._parts.test is not None and progress.evaluated_at != progress.step:
+                    stopped_by = "interrupt"
+            if self._saved_at != progress.step:
+                self._save()
+        finally:
+            progress.elapsed_s = self._elapsed_s()
         training_s = time.perf_counter() - self._started_s - self._away_s
         trained = progress.samples - self._start_samples
-        return Outcome(progress, stopped_by, self._metrics, trained / training_s if trained else 0.0)
+        return Outcome(progress, stopped_by, progress.metrics, trained / training_s if trained else 0.0)
+
+    def _why_stopped_before(self) -> str | None:
+        """Return why a resumed run had ended already: going on would give other weights than it ended with."""
+        progress = self._progress
+        if progress.step == 0:
+            return None
+        if progress.metrics is not None and progress.evaluated_at == progress.step:
+            reason = self._policy.verdict(progress.metrics.loss, progress.metrics.accuracy)
+            if reason is not None:
+                return reason
+        return self._policy.after_step(progress.step, is_time_up=self._policy.is_time_up(self._base_elapsed_s))
 
     def _train(self) -> str | None:
         progress = self._progress
         while not self._is_done():
             self._parts.strategy.model.train()
+            if progress.batch == 0:
+                progress.loss_sum, progress.loss_count = 0.0, 0
+            is_exhausted = False
             with contextlib.closing(self._parts.train.batches(progress.epoch, progress.batch)) as batches:
                 for batch in batches:
                     self._take_step(batch)
@@ -115,7 +133,14 @@ class Trainer:
                         return reason
                     if self._is_done():
                         break
-            if self._is_epoch_over() and (reason := self._after_epoch()) is not None:
+                else:
+                    is_exhausted = True
+            if is_exhausted and progress.batch == 0:
+                raise DataError(
+                    f"the training set gave no samples in epoch {progress.epoch + 1}: "
+                    "an IterableDataset must start anew each time it is iterated over"
+                )
+            if (is_exhausted or self._is_epoch_over()) and (reason := self._after_epoch()) is not None:
                 return reason
         return None
 
@@ -126,7 +151,7 @@ class Trainer:
         parts = split_batch(batch, self._job.training.accumulate)
         loss = strategy.forward_backward(parts, measure=measure, vote=self._vote)
         if not math.isfinite(loss.mean):
-            raise TrainingError(self._not_finite("the loss", f"is {loss.mean}"))
+            raise TrainingError(self._not_finite("the loss", f"is {loss.mean}", progress.step + 1, progress.epoch + 1))
         update = strategy.update(progress.step)
         progress.step += 1
         progress.batch += 1
@@ -159,20 +184,13 @@ class Trainer:
             reason = self._evaluate()
         if self._is_stopping:
             return "interrupt"  # the epoch is not closed: resuming evaluates it again
-        if not self._is_last_epoch():  # the last epoch's mean loss is the run's
-            progress.loss_sum, progress.loss_count = 0.0, 0
         progress.epoch += 1
         progress.batch = 0
         return reason
 
     def _is_epoch_over(self) -> bool:
         num_batches = self._parts.train.num_batches
-        return num_batches is None or self._progress.batch >= num_batches
-
-    def _is_last_epoch(self) -> bool:
-        epochs, total = self._job.training.num_epochs, self._parts.total_steps
-        is_last = epochs is not None and self._progress.epoch + 1 >= epochs
-        return is_last or (total is not None and self._progress.step >= total)
+        return num_batches is not None and self._progress.batch >= num_batches
 
     def _is_done(self) -> bool:
         total, epochs = self._parts.total_steps, self._job.training.num_epochs
@@ -197,12 +215,11 @@ class Trainer:
             )
         if metrics is None:
             return None
-        self._metrics = metrics
-        progress.evaluated_at = progress.step
+        progress.metrics, progress.evaluated_at = metrics, progress.step
         self._monitor.emit(
             "evaluation",
             step=progress.step,
-            epoch=progress.epoch + 1,
+            epoch=self._epoch_number(),
             train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else None,
             test_loss=metrics.loss,
             test_accuracy=metrics.accuracy,
@@ -224,9 +241,7 @@ class Trainer:
             if not self._parts.team.is_first:
                 return
             state = self._parts.strategy.state_dict()
-            for name, tensor in state.tensors.items():
-                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                    raise TrainingError(self._not_finite(f"'{name}'", "has values that are not finite"))
+            self._refuse_not_finite(state)
             values = {**state.values, "progress": msgspec.to_builtins(progress)}
             started = time.perf_counter()
             try:
@@ -246,7 +261,7 @@ class Trainer:
         self._monitor.emit(
             "step",
             step=progress.step,
-            epoch=progress.epoch + 1,
+            epoch=self._epoch_number(),
             loss=loss.mean,
             accuracy=loss.accuracy,
             lr=lr,
@@ -284,11 +299,25 @@ class Trainer:
             self._away_s += spent
             self._window = (self._window[0], self._window[1] + spent)
 
-    def _not_finite(self, what: str, how: str) -> str:
-        progress = self._progress
+    def _epoch_number(self) -> int:
+        """Return the epoch that is going on, counted from 1, or the last one where none is."""
+        return self._progress.epoch + 1 if self._progress.batch else max(1, self._progress.epoch)
+
+    def _refuse_not_finite(self, state: State) -> None:
+        parameters = {f"model.{name}" for name, _ in self._parts.strategy.model.named_parameters()}
+        for name, tensor in state.tensors.items():
+            if not tensor.is_floating_point():
+                continue
+            # A mask of minus infinities is an ordinary buffer, and observers start from infinity.
+            is_sound = torch.isfinite(tensor).all() if name in parameters else not torch.isnan(tensor).any()
+            if not is_sound:
+                how = "has values that are not finite"
+                raise TrainingError(self._not_finite(f"'{name}'", how, self._progress.step, self._epoch_number()))
+
+    def _not_finite(self, what: str, how: str, step: int, epoch: int) -> str:
         kept = checkpoint.list_checkpoints(self._checkpoints)
         last = f"the last checkpoint is {kept[-1].name}" if kept else "there is no checkpoint yet"
         return (
-            f"{what} {how} at step {progress.step + 1} (epoch {progress.epoch + 1}); {last}. "
+            f"{what} {how} at step {step} (epoch {epoch}); {last}. "
             "Lower optimizer.lr, add a warm-up (schedule.warmup_steps), or set training.clip_norm = 1.0"
         )
