@@ -12,7 +12,7 @@ from cordee.version import __version__
 if TYPE_CHECKING:
     from cordee.core import Job, Use
     from cordee.core.errors import CordeeError
-    from cordee.core.settings import Checkpoint, Data, Evaluation, Monitoring, Stop, Strategy, Training
+    from cordee.core.settings import Checkpoint, Cluster, Data, Evaluation, Monitoring, Stop, Strategy, Training
     from cordee.data import Splits
     from cordee.launch import train
     from cordee.run import Run
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Names are imported when first used, so that `cordee --help` does not wait for torch.
 _HOMES = {
     "Checkpoint": "cordee.core.settings",
+    "Cluster": "cordee.core.settings",
     "CordeeError": "cordee.core.errors",
     "Data": "cordee.core.settings",
     "Evaluation": "cordee.core.settings",
@@ -36,6 +37,7 @@ _HOMES = {
 
 __all__ = [
     "Checkpoint",
+    "Cluster",
     "CordeeError",
     "Data",
     "Evaluation",

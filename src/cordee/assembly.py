@@ -13,7 +13,15 @@ import torch
 from torch import nn
 
 from cordee.cluster import Team
-from cordee.compute import Computation, choose_device, make_loss, make_optimizer_recipe, make_schedule, share_threads
+from cordee.compute import (
+    Computation,
+    OptimizerRecipe,
+    choose_device,
+    make_loss,
+    make_optimizer_recipe,
+    make_schedule,
+    share_threads,
+)
 from cordee.core import Batch, Job
 from cordee.core.components import bind, name_of, resolve
 from cordee.core.errors import CordeeError, JobError, ModelError
@@ -34,14 +42,20 @@ class Assembly:
     train: Loader
     test: Loader | None
     computation: Computation
+    model: nn.Module
+    recipe: OptimizerRecipe
     strategy: Strategy
     total_steps: int | None  # None where the data has no length and the job counts epochs
     num_parameters: int
     num_threads: int
 
+    def setup(self) -> None:
+        """Hand the model over to the strategy. Collective: the team's group must be there."""
+        self.strategy.setup(self.model, self.recipe, self.team)
+
 
 def assemble(job: Job, team: Team) -> Assembly:
-    """Build all parts of `job` for one member of `team`. Raises a CordeeError that says what to change."""
+    """Build all parts of `job` for one member of `team`. Raises a CordeeError that says what to change. Local."""
     device = choose_device(job.training.device, team.local_rank)
     num_threads = share_threads(job.training.threads, team.num_local_workers)
     if job.training.reproducible:
@@ -68,9 +82,20 @@ def assemble(job: Job, team: Team) -> Assembly:
     )
     model = build_model(job, splits)
     _check_fit(job, splits, model, computation)
-    strategy.setup(model, recipe, team)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Assembly(job, team, splits, train, test, computation, strategy, total_steps, num_parameters, num_threads)
+    return Assembly(
+        job=job,
+        team=team,
+        splits=splits,
+        train=train,
+        test=test,
+        computation=computation,
+        model=model,
+        recipe=recipe,
+        strategy=strategy,
+        total_steps=total_steps,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_threads=num_threads,
+    )
 
 
 def build_model(job: Job, splits: Splits) -> nn.Module:

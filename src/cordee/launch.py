@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shlex
 import socket
@@ -22,8 +21,9 @@ from cordee import checkpoint
 from cordee.assembly import Assembly, assemble
 from cordee.cluster import Team
 from cordee.core import Job
+from cordee.core.components import LIVE_PREFIX
 from cordee.core.env import runs_folder
-from cordee.core.errors import CordeeError, JobError, RunDirectoryError, TrainingError
+from cordee.core.errors import JobError, RunDirectoryError
 from cordee.core.job import changed_keys
 from cordee.interrupts import InterruptFlag
 from cordee.monitoring import (
@@ -36,16 +36,16 @@ from cordee.monitoring import (
     TensorBoardSink,
     list_runs,
     new_run_path,
+    read_events,
     render_result,
     setup_logging,
 )
 from cordee.monitoring.summary import Status
 from cordee.run import Run
+from cordee.session import Session
 from cordee.strategies import choose_strategy
-from cordee.trainer import Outcome, Trainer
+from cordee.team_run import lead_team
 from cordee.version import __version__
-
-log = logging.getLogger("cordee.launch")
 
 
 def train(
@@ -67,126 +67,82 @@ def train(
     path = _run_path(job, run_dir, resume)
     if resume:
         _refuse_changes(path, job)
+    num_workers = job.strategy.workers
     with _leaving_torch_as_it_was():
-        parts = assemble(job, Team())
+        parts = assemble(job, Team(num_workers=num_workers, num_local_workers=num_workers))
+        if num_workers > 1:
+            _refuse_live_parts(job)
         directory = RunDirectory.open_existing(path) if resume else RunDirectory.create(path, job.to_toml())
-        with directory, setup_logging(directory.worker_log()):
+        with directory, setup_logging(directory.launcher_log if num_workers > 1 else directory.worker_log()):
             if resume:
                 directory.write_job(job.to_toml())
                 directory.summary_file.unlink(missing_ok=True)
-            return _run(parts, directory, resume=resume, quiet=quiet)
-
-
-def _run(parts: Assembly, directory: RunDirectory, *, resume: bool, quiet: bool) -> Run:
-    job, started = parts.job, time.time()
-    with Monitor(_sinks(job, directory, quiet)) as monitor:
-        flag = InterruptFlag(
-            lambda: monitor.emit("warning", message="stopping after this step; Ctrl-C again stops at once")
-        )
-        trainer = Trainer(parts, monitor, directory.checkpoints, should_stop=flag)
-        outcome: Outcome | None = None
-        error: BaseException | None = None
-        try:
-            with flag:
-                if resume:
-                    _resume(trainer, monitor, directory)
-                _announce(parts, directory, monitor, start_step=trainer.progress.step)
-                outcome = trainer.run()
-        except (CordeeError, KeyboardInterrupt) as problem:
-            error = problem
-            raise
-        except Exception as problem:  # the user's model, data or loss: their traceback is in the log
-            log.exception("training failed at step %d", trainer.progress.step + 1)
-            error = TrainingError(
-                f"step {trainer.progress.step + 1} raised {type(problem).__name__}: {problem} "
-                f"(the traceback is in {directory.worker_log()})"
-            )
-            raise error from problem
-        finally:
-            summary = _summarise(parts, trainer, outcome, error, started)
-            directory.write_summary(summary)
-            monitor.emit("run_ended", **msgspec.to_builtins(summary))
-    run = Run(directory.path, summary, parts.strategy.model)
+            with Monitor(_sinks(job, directory, quiet)) as monitor:
+                flag = InterruptFlag(
+                    lambda: monitor.emit("warning", message="stopping after this step; Ctrl-C again stops at once")
+                )
+                run_it = _run_alone if num_workers == 1 else _run_team
+                with flag:
+                    summary = run_it(parts, directory, monitor, flag, resume)
+    run = Run(directory.path, summary, parts.model)
     if not quiet:
-        _console().print(render_result(run.summary, run.directory, _hints(run)))
+        _console().print(render_result(run.summary, run.directory, _hints(run)), soft_wrap=True)
     return run
 
 
-def _resume(trainer: Trainer, monitor: Monitor, directory: RunDirectory) -> None:
-    loaded = checkpoint.load_newest(directory.checkpoints)
-    if loaded is None:
-        monitor.emit("warning", message="the run has no checkpoint yet: starting from the beginning")
-        return
-    for path, reason in loaded.damaged:
-        monitor.emit("warning", message=f"checkpoint {path.name} is damaged ({reason}); using {loaded.path.name}")
-    trainer.resume(loaded.state)
-
-
-def _announce(parts: Assembly, directory: RunDirectory, monitor: Monitor, *, start_step: int) -> None:
-    job, splits = parts.job, parts.splits
-    monitor.emit(
-        "run_started",
-        run_dir=str(directory.path),
-        name=job.name,
-        strategy=job.strategy.name,
-        workers=parts.team.num_workers,
-        device=str(parts.computation.device),
-        threads=parts.num_threads,
-        model=job.to_dict()["model"]["use"],
-        data=splits.name,
-        parameters=parts.num_parameters,
-        train_samples=splits.train.num_samples,
-        test_samples=splits.test.num_samples if splits.test else None,
-        batch_size=job.training.batch_size,
-        total_steps=parts.total_steps,
-        epochs=job.training.num_epochs,
-        start_step=start_step,
-        cordee_version=__version__,
-        torch_version=str(torch.__version__),
-    )
-    monitor.emit(
-        "worker_started", worker=parts.team.worker_index, pid=os.getpid(), host=socket.gethostname(), role="worker"
-    )
-
-
-def _summarise(
-    parts: Assembly, trainer: Trainer, outcome: Outcome | None, error: BaseException | None, started: float
+def _run_alone(
+    parts: Assembly, directory: RunDirectory, monitor: Monitor, flag: InterruptFlag, resume: bool
 ) -> Summary:
-    progress = trainer.progress
-    metrics = outcome.metrics if outcome else None
-    status, stopped_by = _status(outcome, error)
-    return Summary(
-        status=status,
-        name=parts.job.name,
-        strategy=parts.job.strategy.name,
-        workers=parts.team.num_workers,
-        device=str(parts.computation.device),
-        parameters=parts.num_parameters,
-        steps=progress.step,
-        epochs=progress.epoch,
-        samples=progress.samples,
-        wall_seconds=progress.elapsed_s,
-        samples_per_second=outcome.samples_per_second if outcome else None,
-        train_loss=outcome.train_loss if outcome else None,
-        test_loss=metrics.loss if metrics else None,
-        test_accuracy=metrics.accuracy if metrics else None,
-        test_top5_accuracy=metrics.top5_accuracy if metrics else None,
-        weights_sha256=checkpoint.weights_sha256(parts.strategy.model.state_dict()) if outcome else None,
-        stopped_by=stopped_by,
-        error=str(error) if status == "failed" else None,
-        cordee_version=__version__,
-        torch_version=str(torch.__version__),
-        started=started,
-        ended=time.time(),
-    )
+    """Train in this process."""
+    parts.setup()
+    session = Session(parts, monitor, directory.path, should_stop=flag)
+    error: BaseException | None = None
+    try:
+        monitor.emit("worker_started", worker=0, pid=os.getpid(), host=socket.gethostname(), role="worker")
+        session.run(resume=resume, log_file=directory.worker_log())
+    except BaseException as problem:
+        error = problem
+        raise
+    finally:
+        summary = session.summarise(error)
+        _close_run(directory, monitor, summary)
+    return summary
 
 
-def _status(outcome: Outcome | None, error: BaseException | None) -> tuple[Status, str | None]:
-    if isinstance(error, KeyboardInterrupt) or (outcome is not None and outcome.stopped_by == "interrupt"):
-        return "interrupted", "interrupt"
-    if outcome is None:
-        return "failed", "error"
-    return ("stopped" if outcome.stopped_by else "completed"), outcome.stopped_by
+def _run_team(parts: Assembly, directory: RunDirectory, monitor: Monitor, flag: InterruptFlag, resume: bool) -> Summary:
+    """Train in worker processes on this host, and put the trained weights into the model of `parts`."""
+    started = time.time()
+    try:
+        summary = lead_team(parts.job, directory, monitor, flag, resume=resume)
+    except BaseException as error:
+        status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        steps = max((event.get("step", 0) for event in read_events(directory.events_file)), default=0)
+        summary = Summary(
+            status=status,
+            name=parts.job.name,
+            strategy=parts.job.strategy.name,
+            workers=parts.team.num_workers,
+            parameters=parts.num_parameters,
+            steps=steps,
+            stopped_by="interrupt" if status == "interrupted" else "error",
+            error=str(error) if status == "failed" else None,
+            cordee_version=__version__,
+            torch_version=str(torch.__version__),
+            started=started,
+            ended=time.time(),
+            wall_seconds=time.time() - started,
+        )
+        _close_run(directory, monitor, summary)
+        raise
+    _close_run(directory, monitor, summary)
+    if (loaded := checkpoint.load_newest(directory.checkpoints)) is not None:
+        checkpoint.load_model_state(parts.model, loaded.state.part("model").tensors)
+    return summary
+
+
+def _close_run(directory: RunDirectory, monitor: Monitor, summary: Summary) -> None:
+    directory.write_summary(summary)
+    monitor.emit("run_ended", **msgspec.to_builtins(summary))
 
 
 def _sinks(job: Job, directory: RunDirectory, quiet: bool) -> list[Sink]:
@@ -241,6 +197,17 @@ def _refuse_changes(path: Path, job: Job) -> None:
             f"the job has changed since the run in {path} began: {'; '.join(changes)}. "
             "Put it back to resume, or start a new run"
         )
+
+
+def _refuse_live_parts(job: Job) -> None:
+    """Workers are other processes: what they use must have a name they can import it by."""
+    for section, table in job.to_dict().items():
+        if isinstance(table, dict) and str(table.get("use", "")).startswith(LIVE_PREFIX):
+            raise JobError(
+                f"{section}: {table['use'].removeprefix(LIVE_PREFIX)} exists only in this process, and the job has "
+                f"{job.strategy.workers} workers: define it in a module and name it 'module:callable', "
+                "or set strategy.workers = 1"
+            )
 
 
 def _console() -> Console:

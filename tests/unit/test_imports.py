@@ -21,13 +21,16 @@ RANKS: dict[str, int] = {
     "interrupts": 5,
     "run": 5,
     "trainer": 6,
-    "launch": 7,
-    "exporting": 7,
-    "doctor": 7,
-    "bench": 8,
-    "cli": 9,
-    "__init__": 10,  # the public surface
-    "__main__": 10,
+    "session": 7,
+    "worker": 8,
+    "team_run": 9,
+    "launch": 10,
+    "exporting": 10,
+    "doctor": 10,
+    "bench": 11,
+    "cli": 12,
+    "__init__": 13,  # the public surface
+    "__main__": 13,
 }
 
 

@@ -18,11 +18,12 @@ import tomli_w
 
 from cordee.core.components import LIVE_PREFIX, Use, describe, name_of
 from cordee.core.errors import JobError, nearest
-from cordee.core.settings import Checkpoint, Data, Evaluation, Monitoring, Section, Stop, Strategy, Training
+from cordee.core.settings import Checkpoint, Cluster, Data, Evaluation, Monitoring, Section, Stop, Strategy, Training
 
 _NAMED_PARTS = ("model", "loss", "optimizer", "schedule")
 _SECTIONS: dict[str, type[Section]] = {
     "training": Training,
+    "cluster": Cluster,
     "stop": Stop,
     "evaluation": Evaluation,
     "checkpoint": Checkpoint,
@@ -36,6 +37,7 @@ CHANGEABLE_ON_RESUME = (
     "name",
     "python_path",
     "strategy.",
+    "cluster.",
     "stop.",
     "evaluation.",
     "checkpoint.",
@@ -66,6 +68,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     schedule: Use = Use("constant")
     training: Training = Training()
     strategy: Strategy = Strategy()
+    cluster: Cluster = Cluster()
     stop: Stop = Stop()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()

@@ -91,6 +91,21 @@ class Strategy(Section, frozen=True, kw_only=True, forbid_unknown_fields=False):
         _at_least("strategy.workers", self.workers, 1)
 
 
+class Cluster(Section, frozen=True, kw_only=True):
+    """How workers are looked after."""
+
+    failure_timeout: str | float = "5s"  # a worker not heard of for so long is lost; all other timeouts follow
+
+    def __post_init__(self) -> None:
+        if self.failure_timeout_s < 0.5:
+            raise JobError(f"cluster.failure_timeout = {self.failure_timeout!r} must be at least 0.5 s")
+
+    @property
+    def failure_timeout_s(self) -> float:
+        timeout = self.failure_timeout
+        return parse_duration(timeout, "cluster.failure_timeout") if isinstance(timeout, str) else timeout
+
+
 class Stop(Section, frozen=True, kw_only=True):
     """When to end before all epochs are done; whichever comes first. All of them are ends that went well."""
 

@@ -108,6 +108,10 @@ class RunDirectory:
     def worker_log(self, worker_index: int = 0) -> Path:
         return self.logs / f"worker-{worker_index}.log"
 
+    @property
+    def launcher_log(self) -> Path:
+        return self.logs / "launcher.log"
+
     def write_job(self, job_toml: str) -> None:
         """Replace the recorded job, as a resume with changed settings does. Raises `StorageError`."""
         write_atomically(self.job_file, job_toml.encode())

@@ -1,0 +1,101 @@
+"""The coordinator: registers workers, hears their heartbeats, gathers their events, tells them what to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from cordee.cluster.membership import Membership, Trouble
+from cordee.communication.channel import Peer, Received, ServerChannel
+from cordee.communication.messages import (
+    Barrier,
+    BarrierDone,
+    Directive,
+    Event,
+    Failure,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Member,
+    Refused,
+    Welcome,
+)
+from cordee.core.errors import CommunicationError
+
+WORKER_PREFIX = "worker-"
+
+
+class Coordinator:
+    """Serves one run over a channel. Call `serve` again and again; it never blocks for longer than asked."""
+
+    def __init__(
+        self, channel: ServerChannel, membership: Membership, on_event: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        self._channel = channel
+        self._membership = membership
+        self._on_event = on_event
+        self._peers: dict[int, Peer] = {}
+        self._members: dict[int, Member] = {}
+        self._waiting: dict[str, dict[int, Received]] = {}  # barrier -> who waits at it
+
+    def serve(self, timeout_s: float) -> None:
+        """Handle what has come in, waiting at most `timeout_s` for the first message."""
+        received = self._channel.receive(timeout_s)
+        while received is not None:
+            self._handle(received)
+            received = self._channel.receive(0.0)
+
+    def direct(self, action: str, reason: str = "") -> None:
+        """Tell all workers to go on, to stop, or to form the generation of those registered."""
+        members = tuple(self._members[index] for index in sorted(self._members))
+        for index, peer in self._peers.items():
+            try:
+                self._channel.send(peer, Directive(action, members, reason))  # type: ignore[arg-type]
+            except CommunicationError as error:  # it died a moment ago, which its exit will tell
+                self._on_event("warning", {"message": f"worker {index} could not be told to {action}: {error}"})
+
+    def _handle(self, received: Received) -> None:
+        index = self._index_of(received.envelope.sender)
+        if index is None:
+            self._channel.reply(received, Refused("unknown-member", received.envelope.sender))
+            return
+        now_s, membership = time.monotonic(), self._membership
+        membership.hear(index, now_s)
+        match received.message:
+            case Hello(role=role, pid=pid, host=host):
+                self._welcome(received, index, Member(received.envelope.sender, role, host, index))
+                self._on_event("worker_started", {"worker": index, "pid": pid, "host": host, "role": role})
+            case Heartbeat(step=step):
+                membership.hear(index, now_s, step)
+            case Event(type=kind, fields=fields):
+                self._on_event(kind, dict(fields))
+            case Failure(step=step, error=error, traceback=text, is_consequence=is_consequence):
+                membership.report(Trouble(index, step, error, text, is_consequence, now_s))
+            case Goodbye():
+                membership.finish(index)
+            case Barrier(name=name):
+                self._arrive(name, index, received)
+            case other:
+                self._channel.reply(received, Refused("unexpected", type(other).__name__))
+
+    def _welcome(self, received: Received, index: int, member: Member) -> None:
+        timeout_s = self._membership.failure_timeout_s
+        self._channel.reply(received, Welcome(failure_timeout_s=timeout_s, heartbeat_s=timeout_s / 5))
+        self._peers[index], self._members[index] = received.peer, member
+        self._membership.register(index, time.monotonic())
+        if self._membership.is_complete:
+            self._channel.generation += 1
+            self.direct("new_generation")
+
+    def _arrive(self, name: str, index: int, received: Received) -> None:
+        waiting = self._waiting.setdefault(name, {})
+        waiting[index] = received
+        if len(waiting) == self._membership.num_workers:
+            for other in self._waiting.pop(name).values():
+                self._channel.reply(other, BarrierDone(name))
+
+    def _index_of(self, sender: str) -> int | None:
+        number = sender.removeprefix(WORKER_PREFIX)
+        is_known = sender.startswith(WORKER_PREFIX) and number.isdecimal()
+        return int(number) if is_known and int(number) in self._membership.records else None

@@ -1,0 +1,107 @@
+"""Who is there, how far they are, and who failed first: decided without I/O.
+
+A failing worker makes others fail: they lose a peer in the middle of an exchange and say so, often before the
+failing one was heard of. `culprit` tells the cause from the consequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+SETTLING_S = 0.5  # how long a consequence waits for its cause to be heard of
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a worker cannot go on. A consequence is the loss of a peer, which was somebody else's doing."""
+
+    worker_index: int
+    step: int
+    reason: str
+    traceback: str = ""
+    is_consequence: bool = False
+    at_s: float = 0.0
+
+    def describe(self) -> str:
+        return f"worker {self.worker_index} {self.reason} (in step {self.step + 1})"
+
+
+@dataclass
+class Record:
+    """What is known of one worker."""
+
+    state: Literal["starting", "member", "finished", "gone"] = "starting"
+    step: int = 0  # steps it has taken
+    heard_s: float = 0.0
+
+
+@dataclass
+class Membership:
+    """The workers of a run, from the first sign of life to the last."""
+
+    num_workers: int
+    failure_timeout_s: float
+    startup_timeout_s: float
+    started_s: float
+    records: dict[int, Record] = field(default_factory=dict)
+    troubles: list[Trouble] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for index in range(self.num_workers):
+            self.records[index] = Record(heard_s=self.started_s)
+
+    def register(self, index: int, now_s: float) -> None:
+        self.records[index].state = "member"
+        self.records[index].heard_s = now_s
+
+    def hear(self, index: int, now_s: float, step: int | None = None) -> None:
+        """Take note of a sign of life."""
+        record = self.records[index]
+        record.heard_s = now_s
+        if step is not None:
+            record.step = max(record.step, step)
+
+    def finish(self, index: int) -> None:
+        self.records[index].state = "finished"
+
+    def report(self, trouble: Trouble) -> None:
+        """Take note of a failure; the first of each worker counts."""
+        if all(known.worker_index != trouble.worker_index for known in self.troubles):
+            self.troubles.append(trouble)
+
+    def exit(self, index: int, how: str, now_s: float) -> None:
+        """Take note that the process of a worker has ended."""
+        record = self.records[index]
+        if record.state != "finished":
+            self.report(Trouble(index, record.step, how, at_s=now_s))
+        record.state = "finished" if record.state == "finished" else "gone"
+
+    def check_silence(self, now_s: float) -> list[int]:
+        """Report the workers that were not heard of for too long; return them."""
+        silent = []
+        for index, record in self.records.items():
+            limit_s = self.startup_timeout_s if record.state == "starting" else self.failure_timeout_s
+            if record.state in ("starting", "member") and now_s - record.heard_s > limit_s:
+                what = "did not start" if record.state == "starting" else "is frozen: no sign of life"
+                self.report(Trouble(index, record.step, f"{what} for {now_s - record.heard_s:.1f} s", at_s=now_s))
+                silent.append(index)
+        return silent
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every worker has registered."""
+        return all(record.state != "starting" for record in self.records.values())
+
+    @property
+    def is_over(self) -> bool:
+        return all(record.state in ("finished", "gone") for record in self.records.values())
+
+    def culprit(self, now_s: float) -> Trouble | None:
+        """Return the failure to report, once it is known: a cause at once, a consequence after some time."""
+        causes = [trouble for trouble in self.troubles if not trouble.is_consequence]
+        if causes:
+            return min(causes, key=lambda trouble: trouble.at_s)
+        if self.troubles and now_s - self.troubles[0].at_s > self.failure_timeout_s + SETTLING_S:
+            return self.troubles[0]
+        return None
