@@ -1,0 +1,140 @@
+"""What members and the coordinator of a run say to each other.
+
+A channel carries a fixed set of `Message` types. `COORDINATION` is the coordinator's; other services define
+their own beside their code and hand it to `Codec`. Who speaks — name, incarnation, generation — is in the
+envelope of each message and so is not repeated here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=128)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Text: TypeAlias = Annotated[str, Meta(max_length=65536)]
+
+# JSON to a fixed depth: typed to the leaves, so that nothing of the peer's choosing gets through.
+Scalar: TypeAlias = bool | int | float | str | None
+Flat: TypeAlias = Scalar | list[Scalar] | dict[str, Scalar]
+Json: TypeAlias = Scalar | list[Flat] | dict[str, Flat]
+
+
+class Message(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=str.lower, tag_field="kind"
+):
+    """The base of all message types. The wire knows a type by its class name in small letters."""
+
+    # Messages of a generation are refused once it is over; the others tell what is true at any time.
+    is_generational: ClassVar[bool] = True
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One member of a generation, as all members see it."""
+
+    name: Name
+    role: Name
+    host: Name
+    index: Count  # its place among the members of its role
+
+
+Members: TypeAlias = Annotated[tuple[Member, ...], Meta(max_length=65536)]
+
+
+class Hello(Message, frozen=True):
+    """A member wants to join. Answered by `Welcome` or `Refused`."""
+
+    is_generational = False
+
+    role: Name  # "worker", "server", …
+    pid: Count
+    host: Name
+
+
+class Welcome(Message, frozen=True):
+    """The sender of `Hello` is registered; a `Directive` will tell when it becomes a member."""
+
+    failure_timeout_s: Annotated[float, Meta(gt=0)]
+    heartbeat_s: Annotated[float, Meta(gt=0)]  # send a heartbeat at least this often
+
+
+class Heartbeat(Message, frozen=True):
+    """The sender lives and has got as far as `step`. Not answered."""
+
+    is_generational = False
+
+    step: Count
+
+
+class Barrier(Message, frozen=True):
+    """The sender has come to the barrier of this name. Answered when all members of the generation have."""
+
+    name: Name
+
+
+class BarrierDone(Message, frozen=True):
+    """All members of the generation have come to the barrier."""
+
+    name: Name
+
+
+class Event(Message, frozen=True):
+    """Something for the events file and the progress bar. Not answered."""
+
+    is_generational = False
+
+    type: Name
+    fields: Annotated[dict[str, Json], Meta(max_length=1024)]
+
+
+class Failure(Message, frozen=True):
+    """The sender cannot go on."""
+
+    is_generational = False
+
+    step: Count
+    error: Text  # one line
+    traceback: Text
+    is_consequence: bool = False  # the loss of a peer, which has a cause of its own
+
+
+class Directive(Message, frozen=True):
+    """What members are to do now: go on, stop, or form the generation that the envelope carries."""
+
+    action: Literal["go_on", "stop", "new_generation"]
+    members: Members = ()  # of the new generation
+    reason: Text = ""
+
+
+class Goodbye(Message, frozen=True):
+    """The sender leaves in order."""
+
+    is_generational = False
+
+    reason: Text = ""
+
+
+class Refused(Message, frozen=True):
+    """The message that this one answers had no effect."""
+
+    is_generational = False
+
+    # A verdict of the gate, "malformed", or what the service says.
+    reason: Name
+    detail: Text = ""
+
+
+COORDINATION: tuple[type[Message], ...] = (
+    Hello,
+    Welcome,
+    Heartbeat,
+    Barrier,
+    BarrierDone,
+    Event,
+    Failure,
+    Directive,
+    Goodbye,
+    Refused,
+)

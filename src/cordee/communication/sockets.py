@@ -1,0 +1,58 @@
+"""Small questions about sockets: which addresses a channel may use, and what a socket has to say."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import zmq
+
+from cordee.core.errors import CommunicationError
+
+_MAX_SOCKET_PATH = 107  # bytes; a limit of the operating system
+
+
+def check_address(address: str, is_encrypted: bool) -> None:
+    """Raise unless a channel may bind or connect there. Without encryption it must not leave the host."""
+    scheme, separator, rest = address.partition("://")
+    if not separator or scheme not in ("tcp", "ipc") or not rest:
+        raise CommunicationError(f"'{address}' is no address of a channel: use 'tcp://HOST:PORT' or 'ipc://PATH'")
+    if scheme == "ipc" and len(rest.encode()) > _MAX_SOCKET_PATH:
+        raise CommunicationError(
+            f"the path in '{address}' is longer than the {_MAX_SOCKET_PATH} bytes that the system allows: "
+            "use a shorter one, or tcp://127.0.0.1:*"
+        )
+    if not is_encrypted and scheme == "tcp" and not _is_loopback(_host(address)):
+        raise CommunicationError(
+            f"'{address}' can be reached from other hosts, which a channel without encryption must not: "
+            "leave curve on, or use tcp://127.0.0.1 or ipc://"
+        )
+
+
+def can_receive(socket: zmq.Socket[bytes]) -> bool:
+    """Tell whether a message waits. Takes the signal of the socket's descriptor away, as every use does."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def descriptor(socket: zmq.Socket[bytes]) -> int:
+    """Return the descriptor that becomes readable when something about the socket changes."""
+    return int(socket.get(zmq.FD))
+
+
+def bound_address(socket: zmq.Socket[bytes]) -> str:
+    """Return the address a socket listens at, with the port or path that the system chose."""
+    return bytes(socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+
+def is_ipv6(address: str) -> bool:
+    return address.startswith("tcp://") and ":" in _host(address)
+
+
+def _host(address: str) -> str:
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
