@@ -8,7 +8,7 @@ pyzmq's own collector of sent buffers, one daemon thread for the whole process, 
 
 Measured 2026-11-15 between two processes on a 2-core host, tcp loopback, libzmq 4.3.5, while other work kept
 the load at 6 to 8 (10th percentile; a bare pyzmq echo of the same bytes in the same run in brackets): small
-round trip 0.24 ms with CURVE and 0.24 ms without (0.10, 0.09); a 4 MB buffer and a small reply 0.2–0.3 GB/s
+round trip 0.25 ms with CURVE and 0.24 ms without (0.11, 0.09); a 4 MB buffer and a small reply 0.2–0.3 GB/s
 with CURVE (0.2–0.45), without it 1.6 GB/s (1.9) and with copy=False 2.0 GB/s (2.3). Encryption, in libzmq's
 one I/O thread at each end, is what bounds large buffers; the copy hardly shows beside it.
 """
