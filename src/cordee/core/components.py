@@ -48,11 +48,16 @@ class Use:
         return hash((Use, str(self.use)))
 
     @classmethod
-    def coerce(cls, section: str, value: Any) -> Use:
-        """Return `value` as a `Use`: it may be one, a table with the key 'use', a name, or a live object."""
+    def coerce(cls, section: str, value: Any, default: Use | None = None) -> Use:
+        """Return `value` as a `Use`: it may be one, a table with the key 'use', a name, or a live object.
+
+        A table without it changes the arguments of `default`, where there is one.
+        """
         if isinstance(value, Use):
             return value
         if isinstance(value, Mapping):
+            if "use" not in value and default is not None:
+                return cls(default.use, **{**default.args, **value})
             if "use" not in value:
                 raise JobError(f"[{section}] needs the key 'use': a built-in name or 'module:callable'")
             return cls(value["use"], **{key: argument for key, argument in value.items() if key != "use"})

@@ -21,6 +21,7 @@ from cordee.core.errors import JobError, nearest
 from cordee.core.settings import Checkpoint, Cluster, Data, Evaluation, Monitoring, Section, Stop, Strategy, Training
 
 _NAMED_PARTS = ("model", "loss", "optimizer", "schedule")
+_DEFAULT_PARTS = {"loss": Use("cross_entropy"), "optimizer": Use("adam", lr=0.001), "schedule": Use("constant")}
 _SECTIONS: dict[str, type[Section]] = {
     "training": Training,
     "cluster": Cluster,
@@ -63,9 +64,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     data: Data
     name: str = ""
     seed: int = 0
-    loss: Use = Use("cross_entropy")
-    optimizer: Use = Use("adam", lr=0.001)
-    schedule: Use = Use("constant")
+    loss: Use = _DEFAULT_PARTS["loss"]
+    optimizer: Use = _DEFAULT_PARTS["optimizer"]
+    schedule: Use = _DEFAULT_PARTS["schedule"]
     training: Training = Training()
     strategy: Strategy = Strategy()
     cluster: Cluster = Cluster()
@@ -77,7 +78,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for part in _NAMED_PARTS:
-            _set(self, part, Use.coerce(part, getattr(self, part)))
+            _set(self, part, Use.coerce(part, getattr(self, part), _DEFAULT_PARTS.get(part)))
         _set(self, "data", _data_section(self.data))
         _set(self, "strategy", _strategy_section(self.strategy))
         for name, section in _SECTIONS.items():
