@@ -95,9 +95,13 @@ def find_idx_files(folder: Path, wanted: FileSet) -> list[Path] | PassedOver | N
     return found
 
 
+def locate_idx_files(files: FileSet, root: str | None = None, download: bool = False) -> list[Path]:
+    """Return the paths of the four files of MNIST or Fashion-MNIST; DataError if they are nowhere."""
+    return locate(files, functools.partial(find_idx_files, wanted=files), root=root, download=download)
+
+
 def _load(files: FileSet, root: str | None, download: bool, scale: Scale | None) -> Splits:
-    found = locate(files, functools.partial(find_idx_files, wanted=files), root=root, download=download)
-    train_images, train_labels, test_images, test_labels = found
+    train_images, train_labels, test_images, test_labels = locate_idx_files(files, root, download)
     return Splits(
         train=_read_split(train_images, train_labels, scale),
         test=_read_split(test_images, test_labels, scale),

@@ -8,10 +8,20 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from cordee.core.errors import DataError
 from cordee.core.settings import Data
 from cordee.data import load_data
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_kernel_thread() -> Iterator[None]:
+    """Small tensors on many threads take many times as long where the cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

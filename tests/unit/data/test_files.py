@@ -6,7 +6,7 @@ from idx_files import NAMES, contents, idx, write
 
 from cordee.core.errors import DataError
 from cordee.core.settings import Data
-from cordee.data import load_data
+from cordee.data import FILE_SOURCES, find_files, load_data
 from cordee.data.files import candidates, standard_places
 from cordee.data.mnist import FASHION_MNIST, MNIST, find_idx_files
 
@@ -44,6 +44,16 @@ def test_inputs_are_scaled(isolated_places):
     assert raw.dtype == torch.float32 and float(raw.min()) >= 0.0 and 0.9 < float(raw.max()) <= 1.0
     scaled = load_data(Data(use="mnist"), seed=0).train.gather(torch.arange(6)).inputs
     torch.testing.assert_close(scaled, (raw - 0.1307) / 0.3081, rtol=1e-5, atol=1e-5)
+
+
+def test_files_are_found_without_loading_them(isolated_places):
+    write(isolated_places / "data/MNIST/raw", contents())
+    assert find_files("mnist") == isolated_places / "data/MNIST/raw"
+    (isolated_places / "data/cifar-10-python.tar.gz").write_bytes(b"")
+    assert find_files("cifar10") == isolated_places / "data/cifar-10-python.tar.gz"
+    with pytest.raises(DataError, match="cannot find the files of Fashion-MNIST"):
+        find_files("fashion-mnist")
+    assert set(FILE_SOURCES) == {"mnist", "cifar10", "fashion-mnist"}
 
 
 def test_missing_files_say_what_to_put_where(isolated_places):

@@ -50,7 +50,7 @@ def test_every_sample_exactly_once_over_shards(num_samples, batch_size, num_shar
 
 
 @pytest.mark.parametrize("augment", [(), ("crop", "flip")])
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("prefetch", [0, 2, 9])
 @pytest.mark.parametrize("gather_bytes", [1, 5000, 1 << 30])
 def test_content_does_not_depend_on_cut_start_or_gathering(monkeypatch, augment, prefetch, gather_bytes):
     source = images(50)
@@ -63,6 +63,7 @@ def test_content_does_not_depend_on_cut_start_or_gathering(monkeypatch, augment,
 
     reference = list(make(0, 1).batches(2))
     monkeypatch.setattr(loader_module, "_GATHER_BYTES", gather_bytes)
+    monkeypatch.setattr(loader_module, "_THREAD_BYTES", 0)
     for num_shards in (1, 2, 3, 8):
         for first_batch in (0, 3, 7):
             together = global_batches(make, num_shards, epoch=2, first_batch=first_batch)
@@ -122,16 +123,38 @@ def test_drawing_batches_leaves_the_generators_alone():
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_closing_ends_the_thread_at_once():
-    batches = Loader(images(50), batch_size=1, seed=0, shuffle=True, augment=("crop",)).batches(0)
+def has_thread() -> bool:
+    return any(thread.name == "cordee-prefetch" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("how", ["close", "interrupt", "drop"])
+def test_nothing_goes_on_when_the_batches_are_left(how):
+    loader = Loader(images(3000), batch_size=1400, seed=0, shuffle=True, augment=("crop",))
+    batches = loader.batches(0)
     next(batches)
+    assert has_thread()
+    if how == "close":
+        batches.close()
+    elif how == "interrupt":
+        with pytest.raises(KeyboardInterrupt):
+            batches.throw(KeyboardInterrupt)
+    else:
+        del batches
+    assert not has_thread()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"batch_size": 1400, "augment": ("flip",)}, True),
+        ({"batch_size": 1400, "augment": ("flip",), "prefetch": 0}, False),
+        ({"batch_size": 1400, "augment": ("flip",), "num_shards": 2}, False),
+        ({"batch_size": 32, "augment": ("flip",)}, False),
+        ({"batch_size": 1400}, False),
+    ],
+)
+def test_thread_only_where_it_pays(settings, expected):
+    batches = Loader(images(3000), seed=0, shuffle=True, **settings).batches(0)
+    next(batches)
+    assert has_thread() is expected
     batches.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "cordee-prefetch"]
-
-
-def test_interrupt_while_waiting_ends_the_thread():
-    batches = Loader(images(50), batch_size=1, seed=0, shuffle=True, augment=("crop",)).batches(0)
-    next(batches)
-    with pytest.raises(KeyboardInterrupt):
-        batches.throw(KeyboardInterrupt)
-    assert not [thread for thread in threading.enumerate() if thread.name == "cordee-prefetch"]
