@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cordee.core.settings import Checkpoint, Cluster, Data, Evaluation, Monitoring, Stop, Strategy, Training
     from cordee.data import Splits
     from cordee.launch import train
+    from cordee.own_loop import join
     from cordee.run import Run
 
 # Names are imported when first used, so that `cordee --help` does not wait for torch.
@@ -32,6 +33,7 @@ _HOMES = {
     "Strategy": "cordee.core.settings",
     "Training": "cordee.core.settings",
     "Use": "cordee.core",
+    "join": "cordee.own_loop",
     "train": "cordee.launch",
 }
 
@@ -50,6 +52,7 @@ __all__ = [
     "Training",
     "Use",
     "__version__",
+    "join",
     "train",
 ]
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from cordee.assembly import assemble
 from cordee.cluster import Team
 from cordee.cluster.link import CoordinatorLink
-from cordee.communication import BackendSettings
 from cordee.communication.keys import ClientKeys
+from cordee.communication.shared_memory import BackendSettings, register
 from cordee.core import Job
 from cordee.core.errors import CommunicationError
 from cordee.monitoring import Event, Monitor, setup_logging
@@ -97,6 +97,7 @@ def main(argument: dict[str, Any]) -> int:
 
 
 def _form_group(order: WorkerOrder) -> Team:
+    register()
     dist.init_process_group(
         "cordee",
         store=dist.FileStore(order.store, order.num_workers),  # type: ignore[attr-defined]

@@ -25,6 +25,8 @@ RANKS: dict[str, int] = {
     "worker": 8,
     "team_run": 9,
     "launch": 10,
+    "own_loop": 10,
+    "script_run": 10,
     "exporting": 10,
     "doctor": 10,
     "bench": 11,

@@ -99,6 +99,29 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def run(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT [ARGS]", help="A Python script.", show_default=False)],
+    workers: Annotated[int, typer.Option("-n", "--workers", help="How many workers, on this host.", metavar="N")] = 1,
+) -> None:
+    """Start your own training script on N workers.
+
+    The script uses `with cordee.join() as team`, or torch.distributed itself; it runs under `python` and
+    `torchrun` as well. What follows the script's name goes to the script.
+
+    For example:
+
+        cordee run -n 2 examples/own_loop.py --epochs 3
+    """
+    from cordee.script_run import run_script
+
+    if not run_script(script, context.args, workers):
+        raise typer.Exit(INTERRUPTED)
+
+
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
