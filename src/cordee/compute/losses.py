@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -60,7 +61,9 @@ def _elementwise(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], L
             targets = targets.squeeze(-1) if targets.ndim == outputs.ndim + 1 else targets
             if outputs.shape != targets.shape:
                 raise ValueError("this loss compares number by number, so the shapes must be the same")
-            return function(outputs, targets.to(outputs.dtype))
+            # Under bf16 the outputs have 8 bits of precision and the targets 24: the difference keeps them.
+            dtype = torch.promote_types(outputs.dtype, targets.dtype)
+            return function(outputs.to(dtype), targets.to(dtype))
 
         return LossFunction(mean, count_items)
 
