@@ -1,0 +1,116 @@
+"""Losses by name and of the user's own: what they compute, what they count, what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cordee.compute import make_loss
+from cordee.core import Use
+from cordee.core.errors import JobError
+
+LOGITS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.5, 3.0]])
+NUMBERS = torch.tensor([1.0, 2.0, 4.0])
+
+
+def test_cross_entropy_over_classes() -> None:
+    loss = make_loss(Use("cross_entropy"))
+    targets = torch.tensor([0, 1])
+    assert torch.equal(loss.mean(LOGITS, targets), F.cross_entropy(LOGITS, targets))
+    assert loss.count(targets) == 2
+
+
+def test_cross_entropy_settings() -> None:
+    loss = make_loss(Use("cross_entropy", label_smoothing=0.2))
+    targets = torch.tensor([0, 1])
+    assert torch.equal(loss.mean(LOGITS, targets), F.cross_entropy(LOGITS, targets, label_smoothing=0.2))
+
+
+def test_cross_entropy_over_tokens_counts_all_but_the_ignored() -> None:
+    loss = make_loss(Use("cross_entropy"))
+    outputs, targets = torch.randn(2, 3, 5), torch.tensor([[1, 4, -100], [-100, -100, 0]])
+    expected = F.cross_entropy(outputs[targets >= 0], targets[targets >= 0])
+    torch.testing.assert_close(loss.mean(outputs, targets), expected)
+    assert loss.count(targets) == 3
+
+
+@pytest.mark.parametrize("targets", [torch.tensor([0, 1, 0, 2]), torch.tensor([[0, 1], [0, 2]])])
+def test_a_class_can_be_ignored(targets: Tensor) -> None:
+    loss = make_loss(Use("cross_entropy", ignore_index=0))
+    assert loss.count(targets) == 2
+    assert loss.ignored == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("mse", F.mse_loss), ("l1", F.l1_loss), ("binary_cross_entropy", F.binary_cross_entropy_with_logits)],
+)
+@pytest.mark.parametrize("shapes", [((3, 1), (3,)), ((3,), (3, 1)), ((3,), (3,)), ((3, 1), (3, 1))])
+def test_numbers_are_compared_one_by_one(name: str, function: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
+    outputs, targets = torch.tensor([0.1, 0.9, -1.0]), torch.tensor([0.0, 1.0, 1.0])
+    found = make_loss(Use(name)).mean(outputs.view(shapes[0]), targets.view(shapes[1]))
+    torch.testing.assert_close(found, function(outputs, targets))
+
+
+def test_several_numbers_per_sample_count_as_one() -> None:
+    loss = make_loss(Use("mse"))
+    assert loss.count(torch.zeros(4, 3)) == 4
+    assert loss.mean(torch.ones(4, 3), torch.zeros(4, 3)) == 1.0
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (3, 3), (2,)])
+def test_shapes_that_would_broadcast_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="the shapes must be the same"):
+        make_loss(Use("mse")).mean(torch.zeros(shape), NUMBERS)
+
+
+def test_whole_numbers_can_be_targets_of_a_loss_over_numbers() -> None:
+    assert make_loss(Use("mse")).mean(torch.tensor([1.0, 3.0]), torch.tensor([1, 1])) == 2.0
+
+
+def test_targets_keep_their_precision_under_bf16() -> None:
+    # 1.001 is 1.0 in bfloat16: the loss would be 0.
+    loss = make_loss(Use("l1")).mean(torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.001]))
+    assert loss.item() == pytest.approx(0.001, rel=1e-3)
+
+
+def weighted(outputs: Tensor, targets: Tensor, weight: float = 1.0) -> Tensor:
+    return weight * (outputs - targets).abs().mean()
+
+
+def test_a_function_of_the_users() -> None:
+    loss = make_loss(Use(weighted, weight=2))
+    assert loss.mean(NUMBERS, NUMBERS + 1) == 2.0
+    assert loss.count(NUMBERS) == 3
+    assert loss.count(torch.zeros(3, 4, dtype=torch.long)) == 12, "labels, so that accuracy is at most 1"
+    with pytest.raises(JobError, match=r"loss has no setting 'wieght'; did you mean 'weight'\? \(it takes: weight\)"):
+        make_loss(Use(weighted, wieght=2))
+
+
+def test_functions_and_modules_of_torch() -> None:
+    smooth = make_loss(Use("torch.nn:SmoothL1Loss", beta=0.5))
+    assert torch.equal(smooth.mean(NUMBERS, NUMBERS + 1), F.smooth_l1_loss(NUMBERS, NUMBERS + 1, beta=0.5))
+    huber = make_loss(Use("torch.nn.functional:huber_loss", delta=0.5))
+    assert torch.equal(huber.mean(NUMBERS, NUMBERS + 1), F.huber_loss(NUMBERS, NUMBERS + 1, delta=0.5))
+    live = make_loss(Use(nn.MSELoss()))
+    assert live.mean(NUMBERS, NUMBERS + 1) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (Use("cross_entrop"), r"loss.use = 'cross_entrop' is not known; did you mean 'cross_entropy'\?"),
+        (Use("mse", reduction="sum"), r"loss has no setting 'reduction' \(it takes no settings\)"),
+        (Use("cross_entropy", label_smoothing="much"), "loss.label_smoothing = 'much' does not fit"),
+        (Use(nn.MSELoss(), reduction="sum"), "a module that is already built takes no settings"),
+        (Use("torch.nn:TripletMarginLoss", margin=-1.0), "'torch.nn:TripletMarginLoss' raised ValueError: .* \\(at "),
+        (Use("datetime:datetime", year=1, month=1, day=1), "makes a datetime, which cannot be called"),
+    ],
+)
+def test_losses_that_cannot_be_made(part: Use, message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        make_loss(part)
