@@ -183,13 +183,13 @@ def doctor(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="Which one: overhead.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Which one: overhead, accuracy.", show_default=False)],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write the raw figures to this JSON file.")
     ] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; the medians are compared.", min=1)] = 7,
 ) -> None:
-    """Measure Cordée against its peers, interleaved in one run, as ratios of medians."""
+    """Measure Cordée: against its peers, interleaved in one run, or against the goals of the shipped jobs."""
     from cordee.bench import run_benchmark
 
     run_benchmark(name, rounds=rounds, output=output)
