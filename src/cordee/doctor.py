@@ -139,7 +139,8 @@ def check_data() -> Iterable[Finding]:
         try:
             yield Finding(name, "ok", str(find_files(name)))
         except DataError as error:
-            yield Finding(name, "note", "not on this machine", str(error).splitlines()[0])
+            advice = [line.strip() for line in str(error).splitlines() if line.strip().startswith(("Put", "With"))]
+            yield Finding(name, "note", "not on this machine", " ".join(advice))
 
 
 def check_extras() -> Iterable[Finding]:

@@ -31,7 +31,7 @@ class Data(_Named, frozen=True, kw_only=True):
     test_limit: int | None = None
     test_fraction: float = 0.0  # set this share of the training set aside where the source has no test set
     prefetch: int = 2  # batches made ready in the background; 0 makes them when asked for
-    processes: int = 0  # processes that read a user's Dataset; 0 reads in a thread
+    processes: int = 0  # processes that read a user's Dataset; 0 reads in the training process
 
     def __post_init__(self) -> None:
         _at_least("data.train_limit", self.train_limit, 1)

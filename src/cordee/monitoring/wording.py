@@ -68,7 +68,7 @@ def step_line(view: View) -> str:
 def evaluation_line(fields: Mapping[str, Any], train_loss: float | None, elapsed_s: float, width: int | None) -> str:
     """Return what an evaluation found, as one line that fits `width` if one is given."""
     epoch, step = _some("epoch {}", fields.get("epoch")), f"step {fields.get('step')}"
-    loss = _some("loss {}", number(train_loss))
+    loss = _some("loss {}", number(fields.get("train_loss", train_loss)))  # the epoch's mean, if it is known
     test_loss = number(fields.get("test_loss"))
     accuracy, top5 = percent(fields.get("test_accuracy")), percent(fields.get("test_top5_accuracy"))
     full = _some("test loss {}", test_loss), _some("test accuracy {}", accuracy)
