@@ -1,0 +1,79 @@
+"""Forming the process groups of the `cordee` backend."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+
+from cordee.communication.shared_memory.execution import Conductor
+from cordee.communication.shared_memory.hosts import (
+    HostTeam,
+    MemberRecord,
+    exchange_records,
+    form_host_team,
+    group_by_host,
+    own_host_id,
+)
+from cordee.communication.shared_memory.liveness import Identity
+from cordee.communication.shared_memory.mailbox import Mailbox
+from cordee.communication.shared_memory.process_group import CordeeProcessGroup
+from cordee.communication.shared_memory.settings import BackendSettings
+from cordee.communication.shared_memory.two_level import TwoLevel, form_leaders
+from cordee.core.errors import CommunicationError
+
+_inherited = BackendSettings()
+
+
+def create_group(options: Any, settings: BackendSettings | None) -> CordeeProcessGroup:
+    """Form a process group. Collective over its members; torch calls it.
+
+    Members on one host share memory. With several hosts, one member of each forms a gloo group with the others.
+    Raises CommunicationError when shared memory can not be had, on every member of that host.
+    """
+    global _inherited
+    if settings is None:
+        settings = _inherited
+    elif not isinstance(settings, BackendSettings):
+        raise CommunicationError(
+            f"pg_options of the cordee backend is a BackendSettings, not {type(settings).__name__}"
+        )
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    job_ranks = options.global_ranks_in_group or list(range(size))
+    if len(job_ranks) == dist.get_world_size() if dist.is_initialized() else True:
+        _inherited = settings
+    store = PrefixStore("cordee", options.store)
+
+    record = MemberRecord(own_host_id(settings, job_ranks[rank]), Identity.own(job_ranks[rank]), settings.slot_bytes)
+    records = exchange_records(store, rank, size, record)
+    hosts = group_by_host([other.host_id for other in records])
+    gloo = _form_gloo(PrefixStore("gloo", store), rank, size, timeout, local=len(hosts) == 1)
+    if len(hosts) == size and not (size == 1 and settings.shared_memory):
+        return CordeeProcessGroup(rank, size, gloo, None, None, None, None)
+
+    host_index = next(index for index, ranks in enumerate(hosts) if rank in ranks)
+    team = form_host_team(store, rank, hosts[host_index], records, settings)
+    conductor = Conductor(team.host.rounds, timeout.total_seconds(), settings.patience_s, options.group_id)
+    if len(hosts) > 1:
+        leaders = form_leaders(PrefixStore("leaders", store), hosts, rank, timeout)
+        return CordeeProcessGroup(
+            rank, size, gloo, team, conductor, None, TwoLevel(team.host, hosts, host_index, leaders)
+        )
+    return CordeeProcessGroup(rank, size, gloo, team, conductor, _form_mailbox(team, size, timeout), None)
+
+
+def _form_mailbox(team: HostTeam, size: int, timeout: timedelta) -> Mailbox:
+    ranks = tuple(range(size))
+    return Mailbox(team.segment, team.layout, team.host.member, team.watch, ranks, timeout.total_seconds())
+
+
+def _form_gloo(store: Any, rank: int, size: int, timeout: timedelta, *, local: bool) -> ProcessGroupGloo:
+    if not local:
+        return ProcessGroupGloo(store, rank, size, timeout=timeout)
+    # Inside a host gloo needs no address of the outside, which it can fail to find.
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timeout
+    return ProcessGroupGloo(store, rank, size, options)

@@ -1,0 +1,246 @@
+"""Running collectives: in the caller when that is quickest, in a thread when a peer lets wait.
+
+A collective called synchronously runs in the caller. One called asynchronously starts in the caller too, because a
+hand-over between threads costs more than most collectives; only when a peer has not come within `patience_s` does
+the group's thread take the rest over. Collectives of a group run one after the other, in the order of the calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from cordee.communication.shared_memory.liveness import Verdict
+from cordee.communication.shared_memory.rounds import Need, Rounds, Steps, WaitTimeoutError
+from cordee.communication.shared_memory.signature import describe
+from cordee.core.errors import CommunicationError
+
+
+class CordeeWork(Work):
+    """An operation that was started: wait for it, ask whether it is done, or take its future."""
+
+    def __init__(self, result: Any, *, done: bool) -> None:
+        super().__init__()
+        self._result = result
+        self._lock = threading.Lock()
+        self._done = done
+        self._finished = None if done else threading.Event()
+        self._error: BaseException | None = None
+        self._future: Any = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Mark as done, or failed with `error`; wakes those who wait and completes the future."""
+        with self._lock:
+            self._error = error
+            self._done = True
+            future = self._future
+        if self._finished is not None:
+            self._finished.set()
+        if future is not None:
+            self._complete(future)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until done; raises the operation's error, or CommunicationError after `timeout`."""
+        if not self._done:
+            assert self._finished is not None
+            limit_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+            if not self._finished.wait(limit_s):
+                raise CommunicationError(f"the operation was not done within the {limit_s:g} s given to wait()")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def is_success(self) -> bool:
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        return list(self._result)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> Any:
+        """Return a future of the result tensors."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = torch.futures.Future()
+            done = self._done
+        if done:
+            self._complete(self._future)
+        return self._future
+
+    def _complete(self, future: Any) -> None:
+        if self._error is None:
+            future.set_result(self._result)
+        elif isinstance(self._error, Exception):
+            future.set_exception(self._error)
+        else:
+            future.set_exception(CommunicationError(f"interrupted: {self._error!r}"))
+
+
+class _Job:
+    def __init__(self, steps: Steps, need: Need | None, work: CordeeWork, after: Callable[[], None] | None) -> None:
+        self.steps, self.need, self.work, self.after = steps, need, work, after
+
+
+class Conductor:
+    """Runs the collectives of one group in order."""
+
+    def __init__(self, rounds: Rounds, timeout_s: float, patience_s: float, name: str) -> None:
+        self._rounds = rounds
+        self._timeout_s = timeout_s
+        self._patience_s = patience_s
+        self._name = name
+        self._turn = threading.Lock()  # held by the caller that runs or queues a collective
+        self._changed = threading.Condition()
+        self._queue: deque[_Job] = deque()  # the first is being run by the thread
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._broken: str | None = None
+
+    def run(self, steps: Steps, timeout_s: float | None = None) -> None:
+        """Run a collective to its end in the caller.
+
+        Raises CommunicationError if a peer dies, freezes, leaves, does something else, or does not come in time;
+        the group can not be used any more after that.
+        """
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        with self._turn:
+            if self._queue:
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._queue)
+            if self._broken is not None:
+                raise self._refusal()
+            self._drive(steps, None, limit_s)
+
+    def start(
+        self, steps: Steps, result: Any, after: Callable[[], None] | None = None, *, inline: bool = True
+    ) -> CordeeWork:
+        """Begin a collective; `after` runs when it is done, in whichever thread that is.
+
+        With `inline=False` it goes to the thread at once: for one that waits for other hosts.
+        """
+        with self._turn:
+            if self._queue or not inline:
+                return self._hand_over(_Job(steps, None, CordeeWork(result, done=False), after))
+            try:
+                if self._broken is not None:
+                    raise self._refusal()
+                need = self._drive(steps, None, self._patience_s, give_up=False)
+                if need is not None:
+                    return self._hand_over(_Job(steps, need, CordeeWork(result, done=False), after))
+                if after is not None:
+                    after()
+            except CommunicationError as error:
+                work = CordeeWork(result, done=False)
+                work.finish(error)
+                return work
+        return CordeeWork(result, done=True)
+
+    def close(self) -> None:
+        """Fail what is still queued and end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=2.0)
+
+    def _drive(self, steps: Steps, need: Need | None, timeout_s: float, *, give_up: bool = True) -> Need | None:
+        """Run steps; with `give_up=False` return what is still waited for when the time is over."""
+        wait = self._rounds.wait
+        try:
+            if need is not None:
+                wait(need, timeout_s)
+            for need in steps:
+                wait(need, timeout_s)
+        except WaitTimeoutError:
+            if not give_up:
+                return need
+            assert need is not None
+            error = self._late(need, timeout_s)
+            self._broken = str(error)
+            raise error from None
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return None
+
+    def _hand_over(self, job: _Job) -> CordeeWork:
+        with self._changed:
+            self._queue.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=f"cordee-{self._name}", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return job.work
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if not self._queue:
+                    return
+                job = self._queue[0]
+            error: BaseException | None = None
+            try:
+                if self._broken is not None:
+                    raise self._refusal()
+                self._drive_in_background(job)
+                if job.after is not None:
+                    job.after()
+            except BaseException as caught:  # noqa: BLE001 - handed to the one who waits
+                error = caught
+            with self._changed:
+                self._queue.popleft()
+                self._changed.notify_all()
+            job.work.finish(error)
+
+    def _drive_in_background(self, job: _Job) -> None:
+        # In short turns, so that close() is noticed.
+        left_s, need = self._timeout_s, job.need
+        while True:
+            need = self._drive(job.steps, need, min(left_s, 0.25), give_up=False)
+            if need is None:
+                return
+            left_s -= 0.25
+            if self._closed:
+                raise CommunicationError("the process group was destroyed before the operation was done")
+            if left_s <= 0:
+                error = self._late(need, self._timeout_s)
+                self._broken = str(error)
+                raise error
+
+    def _late(self, need: Need, timeout_s: float) -> CommunicationError:
+        rounds = self._rounds
+        late = [rounds.watch.rank_of(word) for word in need[0] if rounds.words[word] < need[1]]
+        doing = describe(rounds.own_signature())
+        names = " and ".join(f"rank {rank}" for rank in late)
+        message = (
+            f"{names} did not come to {doing} within {timeout_s:g} s: raise `timeout` of init_process_group if the "
+            "ranks may be that far apart, or look for a rank that skips the call"
+        )
+        return rounds.watch.blame(Verdict(late[0] if late else 0, message))
+
+    def _fail(self, error: BaseException) -> None:
+        self._broken = str(error) or repr(error)
+        self._rounds.watch.give_up()
+
+    def _refusal(self) -> CommunicationError:
+        return CommunicationError(
+            f"this process group can not be used any more after: {self._broken}; destroy it and form a new one"
+        )

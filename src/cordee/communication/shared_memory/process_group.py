@@ -1,0 +1,377 @@
+"""The `torch.distributed` process group of the `cordee` backend.
+
+Operations of members that share a host go through shared memory. What is not done here — other devices, sparse
+tensors, element types without a meaning for the operation, the less common operations between hosts — goes to a gloo
+group of the same members, which is formed along with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed import distributed_c10d as torch_c10d
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from cordee.communication.shared_memory import collectives
+from cordee.communication.shared_memory.collectives import AllReducePlan
+from cordee.communication.shared_memory.execution import Conductor, CordeeWork
+from cordee.communication.shared_memory.hosts import HostTeam
+from cordee.communication.shared_memory.mailbox import Mailbox
+from cordee.communication.shared_memory.reduction import Reduction, is_supported
+from cordee.communication.shared_memory.rounds import Steps
+from cordee.communication.shared_memory.tensors import as_bytes, flatten, is_plain, write_back
+from cordee.communication.shared_memory.two_level import TwoLevel
+
+_REDUCTIONS: dict[int, Reduction] = {int(getattr(ReduceOp, reduction.name).value): reduction for reduction in Reduction}
+_MAX_PLANS = 1024
+
+AfterWork = Callable[[], None] | None
+
+
+c10d: Any = torch_c10d  # the options classes are not in its stubs
+
+# Torch's stubs give every operation two overloads, of which only one is ever called on a group.
+_Base: Any = ProcessGroup
+
+
+class CordeeProcessGroup(_Base):  # type: ignore[misc]
+    """A process group whose members on one host talk through shared memory. Made by `backend.create_group`.
+
+    Every method but `shutdown` is collective over the group, or over the pair for send and recv. A member that dies,
+    freezes or calls something else gives CommunicationError on the others, and the group is of no use after that.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        gloo: ProcessGroupGloo,
+        team: HostTeam | None,
+        conductor: Conductor | None,
+        mailbox: Mailbox | None,
+        two_level: TwoLevel | None,
+    ) -> None:
+        super().__init__(rank, size)
+        self._gloo = cast(ProcessGroup, gloo)  # it has the same operations
+        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+        self._set_default_backend(ProcessGroup.BackendType.GLOO)
+        self._num_ranks = size
+        self._own_rank = rank
+        self._team = team
+        self._two_level = two_level
+        self._conductor = conductor
+        self._mailbox = mailbox
+        # The host, if all members are on it: member numbers are group ranks then.
+        self._host = team.host if team is not None and two_level is None else None
+        self._plans: dict[tuple[int, torch.dtype, int], AllReducePlan | None] = {}
+        self._done = CordeeWork([], done=True)
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch calls it so
+        return "cordee"
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        host = self._host
+        if host is None or opts is None or len(tensors) != 1 or isinstance(tensors, Tensor):
+            return self._allreduce_other(tensors, opts, timeout)
+        tensor = tensors[0]
+        if not is_plain(tensor):
+            return self._gloo.allreduce(tensors, opts)
+        key = (opts.reduceOp.op.value, tensor.dtype, tensor.numel())
+        plan = self._plans[key] if key in self._plans else self._plan(key)
+        if plan is None:
+            return self._gloo.allreduce(tensors, opts)
+        flat = flatten(tensor)
+        after = None if flat is tensor else write_back(tensors, (flat,))
+        return self._submit(collectives.all_reduce(host, flat, plan), tensors, opts, after)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        opts = c10d.AllreduceCoalescedOptions() if opts is None else opts
+        reduction = self._reduction(opts, tensors)
+        host = self._host
+        if host is None or reduction is None:
+            return self._gloo.allreduce_coalesced(tensors, opts)
+        flats = [flatten(tensor) for tensor in tensors]
+
+        def steps() -> Steps:
+            for flat in flats:
+                plan = collectives.plan_all_reduce(host, flat.dtype, flat.numel(), reduction)
+                yield from collectives.all_reduce(host, flat, plan)
+
+        return self._submit(steps(), tensors, opts, write_back(tensors, flats))
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        if isinstance(tensors, Tensor):  # the form broadcast(tensor, root, timeout)
+            tensors, opts = [tensors], _options(c10d.BroadcastOptions, timeout, rootRank=opts or 0)
+        opts = c10d.BroadcastOptions() if opts is None else opts
+        if self._conductor is None or len(tensors) != 1 or not is_plain(tensors[0]):
+            return self._gloo.broadcast(tensors, opts)
+        data = as_bytes(tensors[0])
+        if self._host is not None:
+            steps = collectives.broadcast(self._host, data, opts.rootRank)
+        else:
+            assert self._two_level is not None
+            steps = self._two_level.broadcast(data, opts.rootRank)
+        return self._submit(steps, tensors, opts, write_back(tensors, (data,)))
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Work:
+        reduction = self._reduction(opts, tensors)
+        if self._host is None or reduction is None or len(tensors) != 1:
+            return self._gloo.reduce(tensors, opts)
+        flat = flatten(tensors[0])
+        after = write_back(tensors, (flat,)) if opts.rootRank == self._own_rank else None
+        return self._submit(collectives.reduce(self._host, flat, reduction, opts.rootRank), tensors, opts, after)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        opts = c10d.AllgatherOptions() if opts is None else opts
+        if self._host is None or len(inputs) != 1 or not _all_plain(outputs[0], inputs):
+            return self._gloo.allgather(outputs, inputs, opts)
+        return self._all_gather(outputs[0], inputs[0], opts, result=outputs)
+
+    def all_gather_single(self, output: Tensor, data: Tensor, opts: Any = None) -> Work:
+        opts = c10d.AllgatherOptions() if opts is None else opts
+        if self._host is None or not _all_plain((output, data)):
+            return self._gloo._allgather_base(output, data, opts)
+        flat = flatten(output)
+        steps, after = self._gather_steps([flat], [data], [output])
+        return self._submit(steps, [output], opts, after)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        opts = c10d.AllgatherOptions() if opts is None else opts
+        if self._host is None or not _all_plain(outputs, inputs):
+            return _combine(
+                [self._gloo._allgather_base(out, data, opts) for out, data in zip(outputs, inputs, strict=True)]
+            )
+        steps, after = self._gather_steps([flatten(output) for output in outputs], inputs, outputs)
+        return self._submit(steps, outputs, opts, after)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        # Torch gives the outputs by rank or by tensor, with the latter documented: left to gloo.
+        return self._gloo.allgather_coalesced(outputs, inputs, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        is_root = opts.rootRank == self._own_rank
+        if self._host is None or len(inputs) != 1 or not _all_plain(inputs, outputs[0] if is_root else ()):
+            return self._gloo.gather(outputs, inputs, opts)
+        targets = outputs[0] if is_root else []
+        flats = [as_bytes(target) for target in targets]
+        _check_sizes("gather", [inputs[0].nbytes] * len(flats), flats)
+        steps = collectives.gather(self._host, flats, as_bytes(inputs[0]), opts.rootRank)
+        return self._submit(steps, outputs, opts, write_back(targets, flats))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        is_root = opts.rootRank == self._own_rank
+        if self._host is None or len(outputs) != 1 or not _all_plain(outputs, inputs[0] if is_root else ()):
+            return self._gloo.scatter(outputs, inputs, opts)
+        parts = [as_bytes(part) for part in inputs[0]] if is_root else []
+        output = as_bytes(outputs[0])
+        _check_sizes("scatter", [output.numel()] * len(parts), parts)
+        steps = collectives.scatter(self._host, output, parts, opts.rootRank)
+        return self._submit(steps, outputs, opts, write_back(outputs, (output,)))
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        reduction = self._reduction(opts, outputs)
+        if self._host is None or reduction is None or len(outputs) != 1 or not _all_plain(inputs[0]):
+            return self._gloo.reduce_scatter(outputs, inputs, opts)
+        output = flatten(outputs[0])
+        parts = [flatten(part) for part in inputs[0]]
+        _check_sizes("reduce_scatter", [output.numel()], [parts[self._own_rank]])
+        steps = collectives.reduce_scatter(self._host, output, parts, reduction)
+        return self._submit(steps, outputs, opts, write_back(outputs, (output,)))
+
+    def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any = None) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [data], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        opts = c10d.ReduceScatterOptions() if opts is None else opts
+        reduction = self._reduction(opts, outputs)
+        host = self._host
+        if host is None or reduction is None or not _all_plain(inputs):
+            return _combine(
+                [self._gloo._reduce_scatter_base(out, data, opts) for out, data in zip(outputs, inputs, strict=True)]
+            )
+        flats = [flatten(output) for output in outputs]
+        split = [flatten(data).chunk(self._num_ranks) for data in inputs]
+        _check_sizes(
+            "reduce_scatter", [flat.numel() * self._num_ranks for flat in flats], [flatten(data) for data in inputs]
+        )
+
+        def steps() -> Steps:
+            for flat, parts in zip(flats, split, strict=True):
+                if flat.numel():
+                    yield from collectives.reduce_scatter(host, flat, parts, reduction)
+
+        return self._submit(steps(), outputs, opts, write_back(outputs, flats))
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        opts = c10d.AllToAllOptions() if opts is None else opts
+        if self._host is None or not _all_plain(outputs, inputs):
+            return self._gloo.alltoall(outputs, inputs, opts)
+        flats = [as_bytes(output) for output in outputs]
+        steps = collectives.all_to_all(self._host, flats, [as_bytes(data) for data in inputs])
+        return self._submit(steps, outputs, opts, write_back(outputs, flats))
+
+    def all_to_all_single(
+        self, output: Tensor, data: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> Work:
+        opts = c10d.AllToAllOptions() if opts is None else opts
+        if self._host is None or not _all_plain((output, data)):
+            return self._gloo.alltoall_base(output, data, output_splits, input_splits, opts)
+        flat = flatten(output)
+        parts = [as_bytes(part) for part in _split_rows(flatten(data), data, input_splits, self._num_ranks)]
+        targets = [as_bytes(part) for part in _split_rows(flat, output, output_splits, self._num_ranks)]
+        steps = collectives.all_to_all(self._host, targets, parts)
+        return self._submit(steps, [output], opts, write_back((output,), (flat,)))
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        opts = _options(c10d.BarrierOptions, timeout) if opts is None else opts
+        if self._conductor is None:
+            return self._gloo.barrier(opts)
+        if self._host is not None:
+            return self._submit(collectives.barrier(self._host), [], opts, None)
+        assert self._two_level is not None
+        return self._submit(self._two_level.barrier(), [], opts, None)
+
+    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> Work:
+        if self._mailbox is None or not is_plain(tensors[0]):
+            return self._gloo.send(tensors, target, tag)
+        return self._mailbox.send(as_bytes(tensors[0]), target, tag, tensors)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
+        if self._mailbox is None or not is_plain(tensors[0]):
+            return self._gloo.recv(tensors, source, tag)
+        data = as_bytes(tensors[0])
+        return self._mailbox.receive(data, source, tag, tensors, write_back(tensors, (data,)))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        if self._mailbox is None or not is_plain(tensors[0]):
+            return self._gloo.recv_anysource(tensors, tag)
+        data = as_bytes(tensors[0])
+        return self._mailbox.receive(data, None, tag, tensors, write_back(tensors, (data,)))
+
+    # Earlier names of the same operations, which torch 2.13 still accepts.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def shutdown(self) -> None:
+        """Leave the group: local; peers that still wait for this rank get an error that names it."""
+        if self._conductor is not None:
+            self._conductor.close()
+        if self._mailbox is not None:
+            self._mailbox.close()
+        if self._team is not None:
+            self._team.close()
+        self._gloo.shutdown()
+
+    abort = shutdown
+
+    def _allreduce_other(self, tensors: Any, opts: Any, timeout: timedelta | None) -> Work:
+        """The forms allreduce(tensor, op, timeout) and allreduce(tensors, op, timeout), and groups across hosts."""
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        if opts is None or not hasattr(opts, "reduceOp"):
+            opts = _options(c10d.AllreduceOptions, timeout, reduceOp=opts or ReduceOp.SUM)
+        if self._host is not None and len(tensors) == 1:
+            return self.allreduce(tensors, opts)
+        reduction = self._reduction(opts, tensors)
+        if self._two_level is None or reduction is None or len(tensors) != 1:
+            return self._gloo.allreduce(tensors, opts)
+        flat = flatten(tensors[0])
+        return self._submit(self._two_level.all_reduce(flat, reduction), tensors, opts, write_back(tensors, (flat,)))
+
+    def _plan(self, key: tuple[int, torch.dtype, int]) -> AllReducePlan | None:
+        value, dtype, count = key
+        reduction = _REDUCTIONS.get(value)
+        plan = None
+        if reduction is not None and is_supported(reduction, dtype):
+            assert self._host is not None
+            plan = collectives.plan_all_reduce(self._host, dtype, count, reduction)
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
+        return plan
+
+    def _reduction(self, opts: Any, tensors: Sequence[Tensor]) -> Reduction | None:
+        """Return the reduction asked for, or None if it can not be done in shared memory."""
+        reduction = _REDUCTIONS.get(opts.reduceOp.op.value)
+        if reduction is None or not all(is_plain(t) and is_supported(reduction, t.dtype) for t in tensors):
+            return None
+        return reduction
+
+    def _all_gather(self, outputs: Sequence[Tensor], data: Tensor, opts: Any, result: Any) -> Work:
+        assert self._host is not None
+        flats = [as_bytes(output) for output in outputs]
+        _check_sizes("all_gather", [data.nbytes], [flats[self._own_rank]])
+        steps = collectives.all_gather(self._host, flats, as_bytes(data))
+        return self._submit(steps, result, opts, write_back(outputs, flats))
+
+    def _gather_steps(
+        self, flats: list[Tensor], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> tuple[Steps, AfterWork]:
+        host, num_ranks = self._host, self._num_ranks
+        assert host is not None
+        _check_sizes("all_gather", [data.numel() * num_ranks for data in inputs], flats)
+        pairs = [(flat.view(torch.uint8), as_bytes(data)) for flat, data in zip(flats, inputs, strict=True)]
+
+        def steps() -> Steps:
+            for flat, data in pairs:
+                if data.numel():
+                    yield from collectives.all_gather(host, flat.chunk(num_ranks), data)
+
+        return steps(), write_back(outputs, flats)
+
+    def _submit(self, steps: Steps, result: Any, opts: Any, after: AfterWork) -> Work:
+        conductor = self._conductor
+        assert conductor is not None
+        if opts.asyncOp:
+            return conductor.start(steps, result, after, inline=self._two_level is None)
+        timeout_s = opts.timeout.total_seconds()
+        conductor.run(steps, timeout_s if timeout_s > 0 else None)
+        if after is not None:
+            after()
+        return self._done
+
+
+def _options(kind: Any, timeout: timedelta | None, **values: Any) -> Any:
+    options = kind()
+    for name, value in values.items():
+        setattr(options, name, value)
+    if timeout is not None:
+        options.timeout = timeout
+    return options
+
+
+def _all_plain(*groups: Sequence[Tensor]) -> bool:
+    return all(is_plain(tensor) for group in groups for tensor in group)
+
+
+def _check_sizes(name: str, expected: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    for count, tensor in zip(expected, tensors, strict=True):
+        if tensor.numel() != count:
+            raise ValueError(f"{name}: a tensor has {tensor.numel()} elements where {count} are needed")
+
+
+def _split_rows(flat: Tensor, shaped: Tensor, splits: Sequence[int], num_ranks: int) -> Sequence[Tensor]:
+    """Cut a flat tensor at rows of its first dimension: evenly, or at the given numbers of rows."""
+    rows = shaped.size(0) if shaped.dim() else 1
+    if not splits:
+        if rows % num_ranks:
+            raise ValueError(f"all_to_all: {rows} rows do not divide evenly among {num_ranks} ranks: give split sizes")
+        splits = [rows // num_ranks] * num_ranks
+    if sum(splits) != rows:
+        raise ValueError(f"all_to_all: split sizes {list(splits)} do not add up to {rows} rows")
+    per_row = flat.numel() // rows if rows else 0
+    return torch.split(flat, [split * per_row for split in splits])
+
+
+def _combine(works: Sequence[Work]) -> Work:
+    """Wait for all but the last of several operations, which run in order, and return the last."""
+    for work in works[:-1]:
+        work.wait()
+    return works[-1]

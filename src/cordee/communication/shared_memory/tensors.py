@@ -1,0 +1,43 @@
+"""Tensors as the collectives want them: flat, contiguous, without history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is strided memory of this process."""
+    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """Return the elements in one row: the same memory where that is possible, else a copy."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor if tensor.dim() == 1 else tensor.view(-1)
+    return tensor.contiguous().view(-1)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor in one row: the same memory where that is possible, else a copy."""
+    flat = flatten(tensor)
+    return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
+
+
+def write_back(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> Callable[[], None] | None:
+    """Return what copies results into tensors whose `flats` are copies, or None if none is."""
+    copies = [
+        (tensor.detach(), flat) for tensor, flat in zip(tensors, flats, strict=True) if not tensor.is_contiguous()
+    ]
+    if not copies:
+        return None
+
+    def copy_back() -> None:
+        for tensor, flat in copies:
+            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+    return copy_back
