@@ -14,7 +14,7 @@ job = cordee.Job(
     data="mnist",
     optimizer=cordee.Use("adam", lr=0.002),
     schedule="cosine",
-    training=cordee.Training(batch_size=128, epochs=5),
+    training=cordee.Training(batch_size=128, epochs=5, threads=1),
     checkpoint=cordee.Checkpoint(every_steps=469),
 )
 
