@@ -12,6 +12,7 @@ help:
 	@echo "make lint types  ruff, mypy --strict"
 	@echo "make bench       measure against the peers (installs them; some minutes)"
 	@echo "make docs        build the documentation into site/"
+	@echo "make fuzz        a minute of random bytes against the wire format's decoders"
 	@echo "make clean       remove what the above made, and the environment"
 
 # What users get; the stamp is remade when the requirements change.
@@ -50,6 +51,10 @@ types: $(VENV)/.dev
 bench: $(VENV)/.cordee
 	@$(PIP) -e '.[bench]'
 	$(BIN)/cordee bench overhead
+
+fuzz: $(VENV)/.cordee
+	@$(PIP) -e '.[fuzz]'
+	$(BIN)/python tests/fuzz/fuzz_wire.py -max_total_time=60 -max_len=4096 -rss_limit_mb=2048
 
 docs: $(VENV)/.cordee
 	@$(PIP) -e '.[docs]'
