@@ -12,7 +12,7 @@ from cordee.core.errors import JobError
 def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("cpu") == choose_device("auto") == torch.device("cpu")
-    with pytest.raises(JobError, match="this torch sees no GPU: set training.device to 'auto' or 'cpu'"):
+    with pytest.raises(JobError, match=r"this torch sees no GPU: set training.device to 'auto' or 'cpu'"):
         choose_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
