@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rich.console import Console
 from cordee import checkpoint
 from cordee.assembly import Assembly, assemble
 from cordee.cluster import Team
+from cordee.cluster.local import LocalEngine
 from cordee.core import Job
 from cordee.core.components import LIVE_PREFIX
 from cordee.core.env import runs_folder
@@ -44,7 +45,7 @@ from cordee.monitoring.summary import Status
 from cordee.run import Run
 from cordee.session import Session
 from cordee.strategies import choose_strategy
-from cordee.team_run import lead_team
+from cordee.team_run import TeamRun
 from cordee.version import __version__
 
 
@@ -68,10 +69,13 @@ def train(
     if resume:
         _refuse_changes(path, job)
     num_workers = job.strategy.workers
-    with _leaving_torch_as_it_was():
-        parts = assemble(job, Team(num_workers=num_workers, num_local_workers=num_workers))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_leaving_torch_as_it_was())
+        engine: LocalEngine | None = None
         if num_workers > 1:
             _refuse_live_parts(job)
+            engine = stack.enter_context(LocalEngine())  # imports torch while the job is looked at here
+        parts = assemble(job, Team(num_workers=num_workers, num_local_workers=num_workers))
         directory = RunDirectory.open_existing(path) if resume else RunDirectory.create(path, job.to_toml())
         with directory, setup_logging(directory.launcher_log if num_workers > 1 else directory.worker_log()):
             if resume:
@@ -81,9 +85,12 @@ def train(
                 flag = InterruptFlag(
                     lambda: monitor.emit("warning", message="stopping after this step; Ctrl-C again stops at once")
                 )
-                run_it = _run_alone if num_workers == 1 else _run_team
                 with flag:
-                    summary = run_it(parts, directory, monitor, flag, resume)
+                    if engine is None:
+                        summary = _run_alone(parts, directory, monitor, flag, resume)
+                    else:
+                        team_run = TeamRun(job, directory, monitor, flag)
+                        summary = _run_team(parts, directory, monitor, lambda: team_run.lead(engine, resume=resume))
     run = Run(directory.path, summary, parts.model)
     if not quiet:
         _console().print(render_result(run.summary, run.directory, _hints(run)), soft_wrap=True)
@@ -109,11 +116,11 @@ def _run_alone(
     return summary
 
 
-def _run_team(parts: Assembly, directory: RunDirectory, monitor: Monitor, flag: InterruptFlag, resume: bool) -> Summary:
-    """Train in worker processes on this host, and put the trained weights into the model of `parts`."""
+def _run_team(parts: Assembly, directory: RunDirectory, monitor: Monitor, lead: Callable[[], Summary]) -> Summary:
+    """Train in worker processes, and put the trained weights into the model of `parts`."""
     started = time.time()
     try:
-        summary = lead_team(parts.job, directory, monitor, flag, resume=resume)
+        summary = lead()
     except BaseException as error:
         status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         steps = max((event.get("step", 0) for event in read_events(directory.events_file)), default=0)

@@ -34,20 +34,8 @@ STARTUP_TIMEOUT_S = 120.0
 TICK_S = 0.05
 
 
-def lead_team(
-    job: Job, directory: RunDirectory, monitor: Monitor, should_stop: Callable[[], bool], *, resume: bool
-) -> Summary:
-    """Run the job on local workers and return the first worker's summary.
-
-    Raises TrainingError that names the worker that failed first, its step and its error. Leaves no process.
-    """
-    lead = _Lead(job, directory, monitor, should_stop)
-    with tempfile.TemporaryDirectory(prefix="cordee-") as folder, LocalEngine() as engine:
-        return lead.run(engine, Path(folder), resume=resume)
-
-
-class _Lead:
-    """The state of one such run."""
+class TeamRun:
+    """One run with local workers, seen from the launcher."""
 
     def __init__(self, job: Job, directory: RunDirectory, monitor: Monitor, should_stop: Callable[[], bool]) -> None:
         self._job = job
@@ -62,7 +50,16 @@ class _Lead:
             started_s=time.monotonic(),
         )
 
-    def run(self, engine: LocalEngine, folder: Path, *, resume: bool) -> Summary:
+    def lead(self, engine: LocalEngine, *, resume: bool) -> Summary:
+        """Train on the engine's workers and return the first worker's summary.
+
+        Raises TrainingError that names the worker that failed first, its step and its error. Ending the workers
+        that are left is the engine's part.
+        """
+        with tempfile.TemporaryDirectory(prefix="cordee-") as folder:
+            return self._lead(engine, Path(folder), resume=resume)
+
+    def _lead(self, engine: LocalEngine, folder: Path, *, resume: bool) -> Summary:
         run_id = secrets.token_hex(8)
         server_keys, (client_keys,) = make_keys()
         speaker = Speaker(run=run_id, name="coordinator", incarnation=time.time_ns())
@@ -94,7 +91,7 @@ class _Lead:
             for report in engine.reports():
                 if isinstance(report, Exited):
                     self._membership.exit(report.index, describe_exit(report), now_s)
-            for index in self._membership.check_silence(now_s):
+            for index in self._membership.check_silence(now_s, engine.is_working):
                 engine.signal(index, signal.SIGKILL)
             if self._should_stop() and not is_asked_to_stop:
                 is_asked_to_stop = True

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+import psutil
 
 from cordee.cluster.fork_server import Exited, Report, Start, Started
 from cordee.core.errors import CordeeError
@@ -31,6 +32,7 @@ class LocalEngine:
         self._control = ours
         self._received = b""
         self._pids: dict[int, int] = {}  # index -> pid, of living workers
+        self._processor_s: dict[int, float] = {}  # what each had used when last asked
         # A session of its own: Ctrl-C in the terminal is for the launcher, which then asks the workers.
         self._server = subprocess.Popen(
             [sys.executable, "-m", "cordee.cluster.fork_server", str(theirs.fileno())],
@@ -78,6 +80,19 @@ class LocalEngine:
             elif self._pids.get(report.index) == report.pid:
                 del self._pids[report.index]
             yield report
+
+    def is_working(self, index: int) -> bool:
+        """Whether a worker has had processor time since this was last asked of it. A stopped one has not."""
+        try:
+            process = psutil.Process(self._pids[index])
+            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE):
+                return False
+            times = process.cpu_times()
+        except (KeyError, psutil.Error):
+            return False
+        used_s, before_s = times.user + times.system, self._processor_s.get(index, 0.0)
+        self._processor_s[index] = used_s
+        return used_s > before_s
 
     def signal(self, index: int, number: signal.Signals) -> None:
         """Send a signal to a worker that may have ended."""

@@ -6,6 +6,7 @@ failing one was heard of. `culprit` tells the cause from the consequences.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -77,12 +78,19 @@ class Membership:
             self.report(Trouble(index, record.step, how, at_s=now_s))
         record.state = "finished" if record.state == "finished" else "gone"
 
-    def check_silence(self, now_s: float) -> list[int]:
-        """Report the workers that were not heard of for too long; return them."""
+    def check_silence(self, now_s: float, is_working: Callable[[int], bool] = lambda index: False) -> list[int]:
+        """Report the workers that were not heard of for too long; return them.
+
+        One that `is_working` says is getting processor time is too busy to speak, not frozen: it has as much
+        time again.
+        """
         silent = []
         for index, record in self.records.items():
             limit_s = self.startup_timeout_s if record.state == "starting" else self.failure_timeout_s
             if record.state in ("starting", "member") and now_s - record.heard_s > limit_s:
+                if record.state == "member" and is_working(index):
+                    record.heard_s = now_s
+                    continue
                 what = "did not start" if record.state == "starting" else "is frozen: no sign of life"
                 self.report(Trouble(index, record.step, f"{what} for {now_s - record.heard_s:.1f} s", at_s=now_s))
                 silent.append(index)
