@@ -56,7 +56,7 @@ def check_torch() -> Iterable[Finding]:
     except (ImportError, OSError) as error:
         yield Finding("torch", "problem", str(error), "pip install -c constraints.txt torch")
         return
-    yield Finding("torch", "ok", torch.__version__)
+    yield Finding("torch", "ok", str(torch.__version__))  # a class of its own, which JSON does not know
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         yield Finding("devices", "ok", f"{len(names)} GPU: {', '.join(names)}")
