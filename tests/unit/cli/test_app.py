@@ -1,0 +1,181 @@
+"""The command: what it prints, how it ends. In this process where possible: importing torch takes seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_jobs import run, small_job
+from typer.testing import CliRunner
+
+from cordee.cli import app as module
+from cordee.cli.app import app, main
+from cordee.version import __version__
+
+NO_TORCH = """
+import sys
+from cordee.cli import main
+sys.argv = ["cordee", *sys.argv[1:]]
+try:
+    main()
+finally:
+    heavy = {"torch", "numpy", "sklearn"} & sys.modules.keys()
+    assert not heavy, f"imported {heavy}"
+"""
+
+
+def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the real command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "cordee", *arguments], capture_output=True, text=True, cwd=cwd, timeout=60, check=False
+    )
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+# Help -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "-h"], ["--version"]])
+def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", NO_TORCH, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert ("Usage" in result.stdout) or result.stdout == f"cordee {__version__}\n"
+
+
+def test_every_command_is_explained() -> None:
+    text = invoke("--help")
+    for name in ("train", "run", "export", "runs", "doctor", "bench"):
+        assert f"\n  {name} " in text
+        assert "Usage" in invoke(name, "--help")
+
+
+# Exit codes -------------------------------------------------------------------------------------------------
+
+
+def test_the_command_from_a_job_to_a_result(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(small_job().to_toml())
+    result = command("train", "job.toml", "--set", "training.epochs=1", "--run-dir", "run", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "accuracy" in result.stdout
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 5
+
+
+def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(small_job().to_toml())
+    result = command("train", "job.toml", "--set", "training.epoch=1", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("cordee: [training] has no key 'epoch'; did you mean 'epochs'?")
+    assert (result.stdout, result.stderr.count("\n")) == ("", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["job.toml"]
+
+
+def test_a_failure_is_one_message_and_exit_code_1(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(small_job().to_toml())
+    result = command("train", "job.toml", "-q", "--set", "optimizer.lr=1e30", "--run-dir", "run", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.startswith("cordee: ") and "at step" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        ("JobError", 2, "cordee: what is wrong\n"),
+        ("TrainingError", 1, "cordee: what is wrong\n"),
+        ("KeyboardInterrupt", 130, "cordee: interrupted\n"),
+    ],
+)
+def test_how_errors_leave_the_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: str, code: int, message: str
+) -> None:
+    from cordee.core import errors
+
+    def fail() -> None:
+        raise getattr(errors, error, KeyboardInterrupt)("what is wrong")
+
+    monkeypatch.setattr(module, "app", fail)
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == code
+    assert capsys.readouterr() == ("", message)
+
+
+def test_a_traceback_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cordee.core.errors import JobError
+
+    def fail() -> None:
+        raise JobError("what is wrong")
+
+    monkeypatch.setattr(module, "app", fail)
+    monkeypatch.setenv("CORDEE_TRACEBACK", "1")
+    with pytest.raises(JobError):
+        main()
+
+
+@pytest.mark.parametrize("arguments", [["trian"], ["train"], ["train", "job.toml", "--sett", "a=b"]])
+def test_a_command_line_that_makes_no_sense(arguments: list[str]) -> None:
+    assert CliRunner().invoke(app, arguments).exit_code == 2
+
+
+# Commands ---------------------------------------------------------------------------------------------------
+
+
+def test_options_of_train_become_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(small_job().to_toml())
+    invoke("train", "job.toml", "-q", "--strategy", "single", "--workers", "1", "--run-dir", "run", "--set", "seed=3")
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert (summary["strategy"], summary["workers"], summary["steps"]) == ("single", 1, 10)
+    invoke("train", "job.toml", "-q", "--resume", "--run-dir", "run", "--set", "seed=3", "--set", "training.epochs=3")
+    assert json.loads(Path("run/summary.json").read_text())["steps"] == 15
+
+
+def test_runs_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CORDEE_RUNS", str(tmp_path / "runs"))
+    assert "no runs in" in invoke("runs")
+    run(small_job(), tmp_path / "runs" / "first")
+    assert "completed" in invoke("runs")
+    (found,) = json.loads(invoke("runs", "--json"))
+    assert (
+        found | {"state": "completed", "name": "small", "steps": 10, "path": str(tmp_path / "runs" / "first")} == found
+    )
+    assert json.loads(invoke("runs", "--json", str(tmp_path / "none"))) == []
+
+
+def test_weights_are_exported(tmp_path: Path) -> None:
+    run(small_job(), tmp_path / "run")
+    assert invoke("export", str(tmp_path / "run")).strip() == str(tmp_path / "run" / "model.safetensors")
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    invoke("export", str(tmp_path / "run"), "-o", str(tmp_path / "w.pt"), "--step", "10")
+    assert (tmp_path / "w.pt").is_file()
+
+
+def test_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CORDEE_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("CORDEE_CACHE", str(tmp_path / "cache"))
+    findings = {finding["subject"]: finding for finding in json.loads(invoke("doctor", "--json"))}
+    subjects = {"Python", "torch", "devices", "cores", "memory", "/dev/shm", "runs folder", "cache folder", "ports"}
+    assert subjects | {"mnist", "fashion-mnist", "cifar10"} <= findings.keys()
+    assert all(finding["state"] in ("ok", "note", "problem") for finding in findings.values())
+    assert "everything that training needs is here" in invoke("doctor")
+    assert list(tmp_path.iterdir()) == [], "it only looks"
+
+
+def test_the_doctor_says_what_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cordee import doctor
+
+    monkeypatch.setattr(doctor, "check_memory", lambda: [doctor.Finding("memory", "problem", "0 GiB free", "buy some")])
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "BAD   memory" in result.output and "buy some" in result.output and "1 to mend" in result.output
