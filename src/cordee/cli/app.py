@@ -38,14 +38,19 @@ def main() -> None:
     except KeyboardInterrupt:
         _print_error("interrupted")
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # `cordee runs | head` is not an error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
 
 
 def _print_error(message: str) -> None:
     style, plain = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() and wants_colour() else ("", "")
     print(f"{style}cordee:{plain} {message}", file=sys.stderr)
+
+
+def _print(text: str) -> None:
+    """Print to stdout; that the reader has gone, as in `cordee runs | head`, is not an error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_version(wanted: bool) -> None:
@@ -160,11 +165,14 @@ def runs(
 
     found = list_runs(folder or runs_folder())
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(found, enc_hook=str)).decode())
+        _print(msgspec.json.format(msgspec.json.encode(found, enc_hook=str)).decode())
     elif not found:
-        print(f"no runs in {folder or runs_folder()}: start one with `cordee train JOB.toml`")
+        _print(f"no runs in {folder or runs_folder()}: start one with `cordee train JOB.toml`")
     else:
-        Console(highlight=False).print(render_runs(found))
+        console = Console(highlight=False)
+        with console.capture() as table:
+            console.print(render_runs(found))
+        _print(table.get().rstrip("\n"))
 
 
 @app.command()
