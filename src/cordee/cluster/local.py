@@ -90,7 +90,8 @@ class LocalEngine:
             times = process.cpu_times()
         except (KeyError, psutil.Error):
             return False
-        used_s, before_s = times.user + times.system, self._processor_s.get(index, 0.0)
+        used_s = float(times.user + times.system)
+        before_s = self._processor_s.get(index, 0.0)
         self._processor_s[index] = used_s
         return used_s > before_s
 
