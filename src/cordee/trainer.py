@@ -160,7 +160,7 @@ class Trainer:
         progress.loss_count += loss.count
         self._votes = loss.votes
         self._monitor.progress(step=progress.step, loss=loss.mean)
-        if update.warning:
+        if update.warning and self._parts.team.is_first:  # all workers would say the same
             self._monitor.emit("warning", message=update.warning)
         if measure:
             self._report_step(loss, update.lr, update.gradient_norm)

@@ -19,6 +19,7 @@ class GradientExchange:
 
     def __init__(self, parameters: Sequence[nn.Parameter], num_extras: int) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        assert self._parameters, "there is nothing to train"
         device = self._parameters[0].device
         # float32 so that it can ride with the gradients, which usually are; counts are exact to 16 million.
         num_tail = len(self._parameters) + num_extras
@@ -49,14 +50,13 @@ class GradientExchange:
         none; one with a gradient on some members gets their sum.
         """
         assert self._tail is not None
-        gradients = [parameter.grad for parameter in self._parameters]
+        gradients = [_dense(parameter.grad) for parameter in self._parameters]
         flags = [0.0 if gradient is None else 1.0 for gradient in gradients]
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        if len(present) == len(gradients):
+        if all(flags):
             torch._foreach_copy_(self._views, gradients)  # type: ignore[arg-type]
         else:
-            for i, gradient in enumerate(gradients):
-                self._views[i].zero_() if gradient is None else self._views[i].copy_(gradient)
+            for view, gradient in zip(self._views, gradients, strict=True):
+                view.zero_() if gradient is None else view.copy_(gradient)
         self._tail.copy_(torch.tensor([*flags, *extras], device=self._tail.device))
         for flat in self._flats:
             dist.all_reduce(flat)
@@ -69,6 +69,10 @@ class GradientExchange:
         for parameter, view, num_users in zip(self._parameters, self._views, users, strict=True):
             parameter.grad = view if num_users else None
         return totals
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def broadcast(tensors: Sequence[Tensor]) -> None:

@@ -65,28 +65,30 @@ class Computation:
         *,
         total_count: float,
         measure: bool,
-        joins_empty: bool = False,
+        join: Callable[[Tensor], None] | None = None,
     ) -> Loss:
         """Add the gradient of the mean loss over `total_count` items to the parameters' gradients.
 
         `parts` may be only some of those items (the others being computed elsewhere): each is weighted by its
         count, so the sum over everybody's parts is the gradient of the whole batch. Returns the loss of these
-        parts alone, as a mean over their own items. Empty parts are passed over, or with `joins_empty` computed
-        without effect, for models that communicate inside. Local otherwise.
+        parts alone, as a mean over their own items. Empty parts are passed over. Models that communicate inside
+        need as many passes on every worker: `join` makes one for an empty part, given its inputs.
         """
         weighted_sum, count, num_correct, num_samples = 0.0, 0, 0, 0
         for part in parts:
+            inputs, targets = self.to_device(part)
             if not part.num_samples:
-                if joins_empty:
-                    (model(self.to_device(part).inputs).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+                if join is not None:
+                    join(inputs)
                 continue
             num_samples += part.num_samples
-            inputs, targets = self.to_device(part)
             with self.autocast():
                 outputs = model(inputs)
                 loss = self.loss.mean(outputs, targets)
             part_count = self.loss.count(targets)
             if part_count == 0:
+                if join is not None:
+                    (outputs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
                 continue
             (loss if part_count == total_count else loss * (part_count / total_count)).backward()  # type: ignore[no-untyped-call]
             weighted_sum += loss.item() * part_count

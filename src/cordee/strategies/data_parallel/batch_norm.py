@@ -6,6 +6,8 @@ statistics that one worker with the whole batch would have seen, uneven shares i
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,11 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from cordee.communication.exchange import broadcast
+
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class SyncedBatchNorm(nn.Module):
-    """Takes over the parameters and buffers of a batch norm, under the same names."""
+    """Takes over the parameters and buffers of a batch norm, under the same names.
+
+    Collective while training, in both directions: members without samples take part as well (see `absent`).
+    """
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -31,15 +38,19 @@ class SyncedBatchNorm(nn.Module):
         self.weight, self.bias = original.weight, original.bias
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             self.register_buffer(name, getattr(original, name))
+        self.is_absent = False
         self.train(original.training)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if not self.training and self.running_mean is not None:
+        if not self.training:  # local: members may evaluate different numbers of batches
+            own = self.running_mean is None
             return torch.nn.functional.batch_norm(
-                inputs, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+                inputs, self.running_mean, self.running_var, self.weight, self.bias, own, 0.0, self.eps
             )
-        normalised, mean, variance, count = _Normalise.apply(inputs, self.eps)  # type: ignore[no-untyped-call]
-        if self.running_mean is not None:
+        normalised, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
+            inputs, self.eps, self.is_absent
+        )
+        if self.running_mean is not None and count:
             self._follow(mean, variance, float(count))
         shape = [1, -1] + [1] * (inputs.ndim - 2)
         outputs: Tensor = normalised
@@ -62,37 +73,46 @@ class _Normalise(torch.autograd.Function):
     """(x - mean) / deviation with the statistics of all members' inputs; collective in both directions."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, inputs: Tensor, eps: float, is_absent: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dims = [0, *range(2, inputs.ndim)]
+        dtype = _statistics_dtype(inputs)
         channels, count = inputs.shape[1], inputs.numel() // max(1, inputs.shape[1])
+        presence = 0.0 if is_absent else 1.0
         # Two rounds, mean then squares about it: the one-round formula loses digits where mean >> deviation.
-        totals = torch.cat([inputs.sum(dims, dtype=torch.float32), inputs.new_tensor([count], dtype=torch.float32)])
-        dist.all_reduce(totals)
-        total_count = totals[-1]
-        mean = totals[:-1] / total_count
+        sums = torch.cat([inputs.sum(dims, dtype=dtype), inputs.new_tensor([count], dtype=dtype)]) * presence
+        dist.all_reduce(sums)
+        total_count = sums[-1]
+        divisor = total_count.clamp(min=1.0)  # nobody may have a sample of a late part of a small batch
+        mean = sums[:-1] / divisor
         shape = [1, channels] + [1] * (inputs.ndim - 2)
         centred = inputs - mean.view(shape)
-        squares = (centred * centred).sum(dims, dtype=torch.float32)
+        squares = (centred * centred).sum(dims, dtype=dtype) * presence
         dist.all_reduce(squares)
-        variance = squares / total_count
+        variance = squares / divisor
         inverse = torch.rsqrt(variance + eps)
         normalised = centred * inverse.view(shape)
         ctx.save_for_backward(normalised, inverse)
-        ctx.total_count = total_count
+        ctx.divisor, ctx.input_dtype = divisor, inputs.dtype
         ctx.mark_non_differentiable(mean, variance, total_count)
-        return normalised, mean, variance, total_count
+        return normalised.to(inputs.dtype), mean, variance, total_count
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None, None]:
         normalised, inverse = ctx.saved_tensors
         dims = [0, *range(2, gradient.ndim)]
         shape = [1, -1] + [1] * (gradient.ndim - 2)
-        totals = torch.cat([gradient.sum(dims), (gradient * normalised).sum(dims)])
-        dist.all_reduce(totals)
-        mean_gradient, mean_product = (totals / ctx.total_count).chunk(2)
+        dtype = inverse.dtype
+        sums = torch.cat([gradient.sum(dims, dtype=dtype), (gradient * normalised).sum(dims, dtype=dtype)])
+        dist.all_reduce(sums)
+        mean_gradient, mean_product = (sums / ctx.divisor).chunk(2)
         centred = gradient - mean_gradient.view(shape) - normalised * mean_product.view(shape)
-        return centred * inverse.view(shape), None
+        return (centred * inverse.view(shape)).to(ctx.input_dtype), None, None
+
+
+def _statistics_dtype(inputs: Tensor) -> torch.dtype:
+    """The same on all members, and precise enough to add many numbers up."""
+    return torch.float64 if inputs.dtype == torch.float64 else torch.float32
 
 
 def synchronise_batch_norms(model: nn.Module) -> int:
@@ -107,13 +127,32 @@ def synchronise_batch_norms(model: nn.Module) -> int:
     return replaced
 
 
+@contextlib.contextmanager
+def absent(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` takes note of nothing it computes, but its synced batch norms still meet the others'."""
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    synced = [module for module in was_training if isinstance(module, SyncedBatchNorm)]
+    for norm in synced:
+        norm.is_absent = norm.training = True
+    try:
+        yield
+    finally:
+        for module, flag in was_training.items():
+            module.training = flag
+        for norm in synced:
+            norm.is_absent = False
+
+
 def average_buffers(model: nn.Module, num_members: int) -> None:
-    """Replace floating-point buffers by their mean over the members. Collective."""
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    if not buffers:
+    """Replace floating-point buffers by their mean over the members, others by the first's. Collective."""
+    floating = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    broadcast([buffer for buffer in model.buffers() if not buffer.is_floating_point()])
+    if not floating:
         return
-    flat = torch.cat([buffer.reshape(-1).float() for buffer in buffers])
+    # In double precision, so that the mean of equal numbers is that number.
+    flat = torch.cat([buffer.reshape(-1).double() for buffer in floating])
     dist.all_reduce(flat)
     flat /= num_members
-    for buffer, part in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True):
+    for buffer, part in zip(floating, torch.split(flat, [buffer.numel() for buffer in floating]), strict=True):
         buffer.copy_(part.view_as(buffer))

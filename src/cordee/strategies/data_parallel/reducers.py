@@ -8,11 +8,12 @@ compression hooks.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +21,7 @@ from cordee.cluster import Team
 from cordee.communication.exchange import GradientExchange
 from cordee.compute import Computation, Loss, Votes
 from cordee.core import Batch
+from cordee.strategies.data_parallel.batch_norm import absent
 
 NUM_EXTRAS = 6  # loss sum, count, correct, samples, and the two votes
 COUNT_AT = 1
@@ -34,23 +36,38 @@ class Reducer(Protocol):
         """Return the names of parameters that no worker computed a gradient for in the last step."""
 
 
+class AloneReducer:
+    """One worker: there is nobody to sum with."""
+
+    def __init__(self, model: nn.Module, computation: Computation) -> None:
+        self._model, self._computation = model, computation
+
+    def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
+        total_count = sum(self._computation.loss.count(part.targets) for part in parts)
+        loss = self._computation.forward_backward(self._model, parts, total_count=total_count, measure=measure)
+        return dataclasses.replace(loss, votes=vote())
+
+    def unused(self) -> list[str]:
+        return names_without_gradient(self._model)
+
+
 class FlatReducer:
     """One all-reduce after the backward pass, for gradients and scalars together."""
 
-    def __init__(self, model: nn.Module, computation: Computation, nominal_count: int, *, joins_empty: bool) -> None:
+    def __init__(self, model: nn.Module, computation: Computation, nominal_count: int, *, has_synced: bool) -> None:
         self._model, self._computation, self._nominal_count = model, computation, nominal_count
-        self._joins_empty = joins_empty
+        self._join = _Motions(model, model, computation) if has_synced else None
         self._exchange = GradientExchange(list(model.parameters()), NUM_EXTRAS)
 
     def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
         local = self._computation.forward_backward(
-            self._model, parts, total_count=self._nominal_count, measure=measure, joins_empty=self._joins_empty
+            self._model, parts, total_count=self._nominal_count, measure=measure, join=self._join
         )
         totals = self._exchange.reduce(_extras(local, vote()), count_at=COUNT_AT, nominal_count=self._nominal_count)
         return _whole(totals, measure and self._computation.counts_classes)
 
     def unused(self) -> list[str]:
-        return [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
+        return names_without_gradient(self._model)
 
 
 class DdpReducer:
@@ -61,66 +78,58 @@ class DdpReducer:
     ) -> None:
         self._model, self._computation, self._nominal_count, self._team = model, computation, nominal_count, team
         device_ids = [computation.device.index] if computation.device.type == "cuda" else None
-        # find_unused_parameters: what a worker did not use counts as zero instead of hanging the others.
+        # find_unused_parameters: what a worker did not use counts as zero instead of hanging the others, and
+        # what nobody used keeps no gradient. (torch advises once, in the worker's log, to do without where all
+        # are used; which ones are may change from batch to batch.)
         self._ddp = DistributedDataParallel(
             model,
             device_ids=device_ids,
-            broadcast_buffers=False,
+            forward_sync_buffers=False,
             gradient_as_bucket_view=True,
             find_unused_parameters=True,
         )
+        self._join = _Motions(model, self._ddp, computation)
         _register_compression(self._ddp, compression)
-        self._spare: Batch | None = None
 
     def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
-        filled = [part for part in parts if part.num_samples]
-        # DDP divides by the number of workers; multiplying the loss by it makes a sum of the mean again.
-        total_count = self._nominal_count / self._team.num_workers
-        if filled:
-            self._spare = Batch(filled[0].inputs[:1], filled[0].targets[:1])
-            local = self._compute(filled, total_count, measure)
-        else:
-            local = self._take_part_without_data()
-        totals = self._team.sum(_extras(local, vote()))
+        losses = []
+        if len(parts) > 1:
+            with self._ddp.no_sync():
+                losses.append(self._compute(parts[:-1], measure))
+        losses.append(self._compute(parts[-1:], measure))  # communicates: the other parts' gradients are in it
+        totals = self._team.sum(_extras(_joined(losses), vote()))
         if totals[COUNT_AT] and totals[COUNT_AT] != self._nominal_count:
             gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, self._nominal_count / totals[COUNT_AT])
         return _whole(totals, measure and self._computation.counts_classes)
 
     def unused(self) -> list[str]:
-        # DDP gives zeros to what nobody used, which cannot be told from a gradient that is zero.
-        return []
+        return names_without_gradient(self._model)
 
-    def _compute(self, parts: Sequence[Batch], total_count: float, measure: bool) -> Loss:
-        """Communicate with the last part only: the gradients of the others are in it."""
-        losses = []
-        if len(parts) > 1:
-            with self._ddp.no_sync():
-                losses.append(
-                    self._computation.forward_backward(self._ddp, parts[:-1], total_count=total_count, measure=measure)
-                )
-        losses.append(
-            self._computation.forward_backward(self._ddp, parts[-1:], total_count=total_count, measure=measure)
+    def _compute(self, parts: Sequence[Batch], measure: bool) -> Loss:
+        # DDP divides by the number of workers; multiplying the loss by it makes a sum of the mean again.
+        total_count = self._nominal_count / self._team.num_workers
+        return self._computation.forward_backward(
+            self._ddp, parts, total_count=total_count, measure=measure, join=self._join
         )
-        count = sum(loss.count for loss in losses)
-        mean = sum(loss.mean * loss.count for loss in losses) / count if count else 0.0
-        num_correct, num_samples = (
-            sum(loss.num_correct or 0 for loss in losses),
-            sum(loss.num_samples for loss in losses),
-        )
-        return Loss(mean, count, num_correct, num_samples)
 
-    def _take_part_without_data(self) -> Loss:
-        """Go through the motions with a sample of an earlier batch, weighted with zero."""
-        assert self._spare is not None, "the first batch has a sample for every worker"
-        was_training = self._model.training
-        self._model.eval()  # batch norms must not take note of the sample again
-        try:
-            outputs = self._ddp(self._computation.to_device(self._spare).inputs)
-            (outputs.sum() * 0.0).backward()
-        finally:
-            self._model.train(was_training)
-        return Loss(0.0, 0, 0)
+
+class _Motions:
+    """Goes through the motions of a pass where a worker has no sample, so that the others need not wait."""
+
+    def __init__(self, model: nn.Module, passes: nn.Module, computation: Computation) -> None:
+        self._model, self._passes, self._computation = model, passes, computation
+
+    def __call__(self, inputs: Tensor) -> None:
+        # One sample of zeros: few models can compute a batch of none.
+        sample = inputs.new_zeros((1, *inputs.shape[1:]))
+        with absent(self._model), self._computation.autocast():
+            outputs = self._passes(sample)
+        (outputs.sum() * 0.0).backward()
+
+
+def names_without_gradient(model: nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
 
 def _register_compression(ddp: DistributedDataParallel, compression: str) -> None:
@@ -131,6 +140,13 @@ def _register_compression(ddp: DistributedDataParallel, compression: str) -> Non
     elif compression == "powersgd":
         state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def _joined(losses: Sequence[Loss]) -> Loss:
+    count = sum(loss.count for loss in losses)
+    mean = sum(loss.mean * loss.count for loss in losses) / count if count else 0.0
+    num_correct = sum(loss.num_correct or 0 for loss in losses)
+    return Loss(mean, count, num_correct, sum(loss.num_samples for loss in losses))
 
 
 def _extras(loss: Loss, votes: Votes) -> list[float]:

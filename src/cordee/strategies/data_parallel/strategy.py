@@ -15,7 +15,7 @@ from cordee.core import Batch, Job
 from cordee.core.errors import JobError
 from cordee.core.settings import Section
 from cordee.strategies.data_parallel.batch_norm import average_buffers, synchronise_batch_norms
-from cordee.strategies.data_parallel.reducers import DdpReducer, FlatReducer, Reducer
+from cordee.strategies.data_parallel.reducers import AloneReducer, DdpReducer, FlatReducer, Reducer
 from cordee.strategies.replica import Replica
 from cordee.strategies.strategy import Requirements, Update
 
@@ -56,16 +56,19 @@ class DataParallel(Replica):
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team) -> None:
         self._team = team
-        is_synced = self._settings.batch_norm == "sync"
-        if is_synced:
-            synchronise_batch_norms(model)
+        has_synced = False
+        if team.num_workers > 1 and self._settings.batch_norm == "sync":
+            has_synced = synchronise_batch_norms(model) > 0
         self._adopt(model.to(self._computation.device), recipe)
+        if team.num_workers == 1:
+            self._reducer = AloneReducer(self.model, self._computation)
+            return
         broadcast([*self.model.parameters(), *self.model.buffers()])
         if self._uses_ddp():
             compression = self._settings.compression
             self._reducer = DdpReducer(self.model, self._computation, self._nominal_count, team, compression)
         else:
-            self._reducer = FlatReducer(self.model, self._computation, self._nominal_count, joins_empty=is_synced)
+            self._reducer = FlatReducer(self.model, self._computation, self._nominal_count, has_synced=has_synced)
 
     def forward_backward(self, microbatches: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
         return self._reducer.step(microbatches, measure=measure, vote=vote)
@@ -76,10 +79,12 @@ class DataParallel(Replica):
         return dataclasses.replace(update, warning=warning) if warning else update
 
     def consolidate(self) -> None:
-        if self._settings.batch_norm == "average":
-            average_buffers(self.model, self._team.num_workers)
-        elif self._settings.batch_norm == "local":
+        if self._team.num_workers == 1:
+            return
+        if self._settings.batch_norm == "local":
             broadcast(list(self.model.buffers()))
+        else:  # synced batch norms are equal already; what else a model keeps need not be
+            average_buffers(self.model, self._team.num_workers)
 
     def _uses_ddp(self) -> bool:
         if self._settings.reducer != "auto":
@@ -91,5 +96,5 @@ class DataParallel(Replica):
             return None
         self._has_named_unused = True
         if names := self._reducer.unused():
-            return f"no worker has a gradient for {', '.join(names)}: they stay as they are"
+            return f"no worker has a gradient for {', '.join(names)} in the first step: unused, they stay as they are"
         return None
