@@ -33,7 +33,7 @@ def describe_machine() -> dict[str, Any]:
         "processor": _processor(),
         "cores": usable_cores(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a class of its own, which JSON does not know
         "cordee": __version__,
     }
 
