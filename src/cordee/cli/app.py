@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from cordee.core.env import wants_colour, wants_traceback
 from cordee.core.errors import CordeeError
@@ -15,8 +16,21 @@ from cordee.version import __version__
 
 INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C
 
+
+class Commands(TyperGroup):
+    """All commands. Ctrl-C is told here: typer would end the program without a word."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _print_error("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+
+
 app = typer.Typer(
     name="cordee",
+    cls=Commands,
     help="Train one PyTorch model with many workers: one job, every method.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -35,9 +49,6 @@ def main() -> None:
         if wants_traceback():
             raise
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        _print_error("interrupted")
-        sys.exit(INTERRUPTED)
 
 
 def _print_error(message: str) -> None:
