@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_jobs import run, small_job
 from typer.testing import CliRunner
 
-from cordee.cli import app as module
 from cordee.cli.app import app, main
+from cordee.core.errors import JobError, TrainingError
 from cordee.version import __version__
 
 NO_TORCH = """
@@ -88,36 +90,49 @@ def test_a_failure_is_one_message_and_exit_code_1(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
 
 
+@pytest.fixture
+def failing_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """Make `cordee train` raise, wherever in the program that is then caught."""
+
+    def prepare(error: BaseException) -> None:
+        def fail(*arguments: Any, **options: Any) -> None:
+            raise error
+
+        monkeypatch.setattr("cordee.launch.train", fail)
+        monkeypatch.setattr(sys, "argv", ["cordee", "train", "job.toml"])
+
+    return prepare
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        ("JobError", 2, "cordee: what is wrong\n"),
-        ("TrainingError", 1, "cordee: what is wrong\n"),
-        ("KeyboardInterrupt", 130, "cordee: interrupted\n"),
+        (JobError("what is wrong"), 2, "cordee: what is wrong"),
+        (TrainingError("what is wrong"), 1, "cordee: what is wrong"),
+        (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
 def test_how_errors_leave_the_program(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: str, code: int, message: str
+    failing_with: Callable[[BaseException], None],
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    message: str,
 ) -> None:
-    from cordee.core import errors
-
-    def fail() -> None:
-        raise getattr(errors, error, KeyboardInterrupt)("what is wrong")
-
-    monkeypatch.setattr(module, "app", fail)
+    failing_with(error)
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == code
-    assert capsys.readouterr() == ("", message)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
 
 
-def test_a_traceback_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cordee.core.errors import JobError
-
-    def fail() -> None:
-        raise JobError("what is wrong")
-
-    monkeypatch.setattr(module, "app", fail)
+def test_a_traceback_for_those_who_ask(
+    failing_with: Callable[[BaseException], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_with(JobError("what is wrong"))
     monkeypatch.setenv("CORDEE_TRACEBACK", "1")
     with pytest.raises(JobError):
         main()
