@@ -31,6 +31,7 @@ _STOP_RULES = {
     "time": "the time of stop.time was used up",
     "steps": "the steps of stop.steps were taken",
     "patience": "no better result for stop.patience evaluations",
+    "interrupt": "it was asked to stop",
 }
 _LABEL_COLUMNS = 15
 
