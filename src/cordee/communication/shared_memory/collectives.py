@@ -74,8 +74,12 @@ def all_reduce(host: Host, data: Tensor, plan: AllReducePlan) -> Steps:
 
 
 def _all_reduce_chunks(host: Host, data: Tensor, plan: AllReducePlan) -> Steps:
-    for chunk in torch.split(data, plan.capacity):
-        yield from plan.reduce_chunk(host, chunk, plan.reduction, plan.signature)
+    host.rounds.is_streaming = True
+    try:
+        for chunk in torch.split(data, plan.capacity):
+            yield from plan.reduce_chunk(host, chunk, plan.reduction, plan.signature)
+    finally:
+        host.rounds.is_streaming = False
 
 
 def _reduce_pair(host: Host, chunk: Tensor, reduction: Reduction, signature: int) -> Steps:
@@ -114,21 +118,24 @@ def _reduce_shares(host: Host, chunk: Tensor, reduction: Reduction, signature: i
     if need is not None:
         yield need
     views = host.slots.first(chunk.dtype, rounds.parity, chunk.numel())
-    views[host.member].copy_(chunk)
+    own_view = views[host.member]
+    shares = [share_of(chunk.numel(), host.num_members, member) for member in range(host.num_members)]
+    start, stop = shares[host.member]
+    # The own share stays at home: the sum is written to its place in the own buffer.
+    own_view[:start].copy_(chunk[:start])
+    own_view[stop:].copy_(chunk[stop:])
     peers = rounds.peer_words
     yield peers, rounds.publish(signature)
     rounds.confirm(peers, signature)
-    shares = [share_of(chunk.numel(), host.num_members, member) for member in range(host.num_members)]
-    start, stop = shares[host.member]
     if start < stop:
-        mine = chunk[start:stop]
-        reduce_into(mine, [view[start:stop] for view in views], reduction)
-        views[host.member][start:stop].copy_(mine)
+        parts = [view[start:stop] for view in views]
+        total = parts[host.member]
+        parts[host.member] = chunk[start:stop]
+        reduce_into(total, parts, reduction)
     yield peers, rounds.publish(signature)
-    for member in host.others():
-        start, stop = shares[member]
+    for (start, stop), view in zip(shares, views, strict=True):
         if start < stop:
-            chunk[start:stop].copy_(views[member][start:stop])
+            chunk[start:stop].copy_(view[start:stop])
 
 
 def reduce(host: Host, data: Tensor, reduction: Reduction, root: int) -> Steps:

@@ -81,7 +81,7 @@ class HostTeam:
         self.segment = segment
         self.layout = layout
         self.watch = PeerWatch(words, layout, member, identities, timeout_s)
-        rounds = Rounds(segment, layout, member, self.watch)
+        rounds = Rounds(segment, layout, member, self.watch, group_key=identities[0].pid)
         self.host = Host(rounds, Slots(segment, layout), member, layout.num_members)
         self._beat = HEARTBEAT.add(words, self.watch.life_word, min(timeout_s / 5, 1.0))
 

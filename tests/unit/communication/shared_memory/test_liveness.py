@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from segment_members import make_segment
+
+from cordee.communication.shared_memory.hosts import MemberRecord, group_by_host, own_host_id
+from cordee.communication.shared_memory.layout import CULPRIT, LIFE, STATE
+from cordee.communication.shared_memory.liveness import FAILED, LEFT, Heartbeat, Identity, PeerWatch, Silence, read_stat
+from cordee.communication.shared_memory.segment import Address, attach_segment, create_segment
+from cordee.communication.shared_memory.settings import BackendSettings
+from cordee.core.errors import CommunicationError
+
+
+def count_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_silence_grows_only_without_any_sign_of_life() -> None:
+    silence = Silence()
+    assert silence.observe(1, 10, 0.1) == 0
+    assert silence.observe(1, 10, 0.3) == pytest.approx(0.3)
+    assert silence.observe(1, 11, 0.3) == 0  # it computes
+    assert silence.observe(2, 11, 0.3) == 0  # its counter moves
+    assert silence.observe(2, 11, 0.4) == pytest.approx(0.4)
+
+
+def test_time_in_which_we_did_not_run_is_not_held_against_peers() -> None:
+    silence = Silence()
+    silence.observe(1, 1, 0)
+    assert silence.observe(1, 1, 3600) <= 0.5
+
+
+def test_a_dead_and_a_stopped_process_are_noticed() -> None:
+    segment, layout = make_segment(2)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        identities = [Identity.own(0), Identity(1, child.pid, read_stat(child.pid).started)]
+        words = segment.words()
+        watch = PeerWatch(words, layout, 0, identities, failure_timeout_s=0.2)
+        peer = layout.member_word(1)
+        assert watch.verdict([peer]) is None
+        os.kill(child.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        while (verdict := watch.verdict([peer])) is None and time.monotonic() - started < 10:
+            time.sleep(0.02)
+        assert verdict is not None
+        assert verdict.rank == 1
+        assert f"rank 1 (process {child.pid}) is frozen: no sign of life for 0." in verdict.message
+        child.kill()
+        child.wait()
+        verdict = watch.verdict([peer])
+        assert verdict is not None
+        assert verdict.message == f"rank 1 (process {child.pid}) died while rank 0 waited for it"
+        assert watch.verdict([]) is None  # nobody waits for it
+        assert isinstance(watch.blame(verdict), CommunicationError)
+        assert words[layout.member_word(0) + CULPRIT] == 2
+        watch.close()
+        assert words[layout.member_word(0) + STATE] == FAILED
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_who_was_blamed_by_another_is_blamed_again() -> None:
+    segment, layout = make_segment(3)
+    words = segment.words()
+    watch = PeerWatch(words, layout, 0, [Identity.own(rank) for rank in range(3)], failure_timeout_s=5)
+    words[layout.member_word(1) + CULPRIT] = 2 + 1
+    words[layout.member_word(1) + STATE] = FAILED
+    verdict = watch.verdict([layout.member_word(1)])
+    assert verdict is not None
+    assert verdict.rank == 2
+    assert "rank 2 died, froze or failed: rank 1" in verdict.message
+    watch.close()
+    assert words[layout.member_word(0) + STATE] == LEFT
+
+
+def test_the_heartbeat_moves_counters_and_ends_with_the_last_one() -> None:
+    segment, _ = make_segment(1)
+    words = segment.words()
+    heart = Heartbeat()
+    key = heart.add(words, LIFE, 0.01)
+    started = time.monotonic()
+    while words[LIFE] < 3 and time.monotonic() - started < 10:
+        time.sleep(0.01)
+    assert words[LIFE] >= 3
+    heart.remove(key)
+    assert heart._thread is None or not heart._thread.is_alive()
+
+
+def test_no_memory_says_how_much_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    before = count_open_files()
+    with pytest.raises(CommunicationError) as caught:
+        create_segment(8 << 20, "a group of 4 workers on this host")
+    message = str(caught.value)
+    assert "a group of 4 workers on this host needs 8.0 MiB (No space left on device)" in message
+    assert "BackendSettings(shared_memory=False)" in message
+    assert count_open_files() == before
+
+
+def test_a_segment_has_no_name_and_ends_with_its_users() -> None:
+    segment, fd = create_segment(1 << 16, "a test")
+    address = Address.decode(Address(os.getpid(), fd, 1 << 16).encode())
+    other = attach_segment(address)
+    os.close(fd)
+    segment.words()[3] = 42
+    assert other.words()[3] == 42
+    with pytest.raises(CommunicationError, match="cannot open the shared memory of process"):
+        attach_segment(address)
+
+
+def test_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert group_by_host(["a", "b", "a", "c", "b"]) == [[0, 2], [1, 4], [3]]
+    settings = BackendSettings()
+    assert own_host_id(settings, 0) == own_host_id(settings, 1)
+    assert own_host_id(BackendSettings(host_id="left"), 0) == "left"
+    alone = BackendSettings(shared_memory=False)
+    assert own_host_id(alone, 0) != own_host_id(alone, 1)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.warns(RuntimeWarning, match="gloo is used instead"):
+        assert own_host_id(settings, 0).endswith("/alone/0")
+    record = MemberRecord("host", Identity.own(3), 4096)
+    assert MemberRecord.decode(record.encode()) == record
