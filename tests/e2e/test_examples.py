@@ -1,0 +1,87 @@
+"""Every example, as a job file and as a script, shortened. The sets with files get small ones of the real format."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from workspace import EXAMPLES, Workspace, assert_ended_well, events, summary, write_cifar_set, write_idx_set
+
+from cordee.core import Job
+
+pytestmark = pytest.mark.timeout(300)
+
+NAMES = ("digits", "iris", "mnist", "fashion_mnist", "cifar10", "own")
+SHORTER = {
+    "mnist": ["training.batch_size=16"],
+    "fashion_mnist": ["training.batch_size=16"],
+    "cifar10": ["training.batch_size=8", "data.train_limit=32", "data.test_limit=16", "training.threads=1"],
+}
+
+
+@pytest.fixture(scope="module")
+def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_idx_set(folder / "mnist")
+    write_idx_set(folder / "fashion-mnist")
+    write_cifar_set(folder / "cifar-10-batches-bin")
+    return folder
+
+
+def test_nothing_is_left_out() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.toml")} == set(NAMES)
+    readme = (EXAMPLES / "README.md").read_text()
+    for path in EXAMPLES.glob("*.*"):
+        assert path.name in readme or path.name == "README.md", f"{path.name} is not in the README of the examples"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_job_file_trains(name: str, workspace: Workspace, data_folder: Path) -> None:
+    options = [part for setting in ("stop.steps=3", *SHORTER.get(name, [])) for part in ("--set", setting)]
+    done = workspace.run("train", EXAMPLES / f"{name}.toml", *options, CORDEE_DATA=str(data_folder))
+    assert_ended_well(done)
+    (run,) = (workspace.path / "runs").iterdir()
+    found = summary(run)
+    assert (found["status"], found["stopped_by"], found["steps"]) == ("stopped", "steps", 3)
+    assert 0.0 <= found["test_accuracy"] <= 1.0
+    assert f"{100 * found['test_accuracy']:.2f} %" in done.stdout
+    assert "next\n  cordee export runs/" in done.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_script_trains(name: str, workspace: Workspace, data_folder: Path) -> None:
+    script = EXAMPLES / f"{name}.py"
+    settings = ["stop.steps=3", *SHORTER.get(name, [])]
+    done = workspace.execute([sys.executable, script, *settings], CORDEE_DATA=str(data_folder))
+    assert_ended_well(done)
+    (run,) = (workspace.path / "runs").iterdir()
+    assert summary(run)["steps"] == 3
+    assert events(run)[-1]["type"] == "run_ended"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_script_and_job_file_are_the_same_job(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    specification = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    monkeypatch.setitem(sys.modules, name, module)
+    specification.loader.exec_module(module)
+    from_script, from_file = module.job.to_dict(), Job.load(EXAMPLES / f"{name}.toml").to_dict()
+    for table in (from_script, from_file):
+        del table["python_path"]
+        table["data"]["augment"] = list(table["data"]["augment"])
+    assert from_script == from_file
+
+
+def test_what_a_script_ran_can_be_run_from_its_files(workspace: Workspace) -> None:
+    """Classes of the script itself are written down by the path of the file."""
+    assert_ended_well(workspace.execute([sys.executable, EXAMPLES / "own.py", "stop.steps=3"]))
+    (first,) = (workspace.path / "runs").iterdir()
+    elsewhere = workspace.path / "elsewhere"
+    elsewhere.mkdir()
+    assert_ended_well(workspace.run("train", first / "job.toml", "--run-dir", "again", cwd=elsewhere))
+    assert summary(elsewhere / "again")["weights_sha256"] == summary(first)["weights_sha256"]
