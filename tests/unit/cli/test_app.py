@@ -27,6 +27,16 @@ finally:
     heavy = {"torch", "numpy", "sklearn"} & sys.modules.keys()
     assert not heavy, f"imported {heavy}"
 """
+INTERRUPTED = """
+import sys, types
+from cordee.cli import main
+
+def train(*arguments, **options):
+    raise KeyboardInterrupt
+
+sys.modules["cordee.launch"] = types.SimpleNamespace(train=train)
+main()
+"""
 
 
 def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -109,7 +119,6 @@ def failing_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], N
     [
         (JobError("what is wrong"), 2, "cordee: what is wrong"),
         (TrainingError("what is wrong"), 1, "cordee: what is wrong"),
-        (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
 def test_how_errors_leave_the_program(
@@ -127,6 +136,18 @@ def test_how_errors_leave_the_program(
     assert out == ""
     assert message in err
     assert "Traceback" not in err
+
+
+def test_an_interrupt_is_one_message_and_exit_code_130() -> None:
+    # In a process of its own, for it ends at once.
+    result = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, "train", "job.toml"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "cordee: interrupted\n")
 
 
 def test_a_traceback_for_those_who_ask(
