@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +51,7 @@ def reference_group() -> Any:
 
 def run_case(rank: int, case: Case) -> None:
     """Run a case on both backends; raises AssertionError where they differ."""
+    warnings.simplefilter("ignore", FutureWarning)  # all_reduce_coalesced says that it will be deprecated
     gloo = reference_group()
     ours = _perform(case, rank, dist.group.WORLD)
     reduction = "SUM" if case.reduction == "AVG" else case.reduction
@@ -74,7 +76,7 @@ def run_case(rank: int, case: Case) -> None:
 
 
 def _assert_same_bits(result: Tensor, gloo: Any) -> None:
-    raw = result.contiguous().view(-1).view(torch.uint8).clone()
+    raw = result.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
     reference = raw.clone()
     if raw.numel():
         dist.broadcast(reference, 0, group=gloo)

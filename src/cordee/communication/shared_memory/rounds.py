@@ -56,9 +56,9 @@ class Rounds:
         self.parity = 0
         self._round_stamp = 0  # first stamp of the current round
         self._seen_by_all = 0  # every peer is known to have reached this stamp
-        # Set during long operations. If others want the core then, sleep: a sleeper is scheduled as soon as it is woken,
-        # one who yields comes last (4 MB on a busy machine: 1.2 ms instead of 4). Short operations are better off
-        # yielding, since a wake-up often brings both peers to one core.
+        # Set during long operations. If others want the core then, sleep: a sleeper is scheduled as soon as it is
+        # woken, one who yields comes last (4 MB on a busy machine: 1.2 ms instead of 4). Short operations are better
+        # off yielding, since a wake-up often brings both peers to one core.
         self.is_streaming = False
         self._patience = SpinPatience(member, layout.num_members, group_key)
 

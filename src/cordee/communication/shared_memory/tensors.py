@@ -25,7 +25,11 @@ def flatten(tensor: Tensor) -> Tensor:
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor in one row: the same memory where that is possible, else a copy."""
     flat = flatten(tensor)
-    return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
+    if flat.dtype is torch.uint8:
+        return flat
+    if flat.stride(0) != 1:  # possible with none or one element, and refused by `view`
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def write_back(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> Callable[[], None] | None:

@@ -1,0 +1,65 @@
+"""Every operation gives what gloo gives, for random types, shapes, roots and ways of calling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from backend_cases import DTYPES, OPERATIONS, REDUCTIONS, Case, run_case
+from backend_crew import Crew
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from cordee.communication.shared_memory import BackendSettings
+
+# Small slots, so that most sizes travel in several chunks.
+SMALL_SLOTS = BackendSettings(slot_bytes=8192)
+
+sizes = st.one_of(st.integers(0, 40), st.sampled_from([1023, 2048, 2049, 40_001]))
+shapes = st.one_of(sizes.map(lambda size: (size,)), st.tuples(st.integers(0, 30), st.integers(1, 30)))
+cases = st.builds(
+    Case,
+    operation=st.sampled_from(OPERATIONS),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    shape=shapes,
+    reduction=st.sampled_from(REDUCTIONS),
+    root=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+    is_async=st.booleans(),
+    is_strided=st.booleans(),
+)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    with Crew(request.param, SMALL_SLOTS) as made:
+        yield made
+        made.leave()
+
+
+def is_meaningful(case: Case) -> bool:
+    """Whether gloo, the reference, can do it too."""
+    reduces = case.operation in (
+        "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single",
+    )  # fmt: skip
+    if not reduces:
+        return True
+    is_float = DTYPES[case.dtype].is_floating_point
+    if case.reduction in ("BAND", "BOR", "BXOR"):
+        return not is_float
+    if case.reduction == "AVG":
+        return is_float
+    # Gloo adds booleans as bytes, which makes values that are neither true nor false.
+    return case.dtype != "bool" or case.reduction in ("MIN", "MAX")
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases)
+def test_results_equal_those_of_gloo(crew: Crew, case: Case) -> None:
+    assume(is_meaningful(case))
+    crew.run(run_case, case)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_each_operation_once_with_a_megabyte(crew: Crew, operation: str) -> None:
+    crew.run(run_case, Case(operation, "float32", (300_001,), "SUM", 1, 7, False, False))

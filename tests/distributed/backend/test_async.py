@@ -1,0 +1,129 @@
+"""Asynchronous operations: real works, in order, and never a deadlock that gloo would not have."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from backend_crew import Crew
+
+
+def keep_order(rank: int, num_turns: int) -> None:
+    size = dist.get_world_size()
+    works, results = [], []
+    for turn in range(num_turns):
+        if turn % 7 == rank:
+            time.sleep(0.005)  # past the patience of the others: their thread takes over
+        data = torch.full((1000 + turn,), float(rank + turn))
+        works.append(dist.all_reduce(data, async_op=True))
+        results.append(data)
+        if turn % 5 == 0:
+            check = torch.tensor([turn])
+            dist.all_reduce(check)  # a synchronous one behind the asynchronous ones
+            assert check.item() == turn * size
+    for turn, (work, data) in enumerate(zip(works, results, strict=True)):
+        assert work is not None
+        work.wait()
+        assert work.is_completed()
+        assert data.eq(sum(range(size)) + turn * size).all()
+
+
+def compute_between(rank: int) -> bool:
+    data = torch.ones(10)
+    if rank == 1:
+        time.sleep(0.3)
+    work = dist.all_reduce(data, async_op=True)
+    assert work is not None
+    was_done = work.is_completed()
+    future = work.get_future().then(lambda done: done.value()[0].sum().item())
+    assert future.wait() == 10 * dist.get_world_size()
+    return was_done
+
+
+def cross_over(rank: int) -> None:
+    """Rank 0 starts a collective, then sends what rank 1 needs before it joins the collective."""
+    data = torch.ones(5)
+    note = torch.zeros(3)
+    if rank == 0:
+        work = dist.all_reduce(data, async_op=True)
+        dist.send(torch.arange(3.0), 1)
+        assert work is not None
+        work.wait()
+    else:
+        dist.recv(note, 0)
+        assert note.tolist() == [0, 1, 2]
+        dist.all_reduce(data)
+    assert data.eq(2).all()
+
+
+def cross_groups(rank: int) -> None:
+    """Two groups, used in opposite order."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    order = groups if rank == 0 else groups[::-1]
+    tensors = {group: torch.ones(4) for group in order}
+    works = [dist.all_reduce(tensors[group], group=group, async_op=True) for group in order]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert all(tensor.eq(2).all() for tensor in tensors.values())
+
+
+def exchange_large(rank: int) -> None:
+    """Both send more than the channel holds before either receives."""
+    outgoing = torch.full((3_000_000,), float(rank))
+    incoming = torch.zeros(3_000_000)
+    operations = [
+        dist.P2POp(dist.isend, outgoing, 1 - rank),
+        dist.P2POp(dist.irecv, incoming, 1 - rank),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert incoming.eq(1 - rank).all()
+
+
+def use_history(rank: int) -> None:
+    weight = torch.ones(4, requires_grad=True)
+    dist.all_reduce(weight)
+    dist.broadcast(weight, 0)
+    assert weight.is_leaf
+    assert weight.requires_grad
+    assert weight.tolist() == [2.0] * 4
+    matrix = torch.arange(6.0).view(2, 3).t()
+    dist.all_reduce(matrix)
+    assert torch.equal(matrix, 2 * torch.arange(6.0).view(2, 3).t())
+    with torch.inference_mode():
+        frozen = torch.ones(3)
+        dist.all_reduce(frozen)
+        assert frozen.tolist() == [2.0] * 3
+    scalar = torch.tensor(3.0)
+    dist.all_reduce(scalar, op=dist.ReduceOp.AVG)
+    assert scalar.item() == 3.0
+    number = torch.tensor([1 + 2j])
+    dist.all_reduce(number)
+    assert number.item() == 2 + 4j
+    sparse = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.tensor([1.0]), (2,))
+    dist.all_reduce(sparse)
+    assert sparse.to_dense().tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_asynchronous_and_synchronous_operations_keep_their_order(size: int) -> None:
+    with Crew(size) as crew:
+        crew.run(keep_order, 40)
+        crew.leave()
+
+
+def test_programs_that_gloo_can_run() -> None:
+    with Crew(2) as crew:
+        assert crew.run(compute_between)[0] is False  # rank 0 was given a work that was not done yet
+        for function in (cross_over, cross_groups, exchange_large, use_history):
+            crew.run(function)
+        crew.leave()
+
+
+def test_eight_processes_on_few_cores() -> None:
+    with Crew(8) as crew:
+        crew.run(keep_order, 10)
+        crew.leave()
