@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "cordee.communication.shared_memory.backend"])
+# What the tests' functions would otherwise import in every rank, some of it seconds long.
+_context.set_forkserver_preload(
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+        "cordee.communication.shared_memory.backend",
+    ]
+)
 
 
 def _serve(rank: int, pipe: Connection, rendezvous: str, size: int, settings: Any, backend: str) -> None:

@@ -45,6 +45,9 @@ def use_all(rank: int) -> None:
         received = torch.zeros(4)
         dist.recv(received, 0)
         assert received.tolist() == [0, 1, 2, 3]
+
+
+def use_ddp(rank: int) -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 2))
     model(torch.randn(3, 5)).sum().backward()
     gradient = model.module.weight.grad.clone()
@@ -62,6 +65,7 @@ def test_two_hosts_with_two_and_three_members() -> None:
     with Crew(5, TWO_HOSTS) as crew:
         assert crew.run(count_hosts) == [(2, 2), (2, 3), (2, 2), (2, 3), (2, 3)]
         crew.run(use_all)
+        crew.run(use_ddp)
         crew.leave()
 
 
