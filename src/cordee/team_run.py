@@ -16,7 +16,7 @@ import msgspec
 from cordee.cluster.coordinator import Coordinator
 from cordee.cluster.fork_server import Exited
 from cordee.cluster.local import LocalEngine, describe_exit
-from cordee.cluster.membership import Membership, Trouble
+from cordee.cluster.membership import SETTLING_S, Membership
 from cordee.communication.channel import ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys
@@ -96,9 +96,15 @@ class TeamRun:
             if self._should_stop() and not is_asked_to_stop:
                 is_asked_to_stop = True
                 coordinator.direct("stop", "interrupted")
-            if (culprit := self._membership.culprit(now_s)) is not None:
-                coordinator.serve(0.0)  # its own account of it may be waiting
-                self._fail(self._membership.culprit(now_s) or culprit)
+            if self._membership.culprit(now_s) is not None:
+                self._hear_the_others(coordinator)
+                self._fail()
+
+    def _hear_the_others(self, coordinator: Coordinator) -> None:
+        """Give the rest a moment to say what they saw: who lost a peer knows the step."""
+        deadline_s = time.monotonic() + SETTLING_S
+        while not self._membership.has_all_accounts and time.monotonic() < deadline_s:
+            coordinator.serve(TICK_S)
 
     def _take_event(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "progress":
@@ -108,7 +114,9 @@ class TeamRun:
         else:
             self._monitor.emit(kind, **fields)
 
-    def _fail(self, trouble: Trouble) -> None:
+    def _fail(self) -> None:
+        trouble = self._membership.culprit(time.monotonic())
+        assert trouble is not None
         log_file = self._directory.worker_log(trouble.worker_index)
         self._monitor.emit("worker_lost", worker=trouble.worker_index, step=trouble.step, reason=trouble.reason)
         if trouble.traceback:

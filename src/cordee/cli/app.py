@@ -173,7 +173,7 @@ def runs(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of a table.")] = False,
 ) -> None:
-    """List runs with their state, newest last."""
+    """List runs with their state, newest first."""
     import msgspec
     from rich.console import Console
 

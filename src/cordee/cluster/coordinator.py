@@ -87,8 +87,8 @@ class Coordinator:
         if self._membership.is_complete:
             self._channel.generation += 1
             self.direct("new_generation")
-            workers = sorted(self._members)
-            self._on_event("generation", {"generation": self._channel.generation, "workers": workers})
+            members = sorted(self._members)
+            self._on_event("generation", {"generation": self._channel.generation, "members": members})
 
     def _arrive(self, name: str, index: int, received: Received) -> None:
         waiting = self._waiting.setdefault(name, {})

@@ -7,7 +7,7 @@ failing one was heard of. `culprit` tells the cause from the consequences.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 SETTLING_S = 0.5  # how long a consequence waits for its cause to be heard of
@@ -67,9 +67,13 @@ class Membership:
         self.records[index].state = "finished"
 
     def report(self, trouble: Trouble) -> None:
-        """Take note of a failure; the first of each worker counts."""
-        if all(known.worker_index != trouble.worker_index for known in self.troubles):
-            self.troubles.append(trouble)
+        """Take note of a failure; the first of each worker counts, but its own account more than its exit."""
+        for at, known in enumerate(self.troubles):
+            if known.worker_index == trouble.worker_index:
+                if trouble.traceback and not known.traceback:
+                    self.troubles[at] = replace(trouble, at_s=known.at_s)
+                return
+        self.troubles.append(trouble)
 
     def exit(self, index: int, how: str, now_s: float) -> None:
         """Take note that the process of a worker has ended."""
@@ -102,6 +106,12 @@ class Membership:
         return all(record.state != "starting" for record in self.records.values())
 
     @property
+    def has_all_accounts(self) -> bool:
+        """Whether every worker has ended well or said what is wrong: nobody's account is awaited."""
+        known = {trouble.worker_index for trouble in self.troubles}
+        return all(index in known or record.state == "finished" for index, record in self.records.items())
+
+    @property
     def is_over(self) -> bool:
         return all(record.state in ("finished", "gone") for record in self.records.values())
 
@@ -109,7 +119,11 @@ class Membership:
         """Return the failure to report, once it is known: a cause at once, a consequence after some time."""
         causes = [trouble for trouble in self.troubles if not trouble.is_consequence]
         if causes:
-            return min(causes, key=lambda trouble: trouble.at_s)
+            first = min(causes, key=lambda trouble: trouble.at_s)
+            if first.traceback:
+                return first
+            # What it was last heard of is old; those who lost it in the same step know better.
+            return replace(first, step=max(trouble.step for trouble in self.troubles))
         if self.troubles and now_s - self.troubles[0].at_s > self.failure_timeout_s + SETTLING_S:
             return self.troubles[0]
         return None
