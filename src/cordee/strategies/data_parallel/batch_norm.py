@@ -92,7 +92,7 @@ class _Normalise(torch.autograd.Function):
         inverse = torch.rsqrt(variance + eps)
         normalised = centred * inverse.view(shape)
         ctx.save_for_backward(normalised, inverse)
-        ctx.divisor, ctx.input_dtype = divisor, inputs.dtype
+        ctx.divisor, ctx.input_dtype, ctx.is_absent = divisor, inputs.dtype, is_absent
         ctx.mark_non_differentiable(mean, variance, total_count)
         return normalised.to(inputs.dtype), mean, variance, total_count
 
@@ -105,6 +105,8 @@ class _Normalise(torch.autograd.Function):
         dtype = inverse.dtype
         sums = torch.cat([gradient.sum(dims, dtype=dtype), (gradient * normalised).sum(dims, dtype=dtype)])
         dist.all_reduce(sums)
+        if ctx.is_absent:  # its inputs had no part in the others' statistics
+            return torch.zeros_like(gradient, dtype=ctx.input_dtype), None, None
         mean_gradient, mean_product = (sums / ctx.divisor).chunk(2)
         centred = gradient - mean_gradient.view(shape) - normalised * mean_product.view(shape)
         return (centred * inverse.view(shape)).to(ctx.input_dtype), None, None
