@@ -65,6 +65,7 @@ class Trainer:
         self._should_stop = should_stop
         self._policy = StopPolicy(parts.job.stop)
         self._saved_at = -1
+        self._not_saved: StorageError | None = None  # why the last checkpoint is missing
         self._votes = NO_VOTES  # of all workers, in the last step
         self._is_stopping = False  # agreed on by all workers
         self._progress = Progress()
@@ -88,7 +89,10 @@ class Trainer:
         self._saved_at = self._progress.step
 
     def run(self) -> Outcome:
-        """Train to the end. Raises TrainingError when training cannot go on; nothing saved before is lost."""
+        """Train to the end. Raises TrainingError when training cannot go on; nothing saved before is lost.
+
+        Raises StorageError when the weights it ended with could not be saved.
+        """
         progress = self._progress
         self._started_s = time.perf_counter()
         self._window = (progress.samples, self._started_s)
@@ -102,6 +106,8 @@ class Trainer:
                     stopped_by = "interrupt"
             if self._saved_at != progress.step:
                 self._save()
+            if self._not_saved is not None:
+                raise StorageError(self._weights_lost()) from self._not_saved
         finally:
             progress.elapsed_s = self._elapsed_s()
         training_s = time.perf_counter() - self._started_s - self._away_s
@@ -232,10 +238,10 @@ class Trainer:
         return reason
 
     def _save(self) -> None:
-        """Save a checkpoint. A disk that is full costs the checkpoint, not the run."""
+        """Save a checkpoint. A disk that is full costs the checkpoint, not the run, unless it is the last one."""
         progress = self._progress
         progress.elapsed_s = self._elapsed_s()
-        self._saved_at = progress.step
+        self._saved_at, self._not_saved = progress.step, None
         with self._away():
             self._parts.strategy.consolidate()
             if not self._parts.team.is_first:
@@ -249,9 +255,18 @@ class Trainer:
                     self._checkpoints, progress.step, State(state.tensors, values), keep=self._job.checkpoint.keep
                 )
             except StorageError as error:
+                self._not_saved = error
                 self._monitor.emit("warning", message=f"checkpoint at step {progress.step} was not saved: {error}")
                 return
         self._monitor.emit("checkpoint", step=progress.step, path=str(path), seconds=time.perf_counter() - started)
+
+    def _weights_lost(self) -> str:
+        kept = checkpoint.list_checkpoints(self._checkpoints)
+        start = f"goes on after {kept[-1].name}" if kept else "starts again"
+        return (
+            f"step {self._progress.step} was reached, but its weights could not be saved: {self._not_saved}. "
+            f"Free some space, then --resume {start}"
+        )
 
     def _report_step(self, loss: Loss, lr: float, gradient_norm: float | None) -> None:
         progress = self._progress
