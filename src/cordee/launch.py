@@ -24,7 +24,7 @@ from cordee.cluster.local import LocalEngine
 from cordee.core import Job
 from cordee.core.components import LIVE_PREFIX
 from cordee.core.env import runs_folder
-from cordee.core.errors import JobError, RunDirectoryError
+from cordee.core.errors import JobError, RunDirectoryError, StorageError
 from cordee.core.job import changed_keys
 from cordee.interrupts import InterruptFlag
 from cordee.monitoring import (
@@ -148,8 +148,16 @@ def _run_team(parts: Assembly, directory: RunDirectory, monitor: Monitor, lead: 
 
 
 def _close_run(directory: RunDirectory, monitor: Monitor, summary: Summary) -> None:
-    directory.write_summary(summary)
+    """Write how the run ended. Raises StorageError if that fails, but not in place of what the run failed with."""
+    problem: StorageError | None = None
+    try:
+        directory.write_summary(summary)
+    except StorageError as error:
+        problem = error
+        monitor.emit("warning", message=str(error))
     monitor.emit("run_ended", **msgspec.to_builtins(summary))
+    if problem is not None and summary.status in ("completed", "stopped"):
+        raise problem
 
 
 def _sinks(job: Job, directory: RunDirectory, quiet: bool) -> list[Sink]:
