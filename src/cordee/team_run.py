@@ -16,7 +16,7 @@ import msgspec
 from cordee.cluster.coordinator import Coordinator
 from cordee.cluster.fork_server import Exited
 from cordee.cluster.local import LocalEngine, describe_exit
-from cordee.cluster.membership import SETTLING_S, Membership
+from cordee.cluster.membership import Membership, Trouble
 from cordee.communication.channel import ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys
@@ -90,21 +90,14 @@ class TeamRun:
             now_s = time.monotonic()
             for report in engine.reports():
                 if isinstance(report, Exited):
-                    self._membership.exit(report.index, describe_exit(report), now_s)
+                    self._membership.exit(report.index, describe_exit(report), now_s, is_killed=report.status < 0)
             for index in self._membership.check_silence(now_s, engine.is_working):
                 engine.signal(index, signal.SIGKILL)
-            if self._should_stop() and not is_asked_to_stop:
+            if self._should_stop() and self._membership.is_complete and not is_asked_to_stop:
                 is_asked_to_stop = True
                 coordinator.direct("stop", "interrupted")
-            if self._membership.culprit(now_s) is not None:
-                self._hear_the_others(coordinator)
-                self._fail()
-
-    def _hear_the_others(self, coordinator: Coordinator) -> None:
-        """Give the rest a moment to say what they saw: who lost a peer knows the step."""
-        deadline_s = time.monotonic() + SETTLING_S
-        while not self._membership.has_all_accounts and time.monotonic() < deadline_s:
-            coordinator.serve(TICK_S)
+            if (culprit := self._membership.culprit(now_s)) is not None:
+                self._fail(culprit)
 
     def _take_event(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "progress":
@@ -114,9 +107,7 @@ class TeamRun:
         else:
             self._monitor.emit(kind, **fields)
 
-    def _fail(self) -> None:
-        trouble = self._membership.culprit(time.monotonic())
-        assert trouble is not None
+    def _fail(self, trouble: Trouble) -> None:
         log_file = self._directory.worker_log(trouble.worker_index)
         self._monitor.emit("worker_lost", worker=trouble.worker_index, step=trouble.step, reason=trouble.reason)
         if trouble.traceback:

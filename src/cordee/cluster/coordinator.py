@@ -71,7 +71,7 @@ class Coordinator:
             case Event(type=kind, fields=fields):
                 self._on_event(kind, dict(fields))
             case Failure(step=step, error=error, traceback=text, is_consequence=is_consequence):
-                membership.report(Trouble(index, step, error, text, is_consequence, now_s))
+                membership.report(Trouble(index, step, error, text, is_consequence, at_s=now_s))
             case Goodbye():
                 membership.finish(index)
             case Barrier(name=name):

@@ -8,6 +8,7 @@ closes: with the launcher gone, however it went, there is nobody to work for.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib
@@ -16,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import traceback
 from typing import Any
 
@@ -71,9 +73,10 @@ def serve(control: socket.socket) -> None:
                 *lines, received = (received + chunk).split(b"\n")
                 for line in lines:
                     start = msgspec.json.decode(line, type=Start)
+                    server_pid = os.getpid()
                     pid = os.fork()
                     if pid == 0:
-                        _become_worker(start, (control.fileno(), wake_in, wake_out))
+                        _become_worker(start, server_pid, (control.fileno(), wake_in, wake_out))
                     children[pid] = start.index
                     _send(control, Started(start.index, pid))
     except (BrokenPipeError, ConnectionResetError):
@@ -100,11 +103,11 @@ def _send(control: socket.socket, report: Report) -> None:
     control.sendall(msgspec.json.encode(report) + b"\n")
 
 
-def _become_worker(start: Start, inherited: tuple[int, ...]) -> None:
+def _become_worker(start: Start, server_pid: int, inherited: tuple[int, ...]) -> None:
     """Turn this fresh fork into the worker; never returns."""
     code = 1
     try:
-        die_with_parent()
+        die_with_parent(server_pid)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for descriptor in inherited:
@@ -114,6 +117,8 @@ def _become_worker(start: Start, inherited: tuple[int, ...]) -> None:
             log = os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             os.dup2(log, 1)
             os.dup2(log, 2)
+        if "numpy" in sys.modules:  # Python's own random numbers are seeded anew in a fork, NumPy's are not
+            sys.modules["numpy"].random.seed()
         module, _, name = start.target.partition(":")
         code = getattr(importlib.import_module(module), name)(start.argument) or 0
     except SystemExit as leaving:
@@ -123,24 +128,27 @@ def _become_worker(start: Start, inherited: tuple[int, ...]) -> None:
     except BaseException:  # noqa: BLE001 - the last frame of a process: whatever it was, it is reported
         traceback.print_exc()
     finally:
+        if code == 0:  # one that failed is not kept from saying so by a thread that waits for others
+            with contextlib.suppress(Exception):
+                threading._shutdown()  # type: ignore[attr-defined]
+                atexit._run_exitfuncs()
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when its parent dies."""
-    parent = os.getppid()
     pr_set_pdeathsig = 1
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent_pid:  # it died before the kernel was asked
         os._exit(1)
 
 
 def main() -> None:
-    die_with_parent()
+    die_with_parent(os.getppid())  # one that is gone already has closed the socket
     control = socket.socket(fileno=int(sys.argv[1]))
     for name in PRELOADED:
         importlib.import_module(name)

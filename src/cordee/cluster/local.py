@@ -21,6 +21,7 @@ from cordee.cluster.fork_server import Exited, Report, Start, Started
 from cordee.core.errors import CordeeError
 
 GRACE_S = 2.0  # between asking a worker to end and killing it
+START_TIMEOUT_S = 60.0  # for the fork server to take a request: it may still be importing torch
 
 
 class LocalEngine:
@@ -34,8 +35,9 @@ class LocalEngine:
         self._pids: dict[int, int] = {}  # index -> pid, of living workers
         self._processor_s: dict[int, float] = {}  # what each had used when last asked
         # A session of its own: Ctrl-C in the terminal is for the launcher, which then asks the workers.
+        # -P: a file in the working folder that is called like a module of Python's is not that module.
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "cordee.cluster.fork_server", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "cordee.cluster.fork_server", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             start_new_session=True,
             stdin=subprocess.DEVNULL,
@@ -56,6 +58,7 @@ class LocalEngine:
     ) -> None:
         """Ask for worker `index`; `reports` tells its pid. Returns at once."""
         request = Start(index, target, argument, dict(environment), str(log) if log else None)
+        self._control.settimeout(START_TIMEOUT_S)
         try:
             self._control.sendall(msgspec.json.encode(request) + b"\n")
         except OSError as error:

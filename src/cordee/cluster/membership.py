@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-SETTLING_S = 0.5  # how long a consequence waits for its cause to be heard of
+SETTLING_S = 0.5  # how long the first sign of a failure waits for what the workers themselves say of it
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Trouble:
     reason: str
     traceback: str = ""
     is_consequence: bool = False
+    is_final: bool = True  # nothing better will be heard of it; an exit is followed by the worker's own account
     at_s: float = 0.0
 
     def describe(self) -> str:
@@ -70,17 +71,17 @@ class Membership:
         """Take note of a failure; the first of each worker counts, but its own account more than its exit."""
         for at, known in enumerate(self.troubles):
             if known.worker_index == trouble.worker_index:
-                if trouble.traceback and not known.traceback:
+                if trouble.is_final and not known.is_final:
                     self.troubles[at] = replace(trouble, at_s=known.at_s)
                 return
         self.troubles.append(trouble)
 
-    def exit(self, index: int, how: str, now_s: float) -> None:
-        """Take note that the process of a worker has ended."""
+    def exit(self, index: int, how: str, now_s: float, *, is_killed: bool = False) -> None:
+        """Take note that the process of a worker has ended; one that was killed had no time to say anything."""
         record = self.records[index]
         if record.state != "finished":
-            self.report(Trouble(index, record.step, how, at_s=now_s))
-        record.state = "finished" if record.state == "finished" else "gone"
+            self.report(Trouble(index, record.step, how, is_final=is_killed, at_s=now_s))
+            record.state = "gone"
 
     def check_silence(self, now_s: float, is_working: Callable[[int], bool] = lambda index: False) -> list[int]:
         """Report the workers that were not heard of for too long; return them.
@@ -106,14 +107,9 @@ class Membership:
         return all(record.state != "starting" for record in self.records.values())
 
     @property
-    def has_all_accounts(self) -> bool:
-        """Whether every worker has ended well or said what is wrong: nobody's account is awaited."""
-        known = {trouble.worker_index for trouble in self.troubles}
-        return all(index in known or record.state == "finished" for index, record in self.records.items())
-
-    @property
     def is_over(self) -> bool:
-        return all(record.state in ("finished", "gone") for record in self.records.values())
+        """Whether every worker has ended well."""
+        return all(record.state == "finished" for record in self.records.values())
 
     def culprit(self, now_s: float) -> Trouble | None:
         """Return the failure to report, once it is known: a cause at once, a consequence after some time."""
@@ -122,8 +118,18 @@ class Membership:
             first = min(causes, key=lambda trouble: trouble.at_s)
             if first.traceback:
                 return first
+            if now_s - first.at_s <= SETTLING_S and not self._has_all_accounts:
+                return None
             # What it was last heard of is old; those who lost it in the same step know better.
             return replace(first, step=max(trouble.step for trouble in self.troubles))
-        if self.troubles and now_s - self.troubles[0].at_s > self.failure_timeout_s + SETTLING_S:
+        is_anybody_left = any(record.state in ("starting", "member") for record in self.records.values())
+        limit_s = SETTLING_S + (self.failure_timeout_s if is_anybody_left else 0.0)
+        if self.troubles and now_s - self.troubles[0].at_s > limit_s:
             return self.troubles[0]
         return None
+
+    @property
+    def _has_all_accounts(self) -> bool:
+        """Whether every worker has ended well or said what is wrong: nobody's account is awaited."""
+        known = {trouble.worker_index for trouble in self.troubles if trouble.is_final}
+        return all(index in known or record.state == "finished" for index, record in self.records.items())
