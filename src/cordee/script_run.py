@@ -5,9 +5,10 @@ from __future__ import annotations
 import runpy
 import signal
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,15 @@ from cordee.core.errors import CommunicationError, JobError, TrainingError
 from cordee.interrupts import InterruptFlag
 
 INTERRUPT_GRACE_S = 3.0  # for a script to end by itself after Ctrl-C
-SETTLING_S = 0.3  # for the cause to be known when its consequence was noticed first
+SETTLING_S = 5.0  # for the cause to be known when its consequence was noticed first
 CONSEQUENCE = 86  # exit code of a script that only lost a peer
 
 
 def run_script(script: Path, args: list[str], num_workers: int) -> bool:
     """Run `script` on `num_workers` processes; return whether it came to its end (False: Ctrl-C).
 
-    The first worker that fails ends the others. Raises TrainingError that names it. Leaves no process.
+    The first worker that fails ends the others. Raises TrainingError that names it, having printed its
+    traceback and nobody else's. Leaves no process.
     """
     if not script.is_file():
         raise JobError(f"no script {str(script)!r}")
@@ -37,21 +39,32 @@ def run_script(script: Path, args: list[str], num_workers: int) -> bool:
     # The launcher keeps the meeting point, on a port of the system's choice, so that none can be taken.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     flag = InterruptFlag(lambda: None)
-    with LocalEngine() as engine, flag:
-        for rank in range(num_workers):
+    with tempfile.TemporaryDirectory(prefix="cordee-") as folder, LocalEngine() as engine, flag:
+        accounts = [Path(folder) / f"worker-{rank}" for rank in range(num_workers)]
+        for rank, account in enumerate(accounts):
             environment = script_environment(Place(rank, num_workers, rank, num_workers), store.port)
-            argument = {"script": str(script), "args": args, "num_local_workers": num_workers}
-            engine.start(rank, "cordee.script_run:main", argument, environment, None)
-        return _attend(engine, num_workers, flag)
+            order = {"script": str(script), "args": args, "num_local_workers": num_workers, "account": str(account)}
+            engine.start(rank, "cordee.script_run:main", order, environment, None)
+        ended = _attend(engine, num_workers, flag)
+        if flag():
+            return False
+        if (failure := find_cause(ended)) is not None:
+            account = accounts[failure.index]
+            text = account.read_text() if account.exists() else ""
+            if failure.status != CONSEQUENCE:
+                sys.stderr.write(text)
+            raise TrainingError(_describe(failure, text.strip()))
+        return True
 
 
-def _attend(engine: LocalEngine, num_workers: int, was_interrupted: Callable[[], bool]) -> bool:
-    ended: dict[int, Exited] = {}
+def _attend(engine: LocalEngine, num_workers: int, was_interrupted: Callable[[], bool]) -> list[Exited]:
+    """Wait for the workers, or for the first failure; return those that ended, in the order they did."""
+    ended: list[Exited] = []
     failed_s = interrupted_s = float("inf")
     while len(ended) < num_workers:
         for report in engine.reports(timeout_s=0.05):
             if isinstance(report, Exited):
-                ended[report.index] = report
+                ended.append(report)
                 if report.status and failed_s == float("inf"):
                     failed_s = time.monotonic()
         now_s = time.monotonic()
@@ -61,37 +74,53 @@ def _attend(engine: LocalEngine, num_workers: int, was_interrupted: Callable[[],
                 for index in range(num_workers):
                     engine.signal(index, signal.SIGINT)
             if now_s - interrupted_s > INTERRUPT_GRACE_S:
-                return False
-        elif any(r.status not in (0, CONSEQUENCE) for r in ended.values()) or now_s - failed_s > SETTLING_S + 5.0:
+                break
+        elif any(r.status not in (0, CONSEQUENCE) for r in ended) or now_s - failed_s > SETTLING_S:
             break
-    if was_interrupted():
-        return False
-    failures = [report for report in ended.values() if report.status]
-    causes = [report for report in failures if report.status != CONSEQUENCE] or failures
-    if causes:
-        raise TrainingError(f"worker {causes[0].index} {describe_exit(causes[0])}; the others were ended")
-    return True
+    return ended
 
 
-def main(argument: dict[str, Any]) -> int:
+def find_cause(ended: Sequence[Exited]) -> Exited | None:
+    """Return the exit to report of those given in their order: a failure before the loss of a peer."""
+    failures = [report for report in ended if report.status]
+    causes = [report for report in failures if report.status != CONSEQUENCE]
+    # With nothing but losses, one that left in order before the others were done is to blame.
+    early = [report for report in ended[: ended.index(failures[0])] if not report.status] if failures else []
+    return next(iter(causes or early or failures), None)
+
+
+def _describe(failure: Exited, account: str) -> str:
+    if failure.status == CONSEQUENCE:
+        return f"worker {failure.index} lost the others: {account}; all were ended"
+    if failure.status == 0:
+        return f"worker {failure.index} came to its end while the others still needed it; they were ended"
+    return f"worker {failure.index} {describe_exit(failure)}; the others were ended"
+
+
+def main(order: dict[str, Any]) -> int:
     """Run the script in a fresh fork of the fork server."""
-    script = str(argument["script"])
-    sys.argv = [script, *argument["args"]]
+    script, account = str(order["script"]), Path(order["account"])
+    sys.argv = [script, *order["args"]]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    share_threads(0, int(argument["num_local_workers"]))
+    share_threads(0, int(order["num_local_workers"]))
     try:
         runpy.run_path(script, run_name="__main__")
     except KeyboardInterrupt:
         return 130
-    except Exception as error:  # noqa: BLE001 - whatever the script raises is reported here
-        # One traceback for one failure: who merely lost a peer says so in a line.
+    except Exception as error:  # noqa: BLE001 - whatever the script raises is reported
+        # The launcher prints one account: N of the same failure, or of its consequences, would hide it.
         lost = _lost_peer(error)
-        if lost is None:
-            traceback.print_exc()
-            return 1
-        sys.stderr.write(f"cordee: {lost}\n")
-        return CONSEQUENCE
+        account.write_text(lost if lost is not None else _traceback(error, script))
+        return 1 if lost is None else CONSEQUENCE
     return 0
+
+
+def _traceback(error: Exception, script: str) -> str:
+    """Return the traceback as Python would have printed it: from the script on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != script:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(frames or error.__traceback__)))
 
 
 def _lost_peer(error: BaseException | None) -> str | None:
