@@ -56,7 +56,7 @@ class LoopTeam:
 
         `batches` may be a DataLoader, of which only the own share is read, in an order that torch's seed decides
         alike on any number of workers; or anything that yields the same batches on every worker. The model stays
-        the same object: save and inspect it as always.
+        the same object: save and inspect it as always. Batch norms keep the statistics of each worker's shares.
         """
         known = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
@@ -69,24 +69,34 @@ class LoopTeam:
         return model, optimizer, self._batches
 
     def backward(self, loss: Tensor, *, exchange: bool = True) -> None:
-        """Compute gradients of the mean loss over everybody's samples of the present batch. Collective.
+        """Add the gradients of the mean loss over everybody's samples of the present batch. Collective.
 
-        With `exchange=False` only this worker's are added up: for all but the last part when accumulating.
+        `loss` is the mean over the worker's own. With `exchange=False` gradients stay this worker's until the
+        next call: for all but the last part when accumulating, to communicate once.
         """
-        if self._exchange is None or self._batches is None:
+        if self.num_workers == 1:
             loss.backward()  # type: ignore[no-untyped-call]
             return
+        if self._exchange is None or self._batches is None:
+            raise JobError("team.backward: call team.prepare(model, optimizer, batches) before the loop")
         share = self._batches.share
+        self._exchange.set_aside()
         (loss * (share.num_own / share.num_all)).backward()  # type: ignore[no-untyped-call]
         if exchange:
             self._exchange.reduce([float(share.num_own)], count_at=0, nominal_count=share.num_all)
+            self._exchange.take_back()
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return the rows of all workers, in order, each sample once. Collective; gradients do not flow."""
+        """Return the rows of all workers, in order, each sample once. Collective; gradients do not flow.
+
+        A value without rows, a loss say, is one row of each worker.
+        """
         values = values.detach()
+        if values.ndim == 0:
+            values = values.reshape(1)
         if self.num_workers == 1:
             return values
-        if self._batches is not None and not self._batches.share.num_own:
+        if self._batches is not None and self._batches.is_standing_in:
             values = values[:0]  # a worker without samples has computed somebody else's
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_workers)]
         dist.all_gather(lengths, torch.tensor([len(values)]))
@@ -134,6 +144,10 @@ def join() -> Iterator[LoopTeam]:
     )
     try:
         yield LoopTeam(team)
-    finally:
+    except BaseException:
         if is_ours:
-            dist.destroy_process_group()
+            with contextlib.suppress(Exception):  # the error that is on its way says more
+                dist.destroy_process_group()
+        raise
+    if is_ours:
+        dist.destroy_process_group()

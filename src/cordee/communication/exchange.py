@@ -26,6 +26,7 @@ class GradientExchange:
         self._flats: list[Tensor] = []
         self._views: list[Tensor] = [torch.empty(0)] * len(self._parameters)
         self._tail: Tensor | None = None
+        self._aside: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(parameter.dtype for parameter in self._parameters):
             chosen = [i for i, parameter in enumerate(self._parameters) if parameter.dtype == dtype]
             size = sum(self._parameters[i].numel() for i in chosen)
@@ -69,6 +70,23 @@ class GradientExchange:
         for parameter, view, num_users in zip(self._parameters, self._views, users, strict=True):
             parameter.grad = view if num_users else None
         return totals
+
+    def set_aside(self) -> None:
+        """Keep gradients that are sums over the members already out of the next exchange."""
+        for i, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            if parameter.grad is view:
+                self._aside[i] = view.clone()
+                parameter.grad = None
+
+    def take_back(self) -> None:
+        """Add what was set aside to the gradients again."""
+        for i, kept in self._aside.items():
+            parameter = self._parameters[i]
+            if parameter.grad is None:
+                parameter.grad = self._views[i].copy_(kept)
+            else:
+                parameter.grad.add_(kept)
+        self._aside.clear()
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:
