@@ -1,0 +1,94 @@
+"""Models that are hard on data parallelism, named by the jobs of the tests as "networks:name"."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cordee.models import resnet
+
+
+class InDouble(nn.Module):
+    """A model that computes in double precision, where rounding is too small to be amplified into anything."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model.double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.model(inputs.double())
+
+
+def double_resnet(*, input_shape: tuple[int, ...], num_classes: int, depth: int = 20) -> nn.Module:
+    return InDouble(resnet(input_shape=input_shape, num_classes=num_classes, depth=depth))
+
+
+class Branching(nn.Module):
+    """`only_first` is used by the first worker alone, `unused` by none, `frozen` is not to be trained."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        (width,) = input_shape
+        self.common = nn.Linear(width, num_classes)
+        self.only_first = nn.Linear(width, num_classes)
+        self.unused = nn.Linear(3, 3)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.common(inputs + 0.1 * self.frozen(inputs))
+        if self.training and dist.is_initialized() and dist.get_rank() == 0:
+            outputs = outputs + self.only_first(inputs)
+        return outputs
+
+
+class Mixed(nn.Module):
+    """Parameters of three dtypes, and one that is shared between two layers."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        (width,) = input_shape
+        self.coarse = nn.Linear(width, width, dtype=torch.bfloat16)
+        self.first = nn.Linear(width, width, bias=False)
+        self.second = nn.Linear(width, width)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(width, num_classes, dtype=torch.float64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.coarse(inputs.bfloat16()).float()
+        return self.last(self.second(torch.relu(self.first(hidden + inputs))).double()).float()
+
+
+class Normed(nn.Module):
+    """Batch norms, a reshape that no empty batch survives, a counter and a constant that is not finite."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        channels = input_shape[0]
+        self.conv = nn.Conv2d(channels, 4, 3, bias=False)
+        self.norm = nn.BatchNorm2d(4)
+        self.last = nn.LazyLinear(num_classes)
+        self.register_buffer("mask", torch.tensor([0.1, float("-inf")]))
+        self.register_buffer("num_calls", torch.tensor(0))
+        with torch.no_grad():
+            self.eval()
+            self(torch.zeros(1, *input_shape))
+            self.train()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.num_calls += 1
+        hidden = torch.relu(self.norm(self.conv(inputs)))
+        return self.last(hidden.view(len(inputs), -1))
+
+
+class Sparse(nn.Module):
+    """Sparse gradients."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(num_classes, 8, sparse=True)
+        self.last = nn.Linear(8, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.tokens(inputs))
