@@ -1,0 +1,182 @@
+"""The coordinator and the links of workers, over a real channel, in one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from cordee.cluster.coordinator import Coordinator
+from cordee.cluster.link import CoordinatorLink
+from cordee.cluster.membership import Membership
+from cordee.communication.channel import ClientChannel, RefusedError, ServerChannel
+from cordee.communication.endpoint import Speaker
+from cordee.communication.keys import make_keys
+from cordee.communication.messages import COORDINATION, Barrier, BarrierDone, Hello, Welcome
+from cordee.communication.wire import Codec
+from cordee.core.errors import CommunicationError
+
+pytestmark = pytest.mark.timeout(30)
+SERVER_KEYS, (CLIENT_KEYS,) = make_keys()
+TIMEOUT_S = 2.0
+
+
+class Served:
+    """A coordinator of two workers that is served by a thread."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.membership = Membership(2, TIMEOUT_S, startup_timeout_s=10.0, started_s=time.monotonic())
+        speaker = Speaker(run="run", name="coordinator", incarnation=1)
+        self._channel = ServerChannel("tcp://127.0.0.1:*", speaker, Codec(COORDINATION), SERVER_KEYS)
+        self.coordinator = Coordinator(
+            self._channel, self.membership, lambda kind, fields: self.events.append((kind, fields))
+        )
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._is_over.is_set():
+            self.coordinator.serve(0.01)
+
+    @property
+    def address(self) -> str:
+        return self._channel.address
+
+    def link(self, index: int) -> CoordinatorLink:
+        return CoordinatorLink(self.address, "run", index, CLIENT_KEYS)
+
+    def channel(self, name: str) -> ClientChannel:
+        speaker = Speaker(run="run", name=name, incarnation=1)
+        return ClientChannel(self.address, speaker, Codec(COORDINATION), CLIENT_KEYS)
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.events]
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join(5)
+        self._channel.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.close()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def joined(*links: CoordinatorLink) -> list[Any]:
+    """Let all join at once; return what each was told."""
+    told: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=lambda at=at, link=link: told.update({at: link.join(10.0)}))
+        for at, link in enumerate(links)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(15)
+    return [told[at] for at in range(len(links))]
+
+
+def test_all_learn_who_is_in_the_team(served: Served) -> None:
+    with served.link(0) as first, served.link(1) as second:
+        directives = joined(second, first)
+    for directive in directives:
+        assert directive.action == "new_generation"
+        assert [(member.name, member.index) for member in directive.members] == [("worker-0", 0), ("worker-1", 1)]
+    assert sorted(served.kinds()) == ["generation", "worker_started", "worker_started"]
+    assert dict(served.events)["generation"] == {"generation": 1, "members": [0, 1]}
+
+
+def test_nobody_waits_for_ever_for_the_others(served: Served) -> None:
+    with served.link(0) as link, pytest.raises(CommunicationError, match="the others did not join within"):
+        link.join(0.3)
+
+
+def test_heartbeats_tell_how_far_a_worker_is(served: Served) -> None:
+    with served.link(0) as first, served.link(1) as second:
+        joined(first, second)
+        first.step = 12
+        wait_until(lambda: served.membership.records[0].step == 12)
+        before_s = served.membership.records[1].heard_s
+        wait_until(lambda: served.membership.records[1].heard_s > before_s)
+        assert served.membership.check_silence(time.monotonic()) == []
+
+
+def test_events_pass_through(served: Served) -> None:
+    with served.link(0) as first, served.link(1) as second:
+        joined(first, second)
+        first.emit("step", {"step": 3, "loss": 0.5, "nested": {"a": [1, None]}})
+        wait_until(lambda: "step" in served.kinds())
+    assert dict(served.events)["step"] == {"step": 3, "loss": 0.5, "nested": {"a": [1, None]}}
+
+
+def test_a_failure_is_a_cause_and_a_lost_peer_a_consequence(served: Served) -> None:
+    with served.link(0) as first, served.link(1) as second:
+        joined(first, second)
+        first.fail(CommunicationError("rank 1 died"), step=4)
+        wait_until(lambda: served.membership.troubles)
+        assert served.membership.culprit(time.monotonic()) is None
+        second.fail(ValueError("x" * 10_000), step=4)
+        wait_until(lambda: served.membership.culprit(time.monotonic()))
+        culprit = served.membership.culprit(time.monotonic())
+    assert culprit is not None and culprit.worker_index == 1
+    assert culprit.reason.startswith("raised ValueError: xxx") and len(culprit.reason) <= 4000
+    assert "ValueError" in culprit.traceback
+
+
+def test_a_stop_reaches_all_and_goodbyes_end_the_run(served: Served) -> None:
+    with served.link(0) as first, served.link(1) as second:
+        joined(first, second)
+        assert not first.is_stop_asked
+        served.coordinator.direct("stop", "interrupted")
+        wait_until(lambda: first.is_stop_asked and second.is_stop_asked)
+        first.leave()
+        second.leave()
+        wait_until(lambda: served.membership.is_over)
+
+
+def test_a_stop_for_a_worker_that_is_gone_is_told_and_no_error(served: Served) -> None:
+    with served.link(0) as first:
+        with served.link(1) as second:
+            joined(first, second)
+        wait_until(lambda: served.coordinator.direct("stop") or "warning" in served.kinds())
+        wait_until(lambda: first.is_stop_asked)
+    assert "worker 1 could not be told to stop" in dict(served.events)["warning"]["message"]
+
+
+@pytest.mark.parametrize("name", ["worker-2", "worker-x", "worker--1", "server-0", "worker-"])
+def test_who_is_not_of_the_team_is_refused(served: Served, name: str) -> None:
+    with served.channel(name) as channel, pytest.raises(RefusedError, match="unknown-member"):
+        channel.request(Hello("worker", 1, "host"), timeout_s=5)
+    assert served.events == []
+
+
+def test_messages_that_only_the_coordinator_sends_are_refused(served: Served) -> None:
+    with served.channel("worker-0") as channel, pytest.raises(RefusedError, match="unexpected"):
+        channel.request(Welcome(1.0, 1.0), timeout_s=5)
+
+
+def test_a_barrier_opens_when_all_have_come(served: Served) -> None:
+    with served.channel("worker-0") as first, served.channel("worker-1") as second:
+        replies: list[Any] = []
+        thread = threading.Thread(target=lambda: replies.append(first.request(Barrier("here"), timeout_s=10)))
+        thread.start()
+        time.sleep(0.2)
+        assert not replies
+        assert second.request(Barrier("here"), timeout_s=10).message == BarrierDone("here")
+        thread.join(10)
+        assert replies[0].message == BarrierDone("here")

@@ -1,0 +1,179 @@
+"""Workers forked from a server: how they start, how they end, and that nothing of them stays."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cordee.cluster.fork_server import Exited, Started
+from cordee.cluster.local import LocalEngine, describe_exit
+from cordee.core.errors import CordeeError
+
+pytestmark = pytest.mark.timeout(100)
+HERE = str(Path(__file__).parent)
+
+
+@contextlib.contextmanager
+def new_engine() -> Iterator[LocalEngine]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", HERE)  # where `forked` is
+        engine = LocalEngine()
+    with engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[LocalEngine]:
+    """One for all tests that leave it as it was: importing torch takes seconds."""
+    with new_engine() as engine:
+        yield engine
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def exits(engine: LocalEngine, count: int, timeout_s: float = 60.0) -> dict[int, Exited]:
+    """Return the next `count` exits by index."""
+    found: dict[int, Exited] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(found) < count:
+        assert time.monotonic() < deadline, f"only {found} ended"
+        found |= {report.index: report for report in engine.reports(0.05) if isinstance(report, Exited)}
+    return found
+
+
+def test_a_worker_has_its_environment_its_log_and_its_exit_code(engine: LocalEngine, tmp_path: Path) -> None:
+    file, log = tmp_path / "out", tmp_path / "log"
+    log.write_text("before\n")
+    engine.start(3, "forked:write_environment", {"file": str(file), "code": 7}, {"TEST_MARK": "here"}, log)
+    reports = []
+    wait_until(lambda: reports.extend(engine.reports(0.05)) or len(reports) == 2)
+    assert isinstance(reports[0], Started) and isinstance(reports[1], Exited)
+    assert reports[0].index == reports[1].index == 3
+    assert reports[0].pid == reports[1].pid
+    assert describe_exit(reports[1]) == "exited with code 7"
+    mark, parent = file.read_text().split()
+    assert mark == "here" and int(parent) not in (os.getpid(), reports[0].pid)
+    assert log.read_text() == "before\nto the log\nerrors too\n"
+    assert "TEST_MARK" not in os.environ
+
+
+def test_how_workers_end(engine: LocalEngine, tmp_path: Path) -> None:
+    logs = [tmp_path / f"log-{index}" for index in range(5)]
+    engine.start(0, "forked:raise_error", {}, {}, logs[0])
+    engine.start(1, "forked:leave", {"code": 0}, {}, logs[1])
+    engine.start(2, "forked:leave", {"code": 5}, {}, logs[2])
+    engine.start(3, "forked:leave", {"code": "why it leaves"}, {}, logs[3])
+    engine.start(4, "forked:no_such_function", {}, {}, logs[4])
+    found = exits(engine, 5)
+    assert [found[index].status for index in range(5)] == [1, 0, 5, 1, 1]
+    assert "ValueError: on purpose" in logs[0].read_text()
+    assert logs[3].read_text() == "why it leaves\n"
+    assert "no_such_function" in logs[4].read_text()
+    assert not engine.pids
+
+
+def test_signals_are_told_apart(engine: LocalEngine, tmp_path: Path) -> None:
+    for index in range(2):
+        engine.start(index, "forked:sleep", {"file": str(tmp_path / str(index))}, {}, tmp_path / "log")
+    wait_until(lambda: list(engine.reports()) or ((tmp_path / "0").exists() and (tmp_path / "1").exists()))
+    wait_until(lambda: list(engine.reports()) or len(engine.pids) == 2)
+    engine.signal(0, signal.SIGKILL)
+    engine.signal(1, signal.SIGTERM)
+    found = exits(engine, 2)
+    assert describe_exit(found[0]) == "was killed by SIGKILL"
+    assert describe_exit(found[1]) == "was killed by SIGTERM"
+    engine.signal(0, signal.SIGKILL)  # it is gone, which is no error
+    assert describe_exit(Exited(0, 1, -200)) == "was killed by signal 200"
+
+
+def test_leaving_the_context_ends_the_stubborn_too(tmp_path: Path) -> None:
+    with new_engine() as engine:
+        for index, target in enumerate(("sleep", "sleep_stubbornly")):
+            engine.start(index, f"forked:{target}", {"file": str(tmp_path / str(index))}, {}, tmp_path / "log")
+        wait_until(lambda: list(engine.reports()) or ((tmp_path / "0").exists() and (tmp_path / "1").exists()))
+        wait_until(lambda: list(engine.reports()) or len(engine.pids) == 2)
+        pids = [*engine.pids.values(), engine._server.pid]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_is_working_tells_the_busy_from_the_stopped(engine: LocalEngine, tmp_path: Path) -> None:
+    engine.start(0, "forked:spin", {"file": str(tmp_path / "0")}, {}, tmp_path / "log")
+    wait_until(lambda: list(engine.reports()) or ((tmp_path / "0").exists() and engine.pids))
+    engine.is_working(0)
+    wait_until(lambda: engine.is_working(0))
+    engine.signal(0, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(engine.pids[0]).status() == psutil.STATUS_STOPPED)
+    assert not engine.is_working(0)
+    assert not engine.is_working(17), "there is none of that index"
+    engine.signal(0, signal.SIGKILL)
+    exits(engine, 1)
+
+
+def test_a_worker_that_ends_well_ends_like_a_program(engine: LocalEngine, tmp_path: Path) -> None:
+    engine.start(0, "forked:end_like_a_program", {"folder": str(tmp_path)}, {}, tmp_path / "log")
+    assert exits(engine, 1)[0].status == 0
+    assert (tmp_path / "thread").exists() and (tmp_path / "exit").exists()
+
+
+def test_forks_do_not_share_random_numbers(engine: LocalEngine, tmp_path: Path) -> None:
+    for index in range(2):
+        engine.start(index, "forked:draw", {"file": str(tmp_path / str(index))}, {}, tmp_path / "log")
+    exits(engine, 2)
+    one, other = ((tmp_path / str(index)).read_text().split() for index in range(2))
+    assert one[0] != other[0] and one[1] != other[1]
+
+
+def test_a_fork_server_that_dies_takes_its_workers_along_and_is_an_error(tmp_path: Path) -> None:
+    with new_engine() as engine:
+        engine.start(0, "forked:sleep", {"file": str(tmp_path / "0")}, {}, tmp_path / "log")
+        wait_until(lambda: list(engine.reports()) or ((tmp_path / "0").exists() and engine.pids))
+        (pid,) = engine.pids.values()
+        engine._server.kill()
+        with pytest.raises(CordeeError, match=r"fork server .* died"):
+            wait_until(lambda: list(engine.reports(0.05)) and False)
+        wait_until(lambda: not psutil.pid_exists(pid), timeout_s=5)
+        with pytest.raises(CordeeError, match=r"fork server .* gone"):
+            wait_until(lambda: engine.start(1, "forked:sleep", {}, {}, None))
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    launcher = (
+        "import sys, time\n"
+        "from cordee.cluster.local import LocalEngine\n"
+        "with LocalEngine() as engine:\n"
+        f"    engine.start(0, 'forked:sleep', {{'file': {str(tmp_path / 'here')!r}}}, {{}}, None)\n"
+        "    time.sleep(300)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", launcher], env={**os.environ, "PYTHONPATH": HERE})
+    try:
+        wait_until(lambda: (tmp_path / "here").exists())
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) == 2
+    finally:
+        process.kill()
+        process.wait(10)
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive
+
+
+def test_files_in_the_working_folder_shadow_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("select", "msgspec", "torch", "queue"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('the wrong file')\n")
+    monkeypatch.chdir(tmp_path)
+    with new_engine() as engine:
+        engine.start(0, "forked:leave", {"code": 0}, {}, tmp_path / "log")
+        assert exits(engine, 1)[0].status == 0
