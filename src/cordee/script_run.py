@@ -84,9 +84,9 @@ def find_cause(ended: Sequence[Exited]) -> Exited | None:
     """Return the exit to report of those given in their order: a failure before the loss of a peer."""
     failures = [report for report in ended if report.status]
     causes = [report for report in failures if report.status != CONSEQUENCE]
-    # With nothing but losses, one that left in order before the others were done is to blame.
-    early = [report for report in ended[: ended.index(failures[0])] if not report.status] if failures else []
-    return next(iter(causes or early or failures), None)
+    # With nothing but losses, one that came to its end while the others needed it is to blame.
+    leavers = [report for report in ended if not report.status] if failures else []
+    return next(iter(causes or leavers or failures), None)
 
 
 def _describe(failure: Exited, account: str) -> str:

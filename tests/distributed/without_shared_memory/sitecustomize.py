@@ -1,0 +1,14 @@
+"""Loaded by Python at its start: processes under this path cannot make a segment of shared memory."""
+
+from __future__ import annotations
+
+import sys
+
+if "cordee.cluster.fork_server" in sys.orig_argv:
+    from cordee.communication.shared_memory import hosts
+    from cordee.core.errors import CommunicationError
+
+    def refuse(*args: object, **kwargs: object) -> object:
+        raise CommunicationError("no shared memory today")
+
+    hosts.create_segment = refuse  # type: ignore[assignment]
