@@ -114,6 +114,10 @@ def train(
     overrides += [f"strategy.name={strategy}"] if strategy is not None else []
     overrides += [f"strategy.workers={workers}"] if workers is not None else []
 
+    from cordee.core import Job
+
+    Job.load(job, overrides)  # a mistake in it is told at once, before the two seconds that importing torch takes
+
     from cordee.launch import train as run_training
 
     run = run_training(job, overrides=overrides, run_dir=run_dir, resume=resume, quiet=quiet)
