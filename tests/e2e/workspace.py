@@ -166,6 +166,7 @@ class Workspace:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=hear_ctrl_c,
         ) as process:
             try:
                 yield process
@@ -179,6 +180,11 @@ class Workspace:
 
     def wait_for_step(self, process: subprocess.Popen[Any], step: int, run_dir: str | Path = "run") -> None:
         wait_until(lambda: self.steps_taken(run_dir) >= step, process)
+
+
+def hear_ctrl_c() -> None:
+    """Called in a new process: what a shell starts in the background ignores SIGINT, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[Any]) -> None:
