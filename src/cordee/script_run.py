@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from cordee.cluster.fork_server import Exited
 from cordee.cluster.local import LocalEngine, describe_exit
+from cordee.communication.lost_peer import find_lost_peer
 from cordee.compute import share_threads
 from cordee.core.env import Place, script_environment
-from cordee.core.errors import CommunicationError, JobError, TrainingError
+from cordee.core.errors import JobError, TrainingError
 from cordee.interrupts import InterruptFlag
 
 INTERRUPT_GRACE_S = 3.0  # for a script to end by itself after Ctrl-C
@@ -109,8 +110,8 @@ def main(order: dict[str, Any]) -> int:
         return 130
     except Exception as error:  # noqa: BLE001 - whatever the script raises is reported
         # The launcher prints one account: N of the same failure, or of its consequences, would hide it.
-        lost = _lost_peer(error)
-        account.write_text(lost if lost is not None else _traceback(error, script))
+        lost = find_lost_peer(error)
+        account.write_text(_traceback(error, script) if lost is None else str(lost))
         return 1 if lost is None else CONSEQUENCE
     return 0
 
@@ -121,11 +122,3 @@ def _traceback(error: Exception, script: str) -> str:
     while frames is not None and frames.tb_frame.f_code.co_filename != script:
         frames = frames.tb_next
     return "".join(traceback.format_exception(error.with_traceback(frames or error.__traceback__)))
-
-
-def _lost_peer(error: BaseException | None) -> str | None:
-    while error is not None:
-        if isinstance(error, CommunicationError):
-            return str(error)
-        error = error.__cause__ or error.__context__
-    return None

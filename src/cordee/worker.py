@@ -15,9 +15,9 @@ from cordee.assembly import assemble
 from cordee.cluster import Team
 from cordee.cluster.link import CoordinatorLink
 from cordee.communication.keys import ClientKeys
+from cordee.communication.lost_peer import find_lost_peer
 from cordee.communication.shared_memory import BackendSettings, register
 from cordee.core import Job
-from cordee.core.errors import CommunicationError
 from cordee.monitoring import Event, Monitor, setup_logging
 from cordee.session import Session
 
@@ -91,7 +91,7 @@ def main(argument: dict[str, Any]) -> int:
         except Exception as error:
             log.exception("worker %d cannot go on", order.worker_index)
             link.step = session.step if session else 0
-            link.fail(_as_consequence(error), link.step)
+            link.fail(find_lost_peer(error) or error, link.step)
             return 1
     return 0
 
@@ -113,13 +113,3 @@ def _form_group(order: WorkerOrder) -> Team:
         local_rank=order.worker_index,
         generation=1,
     )
-
-
-def _as_consequence(error: Exception) -> Exception:
-    """Return the loss of a peer inside `error`, if that is what it comes from."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, CommunicationError | dist.DistBackendError):
-            return cause if isinstance(cause, CommunicationError) else CommunicationError(str(cause))
-        cause = cause.__cause__ or cause.__context__
-    return error

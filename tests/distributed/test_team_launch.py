@@ -33,7 +33,8 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
 
 
 def events_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def test_two_runs_of_two_workers_side_by_side(tmp_path: Path) -> None:
@@ -121,3 +122,18 @@ def test_what_every_worker_says_is_the_reason(tmp_path: Path) -> None:
     assert "no shared memory today" in ended.stderr
     assert "Traceback" not in ended.stderr and ended.stderr.count("\n") <= 2
     assert summary_of(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_worker_killed_within_a_hook_of_ddp_is_named(tmp_path: Path) -> None:
+    """torch hands the loss of a peer on as a text there."""
+    compressed = {"compression": "powersgd", "name": "data_parallel", "workers": 2}
+    path = write_job(tmp_path, training={"steps": 1_000_000}, strategy=compressed)
+    with started("train", str(path), "--run-dir", str(tmp_path / "run"), "-q") as command:
+        wait_until(lambda: (tmp_path / "run" / "events.jsonl").exists() and '"step":30' in _text(tmp_path))
+        command.note_family()
+        pids = {event["worker"]: event["pid"] for event in events_of(tmp_path / "run") if "pid" in event}
+        os.kill(pids[1], signal.SIGKILL)
+        ended = command.finish(timeout_s=10)
+        assert ended.code == 1
+        assert ended.stderr.startswith("cordee: worker 1 was killed by SIGKILL")
+        assert not command.survivors()

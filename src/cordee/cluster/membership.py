@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-SETTLING_S = 0.5  # how long the first sign of a failure waits for what the workers themselves say of it
+SETTLING_S = 1.0  # how long the first sign of a failure waits for what the workers themselves say of it
 
 
 @dataclass(frozen=True)
