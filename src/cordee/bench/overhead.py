@@ -11,26 +11,20 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import logging
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
+from cordee.bench.materials import build, image_data, silent, train_tensors, whole_batches
 from cordee.bench.report import Report, describe_machine, interleave, median_ratio, medians
 from cordee.core import Job
-from cordee.core.errors import DataError
 from cordee.core.settings import Data
-from cordee.data import load_data
 from cordee.launch import train
-from cordee.models import lenet
 
 BATCH_SIZE = 32
 NUM_STEPS = 600
@@ -38,7 +32,8 @@ LEARNING_RATE = 0.001
 
 
 def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
-    data, inputs, targets = _tensors()
+    data = image_data()
+    inputs, targets = train_tensors(data)
     say(f"data: {data.use}; {NUM_STEPS} steps of {BATCH_SIZE} per contestant and round")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -73,25 +68,8 @@ def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
     return Report("overhead", describe_machine(), {**settings, "rounds": rounds}, raw, "samples/s", rows)
 
 
-def _tensors() -> tuple[Data, Tensor, Tensor]:
-    data = Data("fashion-mnist")
-    try:
-        splits = load_data(data, seed=0)
-    except DataError:
-        data = Data("synthetic", args={"shape": [1, 28, 28], "num_classes": 10, "size": 60_000})
-        splits = load_data(data, seed=0)
-    assert splits.train.num_samples is not None
-    inputs, targets = splits.train.gather(torch.arange(splits.train.num_samples))
-    return data, inputs, targets
-
-
-def _model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return lenet(input_shape=(1, 28, 28), num_classes=10)
-
-
 def _by_hand(inputs: Tensor, targets: Tensor, *, fused: bool | None) -> float:
-    model = _model()
+    model = build("lenet")
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=fused)
     order = torch.randperm(len(targets))
     started = time.perf_counter()
@@ -118,32 +96,13 @@ def _by_cordee(data: Data, folder: Path) -> float:
     return run.summary.samples_per_second
 
 
-class _WholeBatches(Dataset[Any]):
-    """Gives a DataLoader a whole batch at once, gathered from tensors."""
-
-    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
-        self._inputs, self._targets = inputs, targets
-
-    def __len__(self) -> int:
-        return len(self._targets)
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        chosen = torch.tensor(indices)
-        return self._inputs[chosen], self._targets[chosen]
-
-
-def _batched(inputs: Tensor, targets: Tensor) -> DataLoader[Any]:
-    dataset = _WholeBatches(inputs, targets)
-    return DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True, collate_fn=lambda batch: batch)
-
-
 def _by_accelerate(inputs: Tensor, targets: Tensor) -> float:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model = _model()
+    model = build("lenet")
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, _batched(inputs, targets))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, whole_batches(inputs, targets, BATCH_SIZE))
     started = time.perf_counter()
     for step, (x, y) in enumerate(loader):
         if step == NUM_STEPS:
@@ -161,7 +120,7 @@ def _by_lightning(inputs: Tensor, targets: Tensor, folder: Path) -> float:
     class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
         def __init__(self) -> None:
             super().__init__()
-            self.model = _model()
+            self.model = build("lenet")
 
         def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
             return F.cross_entropy(self.model(batch[0]), batch[1])
@@ -175,7 +134,7 @@ def _by_lightning(inputs: Tensor, targets: Tensor, folder: Path) -> float:
         def on_train_end(self) -> None:
             self.seconds = time.perf_counter() - self.started_s
 
-    with _silent():
+    with silent():
         module = Module()
         lightning.Trainer(
             max_steps=NUM_STEPS,
@@ -186,19 +145,5 @@ def _by_lightning(inputs: Tensor, targets: Tensor, folder: Path) -> float:
             enable_model_summary=False,
             enable_progress_bar=False,
             default_root_dir=folder,
-        ).fit(module, _batched(inputs, targets))
+        ).fit(module, whole_batches(inputs, targets, BATCH_SIZE))
     return NUM_STEPS * BATCH_SIZE / module.seconds
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Keep Lightning's advice about its own defaults off the screen."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

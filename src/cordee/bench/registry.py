@@ -17,6 +17,8 @@ from cordee.core.errors import JobError, StorageError, nearest
 BENCHMARKS = {
     "overhead": "what the training loop costs beside a hand-written one, Accelerate and Lightning",
     "accuracy": "what the shipped job files reach",
+    "data_parallel": "two workers beside DDP on gloo, Accelerate, Lightning; FSDP2 on our backend and on gloo",
+    "data_parallel": "two workers against DDP on gloo, Accelerate, Lightning and two independent processes",
 }
 
 
