@@ -50,7 +50,7 @@ def run(
     mpi_python: str | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure and return `raw` (contestant, processes and bytes -> milliseconds per round) and `rows` (medians, ratios).
+    """Measure; return `raw` (contestant, processes, bytes -> milliseconds per round) and `rows` (medians, ratios).
 
     `mpi_python` is an interpreter that has mpi4py; None looks whether this one has. Ratios above 1 mean that
     Cordée is that many times faster; `share_of_limit` is how much of the speed of a bare copy and addition it reaches.

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 # Looks at a stamp before the core is given up, at about 70 ns each: 50 µs when every member has a core, since a
 # hand-over through the kernel costs as much; hardly any when a peer may need this core to arrive.
 MIN_SPINS, MAX_SPINS = 20, 700
+# Between two chunks of a long operation a peer is at most about as far behind as a chunk takes.
+STREAM_SPINS = 2000
 
 _SPREAD_EVERY_S = 0.02
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Generator
 
 from cordee.communication.shared_memory.bell import Bell, yield_core
-from cordee.communication.shared_memory.cores import SpinPatience
+from cordee.communication.shared_memory.cores import STREAM_SPINS, SpinPatience
 from cordee.communication.shared_memory.layout import DOORBELL, SIGNATURE, Layout
 from cordee.communication.shared_memory.liveness import PeerWatch, Verdict
 from cordee.communication.shared_memory.segment import Segment
@@ -32,8 +32,8 @@ Steps = Generator[Need, None, None]
 
 # A wake-up costs about 50 µs on a virtual machine: give up the core politely this long before sleeping.
 _YIELD_S = 0.0005
-# A call to give up the core returns in 1 µs if nobody else wants it.
-_SWITCH_S = 5e-6
+# A call to give up the core returns in 1–10 µs if nobody else wants it, and takes longer if a peer used it to arrive.
+_PEER_TURN_S = 30e-6
 
 
 class WaitTimeoutError(Exception):
@@ -56,9 +56,9 @@ class Rounds:
         self.parity = 0
         self._round_stamp = 0  # first stamp of the current round
         self._seen_by_all = 0  # every peer is known to have reached this stamp
-        # Set during long operations. If others want the core then, sleep: a sleeper is scheduled as soon as it is
-        # woken, one who yields comes last (4 MB on a busy machine: 1.2 ms instead of 4). Short operations are better
-        # off yielding, since a wake-up often brings both peers to one core.
+        # Set during long operations, whose waits end in sleep rather than in yielding: a sleeper is scheduled as soon
+        # as it is woken, one who yields comes last (4 MB on a busy machine: 1.2 ms instead of 4). Short operations are
+        # better off yielding, since a wake-up often brings both peers to one core.
         self.is_streaming = False
         self._patience = SpinPatience(member, layout.num_members, group_key)
 
@@ -105,7 +105,7 @@ class Rounds:
         """
         members, stamp = need
         words = self.words
-        spins = self._patience.spins
+        spins = STREAM_SPINS if self.is_streaming else self._patience.spins
         for word in members:
             while words[word] < stamp:
                 spins -= 1
@@ -118,7 +118,7 @@ class Rounds:
     def _wait_long(self, need: Need, timeout_s: float) -> None:
         started = now = time.monotonic()
         deadline = started + timeout_s
-        sleep_after = started + _YIELD_S
+        sleep_after = started + (0 if self.is_streaming else _YIELD_S)
         has_switched = False
         looks = 0
         while not self.ready(need):
@@ -127,10 +127,7 @@ class Rounds:
             if now < sleep_after:
                 yield_core()
                 before, now = now, time.monotonic()
-                if now - before > _SWITCH_S:
-                    has_switched = True
-                    if self.is_streaming:
-                        sleep_after = now
+                has_switched |= now - before > _PEER_TURN_S
             else:
                 looks += 1
                 if looks > 1:
