@@ -10,13 +10,9 @@ from crew import Crew
 
 def _crew(size: int) -> Iterator[Crew]:
     crew = Crew(size)
-    crew.run(_nothing)  # so that its processes are there before the first test begins
+    crew.start()  # so that its processes are there before the first test begins
     yield crew
     crew.close()
-
-
-def _nothing(index: int, size: int) -> None:
-    pass
 
 
 @pytest.fixture(scope="module")

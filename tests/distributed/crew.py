@@ -32,8 +32,7 @@ class Crew:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call `function(index, size, *arguments)` in all members and return what each returned."""
-        if not self._processes:
-            self._start()
+        self.start()
         for pipe in self._pipes:
             pipe.send((function, arguments))
         return self._collect()
@@ -42,7 +41,10 @@ class Crew:
         self._end()
         self._folder.cleanup()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the members, unless they are there."""
+        if self._processes:
+            return
         self._num_crews += 1
         meeting = str(Path(self._folder.name) / f"meeting-{self._num_crews}")
         for index in range(self.size):
