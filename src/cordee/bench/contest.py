@@ -90,7 +90,7 @@ class Contestant:
 
     def end(self) -> float:
         """Wait for the round that was begun and return its samples per second."""
-        return self._samples / max(self._answers(ROUND_TIMEOUT_S))
+        return float(self._samples / max(self._answers(ROUND_TIMEOUT_S)))
 
     def close(self) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):

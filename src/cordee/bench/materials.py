@@ -45,7 +45,7 @@ def build(name: str) -> nn.Module:
     if name == "resnet18":
         return resnet(input_shape=(3, 32, 32), num_classes=10, depth=18)
     assert name == "mlp"
-    return mlp(input_shape=(784,), num_classes=10, hidden=[3072] * 5)  # 40 million parameters
+    return mlp(input_shape=(784,), num_classes=10, hidden=(3072,) * 5)  # 40 million parameters
 
 
 class WholeBatches(Dataset[Any]):
