@@ -101,7 +101,7 @@ def test_a_failure_is_one_message_and_exit_code_1(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def failing_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+def failing_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[BaseException], None]:
     """Make `cordee train` raise, wherever in the program that is then caught."""
 
     def prepare(error: BaseException) -> None:
@@ -109,7 +109,8 @@ def failing_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], N
             raise error
 
         monkeypatch.setattr("cordee.launch.train", fail)
-        monkeypatch.setattr(sys, "argv", ["cordee", "train", "job.toml"])
+        (tmp_path / "job.toml").write_text(small_job().to_toml())
+        monkeypatch.setattr(sys, "argv", ["cordee", "train", str(tmp_path / "job.toml")])
 
     return prepare
 
@@ -138,10 +139,12 @@ def test_how_errors_leave_the_program(
     assert "Traceback" not in err
 
 
-def test_an_interrupt_is_one_message_and_exit_code_130() -> None:
+def test_an_interrupt_is_one_message_and_exit_code_130(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(small_job().to_toml())
     # In a process of its own, for it ends at once.
     result = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, "train", "job.toml"],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=60,
