@@ -32,7 +32,7 @@ class _Heat(NamedTuple):
     """Contestants that are measured in turn, all on one model."""
 
     model: str
-    num_steps: int  # per round: about a second
+    num_steps: int  # per round: one to three seconds
     data: Data
     loops: Mapping[str, Loop]
     goals: tuple[_Goal, ...]
@@ -81,7 +81,7 @@ def _heats(say: Callable[[str], None]) -> list[_Heat]:
         _Heat("lenet", 300, images, loops, tuple(_Goal("cordee", name, 1.4) for name in loops if name != "cordee")),
         _Heat(
             "resnet18",
-            6,
+            2,
             cifar_like,
             {"cordee": alone, "ddp on gloo": partial(ddp_loop, **resnet), "independent": alone, "one worker": alone},
             (_Goal("cordee", "ddp on gloo", 1.05), _Goal("cordee", "independent", 0.9)),
@@ -95,7 +95,7 @@ def _heats(say: Callable[[str], None]) -> list[_Heat]:
         ),
         _Heat(
             "mlp of 40 M, fsdp2",
-            4,
+            3,
             images,
             {name: partial(fsdp_loop, **mlp, backend=name) for name in ("cordee", "gloo")},
             (_Goal("cordee", "gloo", 1.5),),
