@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -59,6 +60,16 @@ def test_the_example_prints_the_same_however_it_is_started() -> None:
     for ended in (run("run", "-n", "2", *script), run("run", "-n", "3", *script), plain(*torchrun, *script)):
         assert ended.code == 0, ended.stderr
         assert ended.stdout == alone.stdout
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("keras") is None, reason="Keras is not installed: pip install 'cordee[keras]'"
+)
+def test_a_keras_model_trains_the_same_on_two_workers() -> None:
+    script = [str(EXAMPLES / "own_loop_keras.py"), "--epochs", "2"]
+    alone, together = plain(*script), run("run", "-n", "2", *script)
+    assert alone.code == 0 and alone.stdout.count("loss") == 2, alone.stderr
+    assert (together.code, together.stdout) == (0, alone.stdout), together.stderr
 
 
 def test_a_script_is_started_as_python_would(tmp_path: Path) -> None:
