@@ -61,6 +61,8 @@ class LoopTeam:
         known = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
             raise JobError("team.prepare: the optimizer has parameters that are not the model's")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise JobError("team.prepare: the model has no parameters to train")
         seed = torch.tensor([torch.initial_seed() % 2**62])
         if self.num_workers > 1:
             broadcast([seed, *model.parameters(), *model.buffers()])

@@ -146,6 +146,12 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         LoopTeam(Team()).prepare(nn.Linear(2, 2), optimizer, [])
 
 
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    model = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(JobError, match="the model has no parameters to train"):
+        LoopTeam(Team()).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), [])
+
+
 def test_backward_without_prepare_is_refused_in_a_team() -> None:
     with pytest.raises(JobError, match=r"call team.prepare\(model, optimizer, batches\)"):
         LoopTeam(Team(0, 2)).backward(torch.tensor(1.0, requires_grad=True))

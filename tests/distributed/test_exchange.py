@@ -1,0 +1,102 @@
+"""The exchange of gradients by itself: what each member ends up with, for any of the ways gradients can be missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from crew import Crew
+from torch import nn
+
+from cordee.communication.exchange import GradientExchange, broadcast
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def parameter(*values: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values, dtype=dtype))
+
+
+def exchange_uneven(index: int, size: int) -> list[Any]:
+    """Member i has i + 1 items with gradients 10, 10, …; members hold sums divided by the nominal count of 6."""
+    weight, double, frozen = parameter(0, 0), parameter(0, dtype=torch.float64), parameter(0).requires_grad_(False)
+    exchange = GradientExchange([weight, frozen, double], num_extras=2)
+    outcomes = []
+    for nominal in (6, 12):
+        for each in (weight, double):
+            each.grad = torch.full_like(each, 10.0 * (index + 1) / nominal)
+        totals = exchange.reduce([float(index + 1), 0.5], count_at=0, nominal_count=nominal)
+        outcomes.append((totals, weight.grad.tolist(), double.grad.tolist(), frozen.grad))
+    return outcomes
+
+
+def test_the_gradient_is_the_mean_over_all_items_however_they_are_shared_out(three: Crew) -> None:
+    for outcome in three.run(exchange_uneven):
+        for totals, weight, double, frozen in outcome:
+            assert totals == [6.0, 1.5]
+            assert weight == pytest.approx([10.0, 10.0], rel=1e-6)
+            assert double == pytest.approx([10.0], rel=1e-12)
+            assert frozen is None
+
+
+def exchange_with_gaps(index: int, size: int) -> tuple[Any, ...]:
+    everybody, somebody, nobody = parameter(0), parameter(0), parameter(0)
+    exchange = GradientExchange([everybody, somebody, nobody], num_extras=1)
+    # Twice, so that what the first exchange left in the buffer would show.
+    for _ in range(2):
+        everybody.grad = torch.tensor([1.0])
+        somebody.grad = torch.tensor([5.0]) if index == 1 else None
+        nobody.grad = None
+        exchange.reduce([1.0], count_at=0, nominal_count=size)
+    return everybody.grad.item(), somebody.grad.item(), nobody.grad
+
+
+def test_who_has_no_gradient_adds_nothing_and_what_nobody_has_stays_none(three: Crew) -> None:
+    assert three.run(exchange_with_gaps) == [(3.0, 5.0, None)] * 3
+
+
+def exchange_twice(index: int, size: int) -> list[float]:
+    """Gradients that add up over two exchanges, the second in two parts."""
+    weight, rare = parameter(0), parameter(0)
+    exchange = GradientExchange([weight, rare], num_extras=1)
+    exchange.set_aside()
+    (weight * 1.0 + rare * 7.0).sum().backward()
+    exchange.reduce([1.0], count_at=0, nominal_count=size)
+    exchange.take_back()
+    for factor in (10.0, 20.0):
+        exchange.set_aside()
+        (weight * factor).sum().backward()
+    exchange.reduce([1.0], count_at=0, nominal_count=size)
+    exchange.take_back()
+    return [weight.grad.item(), rare.grad.item()]
+
+
+def test_what_is_summed_already_is_not_summed_again(two: Crew) -> None:
+    assert two.run(exchange_twice) == [[2.0 + 60.0, 14.0]] * 2
+
+
+def broadcast_many(index: int, size: int) -> list[Any]:
+    whole = torch.arange(6.0).reshape(2, 3) * (1 if index == 0 else -1)
+    tensors = [
+        whole.t(),
+        torch.tensor(7 if index == 0 else 0),
+        torch.tensor([index == 0]),
+        torch.empty(0),
+        nn.Parameter(torch.full((2,), float(index))),
+        torch.tensor([float(index)], dtype=torch.bfloat16),
+    ]
+    broadcast(tensors)
+    return [tensor.tolist() for tensor in tensors]
+
+
+def test_everybody_gets_the_first_members_values(three: Crew) -> None:
+    first, *others = three.run(broadcast_many)
+    assert first[0] == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    assert first[1:] == [7, [True], [], [0.0, 0.0], [0.0]]
+    assert others == [first, first]
+
+
+def test_a_model_without_anything_to_train_is_a_mistake_of_ours() -> None:
+    with pytest.raises(AssertionError, match="nothing to train"):
+        GradientExchange([], num_extras=1)
