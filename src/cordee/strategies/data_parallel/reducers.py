@@ -1,6 +1,6 @@
 """Two ways to sum gradients over the team; what goes in and comes out is the same.
 
-`FlatReducer` packs all gradients into one buffer and all-reduces it after the backward pass: the fastest on
+`FlatReducer` packs all gradients into one buffer and all-reduces it after the backward pass: one call a step, for
 CPUs, where computing and communicating share the cores anyway (docs/decisions/0003). `DdpReducer` is torch's
 DistributedDataParallel, which all-reduces in buckets during the backward pass: for GPUs, and for torch's
 compression hooks.
