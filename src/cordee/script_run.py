@@ -1,30 +1,26 @@
-"""`cordee run`: the user's own script on N local workers."""
+"""`cordee run`: the user's own script on N local workers, seen from the launcher.
+
+Does without torch until the fork server has begun to import it: both take seconds, and so run side by side.
+"""
 
 from __future__ import annotations
 
-import runpy
 import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from cordee.cluster.fork_server import Exited
 from cordee.cluster.local import LocalEngine, describe_exit
-from cordee.communication.lost_peer import find_lost_peer
-from cordee.compute import share_threads
 from cordee.core.env import Place, script_environment
 from cordee.core.errors import JobError, TrainingError
 from cordee.interrupts import InterruptFlag
 
 INTERRUPT_GRACE_S = 3.0  # for a script to end by itself after Ctrl-C
-SETTLING_S = 5.0  # for the cause to be known when its consequence was noticed first
 CONSEQUENCE = 86  # exit code of a script that only lost a peer
+SETTLING_S = 5.0  # for the cause to be known when its consequence was noticed first
 
 
 def run_script(script: Path, args: list[str], num_workers: int) -> bool:
@@ -37,15 +33,17 @@ def run_script(script: Path, args: list[str], num_workers: int) -> bool:
         raise JobError(f"no script {str(script)!r}")
     if num_workers < 1:
         raise JobError(f"-n {num_workers} must be at least 1")
-    # The launcher keeps the meeting point, on a port of the system's choice, so that none can be taken.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     flag = InterruptFlag(lambda: None)
     with tempfile.TemporaryDirectory(prefix="cordee-") as folder, LocalEngine() as engine, flag:
+        import torch.distributed as dist
+
+        # The launcher keeps the meeting point, on a port of the system's choice, so that none can be taken.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         accounts = [Path(folder) / f"worker-{rank}" for rank in range(num_workers)]
         for rank, account in enumerate(accounts):
             environment = script_environment(Place(rank, num_workers, rank, num_workers), store.port)
             order = {"script": str(script), "args": args, "num_local_workers": num_workers, "account": str(account)}
-            engine.start(rank, "cordee.script_run:main", order, environment, None)
+            engine.start(rank, "cordee.script_worker:main", order, environment, None)
         ended = _attend(engine, num_workers, flag)
         if flag():
             return False
@@ -96,29 +94,3 @@ def _describe(failure: Exited, account: str) -> str:
     if failure.status == 0:
         return f"worker {failure.index} came to its end while the others still needed it; they were ended"
     return f"worker {failure.index} {describe_exit(failure)}; the others were ended"
-
-
-def main(order: dict[str, Any]) -> int:
-    """Run the script in a fresh fork of the fork server."""
-    script, account = str(order["script"]), Path(order["account"])
-    sys.argv = [script, *order["args"]]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    share_threads(0, int(order["num_local_workers"]))
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:  # noqa: BLE001 - whatever the script raises is reported
-        # The launcher prints one account: N of the same failure, or of its consequences, would hide it.
-        lost = find_lost_peer(error)
-        account.write_text(_traceback(error, script) if lost is None else str(lost))
-        return 1 if lost is None else CONSEQUENCE
-    return 0
-
-
-def _traceback(error: Exception, script: str) -> str:
-    """Return the traceback as Python would have printed it: from the script on."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename != script:
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(error.with_traceback(frames or error.__traceback__)))

@@ -27,6 +27,7 @@ RANKS: dict[str, int] = {
     "launch": 10,
     "own_loop": 10,
     "script_run": 10,
+    "script_worker": 11,
     "exporting": 10,
     "doctor": 10,
     "bench": 11,

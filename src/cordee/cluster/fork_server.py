@@ -23,7 +23,13 @@ from typing import Any
 
 import msgspec
 
-PRELOADED = ("torch", "torch.distributed", "cordee.worker")
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "cordee.worker",
+    "cordee.own_loop",
+    "cordee.communication.shared_memory.backend",
+)
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

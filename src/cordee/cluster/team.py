@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
 
 @dataclass(frozen=True)
 class Team:
@@ -28,6 +25,9 @@ class Team:
         """Return each value summed over the team. Collective: all members give as many."""
         if self.num_workers == 1:
             return list(values)
+        import torch  # here, so that launchers can have workers started before they import it
+        import torch.distributed as dist
+
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         summed: list[float] = total.tolist()
