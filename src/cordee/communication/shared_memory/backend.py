@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -42,11 +43,13 @@ def create_group(options: Any, settings: BackendSettings | None) -> CordeeProces
         )
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     job_ranks = options.global_ranks_in_group or list(range(size))
-    if len(job_ranks) == dist.get_world_size() if dist.is_initialized() else True:
+    if not dist.is_initialized():  # the first group: those made later take after it
         _inherited = settings
     store = PrefixStore("cordee", options.store)
 
-    record = MemberRecord(own_host_id(settings, job_ranks[rank]), Identity.own(job_ranks[rank]), settings.slot_bytes)
+    identity = Identity.own(job_ranks[rank])
+    num_cores = len(os.sched_getaffinity(0))
+    record = MemberRecord(own_host_id(settings, identity.rank), identity, settings.slot_bytes, num_cores)
     records = exchange_records(store, rank, size, record)
     hosts = group_by_host([other.host_id for other in records])
     gloo = _form_gloo(PrefixStore("gloo", store), rank, size, timeout, local=len(hosts) == 1)

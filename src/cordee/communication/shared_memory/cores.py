@@ -26,10 +26,11 @@ class SpinPatience:
     def __init__(self, member: int, num_members: int, group_key: int) -> None:
         cores = sorted(os.sched_getaffinity(0))
         self._home = home_core(cores, member, group_key)
-        self._has_core_each = num_members <= len(cores)
-        self._max_spins = MAX_SPINS if self._has_core_each else MIN_SPINS
+        self.has_core_each = num_members <= len(cores)
+        self._max_spins = MAX_SPINS if self.has_core_each else MIN_SPINS
         self._next_spread = 0.0
         self.spins = self._max_spins
+        self.stream_spins = STREAM_SPINS if self.has_core_each else MIN_SPINS
 
     def learn(self, *, peer_needed_core: bool, waited_s: float) -> None:
         """Note how a wait went that outlasted the looks, and whether another process ran on this core meanwhile."""
@@ -37,7 +38,7 @@ class SpinPatience:
             self.spins = min(self.spins * 2, self._max_spins)
         elif waited_s < 0.001:
             self.spins = max(self.spins // 4, MIN_SPINS)
-            if self._has_core_each:
+            if self.has_core_each:
                 self._spread()
 
     def _spread(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch.distributed.distributed_c10d import Store
 
 from cordee.communication.shared_memory.collectives import Host
-from cordee.communication.shared_memory.layout import Layout
+from cordee.communication.shared_memory.layout import Layout, choose_slot_bytes
 from cordee.communication.shared_memory.liveness import HEARTBEAT, Identity, PeerWatch
 from cordee.communication.shared_memory.rounds import Rounds
 from cordee.communication.shared_memory.segment import Address, Segment, attach_segment, create_segment
@@ -30,7 +30,8 @@ class MemberRecord:
 
     host_id: str
     identity: Identity
-    slot_bytes: int
+    slot_bytes: int | None
+    num_cores: int
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -38,7 +39,7 @@ class MemberRecord:
     @classmethod
     def decode(cls, text: str) -> MemberRecord:
         fields = json.loads(text)
-        return cls(fields["host_id"], Identity(**fields["identity"]), fields["slot_bytes"])
+        return cls(fields["host_id"], Identity(**fields["identity"]), fields["slot_bytes"], fields["num_cores"])
 
 
 def own_host_id(settings: BackendSettings, rank: int) -> str:
@@ -106,7 +107,7 @@ def form_host_team(
     Raises CommunicationError on every rank if one of them can not make or map it.
     """
     owner = ranks[0]
-    slot_bytes = records[owner].slot_bytes
+    slot_bytes = records[owner].slot_bytes or choose_slot_bytes(len(ranks), records[owner].num_cores)
     layout = Layout(num_members=len(ranks), slot_bytes=slot_bytes)
     segment: Segment | None = None
     fd = -1

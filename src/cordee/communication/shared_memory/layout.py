@@ -41,6 +41,21 @@ _MAX_PIECE_BYTES = 512 << 10
 DIRECT_LIMIT_BYTES = 64 << 10
 
 
+_MIB = 1 << 20
+_MAX_SLOTS_BYTES = 64 * _MIB
+
+
+def choose_slot_bytes(num_members: int, num_cores: int) -> int:
+    """Return how long a chunk should be.
+
+    1 MiB stays in the cache (2 processes on 2 cores: 0.5–2 MiB within 10 %). With fewer cores than members every chunk
+    costs changes of process, 70 µs each until the caches are warm again: 4 MiB, as far as 64 MiB in all allow.
+    """
+    if num_members <= num_cores:
+        return _MIB
+    return max(min(4 * _MIB, _MAX_SLOTS_BYTES // (2 * num_members)) // PAGE_BYTES * PAGE_BYTES, _MIB // 4)
+
+
 class ReduceMethod(Enum):
     """How the members of a host add up a chunk."""
 

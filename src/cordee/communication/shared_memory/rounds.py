@@ -19,7 +19,7 @@ import time
 from collections.abc import Generator
 
 from cordee.communication.shared_memory.bell import Bell, yield_core
-from cordee.communication.shared_memory.cores import STREAM_SPINS, SpinPatience
+from cordee.communication.shared_memory.cores import SpinPatience
 from cordee.communication.shared_memory.layout import DOORBELL, SIGNATURE, Layout
 from cordee.communication.shared_memory.liveness import PeerWatch, Verdict
 from cordee.communication.shared_memory.segment import Segment
@@ -56,10 +56,12 @@ class Rounds:
         self.parity = 0
         self._round_stamp = 0  # first stamp of the current round
         self._seen_by_all = 0  # every peer is known to have reached this stamp
-        # Set during long operations, whose waits end in sleep rather than in yielding: a sleeper is scheduled as soon
-        # as it is woken, one who yields comes last (4 MB on a busy machine: 1.2 ms instead of 4). Short operations are
-        # better off yielding, since a wake-up often brings both peers to one core.
+        # Set during long operations. With a core for each member their waits end in sleep rather than in yielding: a
+        # sleeper is scheduled as soon as it is woken, one who yields comes after other programs (4 MB on a busy
+        # machine: 1.2 ms instead of 4). Short operations are better off yielding, since a wake-up often brings
+        # both peers to one core.
         self.is_streaming = False
+        self._stream_yield_s = float(__import__("os").environ.get("SY", "0"))
         self._patience = SpinPatience(member, layout.num_members, group_key)
 
     def open(self) -> Need | None:
@@ -105,7 +107,7 @@ class Rounds:
         """
         members, stamp = need
         words = self.words
-        spins = STREAM_SPINS if self.is_streaming else self._patience.spins
+        spins = self._patience.stream_spins if self.is_streaming else self._patience.spins
         for word in members:
             while words[word] < stamp:
                 spins -= 1
@@ -118,7 +120,7 @@ class Rounds:
     def _wait_long(self, need: Need, timeout_s: float) -> None:
         started = now = time.monotonic()
         deadline = started + timeout_s
-        sleep_after = started + (0 if self.is_streaming else _YIELD_S)
+        sleep_after = started + (0.0 if self.is_streaming and self._patience.has_core_each else _YIELD_S)
         has_switched = False
         looks = 0
         while not self.ready(need):

@@ -16,14 +16,14 @@ class BackendSettings:
     Groups made later with `new_group` take the settings of the first group unless they get their own.
     """
 
-    slot_bytes: int = 1 << 20  # chunk of a collective; each member has two (0.5–2 MiB measured best)
+    slot_bytes: int | None = None  # chunk of a collective; each member has two; None chooses by members and cores
     failure_timeout_s: float = 5.0  # a member without a sign of life for this long is called frozen
     host_id: str | None = None  # members with equal ids share memory; None finds out by itself
     shared_memory: bool = True  # False sends everything through gloo
     patience_s: float = 0.002  # how long an asynchronous call may wait for peers before a thread takes it over
 
     def __post_init__(self) -> None:
-        if self.slot_bytes < _PAGE_BYTES or self.slot_bytes % _PAGE_BYTES:
+        if self.slot_bytes is not None and (self.slot_bytes < _PAGE_BYTES or self.slot_bytes % _PAGE_BYTES):
             raise CommunicationError(
                 f"slot_bytes is {self.slot_bytes}: it must be a positive multiple of {_PAGE_BYTES}"
             )

@@ -13,6 +13,7 @@ from cordee.communication.shared_memory.layout import (
     Layout,
     ReduceMethod,
     choose_reduce_method,
+    choose_slot_bytes,
     cut,
     share_of,
 )
@@ -66,6 +67,13 @@ def test_pairs_and_small_sizes_are_reduced_directly() -> None:
     assert choose_reduce_method(1 << 30, 2) is ReduceMethod.DIRECT
     assert choose_reduce_method(DIRECT_LIMIT_BYTES, 8) is ReduceMethod.DIRECT
     assert choose_reduce_method(DIRECT_LIMIT_BYTES + 1, 3) is ReduceMethod.SHARES
+
+
+def test_chunks_are_longer_when_members_share_cores() -> None:
+    assert choose_slot_bytes(2, 2) == 1 << 20
+    assert choose_slot_bytes(4, 2) == 4 << 20
+    assert choose_slot_bytes(16, 2) * 2 * 16 <= 64 << 20
+    assert choose_slot_bytes(1000, 2) % 4096 == 0
 
 
 @given(st.integers(0, 1 << 30))

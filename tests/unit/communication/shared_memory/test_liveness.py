@@ -132,5 +132,5 @@ def test_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.warns(RuntimeWarning, match="gloo is used instead"):
         assert own_host_id(settings, 0).endswith("/alone/0")
-    record = MemberRecord("host", Identity.own(3), 4096)
+    record = MemberRecord("host", Identity.own(3), None, 2)
     assert MemberRecord.decode(record.encode()) == record
