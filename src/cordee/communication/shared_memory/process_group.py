@@ -96,7 +96,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         assert conductor is not None
         if opts.asyncOp:
             return conductor.start(steps, tensors, after)
-        conductor.run(steps)
+        conductor.run(steps, _limit_s(opts))
         if after is not None:
             after()
         return self._done
