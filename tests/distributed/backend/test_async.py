@@ -97,6 +97,9 @@ def use_history(rank: int) -> None:
         frozen = torch.ones(3)
         dist.all_reduce(frozen)
         assert frozen.tolist() == [2.0] * 3
+    dist.all_reduce(frozen)
+    dist.broadcast(frozen, 1)
+    assert frozen.tolist() == [4.0] * 3
     scalar = torch.tensor(3.0)
     dist.all_reduce(scalar, op=dist.ReduceOp.AVG)
     assert scalar.item() == 3.0

@@ -88,7 +88,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         after = None
         flat = tensor
         # Most calls are with a flat bucket, and each attribute of a tensor costs 0.1 µs.
-        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.requires_grad:
+        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.requires_grad or tensor.is_inference():
             flat = flatten(tensor)
             after = write_back(tensors, (flat,))
         steps = collectives.all_reduce(host, flat, plan)

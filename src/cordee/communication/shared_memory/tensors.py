@@ -15,8 +15,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def flatten(tensor: Tensor) -> Tensor:
     """Return the elements in one row: the same memory where that is possible, else a copy."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    tensor = _without_history(tensor)
     if tensor.is_contiguous():
         return tensor if tensor.dim() == 1 else tensor.view(-1)
     return tensor.contiguous().view(-1)
@@ -35,7 +34,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def write_back(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> Callable[[], None] | None:
     """Return what copies results into tensors whose `flats` are copies, or None if none is."""
     copies = [
-        (tensor.detach(), flat) for tensor, flat in zip(tensors, flats, strict=True) if not tensor.is_contiguous()
+        (_without_history(tensor), flat)
+        for tensor, flat in zip(tensors, flats, strict=True)
+        if not tensor.is_contiguous()
     ]
     if not copies:
         return None
@@ -45,3 +46,10 @@ def write_back(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> Callable[[
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
     return copy_back
+
+
+def _without_history(tensor: Tensor) -> Tensor:
+    """Return the same memory as a tensor that may be written to in any mode and thread."""
+    if tensor.is_inference():
+        return torch.from_dlpack(tensor)  # type: ignore[attr-defined]
+    return tensor.detach() if tensor.requires_grad else tensor
