@@ -61,7 +61,6 @@ class Rounds:
         # machine: 1.2 ms instead of 4). Short operations are better off yielding, since a wake-up often brings
         # both peers to one core.
         self.is_streaming = False
-        self._stream_yield_s = float(__import__("os").environ.get("SY", "0"))
         self._patience = SpinPatience(member, layout.num_members, group_key)
 
     def open(self) -> Need | None:
