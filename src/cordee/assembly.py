@@ -46,12 +46,13 @@ class Assembly:
     recipe: OptimizerRecipe
     strategy: Strategy
     total_steps: int | None  # None where the data has no length and the job counts epochs
+    data_shard: int  # which part of each batch this worker computes
     num_parameters: int
     num_threads: int
 
     def setup(self) -> None:
         """Hand the model over to the strategy. Collective: the team's group must be there."""
-        self.strategy.setup(self.model, self.recipe, self.team)
+        self.strategy.setup(self.model, self.recipe, self.team, _example(self.splits))
 
 
 def assemble(job: Job, team: Team) -> Assembly:
@@ -71,13 +72,15 @@ def assemble(job: Job, team: Team) -> Assembly:
         counts_classes=splits.num_classes is not None,
     )
     strategy = make_strategy(job, computation)
-    train, test = _loaders(job, splits, team)
+    needs = strategy.requirements(job)
+    data_shard = needs.data_shard(team.worker_index)
+    train, test = _loaders(job, splits, team, data_shard, needs.num_data_shards)
     total_steps = _total_steps(job, train)
     recipe = make_optimizer_recipe(
         job.optimizer,
         make_schedule(job.schedule, total_steps, job.python_path),
         lr_scale=job.training.lr_scale,
-        num_workers=team.num_workers,
+        num_workers=needs.num_data_shards,
         python_path=job.python_path,
     )
     model = build_model(job, splits)
@@ -93,6 +96,7 @@ def assemble(job: Job, team: Team) -> Assembly:
         recipe=recipe,
         strategy=strategy,
         total_steps=total_steps,
+        data_shard=data_shard,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_threads=num_threads,
     )
@@ -121,14 +125,16 @@ def build_model(job: Job, splits: Splits) -> nn.Module:
     return model
 
 
-def _loaders(job: Job, splits: Splits, team: Team) -> tuple[Loader, Loader | None]:
+def _loaders(
+    job: Job, splits: Splits, team: Team, data_shard: int, num_data_shards: int
+) -> tuple[Loader, Loader | None]:
     train = Loader(
         splits.train,
         batch_size=job.training.batch_size,
         seed=job.seed,
         shuffle=True,
-        shard=team.worker_index,
-        num_shards=team.num_workers,
+        shard=data_shard,
+        num_shards=num_data_shards,
         augment=job.data.augment,
         prefetch=job.data.prefetch,
         processes=job.data.processes,

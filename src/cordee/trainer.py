@@ -244,9 +244,9 @@ class Trainer:
         self._saved_at, self._not_saved = progress.step, None
         with self._away():
             self._parts.strategy.consolidate()
+            state = self._parts.strategy.state_dict()
             if not self._parts.team.is_first:
                 return
-            state = self._parts.strategy.state_dict()
             self._refuse_not_finite(state)
             values = {**state.values, "progress": msgspec.to_builtins(progress)}
             started = time.perf_counter()
@@ -286,7 +286,7 @@ class Trainer:
         )
 
     def _seed_step(self, step: int) -> None:
-        seed = derive_seed(self._job.seed, "step", step, self._parts.team.worker_index)
+        seed = derive_seed(self._job.seed, "step", step, self._parts.data_shard)
         torch.default_generator.manual_seed(seed)
         if self._parts.computation.device.type == "cuda":
             torch.cuda.manual_seed(seed)

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 
 
 class GradientExchange:
-    """Sums gradients over the default group, through one flat buffer per dtype. Collective."""
+    """Sums gradients over a group, the default one unless told, through one flat buffer per dtype. Collective."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], num_extras: int) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], num_extras: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._group = group
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         assert self._parameters, "there is nothing to train"
         device = self._parameters[0].device
@@ -60,7 +63,7 @@ class GradientExchange:
                 view.zero_() if gradient is None else view.copy_(gradient)
         self._tail.copy_(torch.tensor([*flags, *extras], device=self._tail.device))
         for flat in self._flats:
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=self._group)
         tail = self._tail.tolist()
         users, totals = tail[: len(flags)], tail[len(flags) :]
         total_count = totals[count_at]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cordee.compute import Computation
@@ -46,7 +46,25 @@ def choose_strategy(job: Job) -> str:
 
 def make_strategy(job: Job, computation: Computation) -> Strategy:
     """Return the job's strategy, ready for `setup`. Raises JobError for settings it does not have."""
-    entry = STRATEGIES[choose_strategy(job)]
+    name = choose_strategy(job)
+    entry = STRATEGIES[name]
+    _refuse_others_settings(name, job.strategy.settings)
     strategy = entry.make(job, read_section("strategy", job.strategy.settings, entry.settings), computation)
     strategy.requirements(job)
     return strategy
+
+
+def _refuse_others_settings(name: str, given: Mapping[str, Any]) -> None:
+    """Say whose a setting is that the strategy does not have, where it is somebody's."""
+    own = STRATEGIES[name].settings.__struct_fields__
+    for key in given:
+        owners = [other for other, entry in STRATEGIES.items() if key in entry.settings.__struct_fields__]
+        if key not in own and owners:
+            raise JobError(
+                f"strategy.{key} is a setting of {_listed(owners)}, the job's strategy is '{name}': "
+                f"remove it, or set strategy.name = '{owners[0]}'"
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(f"'{name}'" for name in names)

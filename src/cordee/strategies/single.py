@@ -33,9 +33,9 @@ class Single(Replica):
                 f"strategy 'single' has one worker, the job has {job.strategy.workers}: "
                 "set strategy.workers = 1, or strategy.name = 'data_parallel'"
             )
-        return Requirements(num_workers=1)
+        return Requirements(num_workers=1, num_data_shards=1)
 
-    def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team) -> None:
+    def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
         self._adopt(model.to(self._computation.device), recipe)
 
     def forward_backward(self, microbatches: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:

@@ -19,6 +19,11 @@ class Requirements:
     """What a strategy needs before it is started."""
 
     num_workers: int
+    num_data_shards: int  # parts a batch is cut into; workers that split a model between them share a part
+
+    def data_shard(self, worker_index: int) -> int:
+        """Return which part of each batch a worker computes. Neighbours in number share one."""
+        return worker_index * self.num_data_shards // self.num_workers
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,8 @@ class Strategy(Protocol):
     def requirements(self, job: Job) -> Requirements:
         """Return what the job needs; raises JobError if the strategy cannot run it. Pure."""
 
-    def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team) -> None:
-        """Take the model over and make the optimizer."""
+    def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
+        """Take the model over and make the optimizer. `example` is a batch of the data, of two samples at most."""
 
     def forward_backward(self, microbatches: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
         """Compute the gradient of the mean loss over the whole batch, of which this worker has a share.
@@ -59,7 +64,10 @@ class Strategy(Protocol):
         """Make `model` what the team as a whole has learnt, before it is evaluated or saved."""
 
     def state_dict(self) -> State:
-        """Return everything that training goes on from; independent of how many workers there are."""
+        """Return everything that training goes on from; independent of how many workers there are.
+
+        Complete on the first worker; what the others get they must not use.
+        """
 
     def load_state_dict(self, state: State) -> None:
         """Go on from `state`, which any strategy may have made."""

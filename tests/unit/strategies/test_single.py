@@ -33,7 +33,7 @@ def single(optimizer: Use | None = None, **training: Any) -> Strategy:
     strategy = make_strategy(job, computation)
     schedule = make_schedule(Use("linear"), 10)
     recipe = make_optimizer_recipe(optimizer or Use("sgd", lr=0.5), schedule, lr_scale="none", num_workers=1)
-    strategy.setup(net(), recipe, Team())
+    strategy.setup(net(), recipe, Team(), BATCHES[0])
     return strategy
 
 
@@ -139,3 +139,8 @@ def test_it_has_one_worker() -> None:
 def test_it_has_no_settings() -> None:
     with pytest.raises(JobError, match="has no key 'momentum'"):
         make_strategy(small_job(strategy={"name": "single", "momentum": 3}), None)  # type: ignore[arg-type]
+
+
+def test_a_setting_of_another_strategy_names_its_owner() -> None:
+    with pytest.raises(JobError, match=r"strategy.compression is a setting of 'data_parallel', .* is 'single'"):
+        make_strategy(small_job(strategy={"name": "single", "compression": "fp16"}), None)  # type: ignore[arg-type]

@@ -53,9 +53,9 @@ class DataParallel(Replica):
             )
         if self._settings.reducer == "flat" and self._settings.compression != "none":
             raise JobError("strategy.compression works with strategy.reducer = 'ddp' (or 'auto'), not 'flat'")
-        return Requirements(num_workers=workers)
+        return Requirements(num_workers=workers, num_data_shards=workers)
 
-    def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team) -> None:
+    def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
         self._team = team
         has_synced = False
         if team.num_workers > 1 and self._settings.batch_norm == "sync":
