@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from backend_crew import Crew
+from torch.distributed.distributed_c10d import AllreduceOptions
+
+from cordee.core.errors import CommunicationError
 
 
 def keep_order(rank: int, num_turns: int) -> None:
@@ -83,6 +88,71 @@ def exchange_large(rank: int) -> None:
     assert incoming.eq(1 - rank).all()
 
 
+def reduce_in_callbacks(rank: int, num_turns: int) -> None:
+    """Callbacks that start collectives and wait for them, in each of the ways there are, among others of equal size."""
+    size = dist.get_world_size()
+    random_delay = random.Random(rank)
+
+    def reduced(value: float) -> torch.Tensor:
+        data = torch.full((8,), value)
+        dist.all_reduce(data)
+        return data
+
+    def start(value: float) -> torch.futures.Future[list[torch.Tensor]]:
+        work = dist.all_reduce(torch.full((8,), value), async_op=True)
+        assert work is not None
+        future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+        return future
+
+    chained: list[torch.futures.Future[torch.Tensor]] = []
+    between: list[torch.futures.Future[list[torch.Tensor]]] = []
+    for turn in range(num_turns):
+        first = start(turn)
+        if random_delay.random() < 0.4:
+            time.sleep(0.006 * random_delay.random())  # often past the patience of the others
+
+        def waiting(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            nested = start(2 * done.value()[0][0].item()).then(lambda other: other.value()[0] * 1.0)
+            collected = torch.futures.collect_all([start(1000.0), start(2000.0)]).wait()
+            assert [future.value()[0][0].item() for future in collected] == [1000 * size, 2000 * size]
+            return reduced(nested.wait()[0].item())
+
+        chained.append(first.then(waiting).then(lambda done: reduced(done.value()[0].item())))
+        between.append(start(-turn))
+    for turn in range(num_turns):
+        assert chained[turn].wait().eq(2 * turn * size**4).all(), (turn, chained[turn].value())
+        assert between[turn].wait()[0].eq(-turn * size).all()
+
+
+def fail_in_a_callback(rank: int) -> None:
+    if rank == 1:
+        time.sleep(0.02)
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    assert work is not None
+    failed = work.get_future().then(lambda done: 1 / 0)
+    data = torch.ones(2)
+    dist.all_reduce(data)
+    assert data.eq(2).all()
+    with pytest.raises(Exception, match="division by zero"):
+        failed.wait()
+
+
+def time_out(rank: int) -> str:
+    """The time given with one asynchronous call holds for that call."""
+    options = AllreduceOptions()
+    options.timeout = timedelta(seconds=0.6)
+    options.asyncOp = True
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=300))
+    if rank == 1:
+        return ""
+    started = time.monotonic()
+    work = group.allreduce([torch.ones(3)], options)  # type: ignore[union-attr]
+    with pytest.raises(CommunicationError, match=r"rank 1 did not come to all_reduce.* within 0.6 s") as caught:
+        work.wait()
+    assert time.monotonic() - started >= 0.6
+    return str(caught.value)
+
+
 def use_history(rank: int) -> None:
     weight = torch.ones(4, requires_grad=True)
     dist.all_reduce(weight)
@@ -106,6 +176,9 @@ def use_history(rank: int) -> None:
     number = torch.tensor([1 + 2j])
     dist.all_reduce(number)
     assert number.item() == 2 + 4j
+    quantised = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.quint8)
+    with pytest.raises(RuntimeError, match="Invalid scalar type"):  # from gloo, which has it neither
+        dist.all_reduce(quantised)
     sparse = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.tensor([1.0]), (2,))
     dist.all_reduce(sparse)
     assert sparse.to_dense().tolist() == [1.0, 1.0]
@@ -124,6 +197,19 @@ def test_programs_that_gloo_can_run() -> None:
         for function in (cross_over, cross_groups, exchange_large, use_history):
             crew.run(function)
         crew.leave()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_callbacks_may_start_collectives_and_wait_for_them(size: int) -> None:
+    with Crew(size) as crew:
+        crew.run(reduce_in_callbacks, 25)
+        crew.leave()
+
+
+def test_a_callback_that_fails_and_a_call_that_times_out() -> None:
+    with Crew(2) as crew:
+        crew.run(fail_in_a_callback)
+        crew.run(time_out)
 
 
 def test_eight_processes_on_few_cores() -> None:

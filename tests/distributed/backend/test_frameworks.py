@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +38,24 @@ def train_ddp(rank: int, hook: str = "") -> list[torch.Tensor]:
 
         parallel.register_comm_hook(dist.group.WORLD, getattr(default_hooks, hook))
     take_steps(parallel, rank)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def train_power_sgd(rank: int, has_delays: bool) -> list[torch.Tensor]:
+    """A hook that starts collectives in callbacks of others, on buckets of which several are on their way."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    model = make_model()
+    parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5)
+    delays = random.Random(rank)
+
+    def be_late() -> None:
+        if has_delays:
+            time.sleep(0.006 * delays.random())  # often past the patience of the others
+
+    parallel.register_comm_hook(state, lambda state, bucket: be_late() or powerSGD_hook(state, bucket))
+    take_steps(parallel, rank, num_steps=8)
     return [parameter.detach() for parameter in model.parameters()]
 
 
@@ -160,6 +180,12 @@ def test_equals_gloo(crews: tuple[Crew, Crew], function: Callable[..., Any], arg
     loose = 2e-3 if arguments else 1e-5  # gradients of 11 bits; otherwise only the order of additions differs
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=loose, atol=loose)
+
+
+def test_power_sgd_does_not_depend_on_who_is_late(crews: tuple[Crew, Crew]) -> None:
+    expected = crews[0].run(train_power_sgd, False)[0]
+    for found in crews[0].run(train_power_sgd, True):
+        assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
 def test_ddp_leaves_the_same_bits_on_all_ranks(crews: tuple[Crew, Crew]) -> None:

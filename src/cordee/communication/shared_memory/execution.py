@@ -10,91 +10,23 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
-from torch.distributed import Work
 
 from cordee.communication.shared_memory.liveness import Verdict
 from cordee.communication.shared_memory.rounds import Need, Rounds, Steps, WaitTimeoutError
 from cordee.communication.shared_memory.signature import describe
+from cordee.communication.shared_memory.work import Callbacks, CordeeWork
 from cordee.core.errors import CommunicationError
 
 
-class CordeeWork(Work):
-    """An operation that was started: wait for it, ask whether it is done, or take its future."""
-
-    def __init__(self, result: Any, *, done: bool) -> None:
-        super().__init__()
-        self._result = result
-        self._lock = threading.Lock()
-        self._done = done
-        self._finished = None if done else threading.Event()
-        self._error: BaseException | None = None
-        self._future: Any = None
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """Mark as done, or failed with `error`; wakes those who wait and completes the future."""
-        with self._lock:
-            self._error = error
-            self._done = True
-            future = self._future
-        if self._finished is not None:
-            self._finished.set()
-        if future is not None:
-            self._complete(future)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until done; raises the operation's error, or CommunicationError after `timeout`."""
-        if not self._done:
-            assert self._finished is not None
-            limit_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
-            if not self._finished.wait(limit_s):
-                raise CommunicationError(f"the operation was not done within the {limit_s:g} s given to wait()")
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def is_completed(self) -> bool:
-        return self._done
-
-    def is_success(self) -> bool:
-        return self._done and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
-    def result(self) -> list[Tensor]:
-        return list(self._result)
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def get_future(self) -> Any:
-        """Return a future of the result tensors."""
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            self._future = torch.futures.Future()
-            done = self._done
-        if done:
-            self._complete(self._future)
-        return self._future
-
-    def _complete(self, future: Any) -> None:
-        if self._error is None:
-            future.set_result(self._result)
-        elif isinstance(self._error, Exception):
-            future.set_exception(self._error)
-        else:
-            future.set_exception(CommunicationError(f"interrupted: {self._error!r}"))
-
-
+@dataclass
 class _Job:
-    def __init__(self, steps: Steps, need: Need | None, work: CordeeWork, after: Callable[[], None] | None) -> None:
-        self.steps, self.need, self.work, self.after = steps, need, work, after
+    steps: Steps
+    need: Need | None  # what it waits for, once begun
+    work: CordeeWork
+    after: Callable[[], None] | None
+    timeout_s: float
 
 
 class Conductor:
@@ -111,6 +43,7 @@ class Conductor:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._broken: str | None = None
+        self._callbacks = Callbacks(name)
 
     def run(self, steps: Steps, timeout_s: float | None = None) -> None:
         """Run a collective to its end in the caller.
@@ -119,6 +52,7 @@ class Conductor:
         the group can not be used any more after that.
         """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
+        self._callbacks.drain()
         with self._turn:
             if self._queue:
                 with self._changed:
@@ -128,28 +62,36 @@ class Conductor:
             self._drive(steps, None, limit_s)
 
     def start(
-        self, steps: Steps, result: Any, after: Callable[[], None] | None = None, *, inline: bool = True
+        self,
+        steps: Steps,
+        result: Any,
+        after: Callable[[], None] | None = None,
+        timeout_s: float | None = None,
+        *,
+        inline: bool = True,
     ) -> CordeeWork:
         """Begin a collective; `after` runs when it is done, in whichever thread that is.
 
         With `inline=False` it goes to the thread at once: for one that waits for other hosts.
         """
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        self._callbacks.drain()
         with self._turn:
             if self._queue or not inline:
-                return self._hand_over(_Job(steps, None, CordeeWork(result, done=False), after))
+                return self._hand_over(_Job(steps, None, self._work(result), after, limit_s))
             try:
                 if self._broken is not None:
                     raise self._refusal()
-                need = self._drive(steps, None, self._patience_s, give_up=False)
+                need = self._drive(steps, None, min(self._patience_s, limit_s), give_up=False)
                 if need is not None:
-                    return self._hand_over(_Job(steps, need, CordeeWork(result, done=False), after))
+                    return self._hand_over(_Job(steps, need, self._work(result), after, limit_s))
                 if after is not None:
                     after()
             except CommunicationError as error:
-                work = CordeeWork(result, done=False)
+                work = self._work(result)
                 work.finish(error)
                 return work
-        return CordeeWork(result, done=True)
+        return CordeeWork(result, done=True, callbacks=self._callbacks)
 
     def close(self) -> None:
         """Fail what is still queued and end the thread."""
@@ -159,6 +101,10 @@ class Conductor:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=2.0)
+        self._callbacks.close()
+
+    def _work(self, result: Any) -> CordeeWork:
+        return CordeeWork(result, done=False, callbacks=self._callbacks)
 
     def _drive(self, steps: Steps, need: Need | None, timeout_s: float, *, give_up: bool = True) -> Need | None:
         """Run steps; with `give_up=False` return what is still waited for when the time is over."""
@@ -209,10 +155,11 @@ class Conductor:
                 self._queue.popleft()
                 self._changed.notify_all()
             job.work.finish(error)
+            del job, error  # the tensors are not to live until the next one comes
 
     def _drive_in_background(self, job: _Job) -> None:
         # In short turns, so that close() is noticed.
-        left_s, need = self._timeout_s, job.need
+        left_s, need = job.timeout_s, job.need
         while True:
             need = self._drive(job.steps, need, min(left_s, 0.25), give_up=False)
             if need is None:
@@ -221,7 +168,7 @@ class Conductor:
             if self._closed:
                 raise CommunicationError("the process group was destroyed before the operation was done")
             if left_s <= 0:
-                error = self._late(need, self._timeout_s)
+                error = self._late(need, job.timeout_s)
                 self._broken = str(error)
                 raise error
 

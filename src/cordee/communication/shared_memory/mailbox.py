@@ -15,10 +15,10 @@ from torch import Tensor
 
 from cordee.communication.shared_memory.bell import Bell, yield_core
 from cordee.communication.shared_memory.channels import Inbox, Message, Outbox
-from cordee.communication.shared_memory.execution import CordeeWork
 from cordee.communication.shared_memory.layout import CHANNEL_DOORBELL, Layout
 from cordee.communication.shared_memory.liveness import PeerWatch
 from cordee.communication.shared_memory.segment import Segment
+from cordee.communication.shared_memory.work import CordeeWork
 from cordee.core.errors import CommunicationError
 
 _YIELD_S = 0.0005
@@ -38,6 +38,13 @@ class MessageWork(CordeeWork):
             limit_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
             self._mailbox.wait_for(self, limit_s)
         return super().wait(timeout)
+
+    def _wait_quietly(self) -> None:
+        try:
+            self.wait()
+        except CommunicationError:
+            if not self._done:
+                raise
 
     def source_rank(self) -> int:
         """The group rank that the message came from."""

@@ -19,13 +19,14 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from cordee.communication.shared_memory import collectives
 from cordee.communication.shared_memory.collectives import AllReducePlan
-from cordee.communication.shared_memory.execution import Conductor, CordeeWork
+from cordee.communication.shared_memory.execution import Conductor
 from cordee.communication.shared_memory.hosts import HostTeam
 from cordee.communication.shared_memory.mailbox import Mailbox
 from cordee.communication.shared_memory.reduction import Reduction, is_supported
 from cordee.communication.shared_memory.rounds import Steps
 from cordee.communication.shared_memory.tensors import as_bytes, flatten, is_plain, write_back
 from cordee.communication.shared_memory.two_level import TwoLevel
+from cordee.communication.shared_memory.work import CordeeWork
 
 _REDUCTIONS: dict[int, Reduction] = {int(getattr(ReduceOp, reduction.name).value): reduction for reduction in Reduction}
 _MAX_PLANS = 1024
@@ -95,7 +96,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         conductor = self._conductor
         assert conductor is not None
         if opts.asyncOp:
-            return conductor.start(steps, tensors, after)
+            return conductor.start(steps, tensors, after, _limit_s(opts))
         conductor.run(steps, _limit_s(opts))
         if after is not None:
             after()
@@ -342,7 +343,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         conductor = self._conductor
         assert conductor is not None
         if opts.asyncOp:
-            return conductor.start(steps, result, after, inline=self._two_level is None)
+            return conductor.start(steps, result, after, _limit_s(opts), inline=self._two_level is None)
         conductor.run(steps, _limit_s(opts))
         if after is not None:
             after()

@@ -20,14 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cordee.cluster import Team
 from cordee.communication.exchange import GradientExchange
-from cordee.communication.shared_memory import BACKEND_NAME, BackendSettings
 from cordee.compute import Computation, Loss, Votes
 from cordee.core import Batch
 from cordee.strategies.data_parallel.batch_norm import absent
 
 NUM_EXTRAS = 6  # loss sum, count, correct, samples, and the two votes
 COUNT_AT = 1
-COLLECTIVE_TIMEOUT_S = 1800.0
 
 
 class Reducer(Protocol):
@@ -84,7 +82,6 @@ class DdpReducer:
         team: Team,
         *,
         compression: str,
-        failure_timeout_s: float,
     ) -> None:
         self._model, self._computation, self._nominal_count, self._team = model, computation, nominal_count, team
         device_ids = [computation.device.index] if computation.device.type == "cuda" else None
@@ -99,7 +96,7 @@ class DdpReducer:
             find_unused_parameters=True,
         )
         self._join = _Motions(model, self._ddp, computation)
-        _register_compression(self._ddp, compression, failure_timeout_s)
+        _register_compression(self._ddp, compression)
 
     def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
         losses = []
@@ -142,15 +139,13 @@ def names_without_gradient(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
 
-def _register_compression(ddp: DistributedDataParallel, compression: str, failure_timeout_s: float) -> None:
+def _register_compression(ddp: DistributedDataParallel, compression: str) -> None:
     if compression in ("fp16", "bf16"):
         dtype = torch.float16 if compression == "fp16" else torch.bfloat16
         # torch's own does the same, and refuses bf16 on CPUs.
         ddp.register_comm_hook(None, lambda state, bucket: _average_rounded(bucket.buffer(), dtype))
     elif compression == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            process_group=_ordered_group(failure_timeout_s), matrix_approximation_rank=2, start_powerSGD_iter=10
-        )
+        state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
@@ -160,18 +155,6 @@ def _average_rounded(gradients: Tensor, dtype: torch.dtype) -> torch.futures.Fut
     assert work is not None
     averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
     return averaged
-
-
-def _ordered_group(failure_timeout_s: float) -> dist.ProcessGroup | None:
-    """Return a group for hooks that start collectives when others end: in one order on all workers. Collective.
-
-    A collective that a thread took over ends at any time; with this much patience none is.
-    """
-    if dist.get_backend() != BACKEND_NAME:
-        return None  # NCCL keeps the order by itself
-    settings = BackendSettings(failure_timeout_s=failure_timeout_s, patience_s=COLLECTIVE_TIMEOUT_S)
-    group: dist.ProcessGroup = dist.new_group(pg_options=settings)
-    return group
 
 
 def _joined(losses: Sequence[Loss]) -> Loss:

@@ -39,7 +39,6 @@ class DataParallel(Replica):
     def __init__(self, job: Job, settings: DataParallelSettings, computation: Computation) -> None:
         super().__init__(job.training.clip_norm)
         self._nominal_count = job.training.batch_size
-        self._failure_timeout_s = job.cluster.failure_timeout_s
         self._settings = settings
         self._computation = computation
         self._has_named_unused = False
@@ -72,7 +71,6 @@ class DataParallel(Replica):
                 self._nominal_count,
                 team,
                 compression=self._settings.compression,
-                failure_timeout_s=self._failure_timeout_s,
             )
         else:
             self._reducer = FlatReducer(self.model, self._computation, self._nominal_count, has_synced=has_synced)
