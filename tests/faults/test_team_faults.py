@@ -113,7 +113,8 @@ def test_a_killed_worker_is_named(launched: Launched, seed: int) -> None:
     named = re.search(rf"worker {victim} was killed by SIGKILL \(in step (\d+)\)", stderr)
     assert named, stderr
     last_step = max(int(e["step"]) for e in launched.events() if e["type"] == "step")  # type: ignore[call-overload]
-    assert abs(int(named[1]) - last_step) <= 2  # a step may have been under way, and its event not
+    # A step may have been under way; and worker 0, which tells of steps, takes to its grave what it had not sent yet.
+    assert 0 <= int(named[1]) - last_step <= (2 if victim else 20)
     assert "Traceback" not in stderr
     assert not launched.survivors()
     summary = json.loads((launched.run_dir / "summary.json").read_text())
