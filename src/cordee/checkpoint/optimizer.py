@@ -10,7 +10,8 @@ Tensors are called "<parameter>.<key>". The values are:
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,13 @@ from cordee.core.errors import CheckpointError
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable", "param_names")
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
+class HasParameters(Protocol):
+    """A model, or what a worker holds of one."""
+
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: HasParameters) -> State:
     """Return the optimizer's state and settings by parameter name; tensors share the optimizer's memory.
 
     Raises CheckpointError for a parameter that is not the model's, and for state that cannot be saved.
@@ -53,7 +60,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State
     )
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) -> None:
+def load_optimizer_state(optimizer: torch.optim.Optimizer, model: HasParameters, state: State) -> None:
     """Make the optimizer go on exactly where the saved one was. Its own parameters, order and groups stay.
 
     Raises CheckpointError, with the optimizer unchanged, if the saved state is of another optimizer, of
@@ -98,7 +105,7 @@ def _class(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def _names_by_index(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
+def _names_by_index(optimizer: torch.optim.Optimizer, model: HasParameters) -> dict[int, str]:
     """Return the name of each parameter, by its number in the optimizer's state dict."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {}
@@ -116,14 +123,14 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _aliases(model: nn.Module) -> dict[str, str]:
+def _aliases(model: HasParameters) -> dict[str, str]:
     """Return for every name of a parameter, tied ones included, the name that `named_parameters` gives it."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _check_parameters(
-    optimizer: torch.optim.Optimizer, model: nn.Module, saved_groups: list[dict[str, list[int]]]
+    optimizer: torch.optim.Optimizer, model: HasParameters, saved_groups: list[dict[str, list[int]]]
 ) -> None:
     aliases = _aliases(model)
     names = _names_by_index(optimizer, model)

@@ -11,6 +11,7 @@ from cordee.core.errors import JobError, nearest
 from cordee.core.job import read_section
 from cordee.core.settings import Section
 from cordee.strategies.data_parallel import DataParallel, DataParallelSettings
+from cordee.strategies.sharded import Sharded, ShardedSettings
 from cordee.strategies.single import Single, SingleSettings
 from cordee.strategies.strategy import Strategy
 
@@ -24,6 +25,7 @@ class Entry(NamedTuple):
 
 STRATEGIES: Mapping[str, Entry] = {
     "data_parallel": Entry(DataParallel, DataParallelSettings),
+    "sharded": Entry(Sharded, ShardedSettings),
     "single": Entry(Single, SingleSettings),
 }
 

@@ -57,7 +57,7 @@ class FlatReducer:
 
     def __init__(self, model: nn.Module, computation: Computation, nominal_count: int, *, has_synced: bool) -> None:
         self._model, self._computation, self._nominal_count = model, computation, nominal_count
-        self._join = _Motions(model, model, computation) if has_synced else None
+        self._join = Motions(model, model, computation) if has_synced else None
         self._exchange = GradientExchange(list(model.parameters()), NUM_EXTRAS)
 
     def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
@@ -95,7 +95,7 @@ class DdpReducer:
             gradient_as_bucket_view=True,
             find_unused_parameters=True,
         )
-        self._join = _Motions(model, self._ddp, computation)
+        self._join = Motions(model, self._ddp, computation)
         _register_compression(self._ddp, compression)
 
     def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
@@ -104,7 +104,7 @@ class DdpReducer:
             with self._ddp.no_sync():
                 losses.append(self._compute(parts[:-1], measure))
         losses.append(self._compute(parts[-1:], measure))  # communicates: the other parts' gradients are in it
-        totals = self._team.sum(_extras(_joined(losses), vote()))
+        totals = self._team.sum(_extras(joined(losses), vote()))
         if totals[COUNT_AT] and totals[COUNT_AT] != self._nominal_count:
             gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, self._nominal_count / totals[COUNT_AT])
@@ -121,7 +121,7 @@ class DdpReducer:
         )
 
 
-class _Motions:
+class Motions:
     """Goes through the motions of a pass where a worker has no sample, so that the others need not wait."""
 
     def __init__(self, model: nn.Module, passes: nn.Module, computation: Computation) -> None:
@@ -157,7 +157,7 @@ def _average_rounded(gradients: Tensor, dtype: torch.dtype) -> torch.futures.Fut
     return averaged
 
 
-def _joined(losses: Sequence[Loss]) -> Loss:
+def joined(losses: Sequence[Loss]) -> Loss:
     count = sum(loss.count for loss in losses)
     mean = sum(loss.mean * loss.count for loss in losses) / count if count else 0.0
     num_correct = sum(loss.num_correct or 0 for loss in losses)

@@ -1,0 +1,32 @@
+"""Optimizers that update each element by itself, and so work on slices of parameters as on the whole."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from cordee.core.errors import JobError
+
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+
+
+def require_elementwise(optimizer: Optimizer | None, strategy: str) -> None:
+    """Raise JobError for an optimizer that would compute something else on slices."""
+    if optimizer is not None and type(optimizer) not in _ELEMENTWISE:
+        known = ", ".join(sorted(cls.__name__.lower() for cls in _ELEMENTWISE))
+        raise JobError(
+            f"optimizer '{type(optimizer).__name__}' may look at whole parameters, and strategy '{strategy}' gives "
+            f"workers slices of them: use one of {known}, or strategy.name = 'data_parallel' or 'pipeline'"
+        )

@@ -1,0 +1,157 @@
+"""What strategies share in which a worker trains only a part of the model."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cordee.checkpoint import State, load_model_state, load_optimizer_state, model_state, optimizer_state
+from cordee.cluster import Team
+from cordee.communication.exchange import GradientExchange
+from cordee.compute import Computation, Loss, OptimizerRecipe, Votes
+from cordee.core import Batch, Job
+from cordee.core.errors import TrainingError
+from cordee.strategies.axes import Axes
+from cordee.strategies.slices import Holdings, square_norm
+from cordee.strategies.strategy import Update
+from cordee.strategies.whole import WholeModel
+
+
+class SplitModel(ABC):
+    """A part of the model and its optimizer here, the rest with others; the whole only to evaluate and save.
+
+    A strategy computes a gradient (`_compute`) and says what it holds; stepping, clipping and checkpoints are here.
+    """
+
+    model: nn.Module
+    _team: Team
+    _recipe: OptimizerRecipe
+    _whole: WholeModel
+    _held: Holdings
+    _optimizer: Optimizer | None
+    _exchange: GradientExchange | None  # with those who hold the same and compute other samples
+    _is_speaker: bool  # whether this worker reports the loss of its share of the batch
+
+    def __init__(self, job: Job, computation: Computation) -> None:
+        self._clip_norm = job.training.clip_norm
+        self._nominal_count = job.training.batch_size
+        self._computation = computation
+        self._norm: float | None = None
+
+    def _adopt(self, whole: WholeModel, held: Holdings, recipe: OptimizerRecipe, axes: Axes, team: Team) -> None:
+        self.model, self._whole, self._held, self._recipe, self._team = whole.model, whole, held, recipe, team
+        trained = [parameter for _, parameter in held.named_parameters() if parameter.requires_grad]
+        self._optimizer = recipe.make(held.named_parameters()) if trained else None
+        self._exchange = GradientExchange(trained, 1, axes.replicas) if trained and axes.replicas else None
+
+    @abstractmethod
+    def _compute(self, parts: Sequence[Batch], *, measure: bool) -> Loss:
+        """Compute the gradient of what is held, over this worker's share of the batch.
+
+        Where batches are cut into shares it is the gradient of the sum over the share divided by the nominal count.
+        Returns the loss of the share; those who do not speak know only its count.
+        """
+
+    def _divisor(self, total_count: int) -> float:
+        """Return by how many items the summed gradient is divided when the whole batch has `total_count`."""
+        return total_count
+
+    @abstractmethod
+    def consolidate(self) -> None: ...
+
+    @abstractmethod
+    def _spread(self) -> None:
+        """Copy what is held, and all buffers, out of the whole model, which is here. Local."""
+
+    def forward_backward(self, microbatches: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
+        self._whole.release()
+        local = self._compute(microbatches, measure=measure)
+        for one in self._held:
+            one.take_gradient()
+        if self._exchange is not None:
+            self._exchange.reduce([float(local.count)], count_at=0, nominal_count=self._nominal_count)
+        own_square = square_norm(self._held) if self._clip_norm else 0.0
+        report = [local.mean * local.count, local.count, local.num_correct or 0, local.num_samples]
+        own_report = report if self._is_speaker else [0.0] * len(report)
+        totals = self._team.sum([*own_report, own_square, *vote()])
+        loss_sum, count, correct, num_samples, square, *votes = totals
+        scale = self._divisor(int(count)) / count if count else 1.0
+        if scale != 1.0 and (gradients := self._gradients()):
+            torch._foreach_mul_(gradients, scale)
+        self._norm = math.sqrt(square) * scale
+        has_accuracy = measure and self._computation.counts_classes
+        return Loss(
+            loss_sum / count if count else 0.0,
+            int(count),
+            int(correct) if has_accuracy else None,
+            int(num_samples),
+            Votes(*(int(number) for number in votes)),
+        )
+
+    def update(self, step: int) -> Update:
+        norm = None
+        if self._clip_norm:
+            norm = self._norm
+            assert norm is not None
+            if not math.isfinite(norm):  # scaling by it would make every weight NaN
+                raise TrainingError(f"the norm of the gradient is {norm} at step {step + 1}: lower optimizer.lr")
+            factor = self._clip_norm / (norm + 1e-6)  # as torch's clip_grad_norm_ has it
+            if factor < 1.0 and (gradients := self._gradients()):
+                torch._foreach_mul_(gradients, factor)
+        lr = 0.0
+        if self._optimizer is not None:
+            lr = self._recipe.set_rate(self._optimizer, step)
+            self._optimizer.step()
+        for one in self._held:
+            one.drop_gradient()
+        return Update(lr, norm)
+
+    def state_dict(self) -> State:
+        own = self._optimizer_state()
+        if not self._team.is_first:
+            return State({}, {})
+        return State.join(model=State(model_state(self.model), {}), optimizer=own)
+
+    def load_state_dict(self, state: State) -> None:
+        self._whole.restore()
+        load_model_state(self.model, state.part("model").tensors)
+        self._spread()
+        if self._optimizer is not None:
+            load_optimizer_state(self._optimizer, self._held, self._held.cut(state.part("optimizer")))
+
+    def _optimizer_state(self) -> State:
+        """Return the whole optimizer's state on the first worker. Collective."""
+        assert self._optimizer is not None
+        return self._held.gathered(optimizer_state(self._optimizer, self._held))
+
+    def _gradients(self) -> list[Tensor]:
+        return [one.local.grad for one in self._held if one.local.grad is not None]
+
+
+@torch.no_grad()
+def gather_weights(held: Holdings, model: nn.Module) -> None:
+    """Copy the whole of all parameters into the model. Collective."""
+    targets = dict(model.named_parameters())
+    for one in held:
+        targets[one.name].copy_(one.gather(one.local.detach()))
+
+
+@torch.no_grad()
+def cut_weights(held: Holdings, model: nn.Module) -> None:
+    """Copy out of the model what is held of it. Local."""
+    sources = dict(model.named_parameters())
+    for one in held:
+        one.local.copy_(one.cut(sources[one.name]))
+
+
+@torch.no_grad()
+def copy_buffers(source: nn.Module, target: nn.Module) -> None:
+    """Copy all buffers by name."""
+    targets = dict(target.named_buffers())
+    for name, buffer in source.named_buffers():
+        targets[name].copy_(buffer)

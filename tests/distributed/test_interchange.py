@@ -1,0 +1,59 @@
+"""Checkpoints of one strategy are those of any other: what one began another goes on with, optimizer state included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import Crew
+from driving import Outcome, Table, job, largest_difference, train_alone, train_together
+from splitting import TOKENS
+
+pytestmark = pytest.mark.timeout(150)
+
+LARGEST_DIFFERENCE = 1e-5
+JOB = job(
+    # Deep enough for four stages; the output layer's weight is the embedding's.
+    model={"use": "gpt", "num_layers": 2, "embedding_width": 32},
+    data={**TOKENS, "size": 90},
+    # Adam without a large eps takes full steps along gradients that are nothing but rounding.
+    optimizer={"use": "adam", "lr": 0.003, "eps": 1e-3},
+    schedule={"use": "cosine", "warmup_steps": 3},
+)
+STRATEGIES: dict[str, Table] = {
+    "single": {"name": "single"},
+    "data_parallel": {"name": "data_parallel"},
+    "sharded": {"name": "sharded", "unit_bytes": 10_000},
+}
+SPLIT = [name for name in STRATEGIES if name not in ("single", "data_parallel")]
+PAIRS = [pair for name in SPLIT for pair in ((name, "single"), ("single", name), (name, "data_parallel"))]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return train_alone({**JOB, "training": {**JOB["training"], "steps": 10}}, tmp_path_factory.mktemp("whole"))
+
+
+def go(crew: Crew, strategy: str, steps: int, run_dir: Path, **options: Any) -> Outcome:
+    # The rates of a cosine follow the number of steps, which resuming must not change: so the first half is stopped.
+    training = {**JOB["training"], "steps": 10}
+    table = {**JOB, "training": training, "stop": {"steps": steps}, "strategy": STRATEGIES[strategy]}
+    if strategy == "single":
+        return train_alone(table, run_dir, **options)
+    return train_together(crew, table, run_dir, **options)[0]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_another_strategy_goes_on(two: Crew, first: str, second: str, uninterrupted: Outcome, tmp_path: Path) -> None:
+    go(two, first, 5, tmp_path)
+    after = go(two, second, 10, tmp_path, resume=True)
+    assert (after.summary.steps, after.of("run_started")[0]["start_step"]) == (10, 5)
+    assert largest_difference(uninterrupted, after) <= LARGEST_DIFFERENCE
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_run_that_had_ended_is_still_there(two: Crew, name: str, tmp_path: Path) -> None:
+    ended = go(two, name, 5, tmp_path)
+    again = go(two, name, 5, tmp_path, resume=True)
+    assert again.summary.weights_sha256 == ended.summary.weights_sha256

@@ -1,0 +1,64 @@
+"""`sharded` computes what `single` computes, whatever is gathered together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from crew import Crew
+from driving import Table, job, train_alone, train_together
+from splitting import JOBS, SMALL_IMAGES, References, check_equal
+
+from cordee.checkpoint import load_newest
+
+pytestmark = pytest.mark.timeout(150)
+
+SETTINGS: dict[str, Table] = {
+    "mlp": {"unit_bytes": 1},
+    "mlp, momentum and clipping": {"unit_bytes": 1000, "keep_gathered": True},
+    "lenet": {"unit_bytes": 10_000},
+    "resnet20": {"unit_bytes": 50_000, "batch_norm": "sync"},
+    "gpt": {"unit_bytes": 10_000},
+}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_two_workers_equal_one(two: Crew, name: str, references: References, tmp_path: Path) -> None:
+    strategy = {"name": "sharded", **SETTINGS[name]}
+    check_equal(two, JOBS[name], strategy, references(JOBS[name]), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet", "gpt"])
+def test_three_workers_equal_one(three: Crew, name: str, references: References, tmp_path: Path) -> None:
+    check_equal(three, JOBS[name], {"name": "sharded"}, references(JOBS[name]), tmp_path)
+
+
+def test_bf16_gathers_in_16_bits_and_keeps_32(two: Crew, tmp_path: Path) -> None:
+    table = {**JOBS["gpt"], "training": {**JOBS["gpt"]["training"], "precision": "bf16", "steps": 10}}
+    alone = train_alone(table, tmp_path / "a")
+    together = train_together(two, {**table, "strategy": {"name": "sharded", "unit_bytes": 10_000}}, tmp_path / "b")
+    # 8 bits of precision: the losses follow each other, but are not the same.
+    np.testing.assert_allclose(together[0].losses(), alone.losses(), rtol=5e-3)
+    table["training"]["precision"] = "fp32"
+    full = train_alone(table, tmp_path / "c")
+    assert not np.allclose(together[0].losses(), full.losses(), rtol=1e-6, atol=0), "it computed in 32 bits"
+    loaded = load_newest(tmp_path / "b" / "checkpoints")
+    assert loaded is not None
+    assert {tensor.dtype for tensor in loaded.state.tensors.values()} == {torch.float32}
+
+
+def test_batch_norms_in_bf16(two: Crew, tmp_path: Path) -> None:
+    training = {"batch_size": 16, "steps": 5, "precision": "bf16"}
+    table = job(model={"use": "resnet", "depth": 20}, data=SMALL_IMAGES, training=training)
+    alone = train_alone(table, tmp_path / "a")
+    for batch_norm in ("sync", "average"):
+        strategy = {"name": "sharded", "unit_bytes": 50_000, "batch_norm": batch_norm}
+        together = train_together(two, {**table, "strategy": strategy}, tmp_path / batch_norm)
+        np.testing.assert_allclose(together[0].losses(), alone.losses(), rtol=0.2)
