@@ -13,10 +13,9 @@ from typing import Literal
 import msgspec
 
 from cordee.core.env import cache_folder, runs_folder
-from cordee.core.errors import DataError
+from cordee.core.errors import CommunicationError, DataError
 
 GIB = 2**30
-LEAST_SHM_BYTES = 256 * 2**20
 LEAST_DISK_BYTES = 1 * GIB
 LEAST_MEMORY_BYTES = 1 * GIB
 
@@ -75,29 +74,45 @@ def check_cores() -> Iterable[Finding]:
     yield Finding("cores", "ok" if usable == present else "note", detail)
 
 
-def check_memory() -> Iterable[Finding]:
+def check_memory(control_groups: Path = Path("/sys/fs/cgroup")) -> Iterable[Finding]:
     import psutil
 
     memory = psutil.virtual_memory()
-    detail = f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f}"
-    if memory.available < LEAST_MEMORY_BYTES:
-        yield Finding("memory", "problem", detail, "end other programs, or use a smaller batch")
+    free, total, whose = memory.available, memory.total, ""
+    if (limit := _memory_limit(control_groups)) is not None and limit[1] < total:
+        free, total, whose = min(free, limit[0]), limit[1], " (the limit of this container)"
+    detail = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}{whose}"
+    if free < LEAST_MEMORY_BYTES:
+        yield Finding("memory", "problem", detail, "end other programs, raise the limit, or use a smaller batch")
     else:
         yield Finding("memory", "ok", detail)
 
 
-def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterable[Finding]:
-    if not folder.is_dir():
-        yield Finding(str(folder), "note", "not there", "workers on this host will talk through sockets")
+def _memory_limit(folder: Path) -> tuple[int, int] | None:
+    """Return what is left of, and the whole of, the memory that this process's container may use, if limited."""
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, used = (int((folder / name).read_text()) for name in (limit_file, used_file))
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+        return max(0, limit - used), limit
+    return None
+
+
+def check_shared_memory() -> Iterable[Finding]:
+    """Make and fill what two workers on this host share, as they would."""
+    from cordee.communication.shared_memory.probe import try_segment
+
+    subject, num_workers = "shared memory", 2
+    try:
+        num_bytes = try_segment(num_workers)
+    except CommunicationError as error:
+        yield Finding(subject, "problem", str(error), "or train with one worker")
         return
-    usage = shutil.disk_usage(folder)
-    detail = f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f}"
-    if usage.free < LEAST_SHM_BYTES:
-        yield Finding(
-            str(folder), "note", detail, "give it more: mount -o remount,size=2G /dev/shm (docker: --shm-size=2g)"
-        )
-    else:
-        yield Finding(str(folder), "ok", detail)
+    yield Finding(subject, "ok", f"{num_bytes / 2**20:.0f} MiB for {num_workers} workers can be had and attached to")
 
 
 def check_disk() -> Iterable[Finding]:
@@ -153,18 +168,23 @@ def check_extras() -> Iterable[Finding]:
             yield Finding(extra, "ok", "installed")
 
 
-def print_findings(findings: list[Finding], *, as_json: bool) -> bool:
-    """Print what was found, and how to mend it; return whether training can work here."""
+def can_train(findings: list[Finding]) -> bool:
+    return all(finding.state != "problem" for finding in findings)
+
+
+def render_findings(findings: list[Finding], *, as_json: bool) -> str:
+    """Return what was found, and how to mend it, as text."""
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(findings)).decode())
-    else:
-        width = max(len(finding.subject) for finding in findings)
-        for finding in findings:
-            mark = {"ok": "ok  ", "note": "note", "problem": "BAD "}[finding.state]
-            print(f"{mark}  {finding.subject:<{width}}  {finding.detail}")
-            if finding.remedy:
-                print(f"{'':{width + 8}}{finding.remedy}")
+        return msgspec.json.format(msgspec.json.encode(findings)).decode()
+    width = max(len(finding.subject) for finding in findings)
+    lines = []
+    for finding in findings:
+        mark = {"ok": "ok  ", "note": "note", "problem": "BAD "}[finding.state]
+        lines.append(f"{mark}  {finding.subject:<{width}}  {finding.detail}")
+        if finding.remedy:
+            lines.append(f"{'':{width + 8}}{finding.remedy}")
     problems = sum(finding.state == "problem" for finding in findings)
-    if not as_json:
-        print("everything that training needs is here" if not problems else f"{problems} to mend before training works")
-    return not problems
+    lines.append(
+        "everything that training needs is here" if not problems else f"{problems} to mend before training works"
+    )
+    return "\n".join(lines)

@@ -67,7 +67,7 @@ class Session:
             epochs=progress.epoch,
             samples=progress.samples,
             wall_seconds=progress.elapsed_s,
-            samples_per_second=outcome.samples_per_second if outcome else None,
+            samples_per_second=(outcome.samples_per_second or None) if outcome else None,  # 0: no step was left to take
             train_loss=outcome.train_loss if outcome else None,
             test_loss=metrics.loss if metrics else None,
             test_accuracy=metrics.accuracy if metrics else None,

@@ -80,6 +80,12 @@ def test_runs_into_a_closed_pipe_is_no_error(reference: Path, workspace: Workspa
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_finding_of_the_doctor_into_a_closed_pipe_is_no_error(workspace: Workspace) -> None:
+    done = workspace.execute(["bash", "-o", "pipefail", "-c", "cordee doctor | head -1"])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("ok    Python")
+
+
 def test_new_runs_go_to_the_runs_folder(workspace: Workspace) -> None:
     done = workspace.run("train", workspace.job, *settings(stop__steps=1), CORDEE_RUNS=str(workspace.path / "mine"))
     assert_ended_well(done)
@@ -91,7 +97,7 @@ def test_new_runs_go_to_the_runs_folder(workspace: Workspace) -> None:
 def test_the_doctor_examines_this_machine(workspace: Workspace) -> None:
     done = workspace.run("doctor")
     assert done.returncode == 0, done.stdout
-    for subject in ("Python", "torch", "devices", "cores", "memory", "/dev/shm", "ports", "mnist", "cifar10"):
+    for subject in ("Python", "torch", "devices", "cores", "memory", "shared memory", "ports", "mnist", "cifar10"):
         assert any(line[6:].startswith(subject) for line in done.stdout.splitlines()), f"{subject}: {done.stdout}"
     findings = json.loads(workspace.run("doctor", "--json").stdout)
     assert all(finding.keys() >= {"subject", "state", "detail"} for finding in findings)
@@ -105,6 +111,14 @@ def test_the_doctor_says_what_to_mend(workspace: Workspace) -> None:
     assert "BAD   runs folder" in done.stdout
     assert "1 to mend" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_the_doctor_finds_that_workers_could_not_share_memory(workspace: Workspace) -> None:
+    done = workspace.execute(["bash", "-c", "ulimit -f 1000; cordee doctor"])
+    assert done.returncode == 1
+    assert "BAD   shared memory" in done.stdout
+    assert "needs 6.0 MiB (File too large)" in done.stdout
+    assert done.stderr == ""
 
 
 def test_weights_are_exported_in_three_formats(

@@ -118,7 +118,10 @@ def test_a_stopped_run_goes_on_to_the_same_end(half_done: Path, reference_sha256
     assert (found["status"], found["weights_sha256"]) == ("completed", reference_sha256)
     assert found["samples"] == STEPS * 16
     # And once more: a run that is over stays as it was.
-    assert_ended_well(workspace.train("--resume"))
+    done = workspace.train("--resume")
+    assert_ended_well(done)
+    assert "samples/s" not in done.stdout, "it took no step"
     again = summary(half_done)
+    assert again["samples_per_second"] is None
     for key in ("status", "steps", "samples", "test_accuracy", "test_loss", "train_loss", "weights_sha256"):
         assert again[key] == found[key], key

@@ -1,5 +1,5 @@
 """Measurements against peers: interleaved in one run, compared as ratios of medians."""
 
-from cordee.bench.registry import run_benchmark
+from cordee.bench.registry import BENCHMARKS, run_benchmark
 
-__all__ = ["run_benchmark"]
+__all__ = ["BENCHMARKS", "run_benchmark"]

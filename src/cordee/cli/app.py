@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from cordee.core.env import wants_colour, wants_traceback
 from cordee.core.errors import CordeeError
 from cordee.version import __version__
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C
 
@@ -34,7 +37,29 @@ class Commands(TyperGroup):
             os._exit(INTERRUPTED)
 
 
-app = typer.Typer(
+class Command(TyperCommand):
+    """One command, whose usage line names its arguments as its help does, without typer's braces."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+
+class BenchCommand(Command):
+    """Lists the benchmarks below its options. They are looked up only then: they import rich."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        from cordee.bench import BENCHMARKS
+
+        with formatter.section("Benchmarks"):
+            formatter.write_dl(list(BENCHMARKS.items()))
+
+
+class App(typer.Typer):
+    def command(self, *args: Any, **options: Any) -> Callable[[Function], Function]:
+        return super().command(*args, **{"cls": Command, **options})
+
+
+app = App(
     name="cordee",
     cls=Commands,
     help="Train one PyTorch model with many workers: one job, every method.",
@@ -204,15 +229,17 @@ def doctor(
 
     Exit code 1 if something would keep training from working.
     """
-    from cordee.doctor import examine, print_findings
+    from cordee.doctor import can_train, examine, render_findings
 
-    if not print_findings(examine(), as_json=as_json):
+    findings = examine()
+    _print(render_findings(findings, as_json=as_json))
+    if not can_train(findings):
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=BenchCommand)
 def bench(
-    name: Annotated[str, typer.Argument(help="Which one: overhead, accuracy.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Which one of those below.", show_default=False)],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write the raw figures to this JSON file.")
     ] = None,

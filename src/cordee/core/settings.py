@@ -65,8 +65,8 @@ class Training(Section, frozen=True, kw_only=True):
         _at_least("training.threads", self.threads, 0)
         if self.epochs is not None and self.steps is not None:
             raise JobError(
-                f"training.epochs = {self.epochs} and training.steps = {self.steps} contradict each other: "
-                "set one of them"
+                f"training.epochs = {self.epochs} and training.steps = {self.steps} contradict each other: remove one "
+                f"from the job; to end a job with epochs after {self.steps} steps, set stop.steps = {self.steps}"
             )
         if self.accumulate > self.batch_size:
             raise JobError(

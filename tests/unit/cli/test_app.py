@@ -71,6 +71,15 @@ def test_every_command_is_explained() -> None:
         assert "Usage" in invoke(name, "--help")
 
 
+def test_the_benchmarks_are_listed_and_arguments_have_no_braces() -> None:
+    from cordee.bench import BENCHMARKS
+
+    text = invoke("bench", "--help")
+    assert BENCHMARKS.keys() >= {"overhead", "accuracy", "allreduce", "data_parallel"}
+    assert all(f"\n  {name} " in text for name in BENCHMARKS)
+    assert invoke("train", "--help").splitlines()[0].endswith("train [OPTIONS] JOB.toml")
+
+
 # Exit codes -------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +213,17 @@ def test_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORDEE_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("CORDEE_CACHE", str(tmp_path / "cache"))
     findings = {finding["subject"]: finding for finding in json.loads(invoke("doctor", "--json"))}
-    subjects = {"Python", "torch", "devices", "cores", "memory", "/dev/shm", "runs folder", "cache folder", "ports"}
+    subjects = {
+        "Python",
+        "torch",
+        "devices",
+        "cores",
+        "memory",
+        "shared memory",
+        "runs folder",
+        "cache folder",
+        "ports",
+    }
     assert subjects | {"mnist", "fashion-mnist", "cifar10"} <= findings.keys()
     assert all(finding["state"] in ("ok", "note", "problem") for finding in findings.values())
     assert "everything that training needs is here" in invoke("doctor")
@@ -218,3 +237,17 @@ def test_the_doctor_says_what_to_mend(tmp_path: Path, monkeypatch: pytest.Monkey
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
     assert "BAD   memory" in result.output and "buy some" in result.output and "1 to mend" in result.output
+
+
+def test_the_doctor_knows_the_limit_of_a_container(tmp_path: Path) -> None:
+    from cordee import doctor
+
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    (unlimited,) = doctor.check_memory(tmp_path)
+    assert "limit" not in unlimited.detail
+    (tmp_path / "memory.max").write_text(f"{2**30}\n")
+    (tmp_path / "memory.current").write_text(f"{2**29}\n")
+    (limited,) = doctor.check_memory(tmp_path)
+    assert (limited.state, limited.detail) == ("problem", "0.5 GiB free of 1.0 (the limit of this container)")
+    assert "raise the limit" in limited.remedy

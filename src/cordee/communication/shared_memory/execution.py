@@ -178,8 +178,8 @@ class Conductor:
         doing = describe(rounds.own_signature())
         names = " and ".join(f"rank {rank}" for rank in late)
         message = (
-            f"{names} did not come to {doing} within {timeout_s:g} s: raise `timeout` of init_process_group if the "
-            "ranks may be that far apart, or look for a rank that skips the call"
+            f"{names} did not come to {doing} within the timeout of {timeout_s:g} s: raise `timeout` of "
+            "init_process_group if the ranks may be that far apart, or look for a rank that skips the call"
         )
         return rounds.watch.blame(Verdict(late[0] if late else 0, message))
 

@@ -118,7 +118,7 @@ def test_members_that_disagree_are_told_what_each_is_doing() -> None:
 def test_a_group_that_failed_refuses_further_calls() -> None:
     teams = make_teams(2)
     conductor = conduct(teams[0])
-    with pytest.raises(CommunicationError, match=r"rank 1 did not come to barrier within 0\.05 s"):
+    with pytest.raises(CommunicationError, match=r"rank 1 did not come to barrier within the timeout of 0\.05 s"):
         conductor.run(collectives.barrier(teams[0].host), timeout_s=0.05)
     with pytest.raises(CommunicationError, match="can not be used any more after: rank 1 did not come"):
         conductor.run(collectives.barrier(teams[0].host))
