@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from cordee.data import Splits
     from cordee.launch import train
     from cordee.own_loop import join
+    from cordee.planner import Plan
+    from cordee.planning import plan
     from cordee.run import Run
 
 # Names are imported when first used, so that `cordee --help` does not wait for torch.
@@ -27,6 +29,7 @@ _HOMES = {
     "Evaluation": "cordee.core.settings",
     "Job": "cordee.core",
     "Monitoring": "cordee.core.settings",
+    "Plan": "cordee.planner",
     "Run": "cordee.run",
     "Splits": "cordee.data",
     "Stop": "cordee.core.settings",
@@ -34,6 +37,7 @@ _HOMES = {
     "Training": "cordee.core.settings",
     "Use": "cordee.core",
     "join": "cordee.own_loop",
+    "plan": "cordee.planning",
     "train": "cordee.launch",
 }
 
@@ -45,6 +49,7 @@ __all__ = [
     "Evaluation",
     "Job",
     "Monitoring",
+    "Plan",
     "Run",
     "Splits",
     "Stop",
@@ -53,6 +58,7 @@ __all__ = [
     "Use",
     "__version__",
     "join",
+    "plan",
     "train",
 ]
 

@@ -16,6 +16,7 @@ EXPORTS = [
     "Evaluation",
     "Job",
     "Monitoring",
+    "Plan",
     "Run",
     "Splits",
     "Stop",
@@ -24,6 +25,7 @@ EXPORTS = [
     "Use",
     "__version__",
     "join",
+    "plan",
     "train",
 ]
 

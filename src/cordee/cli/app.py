@@ -150,6 +150,56 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
+@app.command()
+def plan(
+    job: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False)],
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Look at up to so many; else the job's, this machine's cores, or the cluster's devices.",
+            metavar="N",
+            min=1,
+        ),
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="A cluster file: machines that are not here.", metavar="FILE")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew what is in the cache.")] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key, e.g. training.batch_size=256.", metavar="K=V")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Predict step time, memory and traffic of each strategy; say which to use, and why.
+
+    Profiles the model on this machine for some seconds, and keeps the profile in the cache folder.
+
+    For example:
+
+        cordee plan examples/digits.toml --workers 4
+
+        cordee plan job.toml --cluster cluster.toml --json
+    """
+    from cordee.core import Job
+
+    Job.load(job, settings or [])  # a mistake in it is told at once, before the two seconds that importing torch takes
+
+    import msgspec
+    from rich.console import Console
+
+    from cordee.planner.rendering import render_plan
+    from cordee.planning import plan as make_plan
+
+    found = make_plan(job, overrides=settings or [], workers=workers, cluster=cluster, fresh=fresh)
+    if as_json:
+        _print(msgspec.json.format(msgspec.json.encode(found.to_dict())).decode())
+        return
+    console = Console(highlight=False)
+    with console.capture() as table:
+        console.print(render_plan(found))
+    _print(table.get().rstrip("\n"))
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 )

@@ -1,0 +1,98 @@
+"""What is known of this machine: cores, memory, what sharing them costs, and how fast its workers talk."""
+
+from __future__ import annotations
+
+import bisect
+import platform
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch
+
+from cordee.compute import usable_cores
+from cordee.version import __version__
+
+_UNLIMITED = 1 << 60  # what cgroups write where there is no limit
+
+
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+    """How long one kind of exchange takes among `num_processes`, by the bytes that each of them has."""
+
+    kind: str  # all_reduce, all_gather, reduce_scatter, send; copy: each for itself, at the same time
+    num_processes: int
+    sizes: tuple[int, ...]  # bytes, growing
+    seconds: tuple[float, ...]
+
+    def at(self, num_bytes: float) -> float:
+        """Return the seconds for `num_bytes`: on the line between two sizes, in proportion beyond the largest."""
+        if num_bytes <= self.sizes[0]:
+            return self.seconds[0]
+        if num_bytes >= self.sizes[-1]:
+            return self.seconds[-1] * num_bytes / self.sizes[-1]
+        high = bisect.bisect_left(self.sizes, num_bytes)
+        low = high - 1
+        weight = (num_bytes - self.sizes[low]) / (self.sizes[high] - self.sizes[low])
+        return self.seconds[low] + weight * (self.seconds[high] - self.seconds[low])
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Measurements that do not depend on the model."""
+
+    cores: int
+    exchanges: tuple[Exchange, ...] = ()
+    slowdowns: dict[int, float] = {}  # processes -> times longer for the same work, each having its share of the cores
+    process_bytes: int = 0  # a worker's own memory before it has a model
+
+    def slowdown(self, num_processes: int) -> float:
+        """Return how many times longer work takes in each of `num_processes` than in one that has all cores."""
+        if num_processes == 1:
+            return 1.0
+        if num_processes in self.slowdowns:
+            return self.slowdowns[num_processes]
+        if not self.slowdowns:
+            return float(num_processes)  # the cores are shared out evenly
+        nearest = min(self.slowdowns, key=lambda known: abs(known - num_processes))
+        return self.slowdowns[nearest] * num_processes / nearest
+
+    def exchange(self, kind: str, num_processes: int) -> Exchange | None:
+        """Return the measurement with the number of processes nearest to `num_processes`."""
+        known = [exchange for exchange in self.exchanges if exchange.kind == kind]
+        return min(known, key=lambda exchange: abs(exchange.num_processes - num_processes), default=None)
+
+    def has_exchanges(self, num_processes: int) -> bool:
+        return any(exchange.num_processes == num_processes for exchange in self.exchanges)
+
+
+def describe_machine() -> str:
+    """Return what makes measurements of this machine those of another: part of every key in the cache."""
+    return f"{_processor()}; {usable_cores()} cores; torch {torch.__version__}; cordee {__version__}"
+
+
+def free_memory_bytes() -> int:
+    """Return how much memory new processes may take: what the system has, or what a container's limit leaves."""
+    free = int(psutil.virtual_memory().available)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        most, taken = _number_in(Path(limit)), _number_in(Path(used))
+        if most is not None and most < _UNLIMITED:
+            free = min(free, max(0, most - (taken or 0)))
+    return free
+
+
+def _number_in(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

@@ -1,0 +1,98 @@
+"""A plan: all predictions for a job, the choice among them, and the reasons in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cordee.core.errors import JobError
+from cordee.planner.costs import in_bytes, in_time
+from cordee.planner.prediction import Prediction
+
+CLOSE = 0.05  # predictions nearer to each other than this are told to be equal
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What `cordee plan` found."""
+
+    job: str
+    where: str  # this machine, or the cluster file
+    batch_size: int
+    parameters: int
+    predictions: list[Prediction]  # the best of each strategy and number of workers, the fastest first
+    available: list[str]  # strategies of this version
+    choice: Prediction | None
+    runner_up: Prediction | None
+    profile_s: float  # spent on measuring; next to nothing where it was cached
+    search_s: float
+    is_cached: bool
+    placement: dict[str, list[str]] = {}  # host -> what runs there, for a cluster file
+
+    def find(self, strategy: str, workers: int) -> Prediction | None:
+        """Return the prediction for a strategy on a number of workers."""
+        found = (p for p in self.predictions if (p.strategy, p.workers) == (strategy, workers))
+        return next(found, None)
+
+    def explain(self) -> list[str]:
+        """Return why, in plain sentences. The first one names the choice."""
+        if self.choice is None:
+            return [no_room(self.predictions, self.available)]
+        choice, lines = self.choice, []
+        lines.append(f"choice: {choice.label} on {_workers(choice)}, {in_time(choice.step_s)} a step: {choice.note}")
+        if self.runner_up is not None:
+            lines.append(_against(choice, self.runner_up))
+        alone = self.find("single", 1)
+        if alone is not None and choice.workers > 1 and alone is not self.runner_up:
+            gain = alone.step_s / choice.step_s
+            lines.append(f"one worker would take {in_time(alone.step_s)}: {_workers(choice)} are {gain:.2f}× as fast")
+        others = [p for p in self.predictions if p.strategy not in self.available and p.fits]
+        if others and others[0].step_s < choice.step_s * (1 - CLOSE):
+            lines.append(f"{_named(others[0])} would take {in_time(others[0].step_s)}, but is not in this version")
+        for prediction in self.predictions:
+            if not prediction.fits and prediction.strategy in self.available:
+                lines.append(f"{_named(prediction)} does not fit: {_lack(prediction)}")
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, the reasons included."""
+        table: dict[str, Any] = msgspec.to_builtins(self)
+        for given, prediction in zip(table["predictions"], self.predictions, strict=True):
+            given["fits"], given["missing_bytes"] = prediction.fits, prediction.missing_bytes
+        return {**table, "reasons": self.explain()}
+
+
+def refuse_without_room(predictions: list[Prediction], available: list[str]) -> None:
+    """Raise JobError, saying how much memory is lacking, if nothing that can be run fits anywhere."""
+    if not any(p.fits for p in predictions if p.strategy in available):
+        raise JobError(no_room(predictions, available))
+
+
+def no_room(predictions: list[Prediction], available: list[str]) -> str:
+    nearest = min((p for p in predictions if p.strategy in available), key=lambda p: p.missing_bytes)
+    return (
+        f"no strategy fits into memory: {_named(nearest)} comes nearest, and lacks {_lack(nearest)}. "
+        "Lower training.batch_size, raise training.accumulate, or take machines with more memory"
+    )
+
+
+def _lack(prediction: Prediction) -> str:
+    return (
+        f"{in_bytes(prediction.missing_bytes)} (needs {in_bytes(prediction.memory_bytes)} a worker, "
+        f"has {in_bytes(prediction.memory_limit_bytes)})"
+    )
+
+
+def _against(choice: Prediction, other: Prediction) -> str:
+    slower = other.step_s / choice.step_s - 1
+    how = "as fast, within what can be predicted" if slower < CLOSE else f"{slower:.0%} slower"
+    why = f": {other.note}" if other.note else ""
+    return f"runner-up: {other.label} on {_workers(other)}, {in_time(other.step_s)} a step, {how}{why}"
+
+
+def _named(prediction: Prediction) -> str:
+    return f"{prediction.label} on {_workers(prediction)}"
+
+
+def _workers(prediction: Prediction) -> str:
+    return "1 worker" if prediction.workers == 1 else f"{prediction.workers} workers"

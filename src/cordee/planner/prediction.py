@@ -1,0 +1,67 @@
+"""What the planner says about one way to run a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from cordee.planner.profile import ModelProfile
+from cordee.planner.site import Site
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One strategy with its numbers."""
+
+    strategy: str
+    workers: int
+    settings: dict[str, Any] = {}  # keys of [strategy]
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """What a candidate would take."""
+
+    strategy: str
+    workers: int
+    settings: dict[str, Any]
+    step_s: float
+    compute_s: float  # of the step, on the busiest worker
+    communication_s: float  # of the step, that computing does not hide
+    idle_share: float  # of all workers' time, waiting for each other; exchanging bytes is not idling
+    memory_bytes: float  # of the worker that takes most, its process included
+    memory_limit_bytes: float  # what such a worker may take
+    traffic_bytes: float  # that one worker sends in a step
+    samples_per_second: float
+    note: str = ""  # what it is made of, in words
+
+    @property
+    def missing_bytes(self) -> float:
+        """How much memory is lacking; 0 where it fits."""
+        return max(0.0, self.memory_bytes - self.memory_limit_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_bytes == 0.0
+
+    @property
+    def label(self) -> str:
+        """The strategy and its numbers, short."""
+        parts = [f"{key} {_short(value)}" for key, value in self.settings.items()]
+        return self.strategy + (f" ({', '.join(parts)})" if parts else "")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be computed, and where."""
+
+    profile: ModelProfile
+    batch_size: int
+    site: Site
+    accumulate: int = 1
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return "×".join(f"{axis} {size}" for axis, size in value.items())
+    return str(value)

@@ -1,0 +1,111 @@
+"""Which candidates there are, and which of them is best. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from cordee.planner.costs import MODELS, predict
+from cordee.planner.pipelines import SCHEDULES
+from cordee.planner.prediction import Candidate, Prediction, Work
+
+MICRO_BATCHES_PER_STAGE = (1, 2, 4, 8)
+# Strategies that train in another way than `single` does: shown, never chosen over one that keeps the promise that
+# the result does not depend on the crowd.
+OTHER_TRAINING = ("local_sgd",)
+
+
+def degrees(most: int) -> list[int]:
+    """Return the numbers of workers worth a look: powers of two, those that divide `most`, and `most`."""
+    powers = {1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most}
+    divisors = {number for number in range(1, most + 1) if most % number == 0}
+    return sorted(powers | divisors | {most})
+
+
+def candidates(work: Work, most_workers: int) -> Iterator[Candidate]:
+    """Yield every strategy with every degree, micro-batch and schedule worth a look, up to `most_workers`."""
+    yield Candidate(strategy="single", workers=1)
+    num_blocks = len(work.profile.blocks) if work.profile.is_chain else 1
+    can_slice = any(block.splittable for block in work.profile.blocks)
+    for workers in degrees(most_workers):
+        if workers == 1 or workers > work.batch_size:
+            continue
+        for strategy in ("data_parallel", "sharded", "local_sgd"):
+            yield Candidate(strategy=strategy, workers=workers)
+        for staleness in (0, 4, "unbounded"):
+            settings = {"servers": max(1, workers // 4), "staleness": staleness}
+            yield Candidate(strategy="parameter_server", workers=workers, settings=settings)
+        if can_slice:
+            yield Candidate(strategy="tensor", workers=workers)
+        if workers <= num_blocks:
+            for schedule, num_micro in _schedules(workers, num_blocks, work.batch_size):
+                settings = {"microbatches": num_micro, "schedule": schedule}
+                yield Candidate(strategy="pipeline", workers=workers, settings=settings)
+        yield from _meshes(workers, num_blocks, work.batch_size, can_slice)
+
+
+def _schedules(num_stages: int, num_blocks: int, samples: int) -> Iterator[tuple[str, int]]:
+    for per_stage in MICRO_BATCHES_PER_STAGE:
+        num_micro = per_stage * num_stages
+        if num_micro > samples:
+            return
+        for schedule in SCHEDULES:
+            if schedule != "interleaved" or num_blocks >= 2 * num_stages:
+                yield schedule, num_micro
+
+
+def _meshes(workers: int, num_blocks: int, batch_size: int, can_slice: bool) -> Iterator[Candidate]:
+    """Yield meshes of two or three axes, each of 2 or more."""
+    for num_stages in degrees(workers):
+        if workers % num_stages or num_stages > num_blocks:
+            continue
+        for num_slices in degrees(workers // num_stages) if can_slice else [1]:
+            if workers % (num_stages * num_slices):
+                continue
+            num_data = workers // (num_stages * num_slices)
+            sizes = {"data": num_data, "pipeline": num_stages, "tensor": num_slices}
+            mesh = {axis: size for axis, size in sizes.items() if size > 1}
+            if len(mesh) < 2:
+                continue
+            if num_stages == 1:
+                yield Candidate(strategy="hybrid", workers=workers, settings={"mesh": mesh})
+                continue
+            num_micro = min(4 * num_stages, batch_size // num_data)
+            if num_micro >= num_stages:
+                settings = {"mesh": mesh, "microbatches": num_micro, "schedule": "1f1b"}
+                yield Candidate(strategy="hybrid", workers=workers, settings=settings)
+
+
+def search(work: Work, most_workers: int) -> list[Prediction]:
+    """Return the best prediction of every strategy and number of workers, the fastest first; what fits comes first."""
+    best: dict[tuple[str, int], Prediction] = {}
+    for candidate in candidates(work, most_workers):
+        found = predict(candidate, work)
+        key = (found.strategy, found.workers)
+        if key not in best or _order(found) < _order(best[key]):
+            best[key] = found
+    return sorted(best.values(), key=_order)
+
+
+def choose(
+    predictions: Sequence[Prediction], available: Collection[str], workers: int | None = None
+) -> tuple[Prediction | None, Prediction | None]:
+    """Return the best prediction that fits and can be run, and the next best of another strategy or size."""
+    able = [
+        prediction
+        for prediction in predictions
+        if prediction.strategy in available
+        and prediction.strategy not in OTHER_TRAINING
+        and prediction.settings.get("staleness", 0) == 0
+        and prediction.fits
+        and workers in (None, prediction.workers)
+    ]
+    return (able[0] if able else None), (able[1] if len(able) > 1 else None)
+
+
+def known_strategies() -> list[str]:
+    return list(MODELS)
+
+
+def _order(prediction: Prediction) -> tuple[bool, float, float, float]:
+    # Of equals the one that needs fewer workers, then less memory.
+    return (not prediction.fits, round(prediction.step_s, 9), prediction.workers, prediction.memory_bytes)

@@ -1,0 +1,173 @@
+"""Where a job could run: its devices, how fast they compute, and what it costs them to exchange bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cordee.planner.machine import Machine
+from cordee.planner.profile import ModelProfile, Timing, slowed
+
+COPY_BYTES_PER_S = 4e9  # where nothing was measured: one core of the 2-core machine this was written on
+
+
+@dataclass(frozen=True)
+class Device:
+    """One place for a worker."""
+
+    host: str
+    kind: str
+    speed: float  # times this machine, with all its cores
+    memory_bytes: float  # what a worker there may take
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between two devices, or all those of a host."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+class Site(Protocol):
+    """What the cost model asks. `members` are indices of devices."""
+
+    devices: Sequence[Device]
+    overlaps: bool  # gradients travel while the backward pass goes on
+
+    def step(self, profile: ModelProfile, samples: float, member: int, num_members: int) -> Timing:
+        """Return a step over `samples` on one device while `num_members` devices in all compute."""
+
+    def all_reduce_s(self, num_bytes: float, members: Sequence[int]) -> float: ...
+
+    def all_gather_s(self, num_bytes: float, members: Sequence[int]) -> float:
+        """`num_bytes` is what everybody has in the end."""
+
+    def reduce_scatter_s(self, num_bytes: float, members: Sequence[int]) -> float: ...
+
+    def send_s(self, num_bytes: float, source: int, target: int) -> float: ...
+
+    def copy_s(self, num_bytes: float, num_members: int) -> float:
+        """Copying inside each worker's memory, while `num_members` do so."""
+
+    def serve_s(self, num_bytes: float, workers: Sequence[int], num_servers: int) -> float:
+        """All workers send `num_bytes` to servers that have a share each, and get as many back."""
+
+    def memory_limit(self, num_members: int) -> float:
+        """What the worker with the least memory may take when there are `num_members`."""
+
+    @property
+    def process_bytes(self) -> float:
+        """What a worker takes before it has a model."""
+
+
+class ThisMachine:
+    """Workers that share the cores and the memory of this host, as measured."""
+
+    overlaps = False  # on CPUs gradients are exchanged after the backward pass (docs/decisions/0003)
+
+    def __init__(self, machine: Machine, num_workers: int, free_bytes: float) -> None:
+        self._machine = machine
+        self._free_bytes = free_bytes
+        self.devices: Sequence[Device] = [
+            Device("here", "cpu", 1.0, free_bytes / num_workers) for _ in range(num_workers)
+        ]
+
+    def step(self, profile: ModelProfile, samples: float, member: int, num_members: int) -> Timing:
+        if profile.has_timings(num_members):
+            return profile.step(samples, num_members)
+        return slowed(profile.step(samples), self._machine.slowdown(num_members))
+
+    def all_reduce_s(self, num_bytes: float, members: Sequence[int]) -> float:
+        return self._exchange_s("all_reduce", num_bytes, len(members))
+
+    def all_gather_s(self, num_bytes: float, members: Sequence[int]) -> float:
+        return self._exchange_s("all_gather", num_bytes, len(members))
+
+    def reduce_scatter_s(self, num_bytes: float, members: Sequence[int]) -> float:
+        return self._exchange_s("reduce_scatter", num_bytes, len(members))
+
+    def send_s(self, num_bytes: float, source: int, target: int) -> float:
+        return self._exchange_s("send", num_bytes, len(self.devices)) if source != target else 0.0
+
+    def copy_s(self, num_bytes: float, num_members: int) -> float:
+        exchange = self._machine.exchange("copy", num_members)
+        return exchange.at(num_bytes) if exchange is not None else num_bytes / COPY_BYTES_PER_S
+
+    def serve_s(self, num_bytes: float, workers: Sequence[int], num_servers: int) -> float:
+        # Every byte is copied by the worker, added by a server, and copied back, all on the cores of this host.
+        lanes = min(self._machine.cores, num_servers + len(workers))
+        return 3 * self.copy_s(num_bytes, len(workers)) * len(workers) / lanes
+
+    def memory_limit(self, num_members: int) -> float:
+        return self._free_bytes / num_members
+
+    @property
+    def process_bytes(self) -> float:
+        return self._machine.process_bytes
+
+    def _exchange_s(self, kind: str, num_bytes: float, num_members: int) -> float:
+        if num_members < 2:
+            return 0.0
+        exchange = self._machine.exchange(kind, num_members)
+        # Not measured: four passes over the memory, as each worker writes its part and reads the others'.
+        return exchange.at(num_bytes) if exchange is not None else 4 * self.copy_s(num_bytes, num_members)
+
+
+class DescribedCluster:
+    """Machines from a cluster file. Every worker has a device of its own; what is shared is a host's network."""
+
+    process_bytes = 0.0  # a device's memory in the file is what it has for a model
+
+    def __init__(self, devices: Sequence[Device], inside: Link, networks: dict[str, Link], *, overlaps: bool) -> None:
+        self.devices = devices
+        self.overlaps = overlaps
+        self._inside = inside
+        self._networks = networks  # of each host
+
+    def step(self, profile: ModelProfile, samples: float, member: int, num_members: int) -> Timing:
+        return slowed(profile.step(samples), 1.0 / self.devices[member].speed)
+
+    def all_reduce_s(self, num_bytes: float, members: Sequence[int]) -> float:
+        return 2 * self._ring_s(num_bytes, members)
+
+    def all_gather_s(self, num_bytes: float, members: Sequence[int]) -> float:
+        return self._ring_s(num_bytes, members)
+
+    def reduce_scatter_s(self, num_bytes: float, members: Sequence[int]) -> float:
+        return self._ring_s(num_bytes, members)
+
+    def send_s(self, num_bytes: float, source: int, target: int) -> float:
+        return 0.0 if source == target else self.link(source, target).seconds(num_bytes)
+
+    def copy_s(self, num_bytes: float, num_members: int) -> float:
+        return 0.0  # part of the exchange, on devices that overlap both
+
+    def serve_s(self, num_bytes: float, workers: Sequence[int], num_servers: int) -> float:
+        # Servers are one per host, on other hosts than some of the workers: their network carries everything twice.
+        slowest = min((self._networks[self.devices[w].host] for w in workers), key=lambda link: link.bytes_per_s)
+        per_server = num_bytes * len(workers) / num_servers
+        return 2 * (slowest.latency_s + max(per_server, num_bytes) / slowest.bytes_per_s)
+
+    def memory_limit(self, num_members: int) -> float:
+        return min(device.memory_bytes for device in self.devices[:num_members])
+
+    def link(self, source: int, target: int) -> Link:
+        """Return the link between two devices: inside a host, or the slower of two hosts' networks."""
+        a, b = self.devices[source].host, self.devices[target].host
+        if a == b:
+            return self._inside
+        return min(self._networks[a], self._networks[b], key=lambda link: link.bytes_per_s)
+
+    def _ring_s(self, num_bytes: float, members: Sequence[int]) -> float:
+        """Return the time to pass each share once round the ring: (n-1) hops of 1/n of the bytes each."""
+        if len(members) < 2:
+            return 0.0
+        hops = [self.link(a, b) for a, b in zip(members, [*members[1:], members[0]], strict=True)]
+        latency_s = max(hop.latency_s for hop in hops)
+        bytes_per_s = min(hop.bytes_per_s for hop in hops)
+        return (len(members) - 1) * (latency_s + num_bytes / len(members) / bytes_per_s)

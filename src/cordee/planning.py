@@ -1,0 +1,143 @@
+"""From a job to a plan: profile what is not in the cache, search, choose."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cordee.assembly import Assembly
+from cordee.cluster.local import LocalEngine
+from cordee.compute import usable_cores
+from cordee.core import Job
+from cordee.core.components import LIVE_PREFIX
+from cordee.core.errors import JobError
+from cordee.crew import add_to_machine, mean_timings, measure_crew
+from cordee.planner import Plan, Work, choose, load_cluster, search
+from cordee.planner.cache import keep, key_of, read_kept
+from cordee.planner.machine import Machine, describe_machine, free_memory_bytes
+from cordee.planner.placement import place
+from cordee.planner.plan import refuse_without_room
+from cordee.planner.profile import ModelProfile
+from cordee.planner.site import Site, ThisMachine
+from cordee.profiling import BUDGET_S, assemble_alone, profile_key, take_profile
+from cordee.strategies import STRATEGIES
+
+log = logging.getLogger("cordee.planning")
+
+MOST_MEASURED = 8  # processes; more workers on one host are extrapolated
+
+
+def plan(
+    job: Job | Mapping[str, Any] | str | Path,
+    *,
+    overrides: Iterable[str] = (),
+    workers: int | None = None,
+    cluster: str | Path | None = None,
+    fresh: bool = False,
+    budget_s: float = BUDGET_S,
+) -> Plan:
+    """Predict what `job` would take on every strategy, and choose one that this version has.
+
+    Looks at up to `workers` workers; without it at as many as the job has, or this machine has cores for, or
+    `cluster` (a cluster file) has devices. Profiles the model unless the cache has it; `fresh` measures anew, and
+    `budget_s` is about how long each number of processes is measured.
+    Raises a CordeeError for a job that cannot be run, and JobError if it fits into memory nowhere.
+    """
+    job = _as_job(job, overrides)
+    site: Site | None = None if cluster is None else load_cluster(Path(cluster))
+    most = workers or (max(job.strategy.workers, usable_cores()) if site is None else len(site.devices))
+    if site is not None and most > len(site.devices):
+        raise JobError(f"{most} workers, and {cluster} has {len(site.devices)} devices: ask for fewer workers")
+    parts = assemble_alone(job)
+    most = min(most, job.training.batch_size)
+    started = time.perf_counter()
+    profile, machine, is_cached = _measure(parts, most if site is None else 1, fresh=fresh, budget_s=budget_s)
+    profile_s = time.perf_counter() - started
+    where = f"on {_cluster_name(site, cluster)}" if site is not None else f"here ({usable_cores()} cores)"
+    here = ThisMachine(machine, most, free_memory_bytes())
+    work = Work(profile, job.training.batch_size, site or here, job.training.accumulate)
+    started = time.perf_counter()
+    predictions = search(work, most)
+    search_s = time.perf_counter() - started
+    available = sorted(STRATEGIES)
+    refuse_without_room(predictions, available)
+    choice, runner_up = choose(predictions, available)
+    return Plan(
+        job=job.name,
+        where=where,
+        batch_size=job.training.batch_size,
+        parameters=profile.num_parameters,
+        predictions=predictions,
+        available=available,
+        choice=choice,
+        runner_up=runner_up,
+        profile_s=profile_s,
+        search_s=search_s,
+        is_cached=is_cached,
+        placement=place(choice, site.devices) if site is not None and choice is not None else {},
+    )
+
+
+def machine_key() -> str:
+    return key_of(describe_machine())
+
+
+def kept_machine() -> Machine:
+    """Return what is known of this machine, which may be nothing but its cores."""
+    return read_kept("machines", machine_key(), Machine) or Machine(cores=usable_cores())
+
+
+def crew_sizes(most_workers: int) -> list[int]:
+    """Return the numbers of processes to measure with, for a job of up to `most_workers`."""
+    sizes = {size for size in (2, 4, 8) if size <= most_workers} | {most_workers}
+    return sorted(size for size in sizes if 2 <= size <= MOST_MEASURED)
+
+
+def _measure(parts: Assembly, most_workers: int, *, fresh: bool, budget_s: float) -> tuple[ModelProfile, Machine, bool]:
+    """Return the profile and the machine, from the cache as far as it has them."""
+    key, is_cached = profile_key(parts), True
+    profile = None if fresh else read_kept("profiles", key, ModelProfile)
+    machine = Machine(cores=usable_cores()) if fresh else kept_machine()
+    if profile is None:
+        is_cached = False
+        profile = take_profile(parts, budget_s=budget_s)
+        keep("profiles", key, profile)
+    is_live = LIVE_PREFIX in str(parts.job.to_dict())  # exists in this process only, where one worker trains
+    missing = [
+        size for size in crew_sizes(most_workers) if not (profile.has_timings(size) and machine.has_exchanges(size))
+    ]
+    if missing and not is_live:
+        is_cached = False
+        with LocalEngine() as engine:
+            for size in missing:
+                has_machine = machine.has_exchanges(size)
+                job = None if profile.has_timings(size) else parts.job
+                reports = measure_crew(engine, size, job=job, has_machine=has_machine, budget_s=budget_s)
+                if not has_machine:
+                    machine = add_to_machine(machine, reports)
+                    keep("machines", machine_key(), machine)
+                if job is not None:
+                    timings = (*profile.timings, *mean_timings(reports))
+                    profile = msgspec.structs.replace(profile, timings=timings)
+                    keep("profiles", key, profile)
+    return profile, machine, is_cached
+
+
+def _as_job(job: Job | Mapping[str, Any] | str | Path, overrides: Iterable[str]) -> Job:
+    if isinstance(job, (str, Path)):
+        return Job.load(job, overrides)
+    if isinstance(job, Mapping):
+        job = Job.from_dict(job)
+    if not isinstance(job, Job):
+        raise JobError(f"a job is a cordee.Job, a table or the path of a job file, not {type(job).__name__}")
+    return job.replace(overrides) if overrides else job
+
+
+def _cluster_name(site: Site, path: str | Path | None) -> str:
+    hosts = len({device.host for device in site.devices})
+    return f"{path}: {len(site.devices)} devices on {hosts} hosts"

@@ -1,0 +1,166 @@
+"""Measures a job's model in this process: blocks, memory, and whole steps on its real data."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import time
+from collections.abc import Generator
+
+import msgspec
+import torch
+
+from cordee.assembly import Assembly, assemble
+from cordee.cluster import Team
+from cordee.compute import split_batch
+from cordee.core import Batch, Job
+from cordee.planner.cache import key_of
+from cordee.planner.machine import describe_machine
+from cordee.planner.measuring import describe_blocks, name_blocks, time_blocks, time_call, time_steps
+from cordee.planner.profile import ModelProfile, Timing
+
+BUDGET_S = 4.0  # for each number of processes; a slow model takes three steps of each kind, whatever they take
+DESCRIBED_SAMPLES = 16  # of which the memory is counted
+
+
+def alone(job: Job) -> Job:
+    """Return the job as one worker would compute it."""
+    strategy = msgspec.structs.replace(job.strategy, name="single", workers=1, settings={})
+    return msgspec.structs.replace(job, strategy=strategy)
+
+
+def profile_key(parts: Assembly) -> str:
+    """Return what a profile depends on: the model, its data and optimizer, the threads, the machine."""
+    job = parts.job
+    model = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parts.model.named_parameters()]
+    settings = job.to_dict()
+    return key_of(
+        describe_machine(),
+        str(parts.model),
+        *model,
+        str(parts.splits.input_shape),
+        str(settings["data"]),
+        str(settings["loss"]),
+        str(settings["optimizer"]),
+        f"{job.training.batch_size} {job.training.accumulate} {job.training.precision} {job.training.clip_norm}",
+        f"{job.training.threads} {parts.computation.device}",
+    )
+
+
+def take_profile(parts: Assembly, *, budget_s: float = BUDGET_S) -> ModelProfile:
+    """Measure one process. `parts` stay as they are: a copy of the model is trained, and thrown away."""
+    model = copy.deepcopy(parts.model)
+    batch = first_batch(parts)
+    few = Batch(batch.inputs[:DESCRIBED_SAMPLES], batch.targets[:DESCRIBED_SAMPLES])
+    model.train().to(parts.computation.device)
+    blocks = describe_blocks(model, parts.computation, few)
+    timings, state_bytes = take_timings(parts, num_processes=1, budget_s=budget_s)
+    _, is_chain = name_blocks(model)
+    return ModelProfile(
+        blocks=blocks,
+        timings=tuple(timings),
+        optimizer_state_bytes=state_bytes,
+        buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
+        input_bytes=few.inputs.element_size() * few.inputs[0].numel(),
+        is_chain=is_chain,
+        precision=parts.job.training.precision,
+    )
+
+
+def take_timings(parts: Assembly, *, num_processes: int, budget_s: float) -> tuple[list[Timing], int]:
+    """Return timings at this worker's share of the batch and at a quarter of it, and the optimizer's bytes.
+
+    `num_processes` is how many processes do this at the same time. Whole steps are taken as the trainer takes them,
+    on batches from the loader; the blocks' times are then scaled so that their sum is the step's.
+    """
+    model = copy.deepcopy(parts.model).train().to(parts.computation.device)
+    optimizer = parts.recipe.make(model.named_parameters())
+    accumulate = parts.job.training.accumulate
+    count = parts.computation.loss.count
+
+    def take_step(batch: Batch) -> None:
+        pieces = split_batch(batch, accumulate)
+        total = sum(count(piece.targets) for piece in pieces)
+        parts.computation.forward_backward(model, pieces, total_count=total, measure=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with contextlib.closing(_endless(parts)) as batches:
+        step_s = time_steps(batches, take_step, budget_s=budget_s * 0.5)
+    whole = first_batch(parts)
+    _fill_gradients(parts, model, whole)
+    optimizer_s = time_call(optimizer.step, budget_s=budget_s * 0.05)
+    state_bytes = sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    optimizer.zero_grad()
+    piece = split_batch(whole, accumulate)[0]
+    sizes = [piece.num_samples]
+    if piece.num_samples >= 8:
+        sizes.append(piece.num_samples // 4)
+    timings: list[Timing] = []
+    scale, other_s = 1.0, 0.0
+    for samples in sizes:
+        some = Batch(piece.inputs[:samples], piece.targets[:samples])
+        times = time_blocks(model, parts.computation, some, budget_s * 0.2)
+        if not timings:
+            in_blocks = sum(times.forward_s) + sum(times.backward_s)
+            left_s = step_s - optimizer_s
+            scale = min(1.0, left_s / (in_blocks * accumulate)) if left_s > 0 else 1.0
+            other_s = max(0.0, left_s - scale * in_blocks * accumulate) / accumulate
+        timings.append(
+            Timing(
+                num_processes=num_processes,
+                num_threads=parts.num_threads,
+                samples=samples,
+                forward_s=tuple(seconds * scale for seconds in times.forward_s),
+                backward_s=tuple(seconds * scale for seconds in times.backward_s),
+                optimizer_s=optimizer_s,
+                # The loss, and the batch's way into the step; the latter grows with the samples.
+                other_s=max(times.loss_s, other_s * samples / sizes[0]) if timings else other_s,
+            )
+        )
+    return timings, state_bytes
+
+
+def estimate_step_s(parts: Assembly) -> float:
+    """Return about how long a step takes, by taking one twice."""
+    model = copy.deepcopy(parts.model).train().to(parts.computation.device)
+    batch = first_batch(parts)
+    spent = math.inf
+    for _ in range(2):
+        started = time.perf_counter()
+        _fill_gradients(parts, model, batch)
+        spent = min(spent, time.perf_counter() - started)
+    return spent
+
+
+def assemble_alone(job: Job) -> Assembly:
+    return assemble(alone(job), Team())
+
+
+def first_batch(parts: Assembly) -> Batch:
+    with contextlib.closing(parts.train.batches(0)) as batches:
+        return next(iter(batches))
+
+
+def _endless(parts: Assembly) -> Generator[Batch]:
+    epoch = 0
+    while True:
+        num_batches = 0
+        with contextlib.closing(parts.train.batches(epoch)) as batches:
+            for batch in batches:
+                num_batches += 1
+                yield batch
+        if not num_batches:
+            return
+        epoch += 1
+
+
+def _fill_gradients(parts: Assembly, model: torch.nn.Module, batch: Batch) -> None:
+    total = parts.computation.loss.count(batch.targets)
+    parts.computation.forward_backward(model, [batch], total_count=total, measure=False)

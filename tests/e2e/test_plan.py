@@ -1,0 +1,83 @@
+"""`cordee plan` as a whole: real profile, real processes, the table, JSON, and mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from workspace import Workspace, assert_ended_well, assert_refused
+
+pytestmark = pytest.mark.timeout(300)
+
+JOB = """
+[model]
+use = "mlp"
+[data]
+use = "digits"
+[training]
+batch_size = 64
+threads = 1
+"""
+CLUSTER = """
+[devices.gpu]
+speed = 40.0
+memory = "16 GB"
+[[hosts]]
+name = "node"
+count = 2
+device = "gpu"
+devices = 2
+[links]
+inside = { bandwidth = "100 GB/s" }
+between = { latency = "20us", bandwidth = "25 Gbit/s" }
+"""
+
+
+@pytest.fixture
+def job(workspace: Workspace) -> Path:
+    path = workspace.path / "job.toml"
+    path.write_text(JOB)
+    return path
+
+
+def test_a_plan_of_two_workers_and_of_a_cluster(workspace: Workspace, job: Path) -> None:
+    first = workspace.run("plan", str(job), "--workers", "2", "--json")
+    assert_ended_well(first)
+    plan = json.loads(first.stdout)
+    known = {(found["strategy"], found["workers"]): found for found in plan["predictions"]}
+    assert {("single", 1), ("data_parallel", 2), ("pipeline", 2)} <= known.keys()
+    assert plan["choice"]["strategy"] in plan["available"] and not plan["is_cached"]
+    assert plan["reasons"][0].startswith(f"choice: {plan['choice']['strategy']}")
+    assert known["data_parallel", 2]["communication_s"] > 0
+
+    table = workspace.run("plan", str(job), "--workers", "2")
+    assert_ended_well(table)
+    assert "profile from the cache" in table.stdout
+    assert "→" in table.stdout and "runner-up: " in table.stdout
+
+    (workspace.path / "cluster.toml").write_text(CLUSTER)
+    cluster = workspace.run("plan", str(job), "--cluster", "cluster.toml", "--json")
+    assert_ended_well(cluster)
+    elsewhere = json.loads(cluster.stdout)
+    assert elsewhere["is_cached"]
+    assert max(found["workers"] for found in elsewhere["predictions"]) == 4
+    workers = [tenant for tenants in elsewhere["placement"].values() for tenant in tenants]
+    assert len(workers) == elsewhere["choice"]["workers"]
+
+    (workspace.path / "small.toml").write_text(CLUSTER.replace("16 GB", "100 kB"))
+    assert_refused(
+        workspace.run("plan", str(job), "--cluster", "small.toml"),
+        2,
+        "no strategy fits into memory: ",
+        "Lower training.batch_size",
+    )
+
+
+def test_mistakes(workspace: Workspace, job: Path) -> None:
+    (workspace.path / "cluster.toml").write_text(CLUSTER.replace("device = ", "devise = "))
+    refused = workspace.run("plan", str(job), "--cluster", "cluster.toml")
+    assert_refused(refused, 2, "cluster.toml: hosts[1] has no 'device'")
+    (workspace.path / "cluster.toml").write_text(CLUSTER)
+    refused = workspace.run("plan", str(job), "--cluster", "cluster.toml", "--workers", "9")
+    assert_refused(refused, 2, "9 workers, and cluster.toml has 4 devices")

@@ -1,0 +1,149 @@
+"""The cost model on made-up machines, against sums done by hand."""
+
+from __future__ import annotations
+
+import pytest
+from made_up import MB, cluster, here, profile, work
+
+from cordee.core.errors import JobError
+from cordee.planner import Candidate, choose, search
+from cordee.planner.costs import in_bytes, in_time, predict
+from cordee.planner.pipelines import cut, slots
+from cordee.planner.plan import refuse_without_room
+from cordee.planner.search import candidates, degrees
+
+
+def of(strategy: str, workers: int, **settings: object) -> Candidate:
+    return Candidate(strategy=strategy, workers=workers, settings=settings)
+
+
+def test_single_is_what_was_measured() -> None:
+    found = predict(of("single", 1), work(profile(), here(1)))
+    assert found.step_s == pytest.approx(0.041)  # four blocks of 10 ms, 1 ms of optimizer
+    assert found.samples_per_second == pytest.approx(64 / 0.041)
+    # Parameters and gradients of 40 MB each, optimizer of 80; activations, two outputs, the input of 64 samples.
+    assert found.memory_bytes == pytest.approx(160 * MB + 64 * (4000 + 200 + 10))
+    assert found.traffic_bytes == 0
+
+
+def test_data_parallel_adds_the_exchange_of_the_gradients() -> None:
+    found = predict(of("data_parallel", 2), work(profile(), here(2, slowdown=1.5)))
+    # Half the samples at 1.5 times the time, then 40 MB copied and 40 MB reduced at 1 GB/s.
+    assert found.compute_s == pytest.approx(1.5 * (0.020 + 0.001))
+    assert found.communication_s == pytest.approx(0.080)
+    assert found.step_s == pytest.approx(found.compute_s + found.communication_s)
+    assert found.traffic_bytes == pytest.approx(40 * MB)
+    assert "all-reduce of 40 MB takes 80 ms of a 111 ms step" in found.note
+
+
+def test_a_ring_moves_the_bytes_of_the_textbook() -> None:
+    slow = predict(of("data_parallel", 4), work(profile(), cluster(4)))
+    assert slow.communication_s == pytest.approx(2 * 3 / 4 * 0.040)
+    assert slow.traffic_bytes == pytest.approx(2 * 3 / 4 * 40 * MB)
+    servers = predict(of("parameter_server", 4, servers=1, staleness=0), work(profile(), cluster(4)))
+    # One server takes 4 x 40 MB in and gives as many out; four servers a quarter each.
+    assert servers.communication_s == pytest.approx(2 * 0.160 + 0.001)
+    spread = predict(of("parameter_server", 4, servers=4, staleness=0), work(profile(), cluster(4)))
+    assert spread.communication_s == pytest.approx(2 * 0.040 + 0.001 / 4)
+
+
+def test_overlap_hides_what_the_backward_pass_covers() -> None:
+    site = cluster(2)
+    plain = predict(of("data_parallel", 2), work(profile(), site))
+    site.overlaps = True
+    hidden = predict(of("data_parallel", 2), work(profile(), site))
+    assert plain.communication_s == pytest.approx(0.040)
+    assert hidden.communication_s == pytest.approx(0.040 - 0.020 * 2 / 3)
+
+
+def test_the_slowest_device_sets_the_pace_and_the_others_idle() -> None:
+    found = predict(of("data_parallel", 2), work(profile(), cluster(2, speeds=(2.0, 1.0))))
+    assert found.compute_s == pytest.approx(0.021)
+    assert found.idle_share == pytest.approx((0.021 - 0.0105) / 2 / found.step_s)
+
+
+def test_sharded_saves_memory_and_costs_half_as_much_traffic_again() -> None:
+    copies, slices = (predict(of(name, 4), work(profile(), cluster(4))) for name in ("data_parallel", "sharded"))
+    assert slices.memory_bytes < copies.memory_bytes / 2
+    assert slices.traffic_bytes == pytest.approx(1.5 * copies.traffic_bytes)
+
+
+@pytest.mark.parametrize("num_micro", [4, 8, 32])
+def test_a_pipeline_idles_as_theory_says(num_micro: int) -> None:
+    found = predict(
+        of("pipeline", 4, microbatches=num_micro, schedule="gpipe"), work(profile(4), cluster(4, rate=1e15))
+    )
+    assert found.idle_share == pytest.approx(3 / (num_micro + 3), abs=0.001)
+
+
+def test_schedules_differ_in_memory_and_in_idling() -> None:
+    kinds = {
+        name: predict(of("pipeline", 4, microbatches=16, schedule=name), work(profile(8), cluster(4, rate=1e12)))
+        for name in ("gpipe", "1f1b", "interleaved")
+    }
+    assert kinds["1f1b"].memory_bytes < kinds["gpipe"].memory_bytes
+    assert kinds["interleaved"].idle_share < kinds["1f1b"].idle_share
+
+
+def test_tensor_slices_only_what_can_be_sliced() -> None:
+    whole = predict(of("tensor", 2), work(profile(splittable=1.0), cluster(2, rate=1e15)))
+    half = predict(of("tensor", 2), work(profile(splittable=0.5), cluster(2, rate=1e15)))
+    assert whole.compute_s == pytest.approx(0.020 + 0.0005)
+    assert half.compute_s == pytest.approx(0.030 + 0.0005)
+
+
+def test_accumulation_takes_less_memory_for_the_same_work() -> None:
+    plain = predict(of("single", 1), work(profile(), here(1)))
+    parts = predict(of("single", 1), work(profile(), here(1), accumulate=4))
+    assert parts.step_s == pytest.approx(plain.step_s)
+    assert parts.memory_bytes < plain.memory_bytes
+
+
+def test_cuts_are_as_even_as_the_blocks_allow() -> None:
+    assert cut([[1.0, 1.0, 1.0, 3.0]] * 2, 2) == [(0, 3), (3, 4)]
+    assert cut([[3.0, 1.0, 1.0, 1.0]] * 2, 2) == [(0, 1), (1, 4)]
+    assert cut([[0.0, 0.0, 5.0]] * 3, 3) == [(0, 1), (1, 2), (2, 3)]
+    assert cut([[1.0] * 4, [2.0] * 4], 2)[0] == (0, 3)  # the second device is half as fast
+    with pytest.raises(ValueError, match="2 blocks cannot make 3 stages"):
+        cut([[1.0, 1.0]] * 3, 3)
+
+
+def test_one_stage_has_nobody_to_wait_for() -> None:
+    assert slots([1.0], [2.0], 9.0, 4, "gpipe") == 12.0
+
+
+def test_the_search_of_64_devices__the_fastest() -> None:
+    task = work(profile(60, splittable=0.5), cluster(16, 4, rate=3e9), batch_size=4096)
+    assert len(list(candidates(task, 64))) < 500  # 0.7 ms each
+    found = search(task, 64)
+    assert [p.step_s for p in found] == sorted(p.step_s for p in found)
+    assert {p.strategy for p in found} >= {"single", "data_parallel", "sharded", "pipeline", "tensor", "hybrid"}
+    best, second = choose(found, ["single", "data_parallel"])
+    assert best is not None and second is not None
+    assert best.step_s <= second.step_s and best.strategy == "data_parallel"
+
+
+def test_only_what_is_there_and_fits_is_chosen() -> None:
+    task = work(profile(), cluster(2, memory_bytes=170 * MB))  # a copy of the model, but no flat buffer beside it
+    found = search(task, 2)
+    best, _ = choose(found, ["single", "data_parallel"])
+    assert best is not None and best.strategy == "single"
+    assert choose(found, ["data_parallel"]) == (None, None)
+    short = next(p for p in found if p.strategy == "data_parallel")
+    assert short.missing_bytes == pytest.approx(short.memory_bytes - 170 * MB)
+
+
+def test_what_fits_nowhere_is_refused_with_the_amount() -> None:
+    found = search(work(profile(), cluster(2, memory_bytes=100 * MB)), 2)
+    with pytest.raises(JobError, match=r"single on 1 worker comes nearest, and lacks 60.3 MB \(needs 160 MB"):
+        refuse_without_room(found, ["single"])
+
+
+def test_degrees_are_powers_divisors_and_the_most() -> None:
+    assert degrees(1) == [1]
+    assert degrees(6) == [1, 2, 3, 4, 6]
+
+
+def test_amounts_read_well() -> None:
+    assert [in_bytes(n) for n in (12, 46_123_000, 2.5e9)] == ["12 B", "46.1 MB", "2.5 GB"]
+    assert [in_time(s) for s in (38e-6, 0.1204, 2.0)] == ["38 µs", "120 ms", "2 s"]
