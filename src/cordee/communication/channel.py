@@ -19,7 +19,7 @@ import logging
 import select
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import zmq
@@ -260,16 +260,30 @@ class ClientChannel(Endpoint):
             return self._aside.popleft()
         return self._receive(time.monotonic() + timeout_s, None)
 
-    def request(self, message: Message, buffers: Sequence[Any] = (), *, timeout_s: float) -> Received:
+    def request(
+        self,
+        message: Message,
+        buffers: Sequence[Any] = (),
+        *,
+        timeout_s: float,
+        wait_on: Callable[[], bool] = lambda: False,
+    ) -> Received:
         """Send a message and return the reply to it; other messages are kept for `receive`.
 
         Raises `RefusedError` if the server refuses it, and `CommunicationError` if no reply has come within
-        `timeout_s`, or as soon as none can come because the connection was lost.
+        `timeout_s` and `wait_on()` does not give it as much time again, or as soon as none can come because the
+        connection was lost.
         """
         deadline = time.monotonic() + timeout_s
         num_lost = self._monitor.num_lost
         sequence = self.send(message, buffers, timeout_s=timeout_s).sequence
-        while (received := self._receive(deadline, num_lost)) is not None:
+        while True:
+            received = self._receive(deadline, num_lost)
+            if received is None:
+                if not wait_on():
+                    break
+                deadline = time.monotonic() + timeout_s
+                continue
             if received.envelope.reply_to == sequence:
                 if isinstance(received.message, Refused):
                     raise RefusedError(self.address, received.message)

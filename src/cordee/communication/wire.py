@@ -100,10 +100,14 @@ class Codec:
 
     def decode_message(self, envelope: Envelope) -> Message:
         """Read and check the message in an envelope."""
+        return self.decode_payload(envelope.payload, envelope.sender)
+
+    def decode_payload(self, payload: msgspec.Raw | memoryview, sender: str) -> Message:
+        """Read and check a message that comes without an envelope."""
         try:
-            return self._message_decoder.decode(envelope.payload)
+            return self._message_decoder.decode(payload)
         except (ValueError, RecursionError) as error:
-            raise WireError(f"a message from {envelope.sender} that is none: {error}") from error
+            raise WireError(f"a message from {sender} that is none: {error}") from error
 
     def decode_buffers(self, envelope: Envelope, frames: Sequence[memoryview]) -> tuple[Buffer, ...]:
         """Pair the frames after the header with their descriptions. Copies nothing."""

@@ -36,6 +36,17 @@ class _Timespec(ctypes.Structure):
 _SLEEP = _Timespec(0, int(SLEEP_S * 1e9))
 
 
+def futex_wait(address: int, heard: int, limit_s: float) -> None:
+    """Sleep while the word at `address` is `heard`, until woken, at most `limit_s`. Lets other threads run."""
+    limit = _Timespec(int(limit_s), int(limit_s % 1 * 1e9))
+    _libc.syscall(_SYS_FUTEX, address, _FUTEX_WAIT, heard & 0xFFFFFFFF, ctypes.byref(limit), None, 0)
+
+
+def futex_wake(address: int) -> None:
+    """Wake everybody who sleeps on the word at `address`."""
+    _libc.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+
+
 class Bell:
     """The doorbells of the members of a segment, for one purpose, as one member uses them."""
 
@@ -76,4 +87,4 @@ class Bell:
     def _ring(self, member: int) -> None:
         word = self._layout.member_word(member) + self._bell_word
         self._words[word] += 1
-        _libc.syscall(_SYS_FUTEX, self._address + 8 * word, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+        futex_wake(self._address + 8 * word)

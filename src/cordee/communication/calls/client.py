@@ -1,0 +1,323 @@
+"""The client's end of calls: a connection to one server.
+
+A call takes a lane for itself, of shared memory where the server is on this host and a channel otherwise, so that
+one call may wait long at the server while others go through. Lanes are opened as needed and kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cordee.communication.buffers import Buffer, outgoing
+from cordee.communication.calls.lane import (
+    DATA_AT,
+    LIFE,
+    REPLY_STAMP,
+    Lane,
+    Porch,
+    extent,
+    sleep_for_reply,
+)
+from cordee.communication.calls.messages import CONNECTION, Greeting, HostCard, LaneOpened, OpenLane, Ping
+from cordee.communication.channel import ClientChannel, RefusedError
+from cordee.communication.endpoint import Speaker
+from cordee.communication.keys import ClientKeys
+from cordee.communication.messages import Message, Refused
+from cordee.communication.shared_memory.bell import yield_core
+from cordee.communication.shared_memory.hosts import own_host_id
+from cordee.communication.shared_memory.liveness import Silence, read_stat
+from cordee.communication.shared_memory.segment import Address, create_segment
+from cordee.communication.shared_memory.settings import BackendSettings
+from cordee.communication.wire import Codec, Limits
+from cordee.core.errors import CommunicationError
+
+log = logging.getLogger(__name__)
+
+Receive = Callable[[Message, tuple[Buffer, ...]], Any]
+
+_SPINS = 300  # at about 70 ns each
+_YIELD_S = 0.0005
+_NAP_S, _LONG_NAP_S = 0.004, 0.02
+_SAMPLE_S = 0.1
+_SMALLEST_LANE_BYTES = 1 << 16
+
+
+def _message_only(message: Message, buffers: tuple[Buffer, ...]) -> Message:
+    return message
+
+
+class Connection:
+    """Calls to one server. Safe to use from several threads; each call blocks its own."""
+
+    def __init__(
+        self,
+        address: str,
+        speaker: Speaker,
+        messages: Sequence[type[Message]],
+        keys: ClientKeys | None,
+        *,
+        failure_timeout_s: float,
+        limits: Limits | None = None,
+        curve: bool = True,
+        shared_memory: bool = True,
+    ) -> None:
+        """Connect. Raises CommunicationError if the server does not answer within `failure_timeout_s`."""
+        self.address = address
+        self._speaker = speaker
+        self._keys = keys
+        self._curve = curve
+        self._timeout_s = failure_timeout_s
+        self._codec = Codec([*CONNECTION, *messages], limits)
+        self._lock = threading.Lock()
+        self._control_lock = threading.Lock()
+        self._num_channels = 0
+        self._free: list[_SharedLane] = []
+        self._free_channels: list[ClientChannel] = []
+        self._is_closed = False
+        self._porch: Porch | None = None
+        self._watch: _ServerWatch | None = None
+        self._control = self._open_channel()
+        try:
+            card = self._control.request(Greeting(), timeout_s=failure_timeout_s).message
+            assert isinstance(card, HostCard)
+            settings = BackendSettings(shared_memory=shared_memory)
+            if card.host_id == own_host_id(settings, os.getpid()):
+                self._porch = Porch.attach(Address(card.porch_pid, card.porch_fd, card.porch_bytes))
+                self._watch = _ServerWatch(address, card, self._porch, failure_timeout_s)
+        except BaseException:
+            self._control.close(0)
+            raise
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether calls go through shared memory."""
+        return self._porch is not None
+
+    def call(
+        self,
+        message: Message,
+        buffers: Sequence[Any] = (),
+        *,
+        receive: Receive = _message_only,
+        reply_bytes: int = 0,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Make a request and return what `receive` makes of the reply; the reply's buffers live only inside it.
+
+        `reply_bytes` is how much the buffers of the reply may take. Without `timeout_s` it waits as long as the
+        server lives. Raises RefusedError if the server refuses, CommunicationError if it dies, freezes or is late.
+        """
+        specs, views = outgoing(buffers)
+        if self._porch is None:
+            return self._call_channel(message, buffers, receive, timeout_s)
+        needed = max(extent([view.nbytes for view in views]), reply_bytes)
+        payload = self._codec.encode_message(message)
+        lane = self._take_lane(needed)
+        try:
+            lane.lane.write(payload, specs, views)
+            assert self._watch is not None
+            lane.ask(self._porch, self._watch, timeout_s)
+            raw, answers = lane.lane.read()
+            reply = self._codec.decode_payload(raw, self.address)
+            if isinstance(reply, Refused):
+                raise RefusedError(self.address, reply)
+            result = receive(reply, answers)
+        except CommunicationError as error:
+            if not isinstance(error, RefusedError):  # the reply may still come: nobody else may use this lane
+                lane.close(self._porch)
+            else:
+                self._give_back(lane)
+            raise
+        except BaseException:
+            lane.close(self._porch)
+            raise
+        self._give_back(lane)
+        return result
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            lanes, self._free = self._free, []
+            channels, self._free_channels = self._free_channels, []
+        if self._porch is not None:
+            for lane in lanes:
+                lane.close(self._porch)
+        if self._watch is not None:
+            self._watch.close()
+        for channel in [self._control, *channels]:
+            channel.close(0)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call_channel(
+        self, message: Message, buffers: Sequence[Any], receive: Receive, timeout_s: float | None
+    ) -> Any:
+        with self._lock:
+            self._refuse_closed()
+            channel = self._free_channels.pop() if self._free_channels else None
+        if channel is None:
+            channel = self._open_channel()
+        try:
+            received = channel.request(
+                message,
+                buffers,
+                timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+                wait_on=self._ping if timeout_s is None else lambda: False,
+            )
+            result = receive(received.message, received.buffers)
+        except RefusedError:
+            self._give_channel_back(channel)
+            raise
+        except BaseException:
+            channel.close(0)
+            raise
+        self._give_channel_back(channel)
+        return result
+
+    def _ping(self) -> bool:
+        """Whether the server lives; raises CommunicationError if it does not."""
+        with self._control_lock:
+            self._control.request(Ping(), timeout_s=self._timeout_s)
+        return True
+
+    def _open_channel(self) -> ClientChannel:
+        with self._lock:
+            number = self._num_channels
+            self._num_channels += 1
+        name = f"{self._speaker.name}/{number}"
+        speaker = Speaker(run=self._speaker.run, name=name, incarnation=self._speaker.incarnation)
+        return ClientChannel(self.address, speaker, self._codec, self._keys, curve=self._curve)
+
+    def _give_channel_back(self, channel: ClientChannel) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._free_channels.append(channel)
+                return
+        channel.close(0)
+
+    def _take_lane(self, needed: int) -> _SharedLane:
+        with self._lock:
+            self._refuse_closed()
+            fitting = [lane for lane in self._free if lane.lane.capacity >= needed]
+            if fitting:
+                lane = min(fitting, key=lambda lane: lane.lane.capacity)
+                self._free.remove(lane)
+                return lane
+            small = self._free.pop() if self._free else None
+        if small is not None:  # grows: a lane is kept for the sizes that are in use
+            assert self._porch is not None
+            small.close(self._porch)
+        return self._open_lane(max(needed, _SMALLEST_LANE_BYTES))
+
+    def _open_lane(self, capacity: int) -> _SharedLane:
+        num_bytes = -(-(DATA_AT + capacity) // 4096) * 4096
+        segment, fd = create_segment(num_bytes, f"calls to {self.address}")
+        try:
+            with self._control_lock:
+                opened = self._control.request(
+                    OpenLane(os.getpid(), fd, num_bytes), timeout_s=self._timeout_s
+                ).message
+        finally:
+            os.close(fd)
+        assert isinstance(opened, LaneOpened)
+        return _SharedLane(Lane(segment, is_client=True), opened.slot)
+
+    def _give_back(self, lane: _SharedLane) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._free.append(lane)
+                return
+        assert self._porch is not None
+        lane.close(self._porch)
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise CommunicationError(f"the connection to {self.address} is closed")
+
+
+class _SharedLane:
+    """A lane of the client, and how far it is."""
+
+    def __init__(self, lane: Lane, slot: int) -> None:
+        self.lane, self.slot, self.stamp = lane, slot, 0
+
+    def ask(self, porch: Porch, watch: _ServerWatch, timeout_s: float | None) -> None:
+        """Show the request that was written and wait for the reply."""
+        self.stamp += 1
+        stamp, words = self.stamp, self.lane.words
+        porch.call(self.slot, stamp)
+        for _ in range(_SPINS):
+            if words[REPLY_STAMP] >= stamp:
+                return
+        started = now = time.monotonic()
+        while words[REPLY_STAMP] < stamp:
+            waited_s = now - started
+            if waited_s < _YIELD_S:
+                yield_core()
+            else:
+                watch.check(now)
+                if timeout_s is not None and waited_s > timeout_s:
+                    raise CommunicationError(f"no reply from the server at {watch.address} within {timeout_s:g} s")
+                sleep_for_reply(self.lane, stamp, _NAP_S if waited_s < 0.1 else _LONG_NAP_S)
+            now = time.monotonic()
+
+    def close(self, porch: Porch) -> None:
+        self.stamp = -1
+        porch.call(self.slot, -1)
+
+
+class _ServerWatch:
+    """Whether the server on this host lives."""
+
+    def __init__(self, address: str, card: HostCard, porch: Porch, failure_timeout_s: float) -> None:
+        self.address = address
+        self._pid, self._words = card.porch_pid, porch.words
+        self._limit_s = failure_timeout_s
+        self._silence = Silence()
+        self._sampled_s = time.monotonic()
+        self._lock = threading.Lock()
+        try:
+            self._pidfd = os.pidfd_open(self._pid)
+            is_same = read_stat(self._pid).started == card.started
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise CommunicationError(f"the server at {address} (process {self._pid}) died")
+        self._poll = select.poll()
+        self._poll.register(self._pidfd, select.POLLIN)
+
+    def check(self, now: float) -> None:
+        """Raise CommunicationError if the server died or froze."""
+        with self._lock:
+            if self._poll.poll(0):
+                raise CommunicationError(f"the server at {self.address} (process {self._pid}) died")
+            step_s = now - self._sampled_s
+            if step_s < _SAMPLE_S:
+                return
+            self._sampled_s = now
+            try:
+                stat = read_stat(self._pid)
+            except OSError:
+                return
+            silent_s = self._silence.observe(self._words[LIFE], stat.cpu_ticks, step_s)
+        if silent_s >= self._limit_s:
+            raise CommunicationError(
+                f"the server at {self.address} (process {self._pid}) is frozen: no sign of life for {silent_s:.1f} s, "
+                f"process state {stat.state}"
+            )
+
+    def close(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._poll = select.poll()
+            os.close(self._pidfd)

@@ -1,0 +1,56 @@
+"""What the two ends of a connection say to each other before and beside the calls of a service."""
+
+from __future__ import annotations
+
+from cordee.communication.messages import Count, Message, Name
+
+
+class Greeting(Message, frozen=True):
+    """A client wants to make calls. Answered by `HostCard`."""
+
+    is_generational = False
+
+
+class HostCard(Message, frozen=True):
+    """Where the server is: clients with the same host id may share memory with it."""
+
+    is_generational = False
+
+    host_id: Name
+    porch_pid: Count
+    porch_fd: Count
+    porch_bytes: Count
+    started: Count  # of the process, as /proc tells it
+
+
+class OpenLane(Message, frozen=True):
+    """The client has made a segment for calls. Answered by `LaneOpened`."""
+
+    is_generational = False
+
+    pid: Count
+    fd: Count
+    num_bytes: Count
+
+
+class LaneOpened(Message, frozen=True):
+    """The server listens to the segment, at this place of its porch."""
+
+    is_generational = False
+
+    slot: Count
+
+
+class Ping(Message, frozen=True):
+    """Does the server live? Answered by `Pong`."""
+
+    is_generational = False
+
+
+class Pong(Message, frozen=True):
+    """It does."""
+
+    is_generational = False
+
+
+CONNECTION: tuple[type[Message], ...] = (Greeting, HostCard, OpenLane, LaneOpened, Ping, Pong)
