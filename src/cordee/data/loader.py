@@ -13,6 +13,7 @@ import math
 from collections.abc import Generator, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from cordee.core.batch import Batch
 from cordee.core.errors import DataError, JobError
@@ -76,6 +77,7 @@ class Loader:
         self._augmentation = Augmentation(augment, source.input_shape) if augment else None
         self._prefetch = prefetch
         self._processes = processes
+        self._read_order: tuple[int, EpochOrder] | None = None  # of the epoch that was read last
 
     @property
     def num_batches(self) -> int | None:
@@ -102,6 +104,33 @@ class Loader:
             num_ahead = -(-self._prefetch // self._num_gathered())
             return _flattened(in_background(lambda: self._gathered(epoch, first_batch), num_ahead))
         return _flattened(self._gathered(epoch, first_batch))
+
+    def read(self, epoch: int, start: int, stop: int) -> Batch:
+        """Return the samples at the positions [start, stop) of an epoch: the same whoever reads them, and when.
+
+        Not for streams, whose samples have no positions.
+        """
+        source = self._source
+        assert not isinstance(source, IterableSource) and source.num_samples is not None
+        if self._read_order is None or self._read_order[0] != epoch:
+            order = EpochOrder(source.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+            self._read_order = (epoch, order)
+        positions = torch.arange(start, stop)
+        indices = self._read_order[1].samples_at(positions)
+        if isinstance(source, DatasetSource):
+            seed = derive_seed(self._seed, "samples", epoch)
+            return next(self._finished(read_batches(source, [ReadJob(start, indices)], seed, processes=0, ahead=0), epoch))
+        return self._read_array(indices, positions, derive_seed(self._seed, "augment", epoch))
+
+    def _read_array(self, indices: Tensor, positions: Tensor, augment_seed: int) -> Batch:
+        source = self._source
+        if self._augmentation is None:
+            return source.gather(indices)
+        if isinstance(source, ArraySource):
+            raw, targets = source.rows(indices)  # bytes: a quarter of the work, and padding is black
+            return Batch(source.finish(self._augmentation.apply(raw, positions, augment_seed)), targets)
+        inputs, targets = source.gather(indices)
+        return Batch(self._augmentation.apply(inputs, positions, augment_seed), targets)
 
     def _uses_thread(self) -> bool:
         is_cheap = self._augmentation is None and isinstance(self._source, ArraySource)
@@ -141,14 +170,7 @@ class Loader:
             parts = [self._part(batch) for batch in range(first, min(first + at_once, num_batches))]
             positions = positions_of(parts)
             indices = order.samples_at(positions)
-            if self._augmentation is None:
-                inputs, targets = source.gather(indices)
-            elif isinstance(source, ArraySource):
-                raw, targets = source.rows(indices)  # bytes: a quarter of the work, and padding is black
-                inputs = source.finish(self._augmentation.apply(raw, positions, augment_seed))
-            else:
-                inputs, targets = source.gather(indices)
-                inputs = self._augmentation.apply(inputs, positions, augment_seed)
+            inputs, targets = self._read_array(indices, positions, augment_seed)
             sizes = [stop - start for start, stop in parts]
             yield map(Batch, inputs.split_with_sizes(sizes), targets.split_with_sizes(sizes))
 

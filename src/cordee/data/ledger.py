@@ -1,0 +1,135 @@
+"""The sample ledger: which samples are handed out to whom, and which have counted. Decides without I/O.
+
+A run is a sequence of steps, each a global batch; a step is cut into as many units as there were workers when it
+was begun. Units are handed out in order, on demand, and committed once their gradient has gone into the weights. What a
+lost worker had in hand goes to the next that asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from cordee.data.order import batch_part, count_batches
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of work: the positions [start, stop) of an epoch."""
+
+    number: int  # step * units per step + share: grows over the run
+    step: int
+    share: int
+    num_shares: int  # units of its step that have samples
+    epoch: int
+    start: int
+    stop: int
+
+    @property
+    def num_samples(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass
+class Ledger:
+    """Hands out the units of a run and takes note of those that are done."""
+
+    num_samples: int
+    batch_size: int
+    num_shares: int
+    num_steps: int
+    first_step: int = 0
+    taken: dict[int, tuple[str, Unit]] = field(default_factory=dict)  # unit number -> who has it
+    _returned: list[Unit] = field(default_factory=list)
+    _done: dict[int, int] = field(default_factory=dict)  # step -> units committed, for steps not complete
+
+    def __post_init__(self) -> None:
+        self.committed_steps = self.first_step
+        """All units of the steps before this one are committed."""
+        self._upcoming = self._units()
+        self._next: Unit | None = next(self._upcoming, None)
+        self._committed: set[int] = set()  # unit numbers at or after the first incomplete step
+
+    @property
+    def num_batches(self) -> int:
+        return count_batches(self.num_samples, self.batch_size)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.committed_steps >= self.num_steps
+
+    @property
+    def highest_step_taken(self) -> int:
+        """The step of the next new unit, or the number of steps when all are handed out."""
+        return self._next.step if self._next is not None else self.num_steps
+
+    def take(self, worker: str, *, limit_step: int) -> Unit | None:
+        """Hand out the next unit of a step before `limit_step`, or None if there is none now."""
+        if self._returned:
+            unit = min(self._returned, key=lambda unit: unit.number)
+            if unit.step >= limit_step:
+                return None
+            self._returned.remove(unit)
+        elif self._next is not None and self._next.step < limit_step:
+            unit = self._next
+            self._next = next(self._upcoming, None)
+        else:
+            return None
+        self.taken[unit.number] = (worker, unit)
+        return unit
+
+    def commit(self, number: int) -> bool:
+        """Take note that a unit is done, whoever did it; False if it was known already."""
+        if number in self._committed or number // self.num_shares < self.committed_steps:
+            return False
+        self.taken.pop(number, None)
+        self._returned = [unit for unit in self._returned if unit.number != number]
+        self._committed.add(number)
+        step = number // self.num_shares
+        self._done[step] = self._done.get(step, 0) + 1
+        while self.committed_steps < self.num_steps and self._done.get(self.committed_steps, 0) == self._num_units(
+            self.committed_steps
+        ):
+            del self._done[self.committed_steps]
+            first = self.committed_steps * self.num_shares
+            self._committed -= set(range(first, first + self.num_shares))
+            self.committed_steps += 1
+        return True
+
+    def put_back(self, worker: str) -> list[Unit]:
+        """Take away what a lost worker had in hand, for others to do."""
+        lost = [unit for holder, unit in self.taken.values() if holder == worker]
+        for unit in lost:
+            del self.taken[unit.number]
+        self._returned += lost
+        return lost
+
+    def give_up(self, number: int) -> Unit | None:
+        """Take one unit from a worker that is too slow with it."""
+        holder = self.taken.pop(number, None)
+        if holder is None:
+            return None
+        self._returned.append(holder[1])
+        return holder[1]
+
+    def _num_units(self, step: int) -> int:
+        length = self._batch_length(step % self.num_batches)
+        return min(length, self.num_shares)
+
+    def _batch_length(self, batch: int) -> int:
+        return min(self.batch_size, self.num_samples - batch * self.batch_size)
+
+    def _units(self) -> Iterator[Unit]:
+        for step in range(self.first_step, self.num_steps):
+            epoch, batch = divmod(step, self.num_batches)
+            for share in range(self.num_shares):
+                start, stop = batch_part(
+                    batch,
+                    batch_size=self.batch_size,
+                    num_samples=self.num_samples,
+                    shard=share,
+                    num_shards=self.num_shares,
+                )
+                if start < stop:
+                    number = step * self.num_shares + share
+                    yield Unit(number, step, share, self._num_units(step), epoch, start, stop)

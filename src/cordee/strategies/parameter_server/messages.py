@@ -1,0 +1,114 @@
+"""What workers and servers of parameters say to each other."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from cordee.communication.messages import Count, Message, Name, Text
+from cordee.communication.wire import Limits
+
+Number = Annotated[int, Meta(ge=-1, le=2**62)]
+
+
+class Push(Message, frozen=True):
+    """The gradient of one unit for one piece; the buffers are as the compression says. Answered by `Pushed`."""
+
+    is_generational = False
+
+    piece: Count
+    unit: Count
+    step: Count
+    share: Count
+    num_shares: Count
+    count: Count  # items it is the mean over
+    base: Count  # version of the parameters it was computed from
+    floor: Count  # all units below it are committed
+
+
+class Pushed(Message, frozen=True):
+    """What became of a push: "applied", "staged" until the step is complete, "known" already, or "refused"."""
+
+    is_generational = False
+
+    outcome: Name
+    squares: float = -1.0  # of the gradient of the whole step, from the push that completed it; -1: not asked for
+    detail: Text = ""
+
+
+class Pull(Message, frozen=True):
+    """The parameters of one piece, please. With a scale: after applying step `settles`, which waits for it."""
+
+    is_generational = False
+
+    piece: Count
+    settles: Number = -1
+    scale: float = 1.0
+
+
+class Pulled(Message, frozen=True):
+    """The parameters of a piece; `version` counts the updates in them."""
+
+    is_generational = False
+
+    version: Count
+
+
+class PushExtras(Message, frozen=True):
+    """The buffers of a worker's model (running statistics), for the snapshot. Answered by `Pushed`."""
+
+    is_generational = False
+
+    unit: Count
+    names: Annotated[tuple[Name, ...], Meta(max_length=4096)]
+
+
+class Snapshot(Message, frozen=True):
+    """Everything the server has of one piece, optimizer included. Answered by `Snapped`."""
+
+    is_generational = False
+
+    piece: Count
+    settles: Number = -1
+    scale: float = 1.0
+
+
+class Snapped(Message, frozen=True):
+    """The parameters of a piece, then the tensors of its optimizer state, by name; `values` is JSON."""
+
+    is_generational = False
+
+    version: Count
+    names: Annotated[tuple[Name, ...], Meta(max_length=65536)]
+    values: Text
+
+
+class SnapshotExtras(Message, frozen=True):
+    """The buffers of all workers' models, averaged, and how old gradients were. Answered by `Extras`."""
+
+    is_generational = False
+
+
+class Extras(Message, frozen=True):
+    """Buffers by name, and a histogram: entry i counts gradients that i updates had overtaken."""
+
+    is_generational = False
+
+    names: Annotated[tuple[Name, ...], Meta(max_length=4096)]
+    ages: Annotated[tuple[Count, ...], Meta(max_length=4096)]
+
+
+class Fence(Message, frozen=True):
+    """Nothing this worker says from now on counts. Answered by `Pushed`."""
+
+    is_generational = False
+
+    worker: Name
+    incarnation: Count
+
+
+PARAMETERS: tuple[type[Message], ...] = (
+    Push, Pushed, Pull, Pulled, PushExtras, Snapshot, Snapped, SnapshotExtras, Extras, Fence,
+)  # fmt: skip
+LIMITS = Limits(max_header_bytes=8 << 20, max_buffers=65536, max_buffer_bytes=1 << 31)

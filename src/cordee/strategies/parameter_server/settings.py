@@ -1,0 +1,66 @@
+"""Keys of [strategy] that belong to parameter_server."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from cordee.core.errors import JobError
+from cordee.core.settings import Section
+
+UNBOUNDED = "unbounded"
+
+
+class ParameterServerSettings(Section, frozen=True, kw_only=True):
+    """How far apart workers may run, and what the servers do with what they push."""
+
+    servers: int = 1  # processes that hold the parameters, a slice each
+    staleness: int | Literal["unbounded"] = 0  # steps a worker may be ahead of the slowest; 0: in step
+    push_every: int = 1  # units of work whose gradients go out together
+    pull_every: int = 1  # units of work between two looks at the servers' parameters
+    aggregate: Literal["weighted", "mean", "sum"] = "weighted"  # of the gradients of one step; weighted by samples
+    staleness_lr: Literal["none", "inverse"] = "none"  # inverse: the rate is divided by the age of the gradient
+    delay_compensation: float = 0.0  # the lambda of DC-ASGD; 0 is off
+    compression: Literal["none", "fp16", "int8", "topk"] = "none"  # of what travels, both ways
+    topk: float = 0.01  # share of the values that `topk` sends
+    weight_decay: float = 0.0  # added to the gradients on the servers
+    clip_norm: float = 0.0  # largest norm of a gradient on the servers; 0 leaves it alone
+    replicas: Literal[1, 2] = 1  # 2: every server has a second that can take its place at once
+    drop_late: float = 0.0  # seconds after which a unit is given to another worker; 0: when its worker is lost
+    lose_messages: float = 0.0  # share of messages dropped, repeated or delayed on purpose, to see that it is harmless
+
+    def __post_init__(self) -> None:
+        _check(self.servers >= 1, f"strategy.servers = {self.servers} must be at least 1")
+        if isinstance(self.staleness, int):
+            _check(self.staleness >= 0, f"strategy.staleness = {self.staleness} must be at least 0, or 'unbounded'")
+        _check(self.push_every >= 1, f"strategy.push_every = {self.push_every} must be at least 1")
+        _check(self.pull_every >= 1, f"strategy.pull_every = {self.pull_every} must be at least 1")
+        if self.is_in_step and (self.push_every > 1 or self.pull_every > 1):
+            raise JobError(
+                "strategy.staleness = 0 exchanges at every step: set push_every and pull_every to 1, "
+                "or staleness to a number of steps or 'unbounded'"
+            )
+        if self.is_in_step and (self.delay_compensation or self.staleness_lr != "none"):
+            raise JobError(
+                "strategy.staleness = 0 has no old gradients: delay_compensation and staleness_lr are for "
+                "staleness above 0 or 'unbounded'"
+            )
+        _check(self.delay_compensation >= 0, "strategy.delay_compensation must be at least 0")
+        _check(0 < self.topk <= 1, f"strategy.topk = {self.topk} must be above 0 and at most 1")
+        _check(self.weight_decay >= 0, f"strategy.weight_decay = {self.weight_decay} must be at least 0")
+        _check(self.clip_norm >= 0, f"strategy.clip_norm = {self.clip_norm} must be at least 0")
+        _check(self.drop_late >= 0, f"strategy.drop_late = {self.drop_late} must be at least 0")
+        _check(0 <= self.lose_messages < 0.5, f"strategy.lose_messages = {self.lose_messages} must be below 0.5")
+
+    @property
+    def is_in_step(self) -> bool:
+        return self.staleness == 0
+
+    @property
+    def max_staleness(self) -> int | None:
+        """Steps that workers may be apart; None: any number."""
+        return self.staleness if isinstance(self.staleness, int) else None
+
+
+def _check(is_fine: bool, message: str) -> None:
+    if not is_fine:
+        raise JobError(message)

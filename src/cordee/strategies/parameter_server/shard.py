@@ -1,0 +1,270 @@
+"""What a server does with pushes and pulls: a state machine over its pieces, without I/O.
+
+In step (`staleness = 0`) the gradients of a step are kept until all its units have come, added in the order of
+their shares, and applied once: the outcome does not depend on who came first. Otherwise each push is applied as it
+comes. Each unit counts once for each piece, whoever sends it and however often.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cordee.compute import OptimizerRecipe
+from cordee.core.errors import CommunicationError
+from cordee.strategies.parameter_server.layout import Piece
+from cordee.strategies.parameter_server.settings import ParameterServerSettings
+
+MAX_AGE = 1000  # the histogram's last entry counts this age and above
+
+
+class UnitPush(NamedTuple):
+    """A gradient on its way into a piece."""
+
+    worker: str
+    unit: int
+    step: int
+    share: int
+    num_shares: int
+    count: int
+    base: int  # version it was computed from
+    floor: int = 0  # all units below it are committed
+
+
+class PushOutcome(NamedTuple):
+    """What became of it. `squares` is that of the gradient of the whole step, where clipping waits for it."""
+
+    kind: Literal["applied", "staged", "known", "refused"]
+    squares: float = -1.0
+    detail: str = ""
+
+
+@dataclass
+class Applied:
+    """Which units have counted: all below a watermark, and some above."""
+
+    below: int = 0
+    above: set[int] = field(default_factory=set)
+
+    def add(self, unit: int) -> None:
+        self.above.add(unit)
+
+    def forget_below(self, floor: int) -> None:
+        """All units below `floor` are committed: none of them will be handed out again."""
+        if floor > self.below:
+            self.below = floor
+            self.above = {number for number in self.above if number >= floor}
+
+    def __contains__(self, unit: int) -> bool:
+        return unit < self.below or unit in self.above
+
+
+class PieceState:
+    """One piece: its parameters, their optimizer, and what waits to be applied."""
+
+    def __init__(self, piece: Piece, values: Tensor, recipe: OptimizerRecipe, settings: ParameterServerSettings) -> None:
+        assert values.numel() == piece.length
+        self.piece = piece
+        self.values = values
+        self.version = 0
+        self._settings = settings
+        self._recipe = recipe
+        self._gradient = torch.zeros_like(values)
+        self._parameters: list[tuple[str, nn.Parameter]] = []
+        for one in piece.slices:
+            at = one.offset - piece.start
+            view, gradient = values[at : at + one.length], self._gradient[at : at + one.length]
+            if one.is_whole:
+                view, gradient = view.view(one.shape), gradient.view(one.shape)
+            parameter = nn.Parameter(view)
+            parameter.grad = gradient
+            self._parameters.append((one.name, parameter))
+        self.optimizer: Optimizer = recipe.make(self._parameters)
+        self.applied = Applied()
+        self._staged: dict[int, dict[int, tuple[int, Tensor | None]]] = {}  # step -> share -> (count, gradient)
+        self._waiting: tuple[int, float] | None = None  # (step, squares): complete, waits for its scale
+        self._completed: tuple[int, float] = (-1, -1.0)  # (unit, squares) of the last completion
+        self._seen: dict[str, Tensor] = {}  # what each worker pulled last, for delay compensation
+
+    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """The slices by the name of the parameter they are of, as a module would give them."""
+        return iter(self._parameters)
+
+    def push(self, push: UnitPush, gradient: Tensor) -> PushOutcome:
+        """Take a gradient in. It is copied if it is kept."""
+        if gradient.shape != self.values.shape:
+            raise CommunicationError(
+                f"piece {self.piece.index} has {self.values.numel()} numbers, the gradient of {push.worker} has "
+                f"{gradient.numel()}: the model of the worker is another one"
+            )
+        self.applied.forget_below(push.floor)
+        if push.unit in self.applied:
+            unit, squares = self._completed
+            return PushOutcome("known", squares if unit == push.unit else -1.0)
+        is_finite = math.isfinite(float(gradient.sum()))  # the sum of finite numbers may overflow: look closer then
+        if not is_finite and not bool(torch.isfinite(gradient).all()):
+            return self._refuse(push)
+        if self._settings.is_in_step:
+            return self._stage(push, gradient)
+        self.applied.add(push.unit)
+        self._apply_alone(push, gradient)
+        return PushOutcome("applied")
+
+    def pull(self, worker: str, settles: int = -1, scale: float = 1.0) -> Tensor:
+        """Return the parameters: this piece's own memory, to be copied before the next push."""
+        self.settle(settles, scale)
+        if self._settings.delay_compensation:
+            seen = self._seen.get(worker)
+            if seen is None:
+                self._seen[worker] = self.values.clone()
+            else:
+                seen.copy_(self.values)
+        return self.values
+
+    def settle(self, step: int, scale: float) -> None:
+        """Apply the step that waits for its scale; a step that was settled before is passed over."""
+        if self._waiting is None or self._waiting[0] != step:
+            return
+        self._waiting = None
+        if scale != 1.0:
+            self._gradient.mul_(scale)
+        self._step(step)
+
+    def forget(self, worker: str) -> None:
+        self._seen.pop(worker, None)
+
+    def _refuse(self, push: UnitPush) -> PushOutcome:
+        detail = f"the gradient of {push.worker} for unit {push.unit} (step {push.step + 1}) is not finite"
+        if self._settings.is_in_step:
+            outcome = self._stage(push, None)
+            return PushOutcome("refused", outcome.squares, detail)
+        self.applied.add(push.unit)
+        return PushOutcome("refused", detail=detail)
+
+    def _stage(self, push: UnitPush, gradient: Tensor | None) -> PushOutcome:
+        self.applied.add(push.unit)
+        staged = self._staged.setdefault(push.step, {})
+        is_last = len(staged) + 1 == push.num_shares
+        kept = gradient if gradient is None or is_last else gradient.clone()
+        staged[push.share] = (push.count, kept)
+        if not is_last:
+            return PushOutcome("staged")
+        del self._staged[push.step]
+        has_any = self._combine([staged[share] for share in sorted(staged)])
+        squares = -1.0
+        if self._settings.clip_norm:
+            squares = float(self._gradient.double().square().sum()) if has_any else 0.0
+            if has_any:
+                self._waiting = (push.step, squares)
+        elif has_any:
+            self._step(push.step)
+        self._completed = (push.unit, squares)
+        return PushOutcome("applied", squares)
+
+    def _combine(self, parts: Sequence[tuple[int, Tensor | None]]) -> bool:
+        """Write the aggregate of the gradients, in order, to the gradient buffer; False if there is none."""
+        present = [(count, gradient) for count, gradient in parts if gradient is not None]
+        if not present:
+            return False
+        total = sum(count for count, _ in present)
+        out = self._gradient
+        for position, (count, gradient) in enumerate(present):
+            weight = {"weighted": count / total if total else 0.0, "mean": 1 / len(present), "sum": 1.0}[
+                self._settings.aggregate
+            ]
+            if position == 0:
+                torch.mul(gradient, weight, out=out) if weight != 1.0 else out.copy_(gradient)
+            else:
+                out.add_(gradient, alpha=weight)
+        return True
+
+    def _apply_alone(self, push: UnitPush, gradient: Tensor) -> None:
+        settings, age = self._settings, self.version - push.base
+        self._gradient.copy_(gradient)
+        seen = self._seen.get(push.worker)
+        if settings.delay_compensation and seen is not None:
+            # DC-ASGD: the change of the gradient since, to first order, with g * g for the Hessian.
+            drift = torch.sub(self.values, seen)
+            self._gradient.addcmul_(drift.mul_(gradient), gradient, value=settings.delay_compensation)
+        factor = 1.0 / max(1, age) if settings.staleness_lr == "inverse" else 1.0
+        self._step(push.step, factor)
+
+    def _step(self, step: int, factor: float = 1.0) -> None:
+        if self._settings.weight_decay:
+            self._gradient.add_(self.values, alpha=self._settings.weight_decay)
+        self._recipe.set_rate(self.optimizer, step)
+        if factor != 1.0:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= factor
+        self.optimizer.step()
+        self.version += 1
+
+
+class ParameterShard:
+    """All pieces of one server, and what workers tell it of their buffers."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        values: Callable[[Piece], Tensor],
+        recipe: OptimizerRecipe,
+        settings: ParameterServerSettings,
+    ) -> None:
+        self.pieces: Mapping[int, PieceState] = {
+            piece.index: PieceState(piece, values(piece), recipe, settings) for piece in pieces
+        }
+        self.ages = [0]
+        self._first = min(self.pieces)
+        self._extras: dict[str, tuple[int, dict[str, Tensor]]] = {}  # worker -> (unit, its buffers)
+
+    def piece(self, index: int) -> PieceState:
+        state = self.pieces.get(index)
+        if state is None:
+            raise CommunicationError(f"piece {index} is not on this server, which has {sorted(self.pieces)}")
+        return state
+
+    def push(self, index: int, push: UnitPush, gradient: Tensor) -> PushOutcome:
+        state = self.piece(index)
+        age = state.version - push.base
+        outcome = state.push(push, gradient)
+        if index == self._first and outcome.kind in ("applied", "staged"):
+            self._note_age(max(age, 0))
+        return outcome
+
+    def keep_extras(self, worker: str, unit: int, buffers: dict[str, Tensor]) -> None:
+        """Take note of the buffers of a worker's model, the newest of each worker."""
+        if worker not in self._extras or self._extras[worker][0] < unit:
+            self._extras[worker] = (unit, {name: value.clone() for name, value in buffers.items()})
+
+    def extras(self) -> dict[str, Tensor]:
+        """Return the mean over the workers of each floating-point buffer; of others the newest worker's."""
+        if not self._extras:
+            return {}
+        newest = max(self._extras.values(), key=lambda entry: entry[0])[1]
+        workers = [self._extras[worker][1] for worker in sorted(self._extras)]
+        averaged = {}
+        for name, value in newest.items():
+            if value.is_floating_point() and len(workers) > 1:
+                averaged[name] = torch.stack([buffers[name].double() for buffers in workers]).mean(0).to(value.dtype)
+            else:
+                averaged[name] = value
+        return averaged
+
+    def forget(self, worker: str) -> None:
+        """Drop what is kept for a worker that will not come back."""
+        if len(self._extras) > 1:
+            self._extras.pop(worker, None)
+        for state in self.pieces.values():
+            state.forget(worker)
+
+    def _note_age(self, age: int) -> None:
+        age = min(age, MAX_AGE)
+        if age >= len(self.ages):
+            self.ages += [0] * (age + 1 - len(self.ages))
+        self.ages[age] += 1

@@ -1,0 +1,123 @@
+"""From pieces to a checkpoint and back: what servers hold in slices is saved whole, as every strategy saves it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from cordee.checkpoint import State, load_optimizer_state, optimizer_state
+from cordee.strategies.parameter_server.layout import Layout, Piece, Slice
+from cordee.strategies.parameter_server.shard import PieceState
+
+
+def piece_state(state: PieceState) -> State:
+    """Return the optimizer state of a piece by parameter name; tensors share the piece's memory."""
+    return optimizer_state(state.optimizer, state)  # type: ignore[arg-type]  # has named_parameters, as a module
+
+
+def load_piece(state: PieceState, whole: State) -> None:
+    """Give a piece its part of a model's optimizer state."""
+    names = {one.name: one for one in state.piece.slices}
+    groups = []
+    for group in whole.values["groups"]:
+        mine = {name: _shape(names[name]) for name in group["parameters"] if name in names}
+        if mine:
+            groups.append({**group, "parameters": mine})
+    inner = {name: value for name, value in whole.values["state"].items() if name in names}
+    tensors = {}
+    for name, one in names.items():
+        for reference in _references(inner.get(name)):
+            tensors[reference] = _slice_of(whole.tensors[reference], one)
+    shared = {key: tensor for key, tensor in whole.tensors.items() if key.startswith("$")}
+    values = {**whole.values, "groups": groups, "state": inner}
+    load_optimizer_state(state.optimizer, state, State({**tensors, **shared}, values))  # type: ignore[arg-type]
+
+
+def join_pieces(layout: Layout, states: Sequence[State]) -> State:
+    """Return the optimizer state of the whole model, of those of all pieces in order."""
+    tensors: dict[str, Tensor] = {}
+    collected: dict[str, list[Tensor]] = {}
+    merged_state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for piece, state in zip(layout.pieces, states, strict=True):
+        slices = {one.name: one for one in piece.slices}
+        for position, group in enumerate(state.values["groups"]):
+            if position == len(groups):
+                groups.append({**group, "parameters": {}})
+            groups[position]["parameters"].update({name: list(slices[name].shape) for name in group["parameters"]})
+        merged_state.update(state.values["state"])
+        for name, inner in state.values["state"].items():
+            for reference in _references(inner):
+                tensor = state.tensors[reference]
+                if tensor.numel() == slices[name].length and tensor.dim() > 0:
+                    collected.setdefault(reference, []).append(tensor.reshape(-1))
+                    tensors[reference] = torch.cat(collected[reference])
+                else:  # a counter: the same in all slices
+                    tensors[reference] = tensor
+        tensors |= {key: tensor for key, tensor in state.tensors.items() if key.startswith("$")}
+    shapes = {one.name: one.shape for piece in layout.pieces for one in piece.slices}
+    for name, inner in merged_state.items():
+        for reference in _references(inner):
+            if reference in collected:
+                tensors[reference] = tensors[reference].view(shapes[name])
+    return State(tensors, {**states[0].values, "groups": groups, "state": merged_state})
+
+
+def encode_values(state: State) -> str:
+    return msgspec.json.encode(state.values).decode()
+
+
+def flatten_parameters(model: nn.Module, layout: Layout) -> Tensor:
+    """Return the trainable parameters of a model as one vector, a copy, in the order of the layout."""
+    parameters = dict(model.named_parameters())
+    flat = torch.empty(layout.length, dtype=layout.dtype)
+    for piece in layout.pieces:
+        write_piece(flat[piece.start : piece.stop], piece, parameters)
+    return flat
+
+
+def write_piece(out: Tensor, piece: Piece, parameters: dict[str, nn.Parameter]) -> None:
+    """Copy the slices of a piece out of a model's parameters."""
+    with torch.no_grad():
+        for one in piece.slices:
+            at = one.offset - piece.start
+            source = parameters[one.name].detach().reshape(-1)
+            out[at : at + one.length].copy_(source[one.first : one.first + one.length])
+
+
+def adopt_flat(model: nn.Module, layout: Layout, flat: Tensor, gradient: Tensor) -> None:
+    """Make a model's trainable parameters, and their gradients, views of two flat vectors."""
+    parameters = dict(model.named_parameters())
+    starts: dict[str, int] = {}
+    for piece in layout.pieces:
+        for one in piece.slices:
+            starts.setdefault(one.name, one.offset)  # slices of a parameter follow each other
+    for name, start in starts.items():
+        parameter = parameters[name]
+        parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
+        parameter.grad = gradient[start : start + parameter.numel()].view_as(parameter)
+
+
+def _references(value: Any) -> list[str]:
+    """Return the names of the tensors a packed value refers to."""
+    if isinstance(value, dict):
+        if value.keys() == {"$tensor"}:
+            return [value["$tensor"]]
+        return [name for inner in value.values() for name in _references(inner)]
+    if isinstance(value, list):
+        return [name for inner in value for name in _references(inner)]
+    return []
+
+
+def _shape(one: Slice) -> list[int]:
+    return list(one.shape) if one.is_whole else [one.length]
+
+
+def _slice_of(tensor: Tensor, one: Slice) -> Tensor:
+    if one.is_whole or tensor.dim() == 0 or tensor.numel() < one.first + one.length:
+        return tensor
+    return tensor.reshape(-1)[one.first : one.first + one.length]

@@ -1,0 +1,38 @@
+"""How `parameter_server` stands in the table of strategies. Its run is led by `cordee.served`, not by the trainer."""
+
+from __future__ import annotations
+
+from cordee.compute import Computation
+from cordee.core import Job
+from cordee.core.errors import JobError
+from cordee.strategies.parameter_server.settings import ParameterServerSettings
+from cordee.strategies.strategy import Requirements
+
+
+class ParameterServer:
+    """Checks a job; workers, servers and the evaluator are processes with loops of their own."""
+
+    def __init__(self, job: Job, settings: ParameterServerSettings, computation: Computation) -> None:
+        self.settings = settings
+        self._computation = computation
+
+    def requirements(self, job: Job) -> Requirements:
+        workers, batch_size = job.strategy.workers, job.training.batch_size
+        if batch_size < workers:
+            raise JobError(
+                f"training.batch_size = {batch_size} has no sample for each of {workers} workers: "
+                f"set batch_size to at least {workers}, or use fewer workers"
+            )
+        if job.training.clip_norm and self.settings.clip_norm:
+            raise JobError("training.clip_norm and strategy.clip_norm are both set: keep one of them")
+        if self._computation.device.type != "cpu":
+            raise JobError("strategy 'parameter_server' trains on CPUs: set training.device = 'cpu'")
+        return Requirements(num_workers=workers)
+
+
+def can_split(job: Job) -> bool:
+    """Whether the job's optimizer treats every number by itself, so that a parameter may be cut."""
+    from cordee.strategies.parameter_server.layout import ELEMENTWISE
+
+    use = job.optimizer.use
+    return isinstance(use, str) and use.lower() in {name.lower() for name in ELEMENTWISE}
