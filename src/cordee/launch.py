@@ -43,8 +43,9 @@ from cordee.monitoring import (
 )
 from cordee.monitoring.summary import Status
 from cordee.run import Run
+from cordee.served import ServedRun
 from cordee.session import Session
-from cordee.strategies import choose_strategy
+from cordee.strategies import STRATEGIES, choose_strategy
 from cordee.team_run import TeamRun
 from cordee.version import __version__
 
@@ -72,12 +73,13 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_leaving_torch_as_it_was())
         engine: LocalEngine | None = None
-        if num_workers > 1:
+        is_served = STRATEGIES[strategy_name].is_served
+        if num_workers > 1 or is_served:
             _refuse_live_parts(job)
             engine = stack.enter_context(LocalEngine())  # imports torch while the job is looked at here
         parts = assemble(job, Team(num_workers=num_workers, num_local_workers=num_workers))
         directory = RunDirectory.open_existing(path) if resume else RunDirectory.create(path, job.to_toml())
-        with directory, setup_logging(directory.launcher_log if num_workers > 1 else directory.worker_log()):
+        with directory, setup_logging(directory.launcher_log if engine else directory.worker_log()):
             if resume:
                 directory.write_job(job.to_toml())
                 directory.summary_file.unlink(missing_ok=True)
@@ -89,7 +91,11 @@ def train(
                     if engine is None:
                         summary = _run_alone(parts, directory, monitor, flag, resume)
                     else:
-                        team_run = TeamRun(job, directory, monitor, flag)
+                        team_run = (
+                            ServedRun(parts, directory, monitor, flag)
+                            if is_served
+                            else TeamRun(job, directory, monitor, flag)
+                        )
                         summary = _run_team(parts, directory, monitor, lambda: team_run.lead(engine, resume=resume))
     run = Run(directory.path, summary, parts.model)
     if not quiet:

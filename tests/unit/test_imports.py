@@ -27,6 +27,7 @@ RANKS: dict[str, int] = {
     "trainer": 6,
     "session": 7,
     "worker": 8,
+    "served": 8,
     "team_run": 9,
     "launch": 10,
     "own_loop": 10,

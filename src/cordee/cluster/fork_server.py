@@ -28,6 +28,9 @@ PRELOADED = (
     "torch.distributed",
     "cordee.worker",
     "cordee.own_loop",
+    "cordee.served.worker",
+    "cordee.served.server",
+    "cordee.served.evaluator",
     "cordee.communication.shared_memory.backend",
 )
 

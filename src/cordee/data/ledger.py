@@ -63,6 +63,11 @@ class Ledger:
         """The step of the next new unit, or the number of steps when all are handed out."""
         return self._next.step if self._next is not None else self.num_steps
 
+    @property
+    def next_share(self) -> int:
+        """The share of the next new unit: above 0 where its step is begun."""
+        return self._next.share if self._next is not None else 0
+
     def take(self, worker: str, *, limit_step: int) -> Unit | None:
         """Hand out the next unit of a step before `limit_step`, or None if there is none now."""
         if self._returned:

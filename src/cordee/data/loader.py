@@ -119,7 +119,9 @@ class Loader:
         indices = self._read_order[1].samples_at(positions)
         if isinstance(source, DatasetSource):
             seed = derive_seed(self._seed, "samples", epoch)
-            return next(self._finished(read_batches(source, [ReadJob(start, indices)], seed, processes=0, ahead=0), epoch))
+            return next(
+                self._finished(read_batches(source, [ReadJob(start, indices)], seed, processes=0, ahead=0), epoch)
+            )
         return self._read_array(indices, positions, derive_seed(self._seed, "augment", epoch))
 
     def _read_array(self, indices: Tensor, positions: Tensor, augment_seed: int) -> Batch:

@@ -11,6 +11,7 @@ from cordee.core.errors import JobError, nearest
 from cordee.core.job import read_section
 from cordee.core.settings import Section
 from cordee.strategies.data_parallel import DataParallel, DataParallelSettings
+from cordee.strategies.parameter_server import ParameterServer, ParameterServerSettings
 from cordee.strategies.sharded import Sharded, ShardedSettings
 from cordee.strategies.single import Single, SingleSettings
 from cordee.strategies.strategy import Strategy
@@ -19,12 +20,14 @@ from cordee.strategies.strategy import Strategy
 class Entry(NamedTuple):
     """A strategy, and the keys of [strategy] that are its own."""
 
-    make: Callable[[Job, Any, Computation], Strategy]
+    make: Callable[[Job, Any, Computation], Any]  # a Strategy, unless it is served
     settings: type[Section]
+    is_served: bool = False  # its workers take work from a dispatcher, each at its own pace
 
 
 STRATEGIES: Mapping[str, Entry] = {
     "data_parallel": Entry(DataParallel, DataParallelSettings),
+    "parameter_server": Entry(ParameterServer, ParameterServerSettings, is_served=True),
     "sharded": Entry(Sharded, ShardedSettings),
     "single": Entry(Single, SingleSettings),
 }
@@ -51,7 +54,7 @@ def make_strategy(job: Job, computation: Computation) -> Strategy:
     name = choose_strategy(job)
     entry = STRATEGIES[name]
     _refuse_others_settings(name, job.strategy.settings)
-    strategy = entry.make(job, read_section("strategy", job.strategy.settings, entry.settings), computation)
+    strategy: Strategy = entry.make(job, read_section("strategy", job.strategy.settings, entry.settings), computation)
     strategy.requirements(job)
     return strategy
 

@@ -160,9 +160,7 @@ class Connection:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call_channel(
-        self, message: Message, buffers: Sequence[Any], receive: Receive, timeout_s: float | None
-    ) -> Any:
+    def _call_channel(self, message: Message, buffers: Sequence[Any], receive: Receive, timeout_s: float | None) -> Any:
         with self._lock:
             self._refuse_closed()
             channel = self._free_channels.pop() if self._free_channels else None
@@ -225,9 +223,7 @@ class Connection:
         segment, fd = create_segment(num_bytes, f"calls to {self.address}")
         try:
             with self._control_lock:
-                opened = self._control.request(
-                    OpenLane(os.getpid(), fd, num_bytes), timeout_s=self._timeout_s
-                ).message
+                opened = self._control.request(OpenLane(os.getpid(), fd, num_bytes), timeout_s=self._timeout_s).message
         finally:
             os.close(fd)
         assert isinstance(opened, LaneOpened)

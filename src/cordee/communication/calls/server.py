@@ -204,10 +204,8 @@ class CallServer:
         while not self._is_closing:
             try:
                 received = self._channel.receive(0.25)
-            except CommunicationError:
-                if self._is_closing:
-                    return
-                raise
+            except CommunicationError:  # closed, in the end
+                return
             if received is not None:
                 self._take(received)
 
@@ -237,7 +235,7 @@ class CallServer:
                 self._handle(call)
             except CordeeError as error:
                 call.refuse("failed", str(error))
-            except Exception as error:  # noqa: BLE001 - one bad request must not end the server
+            except Exception as error:
                 log.exception("%s of %s failed", type(call.message).__name__, call.caller)
                 call.refuse("failed", f"{type(error).__name__}: {error}")
 

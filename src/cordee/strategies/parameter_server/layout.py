@@ -17,7 +17,7 @@ from torch import nn
 
 from cordee.core.errors import JobError
 
-# Cuts inside a parameter are at multiples of this, so that vector kernels treat every number as they would in one piece.
+# Cuts inside a parameter are at multiples of this: vector kernels then treat every number as they would in one piece.
 GRANULE = 64
 PIECE_BYTES = 4 << 20
 # Optimizers that treat every number by itself: a parameter may be split among servers. The others keep it whole.
@@ -85,7 +85,9 @@ def make_layout(model: nn.Module, num_servers: int, *, can_split: bool) -> Layou
         raise JobError("the model has no parameters to train")
     dtypes = {parameter.dtype for _, parameter in named}
     if len(dtypes) > 1:
-        raise JobError(f"strategy 'parameter_server' needs parameters of one type, the model has {sorted(map(str, dtypes))}")
+        raise JobError(
+            f"strategy 'parameter_server' needs parameters of one type, the model has {sorted(map(str, dtypes))}"
+        )
     dtype = named[0][1].dtype
     wholes = [(name, tuple(parameter.shape)) for name, parameter in named]
     slices = cut(wholes, num_servers, can_split=can_split)
@@ -96,18 +98,14 @@ def make_layout(model: nn.Module, num_servers: int, *, can_split: bool) -> Layou
     return Layout(tuple(pieces), num_servers, dtype)
 
 
-def cut(
-    parameters: Sequence[tuple[str, tuple[int, ...]]], num_servers: int, *, can_split: bool
-) -> list[list[Slice]]:
+def cut(parameters: Sequence[tuple[str, tuple[int, ...]]], num_servers: int, *, can_split: bool) -> list[list[Slice]]:
     """Return the slices of each server, in order. Every server gets some; sizes are as equal as cuts allow."""
     total = sum(math.prod(shape) for _, shape in parameters)
     limit = total // GRANULE if can_split else len(parameters)
     if num_servers > max(limit, 1):
         what = f"{total} numbers" if can_split else f"{len(parameters)} parameters, which this optimizer keeps whole"
         raise JobError(f"strategy.servers = {num_servers} is too many for {what}: use at most {max(limit, 1)}")
-    boundaries = (
-        _even_boundaries(parameters, num_servers) if can_split else _whole_boundaries(parameters, num_servers)
-    )
+    boundaries = _even_boundaries(parameters, num_servers) if can_split else _whole_boundaries(parameters, num_servers)
     servers: list[list[Slice]] = [[] for _ in range(num_servers)]
     server, offset = 0, 0
     for name, shape in parameters:
@@ -126,7 +124,7 @@ def cut(
 
 
 def _even_boundaries(parameters: Sequence[tuple[str, tuple[int, ...]]], num_servers: int) -> list[int]:
-    """Where one server's range ends and the next begins: equal sizes, cut at multiples of the granule within a parameter."""
+    """Where one server's range ends and the next begins: equal sizes, cut at multiples of the granule."""
     total = sum(math.prod(shape) for _, shape in parameters)
     ends = list(itertools.accumulate(math.prod(shape) for _, shape in parameters))
     boundaries = []
@@ -164,4 +162,3 @@ def _group(slices: Sequence[Slice], limit: int) -> list[list[Slice]]:
         groups[-1].append(one)
         size += one.length
     return groups
-

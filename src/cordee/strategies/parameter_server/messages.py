@@ -43,16 +43,18 @@ class Pull(Message, frozen=True):
     is_generational = False
 
     piece: Count
+    has: Count = 0  # stamp of what this worker got last
     settles: Number = -1
     scale: float = 1.0
 
 
 class Pulled(Message, frozen=True):
-    """The parameters of a piece; `version` counts the updates in them."""
+    """The parameters of a piece, or their change since the last; `version` counts the updates in them."""
 
     is_generational = False
 
     version: Count
+    stamp: Count = 0
 
 
 class PushExtras(Message, frozen=True):

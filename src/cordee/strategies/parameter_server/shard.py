@@ -32,7 +32,7 @@ class UnitPush(NamedTuple):
     step: int
     share: int
     num_shares: int
-    count: int
+    num_items: int  # it is the mean over
     base: int  # version it was computed from
     floor: int = 0  # all units below it are committed
 
@@ -68,7 +68,9 @@ class Applied:
 class PieceState:
     """One piece: its parameters, their optimizer, and what waits to be applied."""
 
-    def __init__(self, piece: Piece, values: Tensor, recipe: OptimizerRecipe, settings: ParameterServerSettings) -> None:
+    def __init__(
+        self, piece: Piece, values: Tensor, recipe: OptimizerRecipe, settings: ParameterServerSettings
+    ) -> None:
         assert values.numel() == piece.length
         self.piece = piece
         self.values = values
@@ -152,7 +154,7 @@ class PieceState:
         staged = self._staged.setdefault(push.step, {})
         is_last = len(staged) + 1 == push.num_shares
         kept = gradient if gradient is None or is_last else gradient.clone()
-        staged[push.share] = (push.count, kept)
+        staged[push.share] = (push.num_items, kept)
         if not is_last:
             return PushOutcome("staged")
         del self._staged[push.step]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cordee.compute import Computation
 from cordee.core import Job
 from cordee.core.errors import JobError
+from cordee.core.job import read_section
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 from cordee.strategies.strategy import Requirements
 
@@ -27,7 +28,7 @@ class ParameterServer:
             raise JobError("training.clip_norm and strategy.clip_norm are both set: keep one of them")
         if self._computation.device.type != "cpu":
             raise JobError("strategy 'parameter_server' trains on CPUs: set training.device = 'cpu'")
-        return Requirements(num_workers=workers)
+        return Requirements(num_workers=workers, num_data_shards=workers)
 
 
 def can_split(job: Job) -> bool:
@@ -36,3 +37,9 @@ def can_split(job: Job) -> bool:
 
     use = job.optimizer.use
     return isinstance(use, str) and use.lower() in {name.lower() for name in ELEMENTWISE}
+
+
+def settings_of(job: Job) -> ParameterServerSettings:
+    """Return the settings of the job's strategy, checked."""
+    settings: ParameterServerSettings = read_section("strategy", job.strategy.settings, ParameterServerSettings)
+    return settings

@@ -1,0 +1,410 @@
+"""The dispatcher of a served run: hands out work as the staleness allows, calls for snapshots, decides when to stop.
+
+Workers ask for work and wait for the answer, which comes when they may go on. At certain steps nothing is handed out
+until all that was is committed; then the evaluator reads a snapshot that holds exactly those steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from cordee.communication.channel import Received, ServerChannel
+from cordee.communication.messages import Event, Failure, Heartbeat, Refused
+from cordee.compute import Metrics
+from cordee.core.errors import CommunicationError
+from cordee.data import Ledger
+from cordee.served.messages import (
+    AskOrder,
+    AskServers,
+    Bye,
+    Join,
+    Joined,
+    Leave,
+    Order,
+    OrderDone,
+    Servers,
+    SnapshotTaken,
+    TakeWork,
+    Work,
+)
+from cordee.served.plan import RunPlan
+from cordee.trainer import Progress
+
+Emit = Callable[..., None]
+
+
+@dataclass
+class Hearing:
+    """What is known of one process."""
+
+    role: str
+    index: int
+    pid: int
+    incarnation: int
+    heard_s: float
+    step: int = 0
+    is_done: bool = False
+
+
+@dataclass
+class _StepSum:
+    loss_sum: float = 0.0
+    count: int = 0
+    num_correct: int = 0
+    num_samples: int = 0
+    squares: float = 0.0
+    num_refused: int = 0
+    num_units: int = 0
+
+
+@dataclass
+class Outcome:
+    """How the run ended."""
+
+    stopped_by: str | None = None
+    metrics: Metrics | None = None
+    weights_sha256: str = ""
+    ages: tuple[int, ...] = ()
+    problem: str = ""  # why the last checkpoint is missing
+    last_step_loss: float | None = None
+
+
+@dataclass
+class Dispatcher:
+    """Answers the processes of one run over a channel. `serve` never blocks for longer than asked."""
+
+    channel: ServerChannel
+    plan: RunPlan
+    ledger: Ledger
+    progress: Progress
+    emit: Emit  # an event for the run's file
+    show: Callable[[int, float], None]  # step and loss for the progress bar
+    failure_timeout_s: float
+    num_servers: int
+    elapsed_s: Callable[[], float]
+    rate: Callable[[int], float | None]
+    hearings: dict[str, Hearing] = field(default_factory=dict)
+    failures: list[tuple[str, Failure]] = field(default_factory=list)
+    outcome: Outcome = field(default_factory=Outcome)
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self._addresses: list[str] = [""] * self.num_servers
+        self._map_version = 0
+        self._waiting: dict[str, Received] = {}  # worker -> its request for work
+        self._asking: list[Received] = []  # requests for the list of servers
+        self._desk: Received | None = None  # the evaluator, when it is free
+        self._barrier = self.plan.next_barrier(self.ledger.committed_steps)
+        self._is_final = False
+        self._reading = False  # a snapshot is being read: nothing may change
+        self._deciding = False  # training waits for what the evaluation says
+        self._ordered_step = self.ledger.committed_steps if self.ledger.committed_steps else -1
+        self._sums: dict[int, _StepSum] = {}
+        self._settle = (-1, 1.0)
+        self._taken_s: dict[int, float] = {}
+        self._window = (self.progress.samples, time.perf_counter())
+        self._refused_in_a_row = 0
+        self._counted = self.ledger.committed_steps  # steps that are in the progress
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where the servers are that are up."""
+        return [address for address in self._addresses if address]
+
+    def serve(self, timeout_s: float) -> None:
+        """Handle what has come in, waiting at most `timeout_s` for the first message."""
+        received = self.channel.receive(timeout_s)
+        while received is not None:
+            self._handle(received)
+            received = self.channel.receive(0.0)
+        self._drop_late()
+        self._go_on()
+
+    def stop(self, reason: str) -> None:
+        """End the run after the steps that were begun."""
+        if self._is_final:
+            return
+        self.outcome.stopped_by = reason
+        self._is_final = True
+        ledger = self.ledger
+        begun = ledger.highest_step_taken
+        if ledger.next_share:
+            begun += 1
+        self._barrier = min(self._barrier, max(begun, ledger.committed_steps))
+
+    def lose(self, name: str) -> int:
+        """Forget a process that ended; return how many units of work it had in hand."""
+        hearing = self.hearings.pop(name, None)
+        self._waiting.pop(name, None)
+        units = self.ledger.put_back(name)
+        if hearing is not None and hearing.role == "server":
+            self._addresses[hearing.index] = ""
+        if hearing is not None and hearing.role == "evaluator":
+            self._desk = None
+            if self._reading or self._deciding:  # its order is given again to the next one
+                self._reading = self._deciding = False
+                self._ordered_step = -1
+        return len(units)
+
+    def _handle(self, received: Received) -> None:
+        name = received.envelope.sender
+        hearing = self.hearings.get(name)
+        message = received.message
+        if hearing is None and not isinstance(message, Join):
+            self.channel.reply(received, Refused("unknown-process", name))
+            return
+        if hearing is not None:
+            hearing.heard_s = time.monotonic()
+        match message:
+            case Join():
+                self._join(received, message)
+            case AskServers():
+                self._asking.append(received)
+                self._tell_servers()
+            case TakeWork():
+                if message.done >= 0:
+                    self._commit(name, message)
+                self._waiting[name] = received
+            case AskOrder():
+                self._desk = received
+            case SnapshotTaken(ages=ages):
+                self.outcome.ages = ages
+                self._reading = False
+            case OrderDone():
+                self._finish_order(message)
+                self.channel.reply(received, Joined(self.failure_timeout_s))
+            case Heartbeat(step=step):
+                assert hearing is not None
+                hearing.step = step
+            case Event(type=kind, fields=fields):
+                self.emit(kind, **fields)
+            case Failure():
+                self.failures.append((name, message))
+            case Bye():
+                assert hearing is not None
+                hearing.is_done = True
+            case other:
+                self.channel.reply(received, Refused("unexpected", type(other).__name__))
+
+    def _join(self, received: Received, join: Join) -> None:
+        name = received.envelope.sender
+        self.hearings[name] = Hearing(join.role, join.index, join.pid, received.envelope.incarnation, time.monotonic())
+        if join.role == "server":
+            if join.index >= self.num_servers:
+                self.channel.reply(received, Refused("unknown-process", f"there is no server {join.index}"))
+                return
+            self._addresses[join.index] = join.address
+            self._map_version += 1
+        self.channel.reply(received, Joined(self.failure_timeout_s))
+        self.emit("worker_started", worker=join.index, pid=join.pid, host=join.host, role=join.role)
+        self._tell_servers()
+
+    def _tell_servers(self) -> None:
+        if not all(self._addresses):
+            return
+        for received in self._asking:
+            self._send(received, Servers(self._map_version, tuple(self._addresses)))
+        self._asking = []
+
+    def _commit(self, worker: str, done: TakeWork) -> None:
+        if done.refused:
+            self._refused_in_a_row += 1
+        else:
+            self._refused_in_a_row = 0
+        if not self.ledger.commit(done.done):
+            return
+        self._taken_s.pop(done.done, None)
+        before = self._counted
+        sums = self._sums.setdefault(done.done // self.ledger.num_shares, _StepSum())
+        if math.isfinite(done.loss_sum):
+            sums.loss_sum += done.loss_sum
+            sums.count += done.count
+        sums.num_correct += max(done.num_correct, 0)
+        sums.num_samples += done.num_samples
+        sums.squares += done.squares
+        sums.num_refused += bool(done.refused)
+        sums.num_units += 1
+        for step in range(before, self.ledger.committed_steps):
+            self._close_step(step, self._sums.pop(step))
+
+    def _close_step(self, step: int, sums: _StepSum) -> None:
+        plan, progress = self.plan, self.progress
+        self._counted = step + 1
+        if plan.is_first_of_epoch(step):
+            progress.loss_sum, progress.loss_count = 0.0, 0
+        progress.step = plan.steps_after(step + 1)
+        progress.epoch, progress.batch = plan.place_after(step + 1)
+        progress.samples += sums.num_samples
+        progress.loss_sum += sums.loss_sum
+        progress.loss_count += sums.count
+        if plan.clip_norm:
+            self._settle = (step * plan.push_every, min(1.0, plan.clip_norm / (math.sqrt(sums.squares) + 1e-6)))
+        loss = sums.loss_sum / sums.count if sums.count else math.nan
+        self.outcome.last_step_loss = loss
+        self.show(progress.step, loss)
+        if step % plan.report_every == 0:
+            samples, since_s = self._window
+            now_s = time.perf_counter()
+            self._window = (progress.samples, now_s)
+            self.emit(
+                "step",
+                step=progress.step,
+                epoch=plan.epoch_of(step) + 1,
+                loss=loss,
+                accuracy=sums.num_correct / sums.count if sums.count and plan.counts_classes else None,
+                lr=self.rate(step * plan.push_every),
+                gradient_norm=math.sqrt(sums.squares) if plan.clip_norm else None,
+                samples=progress.samples,
+                samples_per_second=(progress.samples - samples) / max(now_s - since_s, 1e-9),
+            )
+
+    def _go_on(self) -> None:
+        """Order a snapshot where one is due, move on where that is allowed, and hand out work."""
+        ledger = self.ledger
+        if self.is_over or not all(self._addresses):
+            return
+        if ledger.committed_steps >= self._barrier:
+            if self._ordered_step != self._barrier:
+                self._order()
+            if self._reading or self._deciding or self._ordered_step != self._barrier:
+                return
+            if self._is_final or ledger.is_complete:
+                return
+            self._barrier = self.plan.next_barrier(ledger.committed_steps)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        ledger, staleness = self.ledger, self.plan.max_staleness
+        limit = self._barrier
+        if staleness is not None:
+            limit = min(limit, ledger.committed_steps + staleness + 1)
+        for name in list(self._waiting):
+            unit = ledger.take(name, limit_step=limit)
+            if unit is None:
+                return
+            received = self._waiting.pop(name)
+            self._taken_s[unit.number] = time.monotonic()
+            settles, scale = self._settle if self.plan.clip_norm else (-1, 1.0)
+            work = Work(
+                unit=unit.number,
+                step=unit.step,
+                share=unit.share,
+                num_shares=unit.num_shares,
+                epoch=unit.epoch,
+                start=unit.start,
+                stop=unit.stop,
+                floor=ledger.committed_steps * ledger.num_shares,
+                settles=settles,
+                scale=scale,
+            )
+            if not self._send(received, work):
+                ledger.put_back(name)
+
+    def _order(self) -> None:
+        """Have the evaluator read the servers as they are now, if it is free."""
+        if self._desk is None or self._barrier <= 0:
+            return
+        plan, step = self.plan, self._barrier
+        is_last = self._is_final or self.ledger.is_complete
+        is_interrupted = self.outcome.stopped_by == "interrupt"
+        evaluates = plan.evaluates(step, is_last=is_last and not is_interrupted)
+        self.progress.elapsed_s = self.elapsed_s()
+        settles, scale = self._settle if plan.clip_norm else (-1, 1.0)
+        order = Order(
+            step=self.progress.step,
+            evaluate=evaluates,
+            save=plan.saves(step, is_last=is_last),
+            progress=msgspec.json.encode(self.progress).decode(),
+            settles=settles,
+            scale=scale,
+        )
+        desk, self._desk = self._desk, None
+        if self._send(desk, order):
+            self._ordered_step = step
+            self._reading = True
+            self._deciding = is_last or (evaluates and plan.has_verdicts)
+
+    def _finish_order(self, done: OrderDone) -> None:
+        self._reading = False
+        outcome, plan, progress = self.outcome, self.plan, self.progress
+        outcome.weights_sha256 = done.weights_sha256
+        outcome.problem = done.problem
+        if done.problem:
+            self.emit("warning", message=f"checkpoint at step {done.step} was not saved: {done.problem}")
+        elif done.path:
+            self.emit("checkpoint", step=done.step, path=done.path, seconds=done.seconds)
+        if done.metrics:
+            metrics = msgspec.json.decode(done.metrics, type=Metrics)
+            outcome.metrics = progress.metrics = metrics
+            progress.evaluated_at = done.step
+            self.emit(
+                "evaluation",
+                step=done.step,
+                epoch=max(1, progress.epoch if progress.batch == 0 else progress.epoch + 1),
+                train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else None,
+                test_loss=metrics.loss,
+                test_accuracy=metrics.accuracy,
+                test_top5_accuracy=metrics.top5_accuracy,
+                samples=metrics.num_samples,
+                seconds=metrics.seconds,
+            )
+            reason = plan.policy.after_evaluation(metrics.loss, metrics.accuracy)
+            progress.patience = plan.policy.patience
+            if reason is not None and not self._is_final and not self.ledger.is_complete:
+                outcome.stopped_by = reason
+                self._is_final = True
+                if self._deciding:
+                    self._barrier = self.ledger.committed_steps
+                    if done.path:
+                        self._end()
+                    else:  # stopped at an evaluation that was not a checkpoint: save it as well
+                        self._ordered_step = -1
+                    self._deciding = False
+                    return
+        was_deciding, self._deciding = self._deciding, False
+        if was_deciding and (self._is_final or self.ledger.is_complete):
+            self._end()
+
+    def _end(self) -> None:
+        self.is_over = True
+        for name in list(self._waiting):
+            self._send(self._waiting.pop(name), Leave())
+
+    def dismiss(self) -> None:
+        """Tell whoever asks that there is nothing more to do."""
+        for name in list(self._waiting):
+            self._send(self._waiting.pop(name), Leave())
+        if self._desk is not None:
+            desk, self._desk = self._desk, None
+            self._send(desk, Leave())
+
+    def _drop_late(self) -> None:
+        limit_s = self.plan.drop_late_s
+        if not limit_s:
+            return
+        now = time.monotonic()
+        for number, taken_s in list(self._taken_s.items()):
+            if now - taken_s > limit_s and number in self.ledger.taken:
+                worker, unit = self.ledger.taken[number]
+                self.ledger.give_up(number)
+                del self._taken_s[number]
+                late = f"{worker} is late with its part of step {unit.step + 1} ({now - taken_s:.1f} s)"
+                self.emit("warning", message=f"{late}: another does it")
+
+    @property
+    def has_only_refusals(self) -> bool:
+        """Whether servers have refused everything for a while: the run will not get anywhere."""
+        return self._refused_in_a_row >= 100
+
+    def _send(self, received: Received, message: Any) -> bool:
+        try:
+            self.channel.reply(received, message)
+        except CommunicationError:  # it died a moment ago, which its exit will tell
+            return False
+        return True

@@ -1,0 +1,147 @@
+"""The main function of the evaluator of a served run: reads snapshots from the servers, measures and saves them.
+
+While it reads, the dispatcher hands out no work; while it measures and writes, training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from cordee import checkpoint
+from cordee.assembly import Assembly, assemble
+from cordee.checkpoint import State, model_state
+from cordee.cluster import Team
+from cordee.communication.buffers import Buffer
+from cordee.communication.messages import Message
+from cordee.compute import evaluate
+from cordee.core import Job
+from cordee.core.errors import StorageError
+from cordee.monitoring import setup_logging
+from cordee.served.link import DispatchLink, ProcessOrder
+from cordee.served.messages import AskOrder, Leave, Order, OrderDone, SnapshotTaken
+from cordee.strategies.parameter_server.client import Wire
+from cordee.strategies.parameter_server.layout import make_layout
+from cordee.strategies.parameter_server.messages import Extras, Snapped, Snapshot, SnapshotExtras
+from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters, join_pieces
+from cordee.strategies.parameter_server.strategy import can_split, settings_of
+
+log = logging.getLogger("cordee.evaluator")
+
+
+def main(argument: dict[str, Any]) -> int:
+    """Carry out orders until there are no more; return the exit code."""
+    order = msgspec.convert(argument, ProcessOrder)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    run_dir = Path(order.run_dir)
+    with setup_logging(run_dir / "logs" / "evaluator.log"), DispatchLink(order) as link:
+        try:
+            job = Job.load(run_dir / "job.toml")
+            parts = assemble(job, Team(num_workers=1, num_local_workers=order.num_local))
+            desk = Desk(parts, link, run_dir / "checkpoints", patience_s=6 * order.failure_timeout_s)
+            link.join()
+            while not isinstance(reply := link.ask(AskOrder()), Leave):
+                assert isinstance(reply, Order)
+                link.step = reply.step
+                link.ask(desk.carry_out(reply))
+            desk.close()
+            link.leave()
+        except Exception as error:
+            log.exception("the evaluator cannot go on")
+            link.fail(error)
+            return 1
+    return 0
+
+
+class Desk:
+    """Reads snapshots, measures them, saves them."""
+
+    def __init__(self, parts: Assembly, link: DispatchLink, checkpoints: Path, patience_s: float) -> None:
+        self._parts = parts
+        self._link = link
+        self._checkpoints = checkpoints
+        self._wire = Wire(link, patience_s)
+        self._layout = make_layout(parts.model, settings_of(parts.job).servers, can_split=can_split(parts.job))
+        self._flat = flatten_parameters(parts.model, self._layout)
+        adopt_flat(parts.model, self._layout, self._flat, torch.zeros_like(self._flat))
+        self._buffers = dict(parts.model.named_buffers())
+
+    def carry_out(self, order: Order) -> OrderDone:
+        started = time.perf_counter()
+        optimizer = self._read(order)
+        state = State.join(model=State(model_state(self._parts.model), {}), optimizer=optimizer)
+        metrics = self._measure() if order.evaluate else ""
+        path, problem = "", ""
+        if order.save:
+            progress = msgspec.json.decode(order.progress)
+            try:
+                saved = checkpoint.save(
+                    self._checkpoints,
+                    progress["step"],
+                    State(state.tensors, {**state.values, "progress": progress}),
+                    keep=self._parts.job.checkpoint.keep,
+                )
+                path = str(saved)
+            except StorageError as error:
+                problem = str(error)
+        sha = checkpoint.weights_sha256(self._parts.model.state_dict())
+        return OrderDone(order.step, metrics, sha, path, time.perf_counter() - started, problem)
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def _read(self, order: Order) -> State:
+        """Bring the model to the servers' state, and return that of their optimizers."""
+        states = []
+        for piece in self._layout.pieces:
+            target = self._flat[piece.start : piece.stop]
+
+            def receive(message: Message, buffers: tuple[Buffer, ...], target: Tensor = target) -> State:
+                assert isinstance(message, Snapped)
+                with torch.no_grad():
+                    target.copy_(buffers[0].torch())
+                tensors = {
+                    name: buffer.torch().clone() for name, buffer in zip(message.names, buffers[1:], strict=True)
+                }
+                return State(tensors, msgspec.json.decode(message.values))
+
+            states.append(
+                self._wire.call(
+                    piece.server,
+                    Snapshot(piece.index, order.settles, order.scale),
+                    receive=receive,
+                    reply_bytes=4 * piece.length * target.element_size() + (1 << 20),
+                )
+            )
+        self._link.tell(SnapshotTaken(self._read_extras()))
+        return join_pieces(self._layout, states)
+
+    def _read_extras(self) -> tuple[int, ...]:
+        def receive(message: Message, buffers: tuple[Buffer, ...]) -> tuple[int, ...]:
+            assert isinstance(message, Extras)
+            with torch.no_grad():
+                for name, buffer in zip(message.names, buffers, strict=True):
+                    self._buffers[name].copy_(buffer.torch())
+            return message.ages
+
+        room = sum(value.numel() * value.element_size() + 64 for value in self._buffers.values()) + 4096
+        ages: tuple[int, ...] = self._wire.call(0, SnapshotExtras(), receive=receive, reply_bytes=room)
+        return ages
+
+    def _measure(self) -> str:
+        parts = self._parts
+        if parts.test is None:
+            return ""
+        with contextlib.closing(parts.test.batches(0)) as batches:
+            metrics = evaluate(parts.model, batches, parts.computation, num_classes=parts.splits.num_classes)
+        assert metrics is not None
+        return msgspec.json.encode(asdict(metrics)).decode()

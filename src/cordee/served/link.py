@@ -1,0 +1,139 @@
+"""A process's line to the dispatcher of a served run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import traceback
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from cordee.communication.calls import Connection
+from cordee.communication.channel import ClientChannel
+from cordee.communication.endpoint import Speaker
+from cordee.communication.keys import ClientKeys
+from cordee.communication.messages import Event, Failure, Heartbeat, Message
+from cordee.communication.wire import Codec
+from cordee.core.errors import CommunicationError
+from cordee.served.messages import LIMITS, SERVED, AskServers, Bye, Join, Joined, Servers
+from cordee.strategies.parameter_server.messages import LIMITS as PARAMETER_LIMITS
+from cordee.strategies.parameter_server.messages import PARAMETERS
+
+log = logging.getLogger(__name__)
+
+
+class ProcessOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher tells a process when it starts it. Travels through a private socket."""
+
+    role: str  # "worker", "server", "evaluator"
+    index: int  # among those of its role
+    run_dir: str
+    run_id: str
+    dispatcher: str  # address
+    client_keys: str
+    server_keys: str = ""
+    failure_timeout_s: float
+    startup_timeout_s: float
+    resume: bool = False
+    num_local: int = 1  # processes that compute on this host: they share its cores
+    first_version: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
+
+
+class DispatchLink:
+    """Joins the run, shows that this process lives, and asks. One request at a time; any thread may ask."""
+
+    def __init__(self, order: ProcessOrder) -> None:
+        self._order = order
+        self._keys = ClientKeys.from_text(order.client_keys)
+        self.incarnation = time.time_ns()
+        speaker = Speaker(run=order.run_id, name=order.name, incarnation=self.incarnation)
+        self._channel = ClientChannel(order.dispatcher, speaker, Codec(SERVED, LIMITS), self._keys)
+        self._lock = threading.Lock()
+        self._is_closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._known = 0
+        self.step = 0
+
+    def join(self, address: str = "") -> None:
+        order = self._order
+        hello = Join(order.role, order.index, os.getpid(), socket.gethostname(), address)
+        reply = self.ask(hello)
+        assert isinstance(reply, Joined)
+        beat_s = reply.failure_timeout_s / 5
+        self._thread = threading.Thread(target=self._keep_alive, args=(beat_s,), name="cordee-alive", daemon=True)
+        self._thread.start()
+
+    def ask(self, message: Message) -> Message:
+        """Make a request and wait for its answer, which may take long. If the launcher dies, so does this process."""
+        with self._lock:
+            return self._channel.request(
+                message, timeout_s=self._order.startup_timeout_s, wait_on=lambda: not self._is_closing.is_set()
+            ).message
+
+    def tell(self, message: Message) -> None:
+        self._channel.send(message, timeout_s=self._order.failure_timeout_s)
+
+    def emit(self, kind: str, fields: dict[str, Any]) -> None:
+        self.tell(Event(kind, fields))
+
+    def fail(self, error: BaseException) -> None:
+        """Report the error this process ends with."""
+        text = "".join(traceback.format_exception(error))[-60_000:]
+        is_consequence = isinstance(error, CommunicationError)
+        self.tell(Failure(self.step, f"raised {type(error).__name__}: {error}"[:4000], text, is_consequence))
+
+    def leave(self) -> None:
+        self.tell(Bye())
+
+    def connect(self, server: int) -> Connection:
+        """Return a connection to a server. Raises CommunicationError if it is not up in time."""
+        deadline = time.monotonic() + 4 * self._order.failure_timeout_s
+        known = 0
+        while True:
+            servers = self.ask(AskServers(known))
+            assert isinstance(servers, Servers)
+            speaker = Speaker(run=self._order.run_id, name=self._order.name, incarnation=self.incarnation)
+            try:
+                return Connection(
+                    servers.addresses[server],
+                    speaker,
+                    PARAMETERS,
+                    self._keys,
+                    failure_timeout_s=self._order.failure_timeout_s,
+                    limits=PARAMETER_LIMITS,
+                )
+            except CommunicationError as error:
+                if time.monotonic() > deadline:
+                    raise CommunicationError(f"server {server} is gone: {error}") from error
+                log.info("server %d: %s; asking where it is now", server, error)
+                time.sleep(0.05)
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._channel.close()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+    def __enter__(self) -> DispatchLink:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _keep_alive(self, beat_s: float) -> None:
+        while not self._is_closing.wait(beat_s):
+            try:
+                self._channel.send(Heartbeat(self.step), timeout_s=beat_s)
+            except CommunicationError:
+                continue  # the launcher is busy, or gone, and this process with it

@@ -1,0 +1,139 @@
+"""What the processes of a served run say to its dispatcher."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from cordee.communication.messages import Count, Event, Failure, Heartbeat, Message, Name, Text
+from cordee.communication.wire import Limits
+
+Number = Annotated[int, Meta(ge=-1, le=2**62)]
+
+
+class Join(Message, frozen=True):
+    """A process is up. A server says where it listens. Answered by `Joined`."""
+
+    is_generational = False
+
+    role: Name
+    index: Count
+    pid: Count
+    host: Name
+    address: Annotated[str, Meta(max_length=256)] = ""
+
+
+class Joined(Message, frozen=True):
+    """The process belongs to the run."""
+
+    is_generational = False
+
+    failure_timeout_s: Annotated[float, Meta(gt=0)]
+
+
+class AskServers(Message, frozen=True):
+    """Where are the servers? Answered by `Servers` once there is a newer list than `known`."""
+
+    is_generational = False
+
+    known: Count = 0
+
+
+class Servers(Message, frozen=True):
+    """The addresses of the servers, in order."""
+
+    is_generational = False
+
+    version: Count
+    addresses: Annotated[tuple[Name, ...], Meta(max_length=4096)]
+
+
+class TakeWork(Message, frozen=True):
+    """A worker is done with a unit (-1: with none) and wants the next. Answered by `Work` or `Leave`."""
+
+    is_generational = False
+
+    done: Number = -1
+    loss_sum: float = 0.0
+    count: Count = 0
+    num_correct: Number = -1
+    num_samples: Count = 0
+    squares: float = 0.0  # of the gradients of pieces that this unit completed
+    refused: Text = ""  # why a server did not take the gradient
+
+
+class Work(Message, frozen=True):
+    """A unit of work."""
+
+    is_generational = False
+
+    unit: Count
+    step: Count
+    share: Count
+    num_shares: Count
+    epoch: Count
+    start: Count
+    stop: Count
+    floor: Count  # units below it are committed
+    settles: Number = -1  # step that the servers apply, scaled, before this one is computed
+    scale: float = 1.0
+
+
+class Leave(Message, frozen=True):
+    """There is nothing more to do."""
+
+    is_generational = False
+
+
+class AskOrder(Message, frozen=True):
+    """The evaluator is free. Answered by `Order` or `Leave`."""
+
+    is_generational = False
+
+
+class Order(Message, frozen=True):
+    """Read a snapshot, evaluate it, save it."""
+
+    is_generational = False
+
+    step: Count
+    evaluate: bool
+    save: bool
+    progress: Text  # as JSON, for the checkpoint
+    settles: Number = -1
+    scale: float = 1.0
+
+
+class SnapshotTaken(Message, frozen=True):
+    """The evaluator has read the snapshot: the servers may go on. Not answered."""
+
+    is_generational = False
+
+    ages: Annotated[tuple[Count, ...], Meta(max_length=4096)]
+
+
+class OrderDone(Message, frozen=True):
+    """An order is carried out. `metrics` is JSON, empty if none were asked for. Answered by `Joined`."""
+
+    is_generational = False
+
+    step: Count
+    metrics: Text
+    weights_sha256: Text
+    path: Text = ""
+    seconds: float = 0.0
+    problem: Text = ""
+
+
+class Bye(Message, frozen=True):
+    """The sender is done and ends. Not answered."""
+
+    is_generational = False
+
+
+SERVED: tuple[type[Message], ...] = (
+    Join, Joined, AskServers, Servers, TakeWork, Work, Leave, AskOrder, Order, SnapshotTaken, OrderDone, Bye,
+    Heartbeat, Event, Failure,
+)  # fmt: skip
+LIMITS = Limits(max_header_bytes=1 << 20)

@@ -1,0 +1,342 @@
+"""A served run, seen from the launcher: starts its processes, replaces those that are lost, sums up."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import signal
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from cordee import checkpoint
+from cordee.assembly import Assembly
+from cordee.cluster.fork_server import Exited, Started
+from cordee.cluster.local import LocalEngine, describe_exit
+from cordee.communication.calls import Connection
+from cordee.communication.channel import ServerChannel
+from cordee.communication.endpoint import Speaker
+from cordee.communication.keys import ClientKeys, make_keys
+from cordee.communication.wire import Codec
+from cordee.core.errors import CommunicationError, JobError, StorageError, TrainingError
+from cordee.core.stopping import StopPolicy
+from cordee.data import Ledger
+from cordee.monitoring import Monitor, RunDirectory, Summary
+from cordee.monitoring.summary import Status
+from cordee.served.dispatcher import Dispatcher
+from cordee.served.link import ProcessOrder
+from cordee.served.messages import LIMITS, SERVED
+from cordee.served.plan import RunPlan
+from cordee.strategies.parameter_server.messages import LIMITS as PARAMETER_LIMITS
+from cordee.strategies.parameter_server.messages import PARAMETERS, Fence
+from cordee.strategies.parameter_server.strategy import settings_of
+from cordee.trainer import Progress
+from cordee.version import __version__
+
+log = logging.getLogger("cordee.served")
+
+STARTUP_TIMEOUT_S = 120.0  # importing torch on a busy machine, and loading the data
+TICK_S = 0.02
+_TARGETS = {role: f"cordee.served.{role}:main" for role in ("worker", "server", "evaluator")}
+
+
+class ServedRun:
+    """One run with local workers and servers. `lead` takes it from start to end."""
+
+    def __init__(
+        self,
+        parts: Assembly,
+        directory: RunDirectory,
+        monitor: Monitor,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._parts = parts
+        self._job = parts.job
+        self._settings = settings_of(parts.job)
+        self._directory = directory
+        self._monitor = monitor
+        self._should_stop = should_stop
+        self._started = time.time()
+        self._processes: dict[int, str] = {}  # number at the engine -> name
+        self._pids: dict[str, int] = {}
+        self._numbers = 0
+        self._num_replaced = 0
+        self._recoveries = 0
+        self._next_worker = self._job.strategy.workers
+        self._run_id = secrets.token_hex(8)
+        self._server_keys, (self._client_keys,) = make_keys()
+        self._progress = Progress()
+        self._begun_s = time.perf_counter()
+
+    def lead(self, engine: LocalEngine, *, resume: bool) -> Summary:
+        """Train, and return the summary. Raises TrainingError that names the process that failed, and why."""
+        samples_before = self._load_progress(resume)
+        plan = self._plan()
+        first = plan.first_step(self._progress.epoch, self._progress.batch)
+        ledger = Ledger(plan.num_samples, plan.batch_size, self._job.strategy.workers, plan.num_steps, first)
+        speaker = Speaker(run=self._run_id, name="dispatcher", incarnation=time.time_ns())
+        base_s = self._progress.elapsed_s
+        with ServerChannel("tcp://127.0.0.1:*", speaker, Codec(SERVED, LIMITS), self._server_keys) as channel:
+            dispatcher = Dispatcher(
+                channel,
+                plan,
+                ledger,
+                self._progress,
+                emit=lambda kind, **fields: self._monitor.emit(kind, **fields),
+                show=lambda step, loss: self._monitor.progress(step=step, loss=loss),
+                failure_timeout_s=self._job.cluster.failure_timeout_s,
+                num_servers=self._settings.servers,
+                elapsed_s=lambda: base_s + time.perf_counter() - self._begun_s,
+                rate=self._rate,
+            )
+            self._announce(plan)
+            for index in range(self._settings.servers):
+                self._start(engine, channel.address, "server", index, resume=resume)
+            self._start(engine, channel.address, "evaluator", 0)
+            for index in range(self._job.strategy.workers):
+                self._start(engine, channel.address, "worker", index)
+            self._attend(engine, dispatcher)
+            self._dismiss(engine, dispatcher)
+        self._progress.elapsed_s = base_s + time.perf_counter() - self._begun_s
+        if dispatcher.outcome.problem:
+            raise StorageError(
+                f"step {self._progress.step} was reached, but its weights could not be saved: "
+                f"{dispatcher.outcome.problem}"
+            )
+        return self._summarise(dispatcher, plan, samples_before)
+
+    def _plan(self) -> RunPlan:
+        parts = self._parts
+        num_samples = parts.splits.train.num_samples
+        if num_samples is None or parts.total_steps is None:
+            raise JobError(
+                "strategy 'parameter_server' hands out samples by their number, and an IterableDataset has none: "
+                "use a Dataset with a length, or strategy 'data_parallel'"
+            )
+        policy = StopPolicy(self._job.stop)
+        policy.patience = self._progress.patience
+        return RunPlan(
+            self._job, self._settings, num_samples, parts.total_steps, policy, parts.splits.num_classes is not None
+        )
+
+    def _load_progress(self, resume: bool) -> int:
+        loaded = checkpoint.load_newest(self._directory.checkpoints) if resume else None
+        if loaded is not None:
+            for path, reason in loaded.damaged:
+                self._monitor.emit(
+                    "warning", message=f"checkpoint {path.name} is damaged ({reason}); using {loaded.path.name}"
+                )
+            self._progress = msgspec.convert(loaded.state.values["progress"], Progress)
+        elif resume:
+            self._monitor.emit("warning", message="the run has no checkpoint yet: starting from the beginning")
+        return self._progress.samples
+
+    def _start(self, engine: LocalEngine, dispatcher: str, role: str, index: int, *, resume: bool = False) -> None:
+        order = ProcessOrder(
+            role=role,
+            index=index,
+            run_dir=str(self._directory.path.absolute()),
+            run_id=self._run_id,
+            dispatcher=dispatcher,
+            client_keys=self._client_keys.to_text(),
+            server_keys=self._server_keys.to_text() if role == "server" else "",
+            failure_timeout_s=self._job.cluster.failure_timeout_s,
+            startup_timeout_s=STARTUP_TIMEOUT_S,
+            resume=resume,
+            num_local=self._job.strategy.workers,
+        )
+        self._numbers += 1
+        self._processes[self._numbers] = order.name
+        name = "evaluator" if role == "evaluator" else order.name
+        log_file = self._directory.path / "logs" / f"{name}.log"
+        engine.start(self._numbers, _TARGETS[role], msgspec.to_builtins(order), {}, log_file)
+
+    def _attend(self, engine: LocalEngine, dispatcher: Dispatcher) -> None:
+        """Look after the processes until the run is over."""
+        stop_s = self._job.stop.time_s
+        started_s = time.monotonic()
+        while not dispatcher.is_over:
+            dispatcher.serve(TICK_S)
+            self._take_reports(engine, dispatcher)
+            self._check_silence(engine, dispatcher, started_s)
+            self._check_failures(dispatcher)
+            if self._should_stop():
+                dispatcher.stop("interrupt")
+            elif stop_s is not None and dispatcher.elapsed_s() >= stop_s:
+                dispatcher.stop("time")
+            if dispatcher.has_only_refusals:
+                raise TrainingError(
+                    f"the servers refused 100 gradients in a row at step {self._progress.step + 1}: none was finite. "
+                    "Lower optimizer.lr, add a warm-up (schedule.warmup_steps), or set strategy.clip_norm = 1.0"
+                )
+
+    def _take_reports(self, engine: LocalEngine, dispatcher: Dispatcher) -> None:
+        for report in engine.reports():
+            name = self._processes.get(report.index, "")
+            if isinstance(report, Started):
+                self._pids[name] = report.pid
+            elif isinstance(report, Exited):
+                del self._processes[report.index]
+                hearing = dispatcher.hearings.get(name)
+                if hearing is not None and hearing.is_done:
+                    continue
+                self._replace(engine, dispatcher, name, describe_exit(report), report.status)
+
+    def _replace(self, engine: LocalEngine, dispatcher: Dispatcher, name: str, how: str, status: int) -> None:
+        """A process was lost: say so, and start another in its place."""
+        dispatcher.serve(0.0)  # its own account may have come in just before
+        self._check_failures(dispatcher)
+        role, _, number = name.rpartition("-")
+        hearing = dispatcher.hearings.get(name)
+        step = hearing.step if hearing else 0
+        incarnation = hearing.incarnation if hearing else 0
+        num_units = dispatcher.lose(name)
+        self._monitor.emit("worker_lost", worker=int(number), role=role, step=step, reason=how)
+        log_file = self._directory.path / "logs" / f"{name}.log"
+        if status >= 0:  # it ended by itself, which it may not: the next would do the same
+            raise TrainingError(f"{name} {how} (in step {step + 1}); its log is {log_file}")
+        limit = self._job.cluster.max_restarts
+        if self._num_replaced >= limit:
+            raise TrainingError(
+                f"{name} {how} (in step {step + 1}), and {limit} processes were replaced already "
+                f"(cluster.max_restarts); its log is {log_file}"
+            )
+        self._num_replaced += 1
+        self._recoveries += 1
+        started_s = time.perf_counter()
+        address = dispatcher.channel.address
+        if role == "worker":
+            index = self._next_worker
+            self._next_worker += 1
+            self._start(engine, address, role, index)
+            self._fence(dispatcher, name, incarnation)
+            message = f"{name} {how}; {num_units} units of its work go to others, worker-{index} takes its place"
+        elif role == "server":
+            saved = checkpoint.list_checkpoints(self._directory.checkpoints)
+            self._start(engine, address, role, int(number), resume=True)
+            kept = f"its parameters go on from {saved[-1].name}" if saved else "its parameters start again"
+            message = f"{name} {how}; {kept}: its updates up to step {self._progress.step} since then are lost"
+        else:
+            self._start(engine, address, role, 0)
+            message = f"the evaluator {how}; another takes its place"
+        self._monitor.emit("warning", message=message)
+        self._monitor.emit("recovery", role=role, lost=name, seconds=time.perf_counter() - started_s)
+
+    def _fence(self, dispatcher: Dispatcher, worker: str, incarnation: int) -> None:
+        """Tell the servers that nothing the worker says counts any more."""
+        for address in dispatcher.addresses:
+            with contextlib.suppress(CommunicationError):  # one that is gone has nothing to refuse
+                speaker = Speaker(run=self._run_id, name="launcher", incarnation=time.time_ns())
+                with Connection(
+                    address,
+                    speaker,
+                    PARAMETERS,
+                    ClientKeys.from_text(self._client_keys.to_text()),
+                    failure_timeout_s=1.0,
+                    limits=PARAMETER_LIMITS,
+                ) as connection:
+                    connection.call(Fence(worker, incarnation), timeout_s=1.0)
+
+    def _check_silence(self, engine: LocalEngine, dispatcher: Dispatcher, started_s: float) -> None:
+        """Kill what has frozen: its exit then tells the rest."""
+        now_s = time.monotonic()
+        for number, name in list(self._processes.items()):
+            hearing = dispatcher.hearings.get(name)
+            if hearing is None:
+                if now_s - started_s > STARTUP_TIMEOUT_S and self._num_replaced == 0:
+                    raise TrainingError(f"{name} did not start within {STARTUP_TIMEOUT_S:g} s")
+                continue
+            if not hearing.is_done and now_s - hearing.heard_s > self._job.cluster.failure_timeout_s:
+                if engine.is_working(number):
+                    hearing.heard_s = now_s
+                    continue
+                self._monitor.emit(
+                    "warning", message=f"{name} is frozen: no sign of life for {now_s - hearing.heard_s:.1f} s"
+                )
+                hearing.heard_s = now_s
+                engine.signal(number, signal.SIGKILL)
+
+    def _check_failures(self, dispatcher: Dispatcher) -> None:
+        causes = [entry for entry in dispatcher.failures if not entry[1].is_consequence]
+        for name, failure in causes or dispatcher.failures:
+            log_file = self._directory.path / "logs" / f"{name}.log"
+            log.error("%s failed:\n%s", name, failure.traceback)
+            raise TrainingError(f"{name} {failure.error} (in step {failure.step + 1}); its log is {log_file}")
+
+    def _dismiss(self, engine: LocalEngine, dispatcher: Dispatcher) -> None:
+        """Let everybody end in order; what is still there is ended by the engine."""
+        deadline = time.monotonic() + self._job.cluster.failure_timeout_s
+        while time.monotonic() < deadline and any(
+            not hearing.is_done for hearing in dispatcher.hearings.values() if hearing.role != "server"
+        ):
+            dispatcher.dismiss()
+            dispatcher.serve(TICK_S)
+        for number, name in self._processes.items():
+            if name.startswith("server"):
+                engine.signal(number, signal.SIGTERM)
+
+    def _rate(self, step: int) -> float | None:
+        lr = self._job.optimizer.args.get("lr")
+        recipe = self._parts.recipe
+        return None if lr is None else float(lr) * recipe.schedule(step) * recipe.lr_factor
+
+    def _announce(self, plan: RunPlan) -> None:
+        parts, job, splits = self._parts, self._job, self._parts.splits
+        self._monitor.emit(
+            "run_started",
+            run_dir=str(self._directory.path),
+            name=job.name,
+            strategy=job.strategy.name,
+            workers=job.strategy.workers,
+            servers=self._settings.servers,
+            device=str(parts.computation.device),
+            threads=parts.num_threads,
+            model=job.to_dict()["model"]["use"],
+            data=splits.name,
+            parameters=parts.num_parameters,
+            train_samples=splits.train.num_samples,
+            test_samples=splits.test.num_samples if splits.test else None,
+            batch_size=job.training.batch_size,
+            total_steps=parts.total_steps,
+            epochs=job.training.num_epochs,
+            start_step=self._progress.step,
+            cordee_version=__version__,
+            torch_version=str(torch.__version__),
+        )
+
+    def _summarise(self, dispatcher: Dispatcher, plan: RunPlan, samples_before: int) -> Summary:
+        outcome, progress, parts = dispatcher.outcome, self._progress, self._parts
+        metrics = outcome.metrics if outcome.metrics and progress.evaluated_at == progress.step else None
+        stopped_by = outcome.stopped_by or ("steps" if plan.is_cut_short else None)
+        status: Status = "interrupted" if stopped_by == "interrupt" else "stopped" if stopped_by else "completed"
+        training_s = time.perf_counter() - self._begun_s
+        ages = {str(age): count for age, count in enumerate(outcome.ages) if count}
+        self._monitor.emit("staleness", ages=ages)
+        return Summary(
+            status=status,
+            name=parts.job.name,
+            strategy=parts.job.strategy.name,
+            workers=parts.job.strategy.workers,
+            device=str(parts.computation.device),
+            parameters=parts.num_parameters,
+            steps=progress.step,
+            epochs=progress.epoch,
+            samples=progress.samples,
+            wall_seconds=progress.elapsed_s,
+            samples_per_second=(progress.samples - samples_before) / training_s,
+            train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else None,
+            test_loss=metrics.loss if metrics else None,
+            test_accuracy=metrics.accuracy if metrics else None,
+            test_top5_accuracy=metrics.top5_accuracy if metrics else None,
+            weights_sha256=outcome.weights_sha256 or None,
+            recoveries=self._recoveries,
+            staleness=ages,
+            stopped_by=stopped_by,
+            cordee_version=__version__,
+            torch_version=str(torch.__version__),
+            started=self._started,
+            ended=time.time(),
+        )

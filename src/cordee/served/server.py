@@ -1,0 +1,151 @@
+"""The main function of a server process: holds slices of the parameters and serves pushes and pulls."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from cordee import checkpoint
+from cordee.assembly import assemble
+from cordee.cluster import Team
+from cordee.communication.calls import Call, CallServer
+from cordee.communication.endpoint import Speaker
+from cordee.communication.keys import ServerKeys
+from cordee.core import Job
+from cordee.monitoring import setup_logging
+from cordee.served.link import DispatchLink, ProcessOrder
+from cordee.strategies.parameter_server.compression import Tracker, make_codec
+from cordee.strategies.parameter_server.layout import Layout, Piece, make_layout
+from cordee.strategies.parameter_server.messages import (
+    LIMITS,
+    PARAMETERS,
+    Extras,
+    Fence,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+    PushExtras,
+    Snapped,
+    Snapshot,
+    SnapshotExtras,
+)
+from cordee.strategies.parameter_server.settings import ParameterServerSettings
+from cordee.strategies.parameter_server.shard import ParameterShard, UnitPush
+from cordee.strategies.parameter_server.state import encode_values, flatten_parameters, load_piece, piece_state
+from cordee.strategies.parameter_server.strategy import can_split, settings_of
+
+log = logging.getLogger("cordee.server")
+
+
+class ParameterService:
+    """Answers calls with what the shard does. Called by one thread at a time."""
+
+    def __init__(self, shard: ParameterShard, layout: Layout, settings: ParameterServerSettings) -> None:
+        self._shard = shard
+        self._codecs = {
+            index: make_codec(settings, state.piece.length, layout.dtype) for index, state in shard.pieces.items()
+        }
+        self._trackers: dict[tuple[str, int], Tracker] = {}
+        self.fence: Callable[[str, int], None] = lambda worker, incarnation: None
+        self.warn: Callable[[str], None] = lambda message: None
+
+    def handle(self, call: Call) -> None:
+        match call.message:
+            case Push() as push:
+                self._push(call, push)
+            case Pull(piece=index, has=has, settles=settles, scale=scale):
+                state = self._shard.piece(index)
+                values = state.pull(call.caller, settles, scale)
+                tracker = self._trackers.setdefault((call.caller, index), Tracker(self._codecs[index]))
+                sent = tracker.compress(values, has)
+                call.reply(Pulled(state.version, tracker.stamp), sent)
+            case PushExtras(unit=unit, names=names):
+                buffers = {name: buffer.torch() for name, buffer in zip(names, call.buffers, strict=True)}
+                self._shard.keep_extras(call.caller, unit, buffers)
+                call.reply(Pushed("applied"))
+            case Snapshot(piece=index, settles=settles, scale=scale):
+                state = self._shard.piece(index)
+                state.settle(settles, scale)
+                saved = piece_state(state)
+                call.reply(
+                    Snapped(state.version, tuple(saved.tensors), encode_values(saved)),
+                    [state.values, *saved.tensors.values()],
+                )
+            case SnapshotExtras():
+                extras = self._shard.extras()
+                call.reply(Extras(tuple(extras), tuple(self._shard.ages)), list(extras.values()))
+            case Fence(worker=worker, incarnation=incarnation):
+                self.fence(worker, incarnation)
+                self._shard.forget(worker)
+                for key in [key for key in self._trackers if key[0] == worker]:
+                    del self._trackers[key]
+                call.reply(Pushed("applied"))
+            case other:
+                call.refuse("unexpected", type(other).__name__)
+
+    def _push(self, call: Call, push: Push) -> None:
+        gradient = self._codecs[push.piece].decode([buffer.torch() for buffer in call.buffers])
+        unit = UnitPush(
+            call.caller, push.unit, push.step, push.share, push.num_shares, push.count, push.base, push.floor
+        )
+        outcome = self._shard.push(push.piece, unit, gradient)
+        if outcome.kind == "refused":
+            self.warn(outcome.detail)
+        call.reply(Pushed(outcome.kind, outcome.squares, outcome.detail))
+
+
+def main(argument: dict[str, Any]) -> int:
+    """Serve until told to end; return the exit code. Called in a fresh fork of the fork server."""
+    order = msgspec.convert(argument, ProcessOrder)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    is_over = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: is_over.set())
+    run_dir = Path(order.run_dir)
+    with setup_logging(run_dir / "logs" / f"{order.name}.log"), DispatchLink(order) as link:
+        try:
+            service = _make_service(order, run_dir)
+            speaker = Speaker(run=order.run_id, name=order.name, incarnation=time.time_ns())
+            keys = ServerKeys.from_text(order.server_keys)
+            with CallServer("tcp://127.0.0.1:*", speaker, PARAMETERS, keys, service.handle, limits=LIMITS) as server:
+                service.fence = server.fence
+                service.warn = lambda message: link.emit("warning", {"message": message})
+                link.join(server.address)
+                log.info("server %d listens at %s (process %d)", order.index, server.address, os.getpid())
+                server.run(is_over.is_set)
+        except Exception as error:
+            log.exception("%s cannot go on", order.name)
+            link.fail(error)
+            return 1
+    return 0
+
+
+def _make_service(order: ProcessOrder, run_dir: Path) -> ParameterService:
+    job = Job.load(run_dir / "job.toml")
+    parts = assemble(job, Team(num_workers=job.strategy.workers, num_local_workers=order.num_local))
+    torch.set_num_threads(1)
+    settings = settings_of(job)
+    layout = make_layout(parts.model, settings.servers, can_split=can_split(job))
+    saved = checkpoint.load_newest(run_dir / "checkpoints") if order.resume else None
+    if saved is not None:
+        checkpoint.load_model_state(parts.model, saved.state.part("model").tensors)
+    flat = flatten_parameters(parts.model, layout)
+
+    def values(piece: Piece) -> torch.Tensor:
+        return flat[piece.start : piece.stop].clone()
+
+    shard = ParameterShard(layout.of_server(order.index), values, parts.recipe, settings)
+    if saved is not None:
+        for state in shard.pieces.values():
+            load_piece(state, saved.state.part("optimizer"))
+            state.version = saved.state.values["progress"]["step"]
+    return ParameterService(shard, layout, settings)

@@ -1,0 +1,237 @@
+"""The main function of a worker of a served run: take work, pull, compute, push, until there is no more."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from cordee.assembly import Assembly, assemble
+from cordee.cluster import Team
+from cordee.compute import Loss, split_batch
+from cordee.core import Job
+from cordee.core.seeds import derive_seed
+from cordee.monitoring import setup_logging
+from cordee.served.link import DispatchLink, ProcessOrder
+from cordee.served.messages import Leave, TakeWork, Work
+from cordee.strategies.parameter_server.client import ParameterClient, Wire
+from cordee.strategies.parameter_server.layout import Layout, Piece, make_layout
+from cordee.strategies.parameter_server.messages import Push, Pushed
+from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters
+from cordee.strategies.parameter_server.strategy import can_split, settings_of
+
+log = logging.getLogger("cordee.worker")
+
+
+def main(argument: dict[str, Any]) -> int:
+    """Work until the run ends; return the exit code. Called in a fresh fork of the fork server."""
+    order = msgspec.convert(argument, ProcessOrder)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
+    run_dir = Path(order.run_dir)
+    with setup_logging(run_dir / "logs" / f"{order.name}.log"), DispatchLink(order) as link:
+        try:
+            job = Job.load(run_dir / "job.toml")
+            team = Team(
+                worker_index=min(order.index, job.strategy.workers - 1),
+                num_workers=job.strategy.workers,
+                num_local_workers=order.num_local,
+            )
+            loop = WorkLoop(assemble(job, team), link, order)
+            link.join()
+            loop.run()
+            link.leave()
+        except Exception as error:
+            log.exception("%s cannot go on", order.name)
+            link.fail(error)
+            return 1
+    return 0
+
+
+class PushWatch:
+    """Starts the push of a piece as soon as its last gradient is there, while earlier layers are still computed."""
+
+    def __init__(self, model: nn.Module, layout: Layout, start: Callable[[Piece], None]) -> None:
+        self._layout = layout
+        self._start = start
+        self._left = [0] * len(layout.pieces)
+        self._members: dict[str, list[int]] = {}
+        for piece in layout.pieces:
+            for one in piece.slices:
+                self._members.setdefault(one.name, []).append(piece.index)
+        for name, parameter in model.named_parameters():
+            if name in self._members:
+                pieces = self._members[name]
+                parameter.register_post_accumulate_grad_hook(self._noting(pieces))  # type: ignore[no-untyped-call]
+        self.is_on = False
+        self.started: set[int] = set()
+
+    def begin(self, num_passes: int) -> None:
+        """Wait for `num_passes` gradients of each parameter; 0 starts nothing before the end."""
+        self._left = [len(piece.slices) * num_passes for piece in self._layout.pieces]
+        self.started = set()
+        self.is_on = num_passes > 0
+
+    def end(self) -> None:
+        """Start what is left: pieces with parameters that had no gradient."""
+        self.is_on = False
+        for piece in reversed(self._layout.pieces):
+            if piece.index not in self.started:
+                self._start(piece)
+
+    def _noting(self, pieces: list[int]) -> Callable[[Tensor], None]:
+        return lambda _: self._note(pieces)
+
+    def _note(self, pieces: list[int]) -> None:
+        if not self.is_on:
+            return
+        for index in pieces:
+            self._left[index] -= 1
+            if self._left[index] == 0:
+                self.started.add(index)
+                self._start(self._layout.pieces[index])
+
+
+class WorkLoop:
+    """One worker's way from unit to unit. It keeps no optimizer state."""
+
+    def __init__(self, parts: Assembly, link: DispatchLink, order: ProcessOrder) -> None:
+        self._parts = parts
+        self._job = parts.job
+        self._link = link
+        self._settings = settings_of(parts.job)
+        self._model = parts.model.to(parts.computation.device)
+        self._layout = make_layout(self._model, self._settings.servers, can_split=can_split(parts.job))
+        self._flat = flatten_parameters(self._model, self._layout)
+        self._gradient = torch.zeros_like(self._flat)
+        adopt_flat(self._model, self._layout, self._flat, self._gradient)
+        patience_s = 6 * order.failure_timeout_s
+        wire = Wire(link, patience_s, self._settings.lose_messages, derive_seed(parts.job.seed, "wire", order.index))
+        self._client = ParameterClient(self._layout, self._settings, wire, order.name)
+        self._clip_norm = parts.job.training.clip_norm or self._settings.clip_norm
+        self._num_until_pull = 0
+        self._pushes: list[Future[Pushed]] = []
+        self._work: Work | None = None
+        # Clipping one's own gradient needs all of it first, and so does adding up several.
+        self._pushes_early = self._settings.push_every == 1 and (self._settings.is_in_step or not self._clip_norm)
+        self._watch = PushWatch(self._model, self._layout, self._start_push)
+        self._count = 0
+
+    def run(self) -> None:
+        """Take work until there is no more."""
+        done = TakeWork()
+        while True:
+            reply = self._link.ask(done)
+            if isinstance(reply, Leave):
+                break
+            assert isinstance(reply, Work)
+            self._link.step = reply.step
+            done = self._do(reply)
+        self._client.close()
+
+    def _do(self, work: Work) -> TakeWork:
+        self._work = work
+        if self._num_until_pull == 0 or work.settles >= 0:
+            self._client.pull(self._flat, work.settles, work.scale)
+            self._num_until_pull = self._settings.pull_every
+        self._num_until_pull -= 1
+        loss = self._compute(work)
+        refused, squares = "", 0.0
+        for push in self._pushes:
+            answer = push.result()
+            refused = refused or answer.detail
+            squares += max(answer.squares, 0.0)
+        self._pushes = []
+        buffers = {name: value for name, value in self._model.named_buffers() if value is not None}
+        if buffers:
+            self._client.push_extras(work.unit, buffers)
+        if self._num_until_pull and self._settings.push_every == 1:
+            self._step_locally(work, 0)
+        return TakeWork(
+            done=work.unit,
+            loss_sum=loss.mean * loss.count,
+            count=loss.count,
+            num_correct=-1 if loss.num_correct is None else loss.num_correct,
+            num_samples=loss.num_samples,
+            squares=squares,
+            refused=refused,
+        )
+
+    def _compute(self, work: Work) -> Loss:
+        """Compute the gradient of a unit: the sum over its sub-batches, where `push_every` makes several of it."""
+        self._model.train()
+        turns = _turns(work.start, work.stop, self._settings.push_every)
+        losses, total = [], torch.zeros(0)
+        for turn, (start, stop) in enumerate(turns):
+            self._gradient.zero_()
+            losses.append(self._compute_turn(work, turn, start, stop))
+            if len(turns) > 1:
+                total = self._gradient.clone() if turn == 0 else total.add_(self._gradient)
+                self._step_locally(work, turn)
+        if len(turns) > 1:
+            self._gradient.copy_(total)
+        self._count = sum(loss.count for loss in losses)
+        if not self._pushes_early and self._clip_norm:
+            self._clip()
+        self._watch.end()
+        return _joined(losses)
+
+    def _compute_turn(self, work: Work, turn: int, start: int, stop: int) -> Loss:
+        parts = self._parts
+        measure = work.step % self._job.monitoring.every_steps == 0
+        step = work.step * self._settings.push_every + turn
+        torch.default_generator.manual_seed(derive_seed(self._job.seed, "step", step, work.share))
+        batch = parts.train.read(work.epoch, start, stop)
+        pieces = [part for part in split_batch(batch, self._job.training.accumulate) if part.num_samples]
+        self._count = sum(parts.computation.loss.count(part.targets) for part in pieces)
+        self._watch.begin(len(pieces) if self._pushes_early else 0)
+        return parts.computation.forward_backward(self._model, pieces, total_count=self._count, measure=measure)
+
+    def _start_push(self, piece: Piece) -> None:
+        work = self._work
+        assert work is not None
+        push = Push(
+            piece=piece.index,
+            unit=work.unit,
+            step=work.step * self._settings.push_every,
+            share=work.share,
+            num_shares=work.num_shares,
+            count=self._count,
+            base=self._client.base(piece),
+            floor=work.floor,
+        )
+        self._pushes.append(self._client.start_push(piece, self._gradient, push))
+
+    def _clip(self) -> None:
+        norm = float(torch.linalg.vector_norm(self._gradient, dtype=torch.float64))
+        self._gradient.mul_(min(1.0, self._clip_norm / (norm + 1e-6)))
+
+    def _step_locally(self, work: Work, turn: int) -> None:
+        """Move the own copy against its own gradient until the next pull, as Downpour SGD does."""
+        recipe = self._parts.recipe
+        step = work.step * self._settings.push_every + turn
+        rate = float(self._job.optimizer.args.get("lr", 0.01)) * recipe.schedule(step) * recipe.lr_factor
+        with torch.no_grad():
+            self._flat.add_(self._gradient, alpha=-rate)
+
+
+def _turns(start: int, stop: int, count: int) -> list[tuple[int, int]]:
+    """Cut [start, stop) into at most `count` parts of nearly equal size, none of them empty."""
+    length = stop - start
+    count = min(count, length)
+    bounds = [start + length * turn // count for turn in range(count + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+def _joined(losses: list[Loss]) -> Loss:
+    count = sum(loss.count for loss in losses)
+    mean = sum(loss.mean * loss.count for loss in losses) / count if count else 0.0
+    right = None if any(loss.num_correct is None for loss in losses) else sum(loss.num_correct or 0 for loss in losses)
+    return Loss(mean, count, right, sum(loss.num_samples for loss in losses))
