@@ -26,10 +26,11 @@ from cordee.core import Batch, Job
 from cordee.core.components import bind, name_of, resolve
 from cordee.core.errors import CordeeError, JobError, ModelError
 from cordee.core.seeds import derive_seed
+from cordee.core.shards import Shards, share_shards
 from cordee.data import Loader, Splits, load_data
 from cordee.data.datasets import IterableSource
 from cordee.models import BUILTIN_MODELS
-from cordee.strategies import Strategy, make_strategy
+from cordee.strategies import Requirements, Strategy, make_strategy
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,10 @@ class Assembly:
     recipe: OptimizerRecipe
     strategy: Strategy
     total_steps: int | None  # None where the data has no length and the job counts epochs
-    data_shard: int  # which part of each batch this worker computes
     num_parameters: int
     num_threads: int
+    shards: Shards  # of each batch, that this worker computes
+    test_shards: Shards
 
     def setup(self) -> None:
         """Hand the model over to the strategy. Collective: the team's group must be there."""
@@ -58,11 +60,9 @@ class Assembly:
 def assemble(job: Job, team: Team) -> Assembly:
     """Build all parts of `job` for one member of `team`. Raises a CordeeError that says what to change. Local."""
     device = choose_device(job.training.device, team.local_rank)
-    num_threads = share_threads(job.training.threads, team.num_local_workers)
-    if job.training.reproducible:
-        raise JobError(
-            "training.reproducible = true is not in this version yet; runs of one worker repeat bit for bit without it"
-        )
+    num_threads = share_threads(*_threads(job, team))
+    if job.training.reproducible and device.type != "cpu":
+        raise JobError("training.reproducible = true works on CPUs in this version: set training.device = 'cpu'")
     splits = load_data(job.data, seed=job.seed, python_path=job.python_path)
     _check_stop_settings(job, splits)
     computation = Computation(
@@ -73,8 +73,8 @@ def assemble(job: Job, team: Team) -> Assembly:
     )
     strategy = make_strategy(job, computation)
     needs = strategy.requirements(job)
-    data_shard = needs.data_shard(team.worker_index)
-    train, test = _loaders(job, splits, team, data_shard, needs.num_data_shards)
+    shards, test_shards = _shards(job, needs, team)
+    train, test = _loaders(job, splits, shards, test_shards)
     total_steps = _total_steps(job, train)
     recipe = make_optimizer_recipe(
         job.optimizer,
@@ -96,10 +96,28 @@ def assemble(job: Job, team: Team) -> Assembly:
         recipe=recipe,
         strategy=strategy,
         total_steps=total_steps,
-        data_shard=data_shard,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         num_threads=num_threads,
+        shards=shards,
+        test_shards=test_shards,
     )
+
+
+def _threads(job: Job, team: Team) -> tuple[int, int]:
+    """Return the threads that are set, and among how many workers the cores are shared where none are."""
+    if job.training.reproducible:  # kernels add in another order with another number of threads
+        return job.training.threads or 1, 1
+    return job.training.threads, team.num_local_workers
+
+
+def _shards(job: Job, needs: Requirements, team: Team) -> tuple[Shards, Shards]:
+    """Return this worker's shards of a training batch and of a test batch."""
+    own = needs.data_shard(team.worker_index)
+    if job.training.num_shards is None:
+        whole = share_shards(team.num_workers, team.worker_index, team.num_workers)
+        return Shards(own, own + 1, needs.num_data_shards), whole
+    fixed = share_shards(job.training.num_shards, own, needs.num_data_shards)
+    return fixed, fixed
 
 
 def build_model(job: Job, splits: Splits) -> nn.Module:
@@ -125,16 +143,15 @@ def build_model(job: Job, splits: Splits) -> nn.Module:
     return model
 
 
-def _loaders(
-    job: Job, splits: Splits, team: Team, data_shard: int, num_data_shards: int
-) -> tuple[Loader, Loader | None]:
+def _loaders(job: Job, splits: Splits, shards: Shards, test_shards: Shards) -> tuple[Loader, Loader | None]:
     train = Loader(
         splits.train,
         batch_size=job.training.batch_size,
         seed=job.seed,
         shuffle=True,
-        shard=data_shard,
-        num_shards=num_data_shards,
+        shard=shards.first,
+        num_shards=shards.total,
+        num_held=shards.num_held,
         augment=job.data.augment,
         prefetch=job.data.prefetch,
         processes=job.data.processes,
@@ -149,8 +166,9 @@ def _loaders(
         batch_size=size,
         seed=job.seed,
         shuffle=False,
-        shard=team.worker_index,
-        num_shards=team.num_workers,
+        shard=test_shards.first,
+        num_shards=test_shards.total,
+        num_held=test_shards.num_held,
         prefetch=job.data.prefetch,
     )
     return train, test

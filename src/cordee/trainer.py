@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from cordee.compute import NO_VOTES, Loss, Metrics, Votes, evaluate, split_batch
 from cordee.core import Batch
 from cordee.core.errors import DataError, StorageError, TrainingError
 from cordee.core.seeds import derive_seed
+from cordee.core.shards import Block, add_up
 from cordee.core.stopping import Patience, StopPolicy
 from cordee.monitoring import Monitor
 
@@ -154,8 +155,7 @@ class Trainer:
         progress, strategy, monitoring = self._progress, self._parts.strategy, self._job.monitoring
         measure = progress.step % monitoring.every_steps == 0
         self._seed_step(progress.step)
-        parts = split_batch(batch, self._job.training.accumulate)
-        loss = strategy.forward_backward(parts, measure=measure, vote=self._vote)
+        loss = strategy.forward_backward(self._cut(batch), measure=measure, vote=self._vote)
         if not math.isfinite(loss.mean):
             raise TrainingError(self._not_finite("the loss", f"is {loss.mean}", progress.step + 1, progress.epoch + 1))
         update = strategy.update(progress.step)
@@ -170,6 +170,11 @@ class Trainer:
             self._monitor.emit("warning", message=update.warning)
         if measure:
             self._report_step(loss, update.lr, update.gradient_norm)
+
+    def _cut(self, batch: Batch) -> list[Batch]:
+        """Return the parts to compute one after the other: those of the first shard, then of the next."""
+        shards = split_batch(batch, self._parts.shards.num_held)
+        return [part for shard in shards for part in split_batch(shard, self._job.training.accumulate)]
 
     def _after_step(self) -> str | None:
         """Evaluate and save where it is time to, in this order; return why to stop, if there is a reason."""
@@ -217,7 +222,8 @@ class Trainer:
                 parts.computation,
                 num_classes=parts.splits.num_classes,
                 should_stop=self._agree_to_stop,
-                combine=parts.team.sum,
+                num_parts=parts.test_shards.num_held,
+                combine=self._sum_shards,
             )
         if metrics is None:
             return None
@@ -236,6 +242,19 @@ class Trainer:
         reason = self._policy.after_evaluation(metrics.loss, metrics.accuracy)
         progress.patience = self._policy.patience
         return reason
+
+    def _sum_shards(self, values: Sequence[float]) -> list[float]:
+        """Sum what was measured of each own shard over all shards, in one order. Collective."""
+        shards = self._parts.test_shards
+        width = len(values) // shards.num_held
+        table = [0.0] * (width * shards.total)
+        table[width * shards.first : width * shards.stop] = values
+        table = self._parts.team.sum(table)  # one worker has each number and the others zero: exact
+        return add_up(
+            Block(0, shards.total),
+            lambda block: table[width * block.first :][:width] if block.stop - block.first == 1 else None,
+            lambda one, other: [a + b for a, b in zip(one, other, strict=True)],
+        )
 
     def _save(self) -> None:
         """Save a checkpoint. A disk that is full costs the checkpoint, not the run, unless it is the last one."""
@@ -286,7 +305,9 @@ class Trainer:
         )
 
     def _seed_step(self, step: int) -> None:
-        seed = derive_seed(self._job.seed, "step", step, self._parts.data_shard)
+        # In reproducible mode shards derive their own streams from this one (strategies/shards.py).
+        place = () if self._job.training.reproducible else (self._parts.shards.first,)
+        seed = derive_seed(self._job.seed, "step", step, *place)
         torch.default_generator.manual_seed(seed)
         if self._parts.computation.device.type == "cuda":
             torch.cuda.manual_seed(seed)

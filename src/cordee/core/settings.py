@@ -11,6 +11,7 @@ import msgspec
 
 from cordee.core.durations import parse_duration
 from cordee.core.errors import JobError
+from cordee.core.shards import DEFAULT_NUM_SHARDS
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +50,7 @@ class Training(Section, frozen=True, kw_only=True):
     epochs: int | None = None  # passes over the training set
     steps: int | None = None  # optimizer steps, instead of epochs
     reproducible: bool = False  # the same bits on any number of workers
+    shards: int | None = None  # parts a batch is always cut into when reproducible; 8 where it is not set
     lr_scale: Literal["none", "linear", "sqrt"] = "none"  # how the rate follows the number of workers
     precision: Literal["fp32", "bf16"] = "fp32"
     accumulate: int = 1  # parts a batch is computed in, to save memory
@@ -63,6 +65,14 @@ class Training(Section, frozen=True, kw_only=True):
         _at_least("training.accumulate", self.accumulate, 1)
         _at_least("training.clip_norm", self.clip_norm, 0)
         _at_least("training.threads", self.threads, 0)
+        _at_least("training.shards", self.shards, 1)
+        if self.shards is not None and not self.reproducible:
+            raise JobError(f"training.shards = {self.shards} has a meaning only with training.reproducible = true")
+        if self.reproducible and self.lr_scale != "none":
+            raise JobError(
+                f"training.lr_scale = '{self.lr_scale}' makes the rate depend on the number of workers, which "
+                "training.reproducible = true rules out: set lr_scale = 'none'"
+            )
         if self.epochs is not None and self.steps is not None:
             raise JobError(
                 f"training.epochs = {self.epochs} and training.steps = {self.steps} contradict each other: remove one "
@@ -73,6 +83,11 @@ class Training(Section, frozen=True, kw_only=True):
                 f"training.accumulate = {self.accumulate} cuts a batch of {self.batch_size} into empty parts: "
                 "set accumulate to at most the batch size"
             )
+
+    @property
+    def num_shards(self) -> int | None:
+        """How many shards a batch is cut into; None where that follows from the number of workers."""
+        return (self.shards or DEFAULT_NUM_SHARDS) if self.reproducible else None
 
     @property
     def num_epochs(self) -> int | None:

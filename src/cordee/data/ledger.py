@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from cordee.core.shards import Shards
 from cordee.data.order import batch_part, count_batches
 
 
@@ -132,8 +133,7 @@ class Ledger:
                     batch,
                     batch_size=self.batch_size,
                     num_samples=self.num_samples,
-                    shard=share,
-                    num_shards=self.num_shares,
+                    shards=Shards(share, share + 1, self.num_shares),
                 )
                 if start < stop:
                     number = step * self.num_shares + share

@@ -1,4 +1,4 @@
-"""Batches of a source, in an order and cut that depend on (seed, epoch, shard) alone.
+"""Batches of a source, in an order and cut that depend on (seed, epoch, shards) alone.
 
 In-memory sources are gathered several batches at a time: one gather and one conversion for about 3 MB of
 inputs, handed out as views. 60,000 images of 28 × 28 in batches of 32, one kernel thread, a busy two-core EPYC:
@@ -18,6 +18,7 @@ from torch import Tensor
 from cordee.core.batch import Batch
 from cordee.core.errors import DataError, JobError
 from cordee.core.seeds import derive_seed
+from cordee.core.shards import Shards
 from cordee.data.augment import Augmentation
 from cordee.data.datasets import DatasetSource, IterableSource
 from cordee.data.order import EpochOrder, batch_part, count_batches, positions_of
@@ -37,11 +38,14 @@ _THREAD_BYTES = 1 << 20
 
 
 class Loader:
-    """The batches of one shard. With `shuffle` it is a training loader: a batch must not exceed the data.
+    """The batches of `num_held` shards from `shard` on.
+
+    With `shuffle` it is a training loader: a batch must not exceed the data.
 
     `batch_size` is that of the global batch, of which every shard gets its part; a part may be empty, so that
-    all shards take equally many steps. The content of a batch depends on (seed, epoch, batch, shard) only,
-    whatever was read before.
+    all shards take equally many steps. The content of a batch depends on (seed, epoch, batch, shards) only,
+    whatever was read before. Parts of several shards follow each other: cut into as many parts whose sizes
+    differ by at most one, a batch gives them back.
     """
 
     def __init__(
@@ -53,11 +57,12 @@ class Loader:
         shuffle: bool,
         shard: int = 0,
         num_shards: int = 1,
+        num_held: int = 1,
         augment: Sequence[str] = (),
         prefetch: int = 2,
         processes: int = 0,
     ) -> None:
-        assert batch_size >= 1 and 0 <= shard < num_shards and prefetch >= 0 and processes >= 0
+        assert batch_size >= 1 and 0 <= shard < shard + num_held <= num_shards and prefetch >= 0 and processes >= 0
         if shuffle and source.num_samples is not None and batch_size > source.num_samples:
             raise DataError(
                 f"training.batch_size = {batch_size} is larger than the training set ({source.num_samples} samples): "
@@ -72,8 +77,7 @@ class Loader:
         self._batch_size = batch_size
         self._seed = seed
         self._shuffle = shuffle
-        self._shard = shard
-        self._num_shards = num_shards
+        self._shards = Shards(shard, shard + num_held, num_shards)
         self._augmentation = Augmentation(augment, source.input_shape) if augment else None
         self._prefetch = prefetch
         self._processes = processes
@@ -92,7 +96,7 @@ class Loader:
         """
         source = self._source
         if isinstance(source, IterableSource):
-            plan = StreamPlan(epoch, self._seed, first_batch, self._batch_size, self._shard, self._num_shards)
+            plan = StreamPlan(epoch, self._seed, first_batch, self._batch_size, self._shards)
             placed = read_stream(source, plan, processes=self._processes, ahead=self._prefetch)
             return self._finished(placed, epoch)
         if isinstance(source, DatasetSource):
@@ -139,8 +143,10 @@ class Loader:
         return self._prefetch > 0 and not is_cheap and self._batch_bytes() >= _THREAD_BYTES
 
     def _batch_bytes(self) -> int:
-        """The bytes of this shard's part of a batch, as float32."""
-        return 4 * math.prod(self._source.input_shape) * -(-self._batch_size // self._num_shards)
+        """The bytes of these shards' part of a batch, as float32."""
+        return (
+            4 * math.prod(self._source.input_shape) * -(-self._batch_size * self._shards.num_held // self._shards.total)
+        )
 
     def _num_gathered(self) -> int:
         """How many batches are gathered at once."""
@@ -181,8 +187,7 @@ class Loader:
             batch,
             batch_size=self._batch_size,
             num_samples=self._source.num_samples,
-            shard=self._shard,
-            num_shards=self._num_shards,
+            shards=self._shards,
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cordee.core.seeds import derive_seed
+from cordee.core.shards import Shards, shard_part
 from cordee.data.hashing import permute_positions
 
 # Above this a permutation held in memory costs more than 128 MB; it is then computed position by position.
@@ -43,22 +44,20 @@ def count_batches(num_samples: int, batch_size: int) -> int:
     return -(-num_samples // batch_size)
 
 
-def batch_part(batch: int, *, batch_size: int, num_samples: int | None, shard: int, num_shards: int) -> tuple[int, int]:
-    """Return the positions [start, stop) of the epoch that `shard` has of a global batch.
+def batch_part(batch: int, *, batch_size: int, num_samples: int | None, shards: Shards) -> tuple[int, int]:
+    """Return the positions [start, stop) of the epoch that some shards have of a global batch.
 
     Parts of one batch follow each other in the order of the shards and differ by at most one in size.
     """
     first = batch * batch_size
     length = batch_size if num_samples is None else min(batch_size, max(0, num_samples - first))
-    start, stop = shard_part(length, shard, num_shards)
+    start, stop = part_of(length, shards)
     return first + start, first + stop
 
 
-def shard_part(length: int, shard: int, num_shards: int) -> tuple[int, int]:
-    """Return the part [start, stop) of `length` things that belongs to `shard`."""
-    size, extra = divmod(length, num_shards)
-    start = shard * size + min(shard, extra)
-    return start, start + size + (shard < extra)
+def part_of(length: int, shards: Shards) -> tuple[int, int]:
+    """Return the part [start, stop) of `length` things that belongs to `shards`."""
+    return shard_part(length, shards.first, shards.total)[0], shard_part(length, shards.stop - 1, shards.total)[1]
 
 
 def positions_of(parts: list[tuple[int, int]]) -> Tensor:

@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from cordee.core.batch import Batch
 from cordee.core.errors import DataError
 from cordee.core.seeds import derive_seed
+from cordee.core.shards import Shards
 from cordee.data.datasets import DatasetSource, IterableSource, stacked
-from cordee.data.order import shard_part
+from cordee.data.order import part_of
 from cordee.data.randomness import preserved_generators, seed_generators
 
 
@@ -45,8 +46,7 @@ class StreamPlan(NamedTuple):
     seed: int
     first_batch: int
     batch_size: int
-    shard: int
-    num_shards: int
+    shards: Shards
 
 
 def read_batches(
@@ -85,7 +85,7 @@ def _stream_batches(source: IterableSource, plan: StreamPlan) -> Generator[Place
             if not samples:
                 return
             if batch >= plan.first_batch:
-                start, stop = shard_part(len(samples), plan.shard, plan.num_shards)
+                start, stop = part_of(len(samples), plan.shards)
                 first = batch * plan.batch_size + start
                 if start == stop:
                     part = Batch(source.example.inputs[:0], source.example.targets[:0])

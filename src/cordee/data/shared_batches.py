@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from cordee.core.errors import DataError
 from cordee.core.seeds import derive_seed
-from cordee.data.order import shard_part
+from cordee.core.shards import shard_part
 
 
 class Share(NamedTuple):

@@ -22,14 +22,15 @@ class Entry(NamedTuple):
 
     make: Callable[[Job, Any, Computation], Any]  # a Strategy, unless it is served
     settings: type[Section]
+    can_reproduce: bool = False  # knows training.reproducible
     is_served: bool = False  # its workers take work from a dispatcher, each at its own pace
 
 
 STRATEGIES: Mapping[str, Entry] = {
-    "data_parallel": Entry(DataParallel, DataParallelSettings),
+    "data_parallel": Entry(DataParallel, DataParallelSettings, can_reproduce=True),
     "parameter_server": Entry(ParameterServer, ParameterServerSettings, is_served=True),
     "sharded": Entry(Sharded, ShardedSettings),
-    "single": Entry(Single, SingleSettings),
+    "single": Entry(Single, SingleSettings, can_reproduce=True),
 }
 
 
@@ -54,6 +55,12 @@ def make_strategy(job: Job, computation: Computation) -> Strategy:
     name = choose_strategy(job)
     entry = STRATEGIES[name]
     _refuse_others_settings(name, job.strategy.settings)
+    if job.training.reproducible and not entry.can_reproduce:
+        able = [other for other, known in STRATEGIES.items() if known.can_reproduce]
+        raise JobError(
+            f"training.reproducible = true is for {_listed(able)}, the job's strategy is '{name}': "
+            "set reproducible = false, or one of these strategies"
+        )
     strategy: Strategy = entry.make(job, read_section("strategy", job.strategy.settings, entry.settings), computation)
     strategy.requirements(job)
     return strategy

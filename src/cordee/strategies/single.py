@@ -12,7 +12,9 @@ from cordee.compute import Computation, Loss, OptimizerRecipe, Votes
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError
 from cordee.core.settings import Section
+from cordee.core.shards import share_shards
 from cordee.strategies.replica import Replica
+from cordee.strategies.shards import ShardReducer
 from cordee.strategies.strategy import Requirements
 
 
@@ -26,6 +28,9 @@ class Single(Replica):
     def __init__(self, job: Job, settings: SingleSettings, computation: Computation) -> None:
         super().__init__(job.training.clip_norm)
         self._computation = computation
+        self._nominal_count = job.training.batch_size
+        self._num_shards = job.training.num_shards
+        self._reducer: ShardReducer | None = None
 
     def requirements(self, job: Job) -> Requirements:
         if job.strategy.workers != 1:
@@ -37,8 +42,13 @@ class Single(Replica):
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
         self._adopt(model.to(self._computation.device), recipe)
+        if self._num_shards is not None:
+            shards = share_shards(self._num_shards, 0, 1)
+            self._reducer = ShardReducer(self.model, self._computation, team, shards, self._nominal_count)
 
     def forward_backward(self, microbatches: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
+        if self._reducer is not None:
+            return self._reducer.step(microbatches, measure=measure, vote=vote)
         count = self._computation.loss.count
         total_count = sum(count(batch.targets) for batch in microbatches)
         loss = self._computation.forward_backward(self.model, microbatches, total_count=total_count, measure=measure)

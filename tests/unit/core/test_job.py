@@ -385,13 +385,16 @@ JOBS = st.fixed_dictionaries(
         "training": table_of(
             batch_size=st.integers(100, 200),
             epochs=COUNTS,
-            reproducible=st.booleans(),
+            reproducible=st.just(False),
             lr_scale=st.sampled_from(["none", "linear", "sqrt"]),
             precision=st.sampled_from(["fp32", "bf16"]),
             accumulate=st.integers(1, 32),
             clip_norm=st.floats(0, 100),
             device=st.sampled_from(["auto", "cpu", "cuda"]),
             threads=COUNTS,
+        )
+        | st.fixed_dictionaries(
+            {"reproducible": st.just(True)}, optional={"shards": COUNTS, "lr_scale": st.just("none")}
         ),
         "strategy": st.dictionaries(KEYS, PLAIN, max_size=2).flatmap(
             lambda settings: table_of(name=NAMES, workers=COUNTS).map(lambda own: {**settings, **own})

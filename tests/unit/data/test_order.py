@@ -4,9 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cordee.core.shards import Shards, shard_part
 from cordee.data import order
 from cordee.data.hashing import hash_positions, permute_positions
-from cordee.data.order import EpochOrder, batch_part, count_batches, positions_of, shard_part
+from cordee.data.order import EpochOrder, batch_part, count_batches, positions_of
 
 
 @given(st.integers(0, 300), st.integers(1, 40), st.integers(1, 9))
@@ -14,7 +15,9 @@ def test_every_position_is_in_exactly_one_part(num_samples, batch_size, num_shar
     seen = []
     for batch in range(count_batches(num_samples, batch_size)):
         parts = [
-            batch_part(batch, batch_size=batch_size, num_samples=num_samples, shard=shard, num_shards=num_shards)
+            batch_part(
+                batch, batch_size=batch_size, num_samples=num_samples, shards=Shards(shard, shard + 1, num_shards)
+            )
             for shard in range(num_shards)
         ]
         sizes = [stop - start for start, stop in parts]

@@ -14,9 +14,11 @@ from cordee.compute import Computation, Loss, OptimizerRecipe, Votes
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError
 from cordee.core.settings import Section
+from cordee.core.shards import share_shards
 from cordee.strategies.data_parallel.batch_norm import average_buffers, synchronise_batch_norms
 from cordee.strategies.data_parallel.reducers import AloneReducer, DdpReducer, FlatReducer, Reducer
 from cordee.strategies.replica import Replica
+from cordee.strategies.shards import ShardReducer
 from cordee.strategies.strategy import Requirements, Update
 
 
@@ -39,6 +41,7 @@ class DataParallel(Replica):
     def __init__(self, job: Job, settings: DataParallelSettings, computation: Computation) -> None:
         super().__init__(job.training.clip_norm)
         self._nominal_count = job.training.batch_size
+        self._num_shards = job.training.num_shards
         self._settings = settings
         self._computation = computation
         self._has_named_unused = False
@@ -52,6 +55,8 @@ class DataParallel(Replica):
             )
         if self._settings.reducer == "flat" and self._settings.compression != "none":
             raise JobError("strategy.compression works with strategy.reducer = 'ddp' (or 'auto'), not 'flat'")
+        if self._num_shards is not None:
+            self._check_reproducible(workers, self._num_shards)
         return Requirements(num_workers=workers, num_data_shards=workers)
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
@@ -60,6 +65,12 @@ class DataParallel(Replica):
         if team.num_workers > 1 and self._settings.batch_norm == "sync":
             has_synced = synchronise_batch_norms(model) > 0
         self._adopt(model.to(self._computation.device), recipe)
+        if self._num_shards is not None:
+            if team.num_workers > 1:
+                broadcast([*self.model.parameters(), *self.model.buffers()])
+            shards = share_shards(self._num_shards, team.worker_index, team.num_workers)
+            self._reducer = ShardReducer(self.model, self._computation, team, shards, self._nominal_count)
+            return
         if team.num_workers == 1:
             self._reducer = AloneReducer(self.model, self._computation)
             return
@@ -84,12 +95,26 @@ class DataParallel(Replica):
         return dataclasses.replace(update, warning=warning) if warning else update
 
     def consolidate(self) -> None:
-        if self._team.num_workers == 1:
+        if self._team.num_workers == 1 or self._num_shards is not None:  # shards agree in every step
             return
         if self._settings.batch_norm == "local":
             broadcast(list(self.model.buffers()))
         else:  # synced batch norms are equal already; what else a model keeps need not be
             average_buffers(self.model, self._team.num_workers)
+
+    def _check_reproducible(self, workers: int, num_shards: int) -> None:
+        if workers > num_shards:
+            raise JobError(
+                f"training.shards = {num_shards} has no shard for each of {workers} workers: "
+                f"set shards to at least {workers}, or use fewer workers"
+            )
+        fixed = {"batch_norm": ("average",), "compression": ("none",), "reducer": ("auto", "flat")}
+        for key, allowed in fixed.items():
+            if (value := getattr(self._settings, key)) not in allowed:
+                raise JobError(
+                    f"strategy.{key} = '{value}' depends on the number of workers, which training.reproducible = true "
+                    f"rules out: leave strategy.{key} out"
+                )
 
     def _uses_ddp(self) -> bool:
         if self._settings.reducer != "auto":
