@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import shlex
 import socket
@@ -26,6 +28,7 @@ from cordee.core.components import LIVE_PREFIX
 from cordee.core.env import runs_folder
 from cordee.core.errors import JobError, RunDirectoryError, StorageError
 from cordee.core.job import changed_keys
+from cordee.deciding import Decision, decide, plans_first
 from cordee.interrupts import InterruptFlag
 from cordee.monitoring import (
     JsonlSink,
@@ -49,6 +52,8 @@ from cordee.strategies import STRATEGIES, choose_strategy
 from cordee.team_run import TeamRun
 from cordee.version import __version__
 
+log = logging.getLogger("cordee.launch")
+
 
 def train(
     job: Job | Mapping[str, Any] | str | Path,
@@ -63,9 +68,9 @@ def train(
     The first Ctrl-C ends the run after the step, saved, with the status 'interrupted'. Raises a CordeeError
     if the job cannot be run or the training fails; what was saved before stays, and `resume` goes on from it.
     """
-    job = _as_job(job, overrides)
-    strategy_name = choose_strategy(job)
-    job = msgspec.structs.replace(job, strategy=msgspec.structs.replace(job.strategy, name=strategy_name))
+    asked = _as_job(job, overrides)
+    strategy = msgspec.structs.replace(asked.strategy, name=choose_strategy(asked))
+    job = msgspec.structs.replace(asked, strategy=strategy)
     path = _run_path(job, run_dir, resume)
     if resume:
         _refuse_changes(path, job)
@@ -73,30 +78,40 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_leaving_torch_as_it_was())
         engine: LocalEngine | None = None
-        is_served = STRATEGIES[strategy_name].is_served
-        if num_workers > 1 or is_served:
+        if num_workers > 1 or STRATEGIES[strategy.name].is_served:
             _refuse_live_parts(job)
-            engine = stack.enter_context(LocalEngine())  # imports torch while the job is looked at here
-        parts = assemble(job, Team(num_workers=num_workers, num_local_workers=num_workers))
+            if not plans_first(asked):
+                engine = stack.enter_context(LocalEngine())  # imports torch while the job is looked at here
+        team = Team(num_workers=num_workers, num_local_workers=num_workers)
+        parts = assemble(job, team)
+        decision = decide(asked, parts)
+        if decision.job is not parts.job:
+            job = decision.job
+            parts = assemble(job, team)
+        is_served = STRATEGIES[job.strategy.name].is_served
+        if (num_workers > 1 or is_served) and engine is None:
+            engine = stack.enter_context(LocalEngine())
         directory = RunDirectory.open_existing(path) if resume else RunDirectory.create(path, job.to_toml())
         with directory, setup_logging(directory.launcher_log if engine else directory.worker_log()):
             if resume:
                 directory.write_job(job.to_toml())
                 directory.summary_file.unlink(missing_ok=True)
+            _log_decision(asked, decision)
             with Monitor(_sinks(job, directory, quiet)) as monitor:
                 flag = InterruptFlag(
                     lambda: monitor.emit("warning", message="stopping after this step; Ctrl-C again stops at once")
                 )
                 with flag:
                     if engine is None:
-                        summary = _run_alone(parts, directory, monitor, flag, resume)
+                        summary = _run_alone(parts, directory, monitor, flag, resume, decision)
                     else:
                         team_run = (
                             ServedRun(parts, directory, monitor, flag)
                             if is_served
                             else TeamRun(job, directory, monitor, flag)
                         )
-                        summary = _run_team(parts, directory, monitor, lambda: team_run.lead(engine, resume=resume))
+                        lead = functools.partial(team_run.lead, engine, resume=resume)
+                        summary = _run_team(parts, directory, monitor, lead, decision)
     run = Run(directory.path, summary, parts.model)
     if not quiet:
         _console().print(render_result(run.summary, run.directory, _hints(run)), soft_wrap=True)
@@ -104,7 +119,12 @@ def train(
 
 
 def _run_alone(
-    parts: Assembly, directory: RunDirectory, monitor: Monitor, flag: InterruptFlag, resume: bool
+    parts: Assembly,
+    directory: RunDirectory,
+    monitor: Monitor,
+    flag: InterruptFlag,
+    resume: bool,
+    decision: Decision,
 ) -> Summary:
     """Train in this process."""
     parts.setup()
@@ -117,16 +137,18 @@ def _run_alone(
         error = problem
         raise
     finally:
-        summary = session.summarise(error)
+        summary = _with_prediction(session.summarise(error), decision)
         _close_run(directory, monitor, summary)
     return summary
 
 
-def _run_team(parts: Assembly, directory: RunDirectory, monitor: Monitor, lead: Callable[[], Summary]) -> Summary:
+def _run_team(
+    parts: Assembly, directory: RunDirectory, monitor: Monitor, lead: Callable[[], Summary], decision: Decision
+) -> Summary:
     """Train in worker processes, and put the trained weights into the model of `parts`."""
     started = time.time()
     try:
-        summary = lead()
+        summary = _with_prediction(lead(), decision)
     except BaseException as error:
         status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         steps = max((event.get("step", 0) for event in read_events(directory.events_file)), default=0)
@@ -151,6 +173,19 @@ def _run_team(parts: Assembly, directory: RunDirectory, monitor: Monitor, lead: 
     if (loaded := checkpoint.load_newest(directory.checkpoints)) is not None:
         checkpoint.load_model_state(parts.model, loaded.state.part("model").tensors)
     return summary
+
+
+def _with_prediction(summary: Summary, decision: Decision) -> Summary:
+    """Return the summary with what was predicted, and what a step took beside it."""
+    predicted_s = decision.prediction.step_s if decision.prediction else None
+    return msgspec.structs.replace(summary, predicted_step_seconds=predicted_s)
+
+
+def _log_decision(asked: Job, decision: Decision) -> None:
+    if asked.strategy.name == "auto":
+        log.info("strategy auto is %s: %s", decision.job.strategy.name, decision.reason)
+    elif decision.prediction is not None:
+        log.info("a step is predicted to take %.3g s: %s", decision.prediction.step_s, decision.prediction.note)
 
 
 def _close_run(directory: RunDirectory, monitor: Monitor, summary: Summary) -> None:

@@ -20,7 +20,7 @@ from cordee.core import Job
 from cordee.planner.machine import Exchange
 from cordee.planner.measuring import time_call
 from cordee.planner.profile import Timing
-from cordee.profiling import alone, take_timings
+from cordee.profiling import sharing, take_timings
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23, 1 << 25)  # bytes
 EXCHANGE_BUDGET_S = 0.1  # for each kind and size
@@ -63,7 +63,7 @@ def main(argument: dict[str, Any]) -> int:
         )
     if order.job_file is not None:
         team = Team(order.index, size, num_local_workers=size, local_rank=order.index)
-        parts = assemble(alone(Job.load(order.job_file)), team)
+        parts = assemble(sharing(Job.load(order.job_file), size), team)
         dist.barrier()
         timings, _ = take_timings(parts, num_processes=size, budget_s=order.budget_s)
         report = msgspec.structs.replace(report, timings=tuple(timings))

@@ -10,11 +10,13 @@ from collections.abc import Generator
 
 import msgspec
 import torch
+from torch import nn
 
 from cordee.assembly import Assembly, assemble
 from cordee.cluster import Team
 from cordee.compute import split_batch
 from cordee.core import Batch, Job
+from cordee.core.errors import ModelError
 from cordee.planner.cache import key_of
 from cordee.planner.machine import describe_machine
 from cordee.planner.measuring import describe_blocks, name_blocks, time_blocks, time_call, time_steps
@@ -27,6 +29,14 @@ DESCRIBED_SAMPLES = 16  # of which the memory is counted
 def alone(job: Job) -> Job:
     """Return the job as one worker would compute it."""
     strategy = msgspec.structs.replace(job.strategy, name="single", workers=1, settings={})
+    return msgspec.structs.replace(job, strategy=strategy)
+
+
+def sharing(job: Job, num_workers: int) -> Job:
+    """Return the job as one of several workers would compute it, each with its share of the batch."""
+    if num_workers == 1:
+        return alone(job)
+    strategy = msgspec.structs.replace(job.strategy, name="data_parallel", workers=num_workers, settings={})
     return msgspec.structs.replace(job, strategy=strategy)
 
 
@@ -50,10 +60,9 @@ def profile_key(parts: Assembly) -> str:
 
 def take_profile(parts: Assembly, *, budget_s: float = BUDGET_S) -> ModelProfile:
     """Measure one process. `parts` stay as they are: a copy of the model is trained, and thrown away."""
-    model = copy.deepcopy(parts.model)
+    model = _copy_of(parts)
     batch = first_batch(parts)
     few = Batch(batch.inputs[:DESCRIBED_SAMPLES], batch.targets[:DESCRIBED_SAMPLES])
-    model.train().to(parts.computation.device)
     blocks = describe_blocks(model, parts.computation, few)
     timings, state_bytes = take_timings(parts, num_processes=1, budget_s=budget_s)
     _, is_chain = name_blocks(model)
@@ -74,7 +83,7 @@ def take_timings(parts: Assembly, *, num_processes: int, budget_s: float) -> tup
     `num_processes` is how many processes do this at the same time. Whole steps are taken as the trainer takes them,
     on batches from the loader; the blocks' times are then scaled so that their sum is the step's.
     """
-    model = copy.deepcopy(parts.model).train().to(parts.computation.device)
+    model = _copy_of(parts)
     optimizer = parts.recipe.make(model.named_parameters())
     accumulate = parts.job.training.accumulate
     count = parts.computation.loss.count
@@ -129,7 +138,7 @@ def take_timings(parts: Assembly, *, num_processes: int, budget_s: float) -> tup
 
 def estimate_step_s(parts: Assembly) -> float:
     """Return about how long a step takes, by taking one twice."""
-    model = copy.deepcopy(parts.model).train().to(parts.computation.device)
+    model = _copy_of(parts)
     batch = first_batch(parts)
     spent = math.inf
     for _ in range(2):
@@ -148,6 +157,14 @@ def first_batch(parts: Assembly) -> Batch:
         return next(iter(batches))
 
 
+def _copy_of(parts: Assembly) -> nn.Module:
+    try:
+        model = copy.deepcopy(parts.model)
+    except Exception as error:
+        raise ModelError(f"the model cannot be copied, so it cannot be profiled: {error}") from error
+    return model.train().to(parts.computation.device)
+
+
 def _endless(parts: Assembly) -> Generator[Batch]:
     epoch = 0
     while True:
@@ -161,6 +178,6 @@ def _endless(parts: Assembly) -> Generator[Batch]:
         epoch += 1
 
 
-def _fill_gradients(parts: Assembly, model: torch.nn.Module, batch: Batch) -> None:
+def _fill_gradients(parts: Assembly, model: nn.Module, batch: Batch) -> None:
     total = parts.computation.loss.count(batch.targets)
     parts.computation.forward_backward(model, [batch], total_count=total, measure=False)

@@ -68,6 +68,7 @@ class Session:
             samples=progress.samples,
             wall_seconds=progress.elapsed_s,
             samples_per_second=(outcome.samples_per_second or None) if outcome else None,  # 0: no step was left to take
+            step_seconds=_step_s(outcome),
             train_loss=outcome.train_loss if outcome else None,
             test_loss=metrics.loss if metrics else None,
             test_accuracy=metrics.accuracy if metrics else None,
@@ -121,3 +122,9 @@ def _status(outcome: Outcome | None, error: BaseException | None) -> tuple[Statu
     if outcome is None:
         return "failed", "error"
     return ("stopped" if outcome.stopped_by else "completed"), outcome.stopped_by
+
+
+def _step_s(outcome: Outcome | None) -> float | None:
+    if outcome is None or not outcome.samples_per_second or not outcome.progress.step:
+        return None
+    return outcome.progress.samples / outcome.progress.step / outcome.samples_per_second

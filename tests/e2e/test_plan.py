@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from workspace import Workspace, assert_ended_well, assert_refused
+from workspace import Workspace, assert_ended_well, assert_refused, summary
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -55,6 +55,14 @@ def test_a_plan_of_two_workers_and_of_a_cluster(workspace: Workspace, job: Path)
     assert_ended_well(table)
     assert "profile from the cache" in table.stdout
     assert "→" in table.stdout and "runner-up: " in table.stdout
+
+    options = ("--workers", "2", "--set", "training.steps=60", "--run-dir", "run")
+    trained = workspace.run("train", str(job), *options)
+    assert_ended_well(trained)
+    result = summary(workspace.path / "run")
+    assert result["predicted_step_seconds"] > 0 and result["step_seconds"] > 0
+    assert "ms a step, measured " in trained.stdout
+    assert "strategy auto is " in (workspace.path / "run" / "logs" / "launcher.log").read_text()
 
     (workspace.path / "cluster.toml").write_text(CLUSTER)
     cluster = workspace.run("plan", str(job), "--cluster", "cluster.toml", "--json")

@@ -22,6 +22,7 @@ RANKS: dict[str, int] = {
     "profile_worker": 7,
     "crew": 8,
     "planning": 9,
+    "deciding": 10,
     "interrupts": 5,
     "run": 5,
     "trainer": 6,
@@ -29,16 +30,16 @@ RANKS: dict[str, int] = {
     "worker": 8,
     "served": 8,
     "team_run": 9,
-    "launch": 10,
+    "launch": 11,
     "own_loop": 10,
     "script_run": 10,
     "script_worker": 11,
     "exporting": 10,
     "doctor": 10,
-    "bench": 11,
-    "cli": 12,
-    "__init__": 13,  # the public surface
-    "__main__": 13,
+    "bench": 12,
+    "cli": 13,
+    "__init__": 14,  # the public surface
+    "__main__": 14,
 }
 
 

@@ -46,6 +46,7 @@ def render_result(summary: Summary, run_dir: str | Path, hints: Sequence[str] = 
         ("test loss", number(summary.test_loss)),
         ("train loss", number(summary.train_loss)),
         ("time", _time(summary)),
+        ("prediction", _forecast(summary)),
         ("recoveries", _recoveries(summary)),
         ("weights", f"sha256 {summary.weights_sha256[:12]}" if summary.weights_sha256 else ""),
         ("files", str(run_dir)),
@@ -142,6 +143,15 @@ def _time(summary: Summary) -> str:
         f"{format_duration(summary.wall_seconds)} for {plural(summary.steps, 'step')}"
         f"{f', {speed} samples/s' if speed else ''}"
     )
+
+
+def _forecast(summary: Summary) -> str:
+    """Return what a step was predicted to take beside what it took."""
+    predicted_s, measured_s = summary.predicted_step_seconds, summary.step_seconds
+    if not predicted_s or not measured_s:
+        return ""
+    error = predicted_s / measured_s - 1
+    return f"{1e3 * predicted_s:.3g} ms a step, measured {1e3 * measured_s:.3g} ms ({error:+.0%})"
 
 
 def _recoveries(summary: Summary) -> str:

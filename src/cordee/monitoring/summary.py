@@ -27,6 +27,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 0  # training samples used
     wall_seconds: float | None = None
     samples_per_second: float | None = None
+    step_seconds: float | None = None  # the mean of a step, without evaluating and saving
+    predicted_step_seconds: float | None = None  # where the planner knew the model
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None  # from 0 to 1

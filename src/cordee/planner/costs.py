@@ -14,6 +14,7 @@ from cordee.planner.prediction import Candidate, Prediction, Work
 from cordee.planner.profile import Timing
 
 DEFAULT_EVERY = 16  # steps between two averagings of local_sgd
+UNIT_BYTES = 4 << 20  # of sharded, as in its settings
 
 
 def predict(candidate: Candidate, work: Work) -> Prediction:
@@ -52,7 +53,7 @@ def _sharded(candidate: Candidate, work: Work) -> Prediction:
     steps, _ = _shares(work, members)
     # The optimizer works on a slice of the parameters.
     computes = [step.step_s - step.optimizer_s * (1 - 1 / candidate.workers) for step in steps]
-    units = [block.parameter_bytes for block in profile.blocks if block.parameter_bytes]
+    units = _units([block.parameter_bytes for block in profile.blocks])
     gather_s = sum(site.all_gather_s(size, members) for size in units)
     scatter_s = sum(site.reduce_scatter_s(size, members) for size in units)
     exchange_s = 2 * gather_s + scatter_s  # gathered for both passes
@@ -231,6 +232,12 @@ def _shares(work: Work, members: Sequence[int]) -> tuple[list[Timing], float]:
             known[speed] = _passes(work, share, member, len(members))
         steps.append(known[speed])
     return steps, share
+
+
+def _units(sizes: Sequence[int]) -> list[int]:
+    """Return the bytes that `sharded` gathers at once: blocks that are large enough, and what is left, together."""
+    large = [size for size in sizes if size >= UNIT_BYTES]
+    return [*large, sum(size for size in sizes if size < UNIT_BYTES)]
 
 
 def _replica_bytes(work: Work, samples: float) -> float:

@@ -1,0 +1,122 @@
+"""What `strategy.name = "auto"` becomes, and what a run is predicted to take: from what the cache knows.
+
+Nothing here may hold up the start of a run: what is not in the cache is measured only where that takes less than a
+second, and else the plain rule decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from cordee.assembly import Assembly
+from cordee.core import Job
+from cordee.core.components import LIVE_PREFIX
+from cordee.core.errors import CordeeError
+from cordee.data.datasets import IterableSource
+from cordee.planner import Prediction, Work, search
+from cordee.planner.cache import keep, read_kept
+from cordee.planner.costs import in_time
+from cordee.planner.machine import free_memory_bytes
+from cordee.planner.plan import CLOSE
+from cordee.planner.profile import ModelProfile
+from cordee.planner.search import OTHER_TRAINING
+from cordee.planner.site import ThisMachine
+from cordee.planning import kept_machine
+from cordee.profiling import assemble_alone, estimate_step_s, profile_key, take_profile
+from cordee.strategies import STRATEGIES, make_strategy
+from cordee.strategies.elementwise import require_elementwise
+
+QUICK_STEP_S = 0.05  # a model whose step takes no longer is profiled on the spot
+QUICK_BUDGET_S = 0.4
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The strategy a run gets. `prediction` is None where nothing was known to predict from."""
+
+    job: Job
+    prediction: Prediction | None
+    reason: str
+
+
+def plans_first(asked: Job) -> bool:
+    """Return whether `decide` may measure: then nothing else should be going on in the meantime."""
+    workers = asked.strategy.workers
+    return asked.strategy.name == "auto" and workers > 1 and kept_machine().has_exchanges(workers)
+
+
+def decide(asked: Job, parts: Assembly) -> Decision:
+    """Return what `asked`, the job before 'auto' was replaced, should run as.
+
+    `parts` are those of the plain rule's job, which is what stays where there is nothing better. Cheap: see above.
+    """
+    is_auto = asked.strategy.name == "auto"
+    profile, why_not = _profile(parts, may_measure=plans_first(asked))
+    if profile is None:
+        return Decision(parts.job, None, why_not)
+    workers, machine = parts.job.strategy.workers, kept_machine()
+    if workers > 1 and not machine.has_exchanges(workers):
+        return Decision(parts.job, None, f"exchanges of {workers} workers were not measured: `cordee plan` does so")
+    site = ThisMachine(machine, workers, free_memory_bytes())
+    work = Work(profile, parts.job.training.batch_size, site, parts.job.training.accumulate)
+    predictions = [p for p in search(work, workers) if p.workers == workers]
+    usual = next((p for p in predictions if p.strategy == parts.job.strategy.name), None)
+    if not is_auto:
+        return Decision(parts.job, usual, f"strategy.name = '{parts.job.strategy.name}' as the job says")
+    for prediction, job in _that_run(asked, parts, predictions):
+        if usual is not None and usual.fits and prediction.step_s > usual.step_s * (1 - CLOSE):
+            break  # equal, as far as can be predicted
+        if prediction.strategy != parts.job.strategy.name:
+            return Decision(job, prediction, _compared(prediction, usual))
+    if usual is None:
+        return Decision(parts.job, None, "the usual choice")
+    return Decision(parts.job, usual, f"{usual.strategy}, {in_time(usual.step_s)} a step: {usual.note}")
+
+
+def _profile(parts: Assembly, *, may_measure: bool) -> tuple[ModelProfile | None, str]:
+    key = profile_key(parts)
+    profile = read_kept("profiles", key, ModelProfile)
+    if profile is not None or not may_measure:
+        return profile, "the model was not profiled: `cordee plan` does so"
+    if LIVE_PREFIX in str(parts.job.to_dict()) or isinstance(parts.splits.train, IterableSource):
+        return None, "the model was not profiled: its parts exist in this process only, or its data is a stream"
+    try:
+        step_s = estimate_step_s(parts)
+        if step_s > QUICK_STEP_S:
+            return None, f"the model was not profiled, as its step takes {in_time(step_s)}: `cordee plan` does so"
+        profile = take_profile(assemble_alone(parts.job), budget_s=QUICK_BUDGET_S)
+    except Exception as error:  # noqa: BLE001 - a model that cannot be profiled may still be trained
+        return None, f"the model could not be profiled: {type(error).__name__}: {error}"
+    keep("profiles", key, profile)
+    return profile, ""
+
+
+def _that_run(asked: Job, parts: Assembly, predictions: list[Prediction]) -> Iterator[tuple[Prediction, Job]]:
+    """Yield what fits and would be accepted with the job's own settings, the fastest first."""
+    for prediction in predictions:
+        is_same_training = prediction.strategy not in OTHER_TRAINING and not prediction.settings.get("staleness")
+        # Strategies with servers take other processes and evaluate in another place: they are asked for by name.
+        is_known = prediction.strategy in STRATEGIES and not STRATEGIES[prediction.strategy].is_served
+        if not prediction.fits or not is_same_training or not is_known:
+            continue
+        settings = {**prediction.settings, **asked.strategy.settings}
+        strategy = msgspec.structs.replace(asked.strategy, name=prediction.strategy, settings=settings)
+        job = msgspec.structs.replace(asked, strategy=strategy)
+        try:
+            make_strategy(job, parts.computation)
+            if prediction.strategy != "data_parallel":
+                require_elementwise(parts.recipe.make(parts.model.named_parameters()), prediction.strategy)
+        except CordeeError:
+            continue
+        yield prediction, job
+
+
+def _compared(choice: Prediction, usual: Prediction | None) -> str:
+    reason = f"{choice.label}, {in_time(choice.step_s)} a step: {choice.note}"
+    if usual is None:
+        return reason
+    why = "does not fit into memory" if not usual.fits else f"would take {in_time(usual.step_s)}"
+    return f"{reason}; {usual.strategy} {why}"
