@@ -54,7 +54,12 @@ class Assembly:
 
     def setup(self) -> None:
         """Hand the model over to the strategy. Collective: the team's group must be there."""
-        self.strategy.setup(self.model, self.recipe, self.team, _example(self.splits))
+        self.strategy.setup(self.model, self.recipe, self.team, self.example)
+
+    @property
+    def example(self) -> Batch:
+        """A batch of the training set, of two samples at most."""
+        return _example(self.splits)
 
 
 def assemble(job: Job, team: Team) -> Assembly:
@@ -85,6 +90,7 @@ def assemble(job: Job, team: Team) -> Assembly:
     )
     model = build_model(job, splits)
     _check_fit(job, splits, model, computation)
+    strategy.check(model, recipe, _example(splits))
     return Assembly(
         job=job,
         team=team,

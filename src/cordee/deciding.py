@@ -27,7 +27,6 @@ from cordee.planner.site import ThisMachine
 from cordee.planning import kept_machine
 from cordee.profiling import assemble_alone, estimate_step_s, profile_key, take_profile
 from cordee.strategies import STRATEGIES, make_strategy
-from cordee.strategies.elementwise import require_elementwise
 
 QUICK_STEP_S = 0.05  # a model whose step takes no longer is profiled on the spot
 QUICK_BUDGET_S = 0.4
@@ -106,9 +105,7 @@ def _that_run(asked: Job, parts: Assembly, predictions: list[Prediction]) -> Ite
         strategy = msgspec.structs.replace(asked.strategy, name=prediction.strategy, settings=settings)
         job = msgspec.structs.replace(asked, strategy=strategy)
         try:
-            make_strategy(job, parts.computation)
-            if prediction.strategy != "data_parallel":
-                require_elementwise(parts.recipe.make(parts.model.named_parameters()), prediction.strategy)
+            make_strategy(job, parts.computation).check(parts.model, parts.recipe, parts.example)
         except CordeeError:
             continue
         yield prediction, job

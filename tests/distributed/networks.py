@@ -92,3 +92,23 @@ class Sparse(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.last(self.tokens(inputs))
+
+
+class Skipping(nn.Module):
+    """A forward of its own, with skips, dropout and an output layer that shares the first one's weight."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        (width,) = input_shape
+        self.first = nn.Linear(width, 16)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)])
+        self.last = nn.Linear(width, num_classes)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if inputs.shape[1] < 2:  # torch.export follows this, torch.fx does not
+            raise ValueError("too narrow")
+        hidden = self.first(inputs)
+        for layer in self.layers:
+            hidden = self.dropout(hidden + layer(hidden))
+        return self.last(hidden @ self.first.weight)

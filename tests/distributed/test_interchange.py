@@ -25,6 +25,7 @@ STRATEGIES: dict[str, Table] = {
     "single": {"name": "single"},
     "data_parallel": {"name": "data_parallel"},
     "sharded": {"name": "sharded", "unit_bytes": 10_000},
+    "pipeline": {"name": "pipeline", "microbatches": 4},
 }
 SPLIT = [name for name in STRATEGIES if name not in ("single", "data_parallel")]
 PAIRS = [pair for name in SPLIT for pair in ((name, "single"), ("single", name), (name, "data_parallel"))]

@@ -96,8 +96,8 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-def broadcast(tensors: Sequence[Tensor]) -> None:
-    """Give every member the first member's values, in place. Collective."""
+def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Give every member of the group the first member's values, in place. Collective."""
     with torch.no_grad():
         for tensor in tensors:
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, group=group, group_src=0)

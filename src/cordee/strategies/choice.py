@@ -12,6 +12,7 @@ from cordee.core.job import read_section
 from cordee.core.settings import Section
 from cordee.strategies.data_parallel import DataParallel, DataParallelSettings
 from cordee.strategies.parameter_server import ParameterServer, ParameterServerSettings
+from cordee.strategies.pipeline import Pipeline, PipelineSettings
 from cordee.strategies.sharded import Sharded, ShardedSettings
 from cordee.strategies.single import Single, SingleSettings
 from cordee.strategies.strategy import Strategy
@@ -29,6 +30,7 @@ class Entry(NamedTuple):
 STRATEGIES: Mapping[str, Entry] = {
     "data_parallel": Entry(DataParallel, DataParallelSettings, can_reproduce=True),
     "parameter_server": Entry(ParameterServer, ParameterServerSettings, is_served=True),
+    "pipeline": Entry(Pipeline, PipelineSettings),
     "sharded": Entry(Sharded, ShardedSettings),
     "single": Entry(Single, SingleSettings, can_reproduce=True),
 }

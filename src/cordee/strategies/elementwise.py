@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.optim import Optimizer
+from torch import nn
 
+from cordee.compute import OptimizerRecipe
 from cordee.core.errors import JobError
 
 _ELEMENTWISE = (
@@ -22,9 +23,10 @@ _ELEMENTWISE = (
 )
 
 
-def require_elementwise(optimizer: Optimizer | None, strategy: str) -> None:
+def require_elementwise(recipe: OptimizerRecipe, strategy: str) -> None:
     """Raise JobError for an optimizer that would compute something else on slices."""
-    if optimizer is not None and type(optimizer) not in _ELEMENTWISE:
+    optimizer = recipe.make([("sample", nn.Parameter(torch.zeros(2, 2)))])
+    if type(optimizer) not in _ELEMENTWISE:
         known = ", ".join(sorted(cls.__name__.lower() for cls in _ELEMENTWISE))
         raise JobError(
             f"optimizer '{type(optimizer).__name__}' may look at whole parameters, and strategy '{strategy}' gives "

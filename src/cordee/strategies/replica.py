@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from cordee.checkpoint import State, load_model_state, load_optimizer_state, model_state, optimizer_state
 from cordee.compute import OptimizerRecipe, clip_gradients
+from cordee.core import Batch
 from cordee.core.errors import TrainingError
 from cordee.strategies.strategy import Update
 
@@ -22,6 +23,9 @@ class Replica:
 
     def __init__(self, clip_norm: float) -> None:
         self._clip_norm = clip_norm
+
+    def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
+        pass  # what can be trained at all can be trained as a whole
 
     def _adopt(self, model: nn.Module, recipe: OptimizerRecipe) -> None:
         self.model = model

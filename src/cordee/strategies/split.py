@@ -47,6 +47,8 @@ class SplitModel(ABC):
         self.model, self._whole, self._held, self._recipe, self._team = whole.model, whole, held, recipe, team
         trained = [parameter for _, parameter in held.named_parameters() if parameter.requires_grad]
         self._optimizer = recipe.make(held.named_parameters()) if trained else None
+        # A worker that has nothing to train still says at which rate the others do.
+        self._clock = self._optimizer or recipe.make([("clock", nn.Parameter(torch.zeros(1)))])
         self._exchange = GradientExchange(trained, 1, axes.replicas) if trained and axes.replicas else None
 
     @abstractmethod
@@ -103,9 +105,8 @@ class SplitModel(ABC):
             factor = self._clip_norm / (norm + 1e-6)  # as torch's clip_grad_norm_ has it
             if factor < 1.0 and (gradients := self._gradients()):
                 torch._foreach_mul_(gradients, factor)
-        lr = 0.0
+        lr = self._recipe.set_rate(self._clock, step)
         if self._optimizer is not None:
-            lr = self._recipe.set_rate(self._optimizer, step)
             self._optimizer.step()
         for one in self._held:
             one.drop_gradient()

@@ -38,14 +38,17 @@ class Update:
 class Strategy(Protocol):
     """One row of the strategy table: who has which data and parameters, and when they agree.
 
-    The trainer calls `setup` once, then `forward_backward` and `update` in turn. All of them are collective:
-    every member of the team calls them in the same order.
+    A launcher calls `requirements` and `check`; the trainer calls `setup` once, then `forward_backward` and `update` in
+    turn. From `setup` on all are collective: every member of the team calls them in the same order.
     """
 
     model: nn.Module  # as this worker evaluates it
 
     def requirements(self, job: Job) -> Requirements:
         """Return what the job needs; raises JobError if the strategy cannot run it. Pure."""
+
+    def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
+        """Raise a CordeeError if the model or the optimizer cannot be trained this way. Local; before workers start."""
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
         """Take the model over and make the optimizer. `example` is a batch of the data, of two samples at most."""

@@ -7,7 +7,7 @@ statistics that one worker with the whole batch would have seen, uneven shares i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -148,13 +148,18 @@ def absent(model: nn.Module) -> Iterator[None]:
 
 def average_buffers(model: nn.Module, num_members: int) -> None:
     """Replace floating-point buffers by their mean over the members, others by the first's. Collective."""
-    floating = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    broadcast([buffer for buffer in model.buffers() if not buffer.is_floating_point()])
+    average_tensors(list(model.buffers()), num_members)
+
+
+def average_tensors(tensors: Sequence[Tensor], num_members: int, group: dist.ProcessGroup | None = None) -> None:
+    """Replace floating-point tensors by their mean over the group's members, others by the first's. Collective."""
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    broadcast([tensor for tensor in tensors if not tensor.is_floating_point()], group)
     if not floating:
         return
     # In double precision, so that the mean of equal numbers is that number.
-    flat = torch.cat([buffer.reshape(-1).double() for buffer in floating])
-    dist.all_reduce(flat)
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in floating])
+    dist.all_reduce(flat, group=group)
     flat /= num_members
-    for buffer, part in zip(floating, torch.split(flat, [buffer.numel() for buffer in floating]), strict=True):
-        buffer.copy_(part.view_as(buffer))
+    for tensor, part in zip(floating, torch.split(flat, [tensor.numel() for tensor in floating]), strict=True):
+        tensor.copy_(part.view_as(tensor))

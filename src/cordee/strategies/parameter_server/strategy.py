@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from cordee.compute import Computation
-from cordee.core import Job
+from torch import nn
+
+from cordee.compute import Computation, OptimizerRecipe
+from cordee.core import Batch, Job
 from cordee.core.errors import JobError
 from cordee.core.job import read_section
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
@@ -29,6 +31,9 @@ class ParameterServer:
         if self._computation.device.type != "cpu":
             raise JobError("strategy 'parameter_server' trains on CPUs: set training.device = 'cpu'")
         return Requirements(num_workers=workers, num_data_shards=workers)
+
+    def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
+        pass  # a worker has all parameters: what can be trained at all can be trained this way
 
 
 def can_split(job: Job) -> bool:

@@ -70,8 +70,11 @@ class Sharded(SplitModel):
             )
         return Requirements(num_workers=workers, num_data_shards=workers)
 
-    def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
+    def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
         _refuse_scalars(model)
+        require_elementwise(recipe, "sharded")
+
+    def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
         model = model.to(self._computation.device)
         broadcast([*model.parameters(), *model.buffers()])
         self._working = self._shard(copy.deepcopy(model), team)
@@ -84,7 +87,6 @@ class Sharded(SplitModel):
         # FSDP itself sums over replicas as well.
         alone = Axes(num_replicas=1, replica_index=0, num_parts=team.num_workers, part_index=team.worker_index)
         self._adopt(WholeModel(model), held, recipe, alone, team)
-        require_elementwise(self._optimizer, "sharded")
         self._join = Motions(self._working, self._working, self._computation)
 
     def consolidate(self) -> None:

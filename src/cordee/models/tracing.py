@@ -1,0 +1,138 @@
+"""A user's model, traced, as a chain of segments between the places where a single tensor passes."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, fx, nn
+
+from cordee.core.errors import ModelError
+
+_ADVICE = "write the model as an nn.Sequential of blocks, or use strategy.name = 'sharded' or 'data_parallel'"
+
+
+def trace_chain(model: nn.Module, example: Tensor) -> list[tuple[str, nn.Module]]:
+    """Return the segments of the model by the name of their last operation; each takes and gives one tensor.
+
+    Tried first with torch.fx, which keeps the model's own modules, then with torch.export, which follows what depends
+    on shapes. Raises ModelError that names the line that neither can follow.
+    """
+    traced = _trace(model, example)
+    cuts = find_cuts(traced, example)
+    nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+    segments: list[tuple[str, nn.Module]] = []
+    start: fx.Node = next(node for node in traced.graph.nodes if node.op == "placeholder")
+    pending: list[fx.Node] = []
+    (result,) = next(node for node in traced.graph.nodes if node.op == "output").args
+    for node in nodes:
+        pending.append(node)
+        if node in cuts or node is nodes[-1]:
+            end = cuts.get(node, result)
+            segments.append((_name(node), _segment(traced, pending, start, end)))
+            start, pending = end, []
+    return segments
+
+
+def find_cuts(traced: fx.GraphModule, example: Tensor) -> dict[fx.Node, fx.Node]:
+    """Return after which operations exactly one tensor is needed by what follows, and which."""
+    tensors = _find_tensors(traced, example)
+    order = {node: at for at, node in enumerate(traced.graph.nodes)}
+    last_use = {node: max((order[user] for user in node.users), default=-1) for node in traced.graph.nodes}
+    cuts: dict[fx.Node, fx.Node] = {}
+    alive: list[fx.Node] = []
+    for node in traced.graph.nodes:
+        if node.op in ("get_attr", "output"):  # weights are there where they are used
+            continue
+        alive = [one for one in [*alive, node] if last_use[one] > order[node]]
+        if node.op != "placeholder" and len(alive) == 1 and alive[0] in tensors:
+            cuts[node] = alive[0]  # what is changed in place afterwards is found when the segments are tried
+    return cuts
+
+
+def _trace(model: nn.Module, example: Tensor) -> fx.GraphModule:
+    was_training = model.training
+    model.train()  # what asks for the mode in the forward pass is traced as it is trained
+    try:
+        try:
+            return fx.symbolic_trace(model)
+        except Exception as error:  # noqa: BLE001 - torch raises anything it likes, and may export what it cannot trace
+            try:
+                return _export(model, example)
+            except Exception:  # noqa: BLE001 - the first error is the one a reader can follow
+                raise ModelError(
+                    f"the model {type(model).__name__} cannot be traced, so it cannot be cut into stages: "
+                    f"{_first_line(error)}{_place(error)}: {_ADVICE}"
+                ) from error
+    finally:
+        model.train(was_training)
+
+
+def _export(model: nn.Module, example: Tensor) -> fx.GraphModule:
+    batch = {0: torch.export.Dim.DYNAMIC}
+    two = example[torch.arange(2) % len(example)]  # a batch of one would be taken for a constant
+    exported = torch.export.export(model, (two,), dynamic_shapes=(batch,), strict=False)
+    module = exported.module(check_guards=False)
+    assert isinstance(module, fx.GraphModule)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        assert parameter is own[name], f"torch.export has copied '{name}'"
+    return module
+
+
+def _find_tensors(traced: fx.GraphModule, example: Tensor) -> set[fx.Node]:
+    """Run the graph once and return the nodes whose value is a tensor."""
+    found: set[fx.Node] = set()
+
+    class Watcher(fx.Interpreter):
+        def run_node(self, node: fx.Node) -> object:
+            value: object = super().run_node(node)
+            if isinstance(value, Tensor) and value.ndim:
+                found.add(node)
+            return value
+
+    modules = list(traced.modules())
+    modes = [module.training for module in modules]
+    for module in modules:  # not eval(), which what torch.export makes refuses
+        module.training = False
+    try:
+        with torch.no_grad():
+            Watcher(traced).run(example)
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+    return found
+
+
+def _segment(traced: fx.GraphModule, nodes: Iterable[fx.Node], start: fx.Node, end: fx.Node) -> nn.Module:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {start: graph.placeholder("inputs")}
+
+    def copy_of(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            assert node.op == "get_attr", f"{node} comes from another segment"
+            copies[node] = graph.node_copy(node)
+        return copies[node]
+
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copy_of)
+    graph.output(copy_of(end))
+    return fx.GraphModule(traced, graph)
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_module" else node.name
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _place(error: BaseException) -> str:
+    """Return the line of the user's own code that could not be followed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    folders = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    own = [frame for frame in frames if not frame.filename.startswith((*folders, "<"))]
+    return f" (at {own[-1].filename}:{own[-1].lineno}, {own[-1].line!r})" if own else ""
