@@ -89,7 +89,7 @@ def test_a_setting_that_only_one_strategy_has_decides() -> None:
 def test_what_does_not_run_on_this_optimizer_is_passed_over() -> None:
     know_the_machine(all_reduce=5.0)
     asked = msgspec.structs.replace(job(2), optimizer=cordee.Use("adafactor", lr=0.001))
-    assert decided(asked).job.strategy.name == "data_parallel"
+    assert decided(asked).job.strategy.name != "sharded"  # a pipeline has whole parameters, if not all of them
 
 
 def test_one_worker_is_predicted_from_the_cache_alone() -> None:

@@ -69,7 +69,7 @@ def test_lists_of_modules_are_no_units() -> None:
         ({"workers": 9}, "batch_size = 8 has no sample for each of 9 workers"),
         ({"workers": 2, "offload": True}, "strategy.offload = true moves parameters from a GPU .* on the CPU"),
         ({"workers": 2, "unit_bytes": 0}, "strategy.unit_bytes = 0 must be at least 1"),
-        ({"workers": 2, "compression": "fp16"}, "strategy.compression is a setting of 'data_parallel'"),
+        ({"workers": 2, "reducer": "ddp"}, "strategy.reducer is a setting of 'data_parallel'"),
         ({"workers": 2, "unit_byte": 5}, "has no key 'unit_byte'; did you mean 'unit_bytes'"),
     ],
 )

@@ -142,5 +142,5 @@ def test_it_has_no_settings() -> None:
 
 
 def test_a_setting_of_another_strategy_names_its_owner() -> None:
-    with pytest.raises(JobError, match=r"strategy.compression is a setting of 'data_parallel', .* is 'single'"):
-        make_strategy(small_job(strategy={"name": "single", "compression": "fp16"}), None)  # type: ignore[arg-type]
+    with pytest.raises(JobError, match=r"strategy.reducer is a setting of 'data_parallel', .* is 'single'"):
+        make_strategy(small_job(strategy={"name": "single", "reducer": "ddp"}), None)  # type: ignore[arg-type]

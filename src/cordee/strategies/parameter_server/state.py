@@ -16,7 +16,7 @@ from cordee.strategies.parameter_server.shard import PieceState
 
 def piece_state(state: PieceState) -> State:
     """Return the optimizer state of a piece by parameter name; tensors share the piece's memory."""
-    return optimizer_state(state.optimizer, state)  # type: ignore[arg-type]  # has named_parameters, as a module
+    return optimizer_state(state.optimizer, state)
 
 
 def load_piece(state: PieceState, whole: State) -> None:
@@ -34,7 +34,7 @@ def load_piece(state: PieceState, whole: State) -> None:
             tensors[reference] = _slice_of(whole.tensors[reference], one)
     shared = {key: tensor for key, tensor in whole.tensors.items() if key.startswith("$")}
     values = {**whole.values, "groups": groups, "state": inner}
-    load_optimizer_state(state.optimizer, state, State({**tensors, **shared}, values))  # type: ignore[arg-type]
+    load_optimizer_state(state.optimizer, state, State({**tensors, **shared}, values))
 
 
 def join_pieces(layout: Layout, states: Sequence[State]) -> State:
