@@ -94,27 +94,29 @@ def test_local_keeps_the_first_workers_statistics_and_average_those_of_all(two: 
 
 
 def test_synced_batch_norm_is_torchs_own_on_the_whole_batch(three: Crew) -> None:
-    for outputs, gradients, weights, statistics in three.run(normalise_a_share, torch.float32):
-        assert outputs < 2e-6 and gradients < 2e-6 and weights < 2e-6 and statistics < 2e-6
-    for differences in three.run(normalise_a_share, torch.float64):
+    for mean in (10.0, 1000.0):  # torch's own is off by 1e-5 with the latter
+        for differences in three.run(normalise_a_share, torch.float32, mean):
+            assert max(differences) < 1e-6
+    for differences in three.run(normalise_a_share, torch.float64, 10.0):
         assert max(differences) < 1e-14
 
 
-def normalise_a_share(rank: int, size: int, dtype: torch.dtype) -> tuple[float, ...]:
-    """Compare shares of 5, 3 and 0 rows, of numbers far from zero, with the whole batch of 8."""
+def normalise_a_share(rank: int, size: int, dtype: torch.dtype, mean: float) -> tuple[float, ...]:
+    """Compare shares of 5, 3 and 0 rows, of numbers far from zero, with the whole batch of 8 in double precision."""
     import torch.distributed as dist
 
     from cordee.strategies.data_parallel.batch_norm import SyncedBatchNorm, absent
 
     torch.manual_seed(0)
-    batch = (torch.randn(8, 4, 3, 2, dtype=torch.float64) * torch.tensor([1.0, 2, 3, 4]).view(1, 4, 1, 1) + 10).to(
+    batch = (torch.randn(8, 4, 3, 2, dtype=torch.float64) * torch.tensor([1.0, 2, 3, 4]).view(1, 4, 1, 1) + mean).to(
         dtype
     )
     factors = torch.randn(8, 4, 3, 2, dtype=torch.float64).to(dtype)
-    whole, synced = torch.nn.BatchNorm2d(4, dtype=dtype), SyncedBatchNorm(torch.nn.BatchNorm2d(4, dtype=dtype))
-    inputs = batch.clone().requires_grad_()
+    whole = torch.nn.BatchNorm2d(4, dtype=torch.float64)
+    synced = SyncedBatchNorm(torch.nn.BatchNorm2d(4, dtype=dtype))
+    inputs = batch.double().clone().requires_grad_()
     expected = whole(inputs)
-    (expected * factors).sum().backward()
+    (expected * factors.double()).sum().backward()
     rows = (slice(0, 5), slice(5, 8), slice(8, 8))[rank]
     own = batch[rows].clone().requires_grad_()
     if rank == 2:

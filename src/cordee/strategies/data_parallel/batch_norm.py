@@ -83,14 +83,18 @@ class _Normalise(torch.autograd.Function):
         dist.all_reduce(sums)
         total_count = sums[-1]
         divisor = total_count.clamp(min=1.0)  # nobody may have a sample of a late part of a small batch
-        mean = sums[:-1] / divisor
+        rough_mean = sums[:-1] / divisor
         shape = [1, channels] + [1] * (inputs.ndim - 2)
-        centred = inputs - mean.view(shape)
-        squares = (centred * centred).sum(dims, dtype=dtype) * presence
-        dist.all_reduce(squares)
-        variance = squares / divisor
+        centred = inputs - rough_mean.view(shape)
+        # What rounding left of the mean is taken out as well, so that the mean of the outputs is as near to zero as
+        # with torch's own (with a mean of 10 deviations, the gradient of the weight is 10 times nearer).
+        moments = torch.cat([centred.sum(dims, dtype=dtype), (centred * centred).sum(dims, dtype=dtype)]) * presence
+        dist.all_reduce(moments)
+        rest, squares = (moments / divisor).chunk(2)
+        mean = rough_mean + rest
+        variance = (squares - rest * rest).clamp(min=0.0)
         inverse = torch.rsqrt(variance + eps)
-        normalised = centred * inverse.view(shape)
+        normalised = torch.addcmul(-(rest * inverse).view(shape), centred, inverse.view(shape))
         ctx.save_for_backward(normalised, inverse)
         ctx.divisor, ctx.input_dtype, ctx.is_absent = divisor, inputs.dtype, is_absent
         ctx.mark_non_differentiable(mean, variance, total_count)
