@@ -95,7 +95,7 @@ SEEDS: list[tuple[Message, list[object]]] = [
 
 VALID = []
 for message, arrays in SEEDS:
-    specs, views = outgoing(arrays)
+    specs, views, _, _ = outgoing(arrays)
     VALID.append([encode(message, specs), *map(bytes, views)])
 
 

@@ -5,10 +5,11 @@ Only CPU arrays of the types in `ITEM_BYTES` travel. Bytes are little-endian and
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 MAX_DIMENSIONS = 8
+ALIGN = 64
+_encode = msgspec.msgpack.Encoder().encode
 
 Kind: TypeAlias = Literal[
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
@@ -73,11 +76,12 @@ class Buffer:
     buffer that came in unaligned is copied: a small one, read together with its neighbours.
     """
 
-    __slots__ = ("data", "spec")
+    __slots__ = ("_tensor", "data", "spec")
 
     def __init__(self, spec: BufferSpec, data: memoryview) -> None:
         self.spec = spec
         self.data = data
+        self._tensor: torch.Tensor | None = None
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Return an array view; there is none for bfloat16, which NumPy does not have."""
@@ -86,33 +90,51 @@ class Buffer:
         return self._array(np.dtype(self.spec.dtype)).reshape(self.spec.shape)
 
     def torch(self) -> torch.Tensor:
-        """Return a tensor view. Imports torch, so that processes without tensors need not."""
+        """Return a tensor view, always the same. Imports torch, so that processes without tensors need not."""
+        if self._tensor is not None:
+            return self._tensor
         import torch
 
         # Through NumPy rather than torch.frombuffer, which refuses empty buffers and ignores alignment.
         carrier = np.dtype("int16" if self.spec.dtype == "bfloat16" else self.spec.dtype)
         tensor = torch.from_numpy(self._array(carrier))
-        return tensor.view(getattr(torch, self.spec.dtype)).reshape(self.spec.shape)
+        self._tensor = tensor.view(getattr(torch, self.spec.dtype)).reshape(self.spec.shape)
+        return self._tensor
 
     def _array(self, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         flat: np.ndarray[Any, Any] = np.frombuffer(self.data, dtype=dtype) if self.data.nbytes else np.empty(0, dtype)
         return flat if flat.flags.aligned and flat.flags.writeable else flat.copy()
 
 
-def outgoing(arrays: Sequence[Any]) -> tuple[tuple[BufferSpec, ...], list[memoryview]]:
+class Parcel(NamedTuple):
+    """Buffers ready to travel. Made once, it may be sent often, each time with the bytes that its views then have."""
+
+    specs: tuple[BufferSpec, ...]
+    views: list[memoryview]
+    described: bytes  # MessagePack of the specs
+    extent: int  # bytes they take in memory, each at a multiple of `ALIGN`
+
+
+def outgoing(arrays: Sequence[Any]) -> Parcel:
     """Describe NumPy arrays or CPU tensors and return their bytes, without a copy where they are contiguous."""
-    specs, views = [], []
+    if type(arrays) is Parcel:
+        return arrays
+    specs, views, extent = [], [], 0
     for position, array in enumerate(arrays):
-        kind, shape, flat = _tensor_bytes(array) if _is_tensor(array) else _array_bytes(array)
-        if kind not in ITEM_BYTES or len(shape) > MAX_DIMENSIONS:
+        kind, shape, plain = _plain_tensor(array) if _is_tensor(array) else _plain_array(array)
+        if plain is None or len(shape) > MAX_DIMENSIONS:
             raise WireError(
                 f"buffer {position} is {kind} of shape {shape}: only {', '.join(ITEM_BYTES)} "
                 f"of at most {MAX_DIMENSIONS} dimensions can be sent"
             )
-        assert flat is not None
         specs.append(BufferSpec(kind, shape))  # type: ignore[arg-type]  # a key of the table, as just checked
-        views.append(flat.data)
-    return tuple(specs), views
+        views.append(plain.data.cast("B") if plain.size else memoryview(b""))
+        extent += padded(plain.nbytes)
+    return Parcel(tuple(specs), views, _encode(specs), extent)
+
+
+def padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN) * ALIGN
 
 
 def incoming(position: int, spec: BufferSpec, data: memoryview) -> Buffer:
@@ -131,7 +153,10 @@ def incoming(position: int, spec: BufferSpec, data: memoryview) -> Buffer:
     return Buffer(spec, data)
 
 
-_Flat: TypeAlias = "tuple[str, tuple[int, ...], np.ndarray[Any, Any] | None]"
+_Plain: TypeAlias = "tuple[str, tuple[int, ...], np.ndarray[Any, Any] | None]"
+
+# By type object: asking NumPy for the name of a type takes longer than all the rest of `outgoing`.
+_ARRAY_KINDS = {np.dtype(kind).newbyteorder("<"): kind for kind in ITEM_BYTES if kind != "bfloat16"}
 
 
 def _is_tensor(value: Any) -> bool:
@@ -139,21 +164,41 @@ def _is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _tensor_bytes(tensor: torch.Tensor) -> _Flat:
+def _plain_tensor(tensor: torch.Tensor) -> _Plain:
     import torch
 
-    kind = str(tensor.dtype).removeprefix("torch.")
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    shape = tuple(tensor.shape)
+    kind = _tensor_kinds().get(tensor.dtype)
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise WireError(f"a tensor on {tensor.device} of layout {tensor.layout} cannot be sent: copy it to the CPU")
-    if kind not in ITEM_BYTES:
-        return kind, tuple(tensor.shape), None
-    flat = tensor.detach().resolve_neg().contiguous().reshape(-1)
-    return kind, tuple(tensor.shape), flat.view(torch.uint8).numpy()
+    if kind is None:
+        return str(tensor.dtype).removeprefix("torch."), shape, None
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    if kind == "bfloat16":
+        tensor = tensor.view(torch.int16)
+    return kind, shape, tensor.numpy()
 
 
-def _array_bytes(value: Any) -> _Flat:
-    array = np.asarray(value)
-    if array.dtype.name not in ITEM_BYTES:
-        return array.dtype.name, array.shape, None
-    native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    return array.dtype.name, array.shape, native.reshape(-1).view(np.uint8)
+@functools.cache
+def _tensor_kinds() -> dict[torch.dtype, str]:
+    import torch
+
+    return {getattr(torch, kind): kind for kind in ITEM_BYTES}
+
+
+def _plain_array(value: Any) -> _Plain:
+    array = value if type(value) is np.ndarray else np.asarray(value)
+    kind = _ARRAY_KINDS.get(array.dtype)
+    if kind is None:  # another byte order, or none of the table
+        kind = array.dtype.name
+        if kind not in _ARRAY_KINDS.values():
+            return kind, array.shape, None
+        array = array.astype(array.dtype.newbyteorder("<"))
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
+    return kind, array.shape, array

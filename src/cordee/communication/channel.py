@@ -210,6 +210,14 @@ class _Refusal(NamedTuple):
     refused: Refused
 
 
+class Asked(NamedTuple):
+    """A request that was sent."""
+
+    sequence: int
+    num_lost: int  # connections lost before it
+    kind: str
+
+
 class ClientChannel(Endpoint):
     """Connects to a server in the background, and again whenever the connection breaks.
 
@@ -274,23 +282,31 @@ class ClientChannel(Endpoint):
         `timeout_s` and `wait_on()` does not give it as much time again, or as soon as none can come because the
         connection was lost.
         """
-        deadline = time.monotonic() + timeout_s
+        return self.finish(self.begin(message, buffers, timeout_s=timeout_s), timeout_s=timeout_s, wait_on=wait_on)
+
+    def begin(self, message: Message, buffers: Sequence[Any] = (), *, timeout_s: float) -> Asked:
+        """Send a request; `finish` waits for the reply. Raises like `send`."""
         num_lost = self._monitor.num_lost
         sequence = self.send(message, buffers, timeout_s=timeout_s).sequence
+        return Asked(sequence, num_lost, type(message).__name__)
+
+    def finish(self, asked: Asked, *, timeout_s: float, wait_on: Callable[[], bool] = lambda: False) -> Received:
+        """Return the reply to a request, like `request`."""
+        deadline = time.monotonic() + timeout_s
         while True:
-            received = self._receive(deadline, num_lost)
+            received = self._receive(deadline, asked.num_lost)
             if received is None:
                 if not wait_on():
                     break
                 deadline = time.monotonic() + timeout_s
                 continue
-            if received.envelope.reply_to == sequence:
+            if received.envelope.reply_to == asked.sequence:
                 if isinstance(received.message, Refused):
                     raise RefusedError(self.address, received.message)
                 return received
             self._aside.append(received)
         raise CommunicationError(
-            f"no reply to {type(message).__name__} from {self.address} within {timeout_s:g} s"
+            f"no reply to {asked.kind} from {self.address} within {timeout_s:g} s"
             + (f": {self._monitor.trouble}" if self._monitor.trouble else "")
         )
 

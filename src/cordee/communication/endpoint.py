@@ -167,7 +167,7 @@ class Endpoint:
     ) -> Sent | None:
         """Hand a message to the transport; None if it took none before the deadline. Any thread may send."""
         payload = self._codec.encode_message(message)
-        specs, views = outgoing(arrays)
+        specs, views, _, _ = outgoing(arrays)
         deadline = time.monotonic() + timeout_s
         while True:
             with self._using:

@@ -102,7 +102,7 @@ class Codec:
         """Read and check the message in an envelope."""
         return self.decode_payload(envelope.payload, envelope.sender)
 
-    def decode_payload(self, payload: msgspec.Raw | memoryview, sender: str) -> Message:
+    def decode_payload(self, payload: msgspec.Raw | bytes, sender: str) -> Message:
         """Read and check a message that comes without an envelope."""
         try:
             return self._message_decoder.decode(payload)

@@ -20,7 +20,7 @@ CODEC = Codec(COORDINATION, LIMITS)
 
 
 def frames_of(message: Message, arrays: list[Any] | None = None, codec: Codec = CODEC, **fields: Any) -> list[bytes]:
-    specs, views = outgoing(arrays or [])
+    specs, views, _, _ = outgoing(arrays or [])
     values: dict[str, Any] = {
         "version": PROTOCOL_VERSION, "run": "run", "sender": "worker-0", "incarnation": 1, "generation": 1,
         "sequence": 1, "reply_to": 0, "buffers": specs, "payload": codec.encode_message(message),

@@ -16,7 +16,7 @@ from cordee.core.errors import CommunicationError
 
 
 def travel(array: Any) -> Buffer:
-    (spec,), (view,) = outgoing([array])
+    (spec,), (view,), _, _ = outgoing([array])
     return incoming(0, spec, memoryview(bytearray(view)))
 
 
@@ -56,7 +56,7 @@ def test_strides_gradients_and_byte_order_do_not_matter() -> None:
 
 def test_nothing_is_copied() -> None:
     array, tensor = np.zeros(8, np.float32), torch.zeros(8)
-    _, views = outgoing([array, tensor])
+    views = outgoing([array, tensor]).views
     views[0][0], views[1][0] = 1, 1
     assert array[0] != 0
     assert tensor[0] != 0

@@ -13,7 +13,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from cordee.communication.buffers import Buffer, outgoing
 from cordee.communication.calls.lane import (
@@ -22,11 +22,10 @@ from cordee.communication.calls.lane import (
     REPLY_STAMP,
     Lane,
     Porch,
-    extent,
     sleep_for_reply,
 )
 from cordee.communication.calls.messages import CONNECTION, Greeting, HostCard, LaneOpened, OpenLane, Ping
-from cordee.communication.channel import ClientChannel, RefusedError
+from cordee.communication.channel import Asked, ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
 from cordee.communication.messages import Message, Refused
@@ -51,6 +50,20 @@ _SMALLEST_LANE_BYTES = 1 << 16
 
 def _message_only(message: Message, buffers: tuple[Buffer, ...]) -> Message:
     return message
+
+
+class Pending(Protocol):
+    """A request that is under way. Exactly one of the two methods must be called, once."""
+
+    def finish(self, receive: Receive = ..., *, timeout_s: float | None = None) -> Any:
+        """Wait for the reply and return what `receive` makes of it, as `Connection.call` does."""
+
+    def abandon(self) -> None:
+        """Do without the reply."""
+
+
+class ServerDiedError(CommunicationError):
+    """The process of a server on this host has ended, and so has what it held."""
 
 
 class Connection:
@@ -114,32 +127,25 @@ class Connection:
         `reply_bytes` is how much the buffers of the reply may take. Without `timeout_s` it waits as long as the
         server lives. Raises RefusedError if the server refuses, CommunicationError if it dies, freezes or is late.
         """
-        specs, views = outgoing(buffers)
+        return self.begin(message, buffers, reply_bytes=reply_bytes).finish(receive, timeout_s=timeout_s)
+
+    def begin(self, message: Message, buffers: Sequence[Any] = (), *, reply_bytes: int = 0) -> Pending:
+        """Make a request without waiting for the reply, which `finish` of the result returns; several may be under way.
+
+        The buffers may change as soon as it returns.
+        """
         if self._porch is None:
-            return self._call_channel(message, buffers, receive, timeout_s)
-        needed = max(extent([view.nbytes for view in views]), reply_bytes)
+            return self._begin_channel(message, buffers)
+        parcel = outgoing(buffers)
         payload = self._codec.encode_message(message)
-        lane = self._take_lane(needed)
+        lane = self._take_lane(max(parcel.extent, reply_bytes))
         try:
-            lane.lane.write(payload, specs, views)
-            assert self._watch is not None
-            lane.ask(self._porch, self._watch, timeout_s)
-            raw, answers = lane.lane.read()
-            reply = self._codec.decode_payload(raw, self.address)
-            if isinstance(reply, Refused):
-                raise RefusedError(self.address, reply)
-            result = receive(reply, answers)
-        except CommunicationError as error:
-            if not isinstance(error, RefusedError):  # the reply may still come: nobody else may use this lane
-                lane.close(self._porch)
-            else:
-                self._give_back(lane)
-            raise
+            lane.lane.write(bytes(payload), parcel)
         except BaseException:
             lane.close(self._porch)
             raise
-        self._give_back(lane)
-        return result
+        lane.show(self._porch)
+        return _LaneCall(self, lane)
 
     def close(self) -> None:
         with self._lock:
@@ -160,16 +166,40 @@ class Connection:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call_channel(self, message: Message, buffers: Sequence[Any], receive: Receive, timeout_s: float | None) -> Any:
+    def _begin_channel(self, message: Message, buffers: Sequence[Any]) -> Pending:
         with self._lock:
             self._refuse_closed()
             channel = self._free_channels.pop() if self._free_channels else None
         if channel is None:
             channel = self._open_channel()
         try:
-            received = channel.request(
-                message,
-                buffers,
+            return _ChannelCall(self, channel, channel.begin(message, buffers, timeout_s=self._timeout_s))
+        except BaseException:
+            channel.close(0)
+            raise
+
+    def _finish_lane(self, lane: _SharedLane, receive: Receive, timeout_s: float | None) -> Any:
+        assert self._porch is not None and self._watch is not None
+        try:
+            lane.wait(self._watch, timeout_s)
+            raw, answers = lane.lane.read()
+            reply = self._codec.decode_payload(raw, self.address)
+            if type(reply) is Refused:
+                raise RefusedError(self.address, reply)
+            result = receive(reply, answers)
+        except RefusedError:
+            self._give_back(lane)
+            raise
+        except BaseException:  # the reply may still come: nobody else may use this lane
+            lane.close(self._porch)
+            raise
+        self._give_back(lane)
+        return result
+
+    def _finish_channel(self, channel: ClientChannel, asked: Asked, receive: Receive, timeout_s: float | None) -> Any:
+        try:
+            received = channel.finish(
+                asked,
                 timeout_s=self._timeout_s if timeout_s is None else timeout_s,
                 wait_on=self._ping if timeout_s is None else lambda: False,
             )
@@ -182,6 +212,10 @@ class Connection:
             raise
         self._give_channel_back(channel)
         return result
+
+    def _abandon_lane(self, lane: _SharedLane) -> None:
+        assert self._porch is not None
+        lane.close(self._porch)
 
     def _ping(self) -> bool:
         """Whether the server lives; raises CommunicationError if it does not."""
@@ -207,6 +241,8 @@ class Connection:
     def _take_lane(self, needed: int) -> _SharedLane:
         with self._lock:
             self._refuse_closed()
+            if self._free and self._free[-1].lane.capacity >= needed:
+                return self._free.pop()
             fitting = [lane for lane in self._free if lane.lane.capacity >= needed]
             if fitting:
                 lane = min(fitting, key=lambda lane: lane.lane.capacity)
@@ -248,11 +284,14 @@ class _SharedLane:
     def __init__(self, lane: Lane, slot: int) -> None:
         self.lane, self.slot, self.stamp = lane, slot, 0
 
-    def ask(self, porch: Porch, watch: _ServerWatch, timeout_s: float | None) -> None:
-        """Show the request that was written and wait for the reply."""
+    def show(self, porch: Porch) -> None:
+        """Tell the server of the request that was written."""
         self.stamp += 1
+        porch.call(self.slot, self.stamp)
+
+    def wait(self, watch: _ServerWatch, timeout_s: float | None) -> None:
+        """Wait for the reply."""
         stamp, words = self.stamp, self.lane.words
-        porch.call(self.slot, stamp)
         for _ in range(_SPINS):
             if words[REPLY_STAMP] >= stamp:
                 return
@@ -273,6 +312,36 @@ class _SharedLane:
         porch.call(self.slot, -1)
 
 
+class _LaneCall:
+    """A request in a lane."""
+
+    __slots__ = ("_connection", "_lane")
+
+    def __init__(self, connection: Connection, lane: _SharedLane) -> None:
+        self._connection, self._lane = connection, lane
+
+    def finish(self, receive: Receive = _message_only, *, timeout_s: float | None = None) -> Any:
+        return self._connection._finish_lane(self._lane, receive, timeout_s)
+
+    def abandon(self) -> None:
+        self._connection._abandon_lane(self._lane)
+
+
+class _ChannelCall:
+    """A request on a channel."""
+
+    __slots__ = ("_asked", "_channel", "_connection")
+
+    def __init__(self, connection: Connection, channel: ClientChannel, asked: Asked) -> None:
+        self._connection, self._channel, self._asked = connection, channel, asked
+
+    def finish(self, receive: Receive = _message_only, *, timeout_s: float | None = None) -> Any:
+        return self._connection._finish_channel(self._channel, self._asked, receive, timeout_s)
+
+    def abandon(self) -> None:
+        self._channel.close(0)
+
+
 class _ServerWatch:
     """Whether the server on this host lives."""
 
@@ -289,7 +358,7 @@ class _ServerWatch:
         except OSError:
             is_same = False
         if not is_same:
-            raise CommunicationError(f"the server at {address} (process {self._pid}) died")
+            raise ServerDiedError(f"the server at {address} (process {self._pid}) died")
         self._poll = select.poll()
         self._poll.register(self._pidfd, select.POLLIN)
 
@@ -297,7 +366,7 @@ class _ServerWatch:
         """Raise CommunicationError if the server died or froze."""
         with self._lock:
             if self._poll.poll(0):
-                raise CommunicationError(f"the server at {self.address} (process {self._pid}) died")
+                raise ServerDiedError(f"the server at {self.address} (process {self._pid}) died")
             step_s = now - self._sampled_s
             if step_s < _SAMPLE_S:
                 return

@@ -183,11 +183,11 @@ class CallServer:
         lane = served.lane
 
         def send(message: Message, buffers: Sequence[Any]) -> None:
-            specs, views = outgoing(buffers)
+            payload = self._codec.encode_message(message)
             try:
-                lane.write(self._codec.encode_message(message), specs, views)
+                lane.write(bytes(payload), outgoing(buffers))
             except WireError as error:
-                lane.write(self._codec.encode_message(Refused("reply-too-large", str(error))), (), ())
+                lane.write(bytes(self._codec.encode_message(Refused("reply-too-large", str(error)))), outgoing(()))
             lane.words[REPLY_STAMP] = stamp
             wake_client(lane)
 
