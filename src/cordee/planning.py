@@ -83,6 +83,12 @@ def plan(
     )
 
 
+def profile_of(job: Job) -> ModelProfile:
+    """Return the profile of the job's model in one process, from the cache or measured."""
+    profile, _, _ = _measure(assemble_alone(job), 1, fresh=False, budget_s=BUDGET_S)
+    return profile
+
+
 def machine_key() -> str:
     return key_of(describe_machine())
 

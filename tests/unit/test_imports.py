@@ -23,6 +23,7 @@ RANKS: dict[str, int] = {
     "crew": 8,
     "planning": 9,
     "deciding": 10,
+    "simulating": 10,
     "interrupts": 5,
     "run": 5,
     "trainer": 6,
