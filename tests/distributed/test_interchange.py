@@ -26,6 +26,7 @@ STRATEGIES: dict[str, Table] = {
     "data_parallel": {"name": "data_parallel"},
     "sharded": {"name": "sharded", "unit_bytes": 10_000},
     "pipeline": {"name": "pipeline", "microbatches": 4},
+    "tensor": {"name": "tensor"},
 }
 SPLIT = [name for name in STRATEGIES if name not in ("single", "data_parallel")]
 PAIRS = [pair for name in SPLIT for pair in ((name, "single"), ("single", name), (name, "data_parallel"))]

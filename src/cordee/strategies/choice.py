@@ -16,6 +16,7 @@ from cordee.strategies.pipeline import Pipeline, PipelineSettings
 from cordee.strategies.sharded import Sharded, ShardedSettings
 from cordee.strategies.single import Single, SingleSettings
 from cordee.strategies.strategy import Strategy
+from cordee.strategies.tensor import TensorParallel, TensorSettings
 
 
 class Entry(NamedTuple):
@@ -33,6 +34,7 @@ STRATEGIES: Mapping[str, Entry] = {
     "pipeline": Entry(Pipeline, PipelineSettings),
     "sharded": Entry(Sharded, ShardedSettings),
     "single": Entry(Single, SingleSettings, can_reproduce=True),
+    "tensor": Entry(TensorParallel, TensorSettings),
 }
 
 
