@@ -31,9 +31,10 @@ from cordee.served.dispatcher import Dispatcher
 from cordee.served.link import ProcessOrder
 from cordee.served.messages import LIMITS, SERVED
 from cordee.served.plan import RunPlan
+from cordee.strategies.parameter_server.layout import make_layout
 from cordee.strategies.parameter_server.messages import LIMITS as PARAMETER_LIMITS
 from cordee.strategies.parameter_server.messages import PARAMETERS, Adopt, Fence
-from cordee.strategies.parameter_server.strategy import settings_of
+from cordee.strategies.parameter_server.strategy import can_split, settings_of
 from cordee.trainer import Progress
 from cordee.version import __version__
 
@@ -42,6 +43,17 @@ log = logging.getLogger("cordee.served")
 STARTUP_TIMEOUT_S = 120.0  # importing torch on a busy machine, and loading the data
 TICK_S = 0.02
 _TARGETS = {role: f"cordee.served.{role}:main" for role in ("worker", "server", "evaluator")}
+
+
+def check_served(parts: Assembly) -> None:
+    """Raise JobError for a job that cannot be served, before anything is started."""
+    settings = settings_of(parts.job)
+    make_layout(parts.model, settings.servers, can_split=can_split(parts.job))
+    if parts.splits.train.num_samples is None:
+        raise JobError(
+            "strategy 'parameter_server' hands out samples by their number, and an IterableDataset has none: "
+            "use a Dataset with a length, or strategy 'data_parallel'"
+        )
 
 
 class ServedRun:
@@ -66,6 +78,7 @@ class ServedRun:
         self._numbers = 0
         self._num_replaced = 0
         self._recoveries = 0
+        self._recovering: list[tuple[str, str, float, int]] = []  # role, name, when and at which step it was lost
         self._next_worker = self._job.strategy.workers
         self._run_id = secrets.token_hex(8)
         self._server_keys, (self._client_keys,) = make_keys()
@@ -114,11 +127,7 @@ class ServedRun:
     def _plan(self) -> RunPlan:
         parts = self._parts
         num_samples = parts.splits.train.num_samples
-        if num_samples is None or parts.total_steps is None:
-            raise JobError(
-                "strategy 'parameter_server' hands out samples by their number, and an IterableDataset has none: "
-                "use a Dataset with a length, or strategy 'data_parallel'"
-            )
+        assert num_samples is not None and parts.total_steps is not None
         policy = StopPolicy(self._job.stop)
         policy.patience = self._progress.patience
         return RunPlan(
@@ -176,6 +185,7 @@ class ServedRun:
             self._check_silence(engine, dispatcher, started_s)
             self._check_failures(dispatcher)
             self._pair_servers(dispatcher)
+            self._note_recoveries()
             if self._should_stop():
                 dispatcher.stop("interrupt")
             elif stop_s is not None and dispatcher.elapsed_s() >= stop_s:
@@ -213,7 +223,7 @@ class ServedRun:
             )
         self._num_replaced += 1
         self._recoveries += 1
-        started_s = time.perf_counter()
+        self._recovering.append((role, name, time.perf_counter(), self._progress.step))
         address = dispatcher.channel.address
         if role == "worker":
             successor = self._start(engine, address, role, self._next_worker)
@@ -226,7 +236,6 @@ class ServedRun:
             self._start(engine, address, role, 0)
             message = "another takes its place"
         self._monitor.emit("warning", message=f"{name} {how}: {message}")
-        self._monitor.emit("recovery", role=role, lost=name, seconds=time.perf_counter() - started_s)
 
     def _replace_server(self, engine: LocalEngine, dispatcher: Dispatcher, index: int) -> str:
         is_served = dispatcher.is_served(index)
@@ -236,6 +245,13 @@ class ServedRun:
         saved = checkpoint.list_checkpoints(self._directory.checkpoints)
         kept = f"its parameters go on from {saved[-1].name}" if saved else "its parameters start from the beginning"
         return f"{kept}, its updates since then (the run is at step {self._progress.step}) are lost"
+
+    def _note_recoveries(self) -> None:
+        """Tell how long it took from a loss to the next step that was committed."""
+        for entry in [entry for entry in self._recovering if self._progress.step > entry[3]]:
+            self._recovering.remove(entry)
+            role, name, lost_s, _ = entry
+            self._monitor.emit("recovery", role=role, lost=name, seconds=time.perf_counter() - lost_s)
 
     def _pair_servers(self, dispatcher: Dispatcher) -> None:
         """Have servers give their seconds everything, where that is still to be done."""
