@@ -17,7 +17,6 @@ from cordee.planner.costs import in_bytes, in_time
 from cordee.planner.simulator import PUBLISHED, CrowdOutcome, Scenario, load_scenario, read_scenario
 from cordee.planner.simulator.drawing import describe, draw_page
 from cordee.planner.site import DescribedCluster
-from cordee.planning import profile_of
 
 
 def find_scenario(name: str, overrides: Sequence[str]) -> Scenario:
@@ -37,6 +36,8 @@ def scenario_of_job(job: str | Path, cluster: str | Path | None, overrides: Sequ
 
     Each worker computes as many samples as the job's whole batch has; --set changes any key.
     """
+    from cordee.planning import profile_of  # which imports torch: other scenarios do without
+
     loaded = Job.load(job)
     profile = profile_of(loaded)
     site = None if cluster is None else load_cluster(Path(cluster))

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import msgspec
 import psutil
-import torch
 
-from cordee.compute import usable_cores
 from cordee.version import __version__
 
 _UNLIMITED = 1 << 60  # what cgroups write where there is no limit
@@ -66,6 +64,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe_machine() -> str:
     """Return what makes measurements of this machine those of another: part of every key in the cache."""
+    import torch  # here, so that simulating does without it
+
+    from cordee.compute import usable_cores
+
     return f"{_processor()}; {usable_cores()} cores; torch {torch.__version__}; cordee {__version__}"
 
 
