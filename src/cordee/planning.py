@@ -90,7 +90,7 @@ def profile_of(job: Job) -> ModelProfile:
 
 
 def machine_key() -> str:
-    return key_of(describe_machine())
+    return key_of(describe_machine(), *sorted(STRATEGIES))
 
 
 def kept_machine() -> Machine:

@@ -19,6 +19,7 @@ RANKS: dict[str, int] = {
     "assembly": 5,
     "planner": 5,
     "profiling": 6,
+    "overheads": 6,
     "profile_worker": 7,
     "crew": 8,
     "planning": 9,
