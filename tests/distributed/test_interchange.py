@@ -20,6 +20,9 @@ JOB = job(
     # Adam without a large eps takes full steps along gradients that are nothing but rounding.
     optimizer={"use": "adam", "lr": 0.003, "eps": 1e-3},
     schedule={"use": "cosine", "warmup_steps": 3},
+    # Training goes on after the whole model was put together.
+    checkpoint={"every_steps": 2},
+    evaluation={"every_steps": 3},
 )
 STRATEGIES: dict[str, Table] = {
     "single": {"name": "single"},
