@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cordee.planner import Plan
     from cordee.planning import plan
     from cordee.run import Run
+    from cordee.store import KVStore
 
 # Names are imported when first used, so that `cordee --help` does not wait for torch.
 _HOMES = {
@@ -28,6 +29,7 @@ _HOMES = {
     "Data": "cordee.core.settings",
     "Evaluation": "cordee.core.settings",
     "Job": "cordee.core",
+    "KVStore": "cordee.store",
     "Monitoring": "cordee.core.settings",
     "Plan": "cordee.planner",
     "Run": "cordee.run",
@@ -48,6 +50,7 @@ __all__ = [
     "Data",
     "Evaluation",
     "Job",
+    "KVStore",
     "Monitoring",
     "Plan",
     "Run",

@@ -15,6 +15,7 @@ EXPORTS = [
     "Data",
     "Evaluation",
     "Job",
+    "KVStore",
     "Monitoring",
     "Plan",
     "Run",

@@ -200,60 +200,6 @@ def plan(
     _print(table.get().rstrip("\n"))
 
 
-@app.command()
-def simulate(
-    scenario: Annotated[
-        str | None,
-        typer.Argument(metavar="[SCENARIO]", help="A scenario file, or a published one's name.", show_default=False),
-    ] = None,
-    job: Annotated[
-        Path | None, typer.Option(help="Take step and gradients from this job, profiled here.", metavar="JOB.toml")
-    ] = None,
-    cluster: Annotated[Path | None, typer.Option(help="With --job: take the links from here.", metavar="FILE")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Override one key, e.g. staleness=4.", metavar="K=V")
-    ] = None,
-    page: Annotated[Path | None, typer.Option("--html", help="Also draw it: a page with charts.", metavar="F")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
-) -> None:
-    """Predict scaling, idling, staleness and losses on clusters that are not here.
-
-    A scenario is a TOML file (docs/planner.md lists its keys), a job with a cluster file, or a published one:
-    horovod-inception3, horovod-resnet101, horovod-vgg16, parameter-server.
-
-    For example:
-
-        cordee simulate horovod-vgg16 --set "workers=[1,64,1024]" --html vgg.html
-
-        cordee simulate --job job.toml --cluster cluster.toml --set mtbf=30d
-    """
-    import msgspec
-    from rich.console import Console
-
-    from cordee.core.errors import JobError
-    from cordee.planner.simulator import simulate as run_simulation
-    from cordee.simulating import find_scenario, render_outcomes, scenario_of_job, write_page
-
-    if (scenario is None) == (job is None):
-        raise JobError("say what to simulate: a scenario, or --job JOB.toml, and not both")
-    if cluster is not None and job is None:
-        raise JobError("--cluster belongs to --job; a scenario has its own links")
-    overrides = settings or []
-    chosen = find_scenario(scenario, overrides) if scenario else scenario_of_job(job or "", cluster, overrides)
-    outcomes = run_simulation(chosen)
-    if page is not None:
-        write_page(page, chosen, outcomes)
-    if as_json:
-        _print(msgspec.json.format(msgspec.json.encode({"scenario": chosen, "outcomes": outcomes})).decode())
-        return
-    console = Console(highlight=False)
-    with console.capture() as table:
-        console.print(render_outcomes(chosen, outcomes))
-        if page is not None:
-            console.print(f"page: {page}", soft_wrap=True)
-    _print(table.get().rstrip("\n"))
-
-
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 )
@@ -275,6 +221,89 @@ def run(
 
     if not run_script(script, context.args, workers):
         raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def server(
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            help="Where to listen, e.g. tcp://10.0.0.1:7000; else at a free port, of this host alone unless joining.",
+            metavar="ADDRESS",
+        ),
+    ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(help="End when so many workers have come and left; 0: serve until Ctrl-C.", metavar="N", min=0),
+    ] = 0,
+    servers: Annotated[int, typer.Option(help="How many servers the store has, this one included.", min=1)] = 1,
+    join: Annotated[
+        str | None, typer.Option(help="Be one more server of the store at this address.", metavar="ADDRESS")
+    ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(help="Where the key is left, or with --join found; else in the cache folder.", metavar="FILE"),
+    ] = None,
+    updaters: Annotated[
+        list[str] | None,
+        typer.Option(help="A module with update functions that workers may choose (repeat for several).", metavar="M"),
+    ] = None,
+    failure_timeout: Annotated[str, typer.Option(help="A worker silent for so long is lost.", metavar="T")] = "30s",
+    require_all: Annotated[
+        bool, typer.Option("--require-all", help="End with an error if not all have come within the failure timeout.")
+    ] = False,
+) -> None:
+    """Serve arrays to `cordee.KVStore`: the parameter server on its own.
+
+    Says where it listens, where its key is and how to start workers. The key is needed by all who take part.
+
+    For example:
+
+        cordee server --workers 2
+
+        cordee worker --servers tcp://127.0.0.1:PORT script.py
+    """
+    from cordee.store.serving import serve
+
+    serve(
+        listen=listen,
+        num_workers=workers,
+        num_servers=servers,
+        join=join,
+        key_file=key_file,
+        updaters=updaters or [],
+        failure_timeout=failure_timeout,
+        must_complete=require_all,
+        say=_print,
+    )
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def worker(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT [ARGS]", help="A Python script.", show_default=False)],
+    servers: Annotated[
+        str | None,
+        typer.Option(help="The address that `cordee server` printed; else $CORDEE_STORE.", metavar="ADDRESS"),
+    ] = None,
+    key_file: Annotated[
+        Path | None, typer.Option(help="A copy of the store's key; else in the cache folder.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Start a script as a worker of a store: `cordee.KVStore()` in it joins the store.
+
+    What follows the script's name goes to the script.
+    """
+    from cordee.core.env import enter_store
+    from cordee.core.errors import JobError
+
+    if not script.is_file():
+        raise JobError(f"no script {str(script)!r}")
+    enter_store(servers, key_file)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, str(script), *context.args])
 
 
 @app.command()

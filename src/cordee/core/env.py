@@ -19,6 +19,20 @@ class Place(NamedTuple):
     local_world_size: int
 
 
+class StoreRole(NamedTuple):
+    """What ps-lite's variables make of a process: its role, how many there are, and where the scheduler is."""
+
+    role: str  # scheduler, server or worker
+    num_workers: int
+    num_servers: int
+    host: str
+    port: int
+
+    @property
+    def address(self) -> str:
+        return f"tcp://{self.host}:{self.port}"
+
+
 def data_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
     """Return the folders named by `CORDEE_DATA`, which may list several with ':' between them."""
     return [Path(part).expanduser() for part in environ.get("CORDEE_DATA", "").split(os.pathsep) if part]
@@ -78,3 +92,61 @@ def script_environment(place: Place, master_port: int) -> dict[str, str]:
         "MASTER_PORT": str(master_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+
+
+def store_address(environ: Mapping[str, str] = os.environ) -> str:
+    """Return where the store is that `cordee worker` or the user names by `CORDEE_STORE`; empty if none."""
+    return environ.get("CORDEE_STORE", "")
+
+
+def store_key_text(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the key of the store, `CORDEE_STORE_KEY`; empty if it is not given."""
+    return environ.get("CORDEE_STORE_KEY", "")
+
+
+def store_key_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return where the key of the store is, `CORDEE_STORE_KEY_FILE`; None if not said."""
+    name = environ.get("CORDEE_STORE_KEY_FILE")
+    return Path(name).expanduser() if name else None
+
+
+def store_updaters(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the modules with update functions for servers that `DMLC_ROLE` starts, `CORDEE_STORE_UPDATERS`."""
+    return [name for name in environ.get("CORDEE_STORE_UPDATERS", "").split(",") if name]
+
+
+def store_environment(address: str, key_text: str) -> dict[str, str]:
+    """Return what a process needs to find a store."""
+    return {"CORDEE_STORE": address, "CORDEE_STORE_KEY": key_text}
+
+
+def enter_store(address: str | None, key_file: Path | None) -> None:
+    """Tell this process, and what it becomes, which store it works for. Raises JobError if nothing says which."""
+    if not (address or store_address() or os.environ.get("DMLC_ROLE")):
+        raise JobError("which store? Give --servers with the address that `cordee server` printed, or set CORDEE_STORE")
+    if address:
+        os.environ["CORDEE_STORE"] = address
+    if key_file is not None:
+        if not key_file.expanduser().is_file():
+            raise JobError(f"--key-file {key_file}: there is no such file")
+        os.environ["CORDEE_STORE_KEY_FILE"] = str(key_file.expanduser().resolve())
+
+
+def store_role(environ: Mapping[str, str] = os.environ) -> StoreRole | None:
+    """Return the role that ps-lite's `DMLC_*` variables give this process; None without `DMLC_ROLE`."""
+    role = environ.get("DMLC_ROLE")
+    if not role:
+        return None
+    if role not in ("scheduler", "server", "worker"):
+        raise JobError(f"the environment says DMLC_ROLE={role!r}: it must be scheduler, server or worker")
+    numbers = {}
+    for name in ("DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "DMLC_PS_ROOT_PORT"):
+        text = environ.get(name, "")
+        if not text.isdecimal() or int(text) < 1:
+            raise JobError(f"the environment says DMLC_ROLE={role} and {name}={text!r}: it must be a number from 1")
+        numbers[name] = int(text)
+    host = environ.get("DMLC_PS_ROOT_URI", "")
+    if not host:
+        raise JobError(f"the environment says DMLC_ROLE={role} but has no DMLC_PS_ROOT_URI: where is the scheduler?")
+    num_workers, num_servers, port = numbers.values()
+    return StoreRole(role, num_workers, num_servers, host, port)

@@ -56,7 +56,8 @@ class RunPlan:
     @property
     def clip_norm(self) -> float:
         """The norm that the servers clip to, once they have the gradient of a whole step."""
-        return self.settings.clip_norm if self.settings.is_in_step else 0.0
+        wanted = self.settings.clip_norm or self.job.training.clip_norm
+        return wanted if self.settings.is_in_step else 0.0
 
     @property
     def max_staleness(self) -> int | None:

@@ -66,7 +66,7 @@ def test_help_does_not_wait_for_torch(arguments: list[str]) -> None:
 
 def test_every_command_is_explained() -> None:
     text = invoke("--help")
-    for name in ("train", "run", "export", "runs", "doctor", "bench"):
+    for name in ("train", "run", "server", "worker", "export", "runs", "doctor", "bench"):
         assert f"\n  {name} " in text
         assert "Usage" in invoke(name, "--help")
 

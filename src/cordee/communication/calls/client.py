@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import select
 import threading
 import time
@@ -77,11 +78,15 @@ class Connection:
         keys: ClientKeys | None,
         *,
         failure_timeout_s: float,
+        connect_timeout_s: float | None = None,
         limits: Limits | None = None,
         curve: bool = True,
         shared_memory: bool = True,
     ) -> None:
-        """Connect. Raises CommunicationError if the server does not answer within `failure_timeout_s`."""
+        """Connect. Raises CommunicationError if the server does not answer within `connect_timeout_s`.
+
+        Without it: `failure_timeout_s`, which is for everything that follows.
+        """
         self.address = address
         self._speaker = speaker
         self._keys = keys
@@ -90,6 +95,8 @@ class Connection:
         self._codec = Codec([*CONNECTION, *messages], limits)
         self._lock = threading.Lock()
         self._control_lock = threading.Lock()
+        # A server takes a second connection of the same speaker, opened when the first was lost, for a replay of it.
+        self._token = secrets.token_hex(4)
         self._num_channels = 0
         self._free: list[_SharedLane] = []
         self._free_channels: list[ClientChannel] = []
@@ -98,7 +105,8 @@ class Connection:
         self._watch: _ServerWatch | None = None
         self._control = self._open_channel()
         try:
-            card = self._control.request(Greeting(), timeout_s=failure_timeout_s).message
+            limit_s = failure_timeout_s if connect_timeout_s is None else connect_timeout_s
+            card = self._control.request(Greeting(), timeout_s=limit_s).message
             assert isinstance(card, HostCard)
             settings = BackendSettings(shared_memory=shared_memory)
             if card.host_id == own_host_id(settings, os.getpid()):
@@ -227,7 +235,7 @@ class Connection:
         with self._lock:
             number = self._num_channels
             self._num_channels += 1
-        name = f"{self._speaker.name}/{number}"
+        name = f"{self._speaker.name}/{self._token}-{number}"
         speaker = Speaker(run=self._speaker.run, name=name, incarnation=self._speaker.incarnation)
         return ClientChannel(self.address, speaker, self._codec, self._keys, curve=self._curve)
 

@@ -1,0 +1,11 @@
+"""Update functions that servers of the tests are started with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def keep_largest(value: Tensor, pushed: Tensor, state: dict[str, Any], scale: float = 1.0) -> None:
+    value.copy_(value.maximum(pushed * scale))
