@@ -9,24 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import msgspec
-
 from cordee.assembly import Assembly
 from cordee.core import Job
 from cordee.core.components import LIVE_PREFIX
-from cordee.core.errors import CordeeError
 from cordee.data.datasets import IterableSource
-from cordee.planner import Prediction, Work, search
+from cordee.planner import Candidate, Prediction, Work, search
 from cordee.planner.cache import keep, read_kept
-from cordee.planner.costs import in_time
+from cordee.planner.costs import MODELS, in_time, predict
 from cordee.planner.machine import free_memory_bytes
-from cordee.planner.plan import CLOSE
 from cordee.planner.profile import ModelProfile
-from cordee.planner.search import OTHER_TRAINING
+from cordee.planner.search import CLOSE, is_candidate
 from cordee.planner.site import ThisMachine
-from cordee.planning import kept_machine
+from cordee.planning import job_as, kept_machine, refusal
 from cordee.profiling import assemble_alone, estimate_step_s, profile_key, take_profile
-from cordee.strategies import STRATEGIES, make_strategy
+from cordee.strategies import STRATEGIES
 
 QUICK_STEP_S = 0.05  # a model whose step takes no longer is profiled on the spot
 QUICK_BUDGET_S = 0.4
@@ -62,9 +58,9 @@ def decide(asked: Job, parts: Assembly) -> Decision:
     site = ThisMachine(machine, workers, free_memory_bytes())
     work = Work(profile, parts.job.training.batch_size, site, parts.job.training.accumulate)
     predictions = [p for p in search(work, workers) if p.workers == workers]
-    usual = next((p for p in predictions if p.strategy == parts.job.strategy.name), None)
     if not is_auto:
-        return Decision(parts.job, usual, f"strategy.name = '{parts.job.strategy.name}' as the job says")
+        return Decision(parts.job, _as_asked(parts.job, work), "the strategy is the one that the job says")
+    usual = next((p for p in predictions if p.strategy == parts.job.strategy.name), None)
     for prediction, job in _that_run(asked, parts, predictions):
         if usual is not None and usual.fits and prediction.step_s > usual.step_s * (1 - CLOSE):
             break  # equal, as far as can be predicted
@@ -73,6 +69,18 @@ def decide(asked: Job, parts: Assembly) -> Decision:
     if usual is None:
         return Decision(parts.job, None, "the usual choice")
     return Decision(parts.job, usual, f"{usual.strategy}, {in_time(usual.step_s)} a step: {usual.note}")
+
+
+def _as_asked(job: Job, work: Work) -> Prediction | None:
+    """Return the prediction for the strategy with the job's own numbers, or its defaults."""
+    name, workers, settings = job.strategy.name, job.strategy.workers, dict(job.strategy.settings)
+    if name == "pipeline":
+        settings["microbatches"] = settings.get("microbatches") or min(4 * workers, work.batch_size)
+        if workers > len(work.profile.blocks):
+            return None
+    if name not in MODELS or (name == "hybrid" and "mesh" not in settings):
+        return None
+    return predict(Candidate(strategy=name, workers=workers, settings=settings), work)
 
 
 def _profile(parts: Assembly, *, may_measure: bool) -> tuple[ModelProfile | None, str]:
@@ -96,19 +104,10 @@ def _profile(parts: Assembly, *, may_measure: bool) -> tuple[ModelProfile | None
 def _that_run(asked: Job, parts: Assembly, predictions: list[Prediction]) -> Iterator[tuple[Prediction, Job]]:
     """Yield what fits and would be accepted with the job's own settings, the fastest first."""
     for prediction in predictions:
-        is_same_training = prediction.strategy not in OTHER_TRAINING and not prediction.settings.get("staleness")
         # Strategies with servers take other processes and evaluate in another place: they are asked for by name.
         is_known = prediction.strategy in STRATEGIES and not STRATEGIES[prediction.strategy].is_served
-        if not prediction.fits or not is_same_training or not is_known:
-            continue
-        settings = {**prediction.settings, **asked.strategy.settings}
-        strategy = msgspec.structs.replace(asked.strategy, name=prediction.strategy, settings=settings)
-        job = msgspec.structs.replace(asked, strategy=strategy)
-        try:
-            make_strategy(job, parts.computation).check(parts.model, parts.recipe, parts.example)
-        except CordeeError:
-            continue
-        yield prediction, job
+        if is_known and is_candidate(prediction) and refusal(asked, parts, prediction) is None:
+            yield prediction, job_as(asked, prediction)
 
 
 def _compared(choice: Prediction, usual: Prediction | None) -> str:

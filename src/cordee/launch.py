@@ -46,7 +46,7 @@ from cordee.monitoring import (
 )
 from cordee.monitoring.summary import Status
 from cordee.run import Run
-from cordee.served import ServedRun
+from cordee.served import ServedRun, check_served
 from cordee.session import Session
 from cordee.strategies import STRATEGIES, choose_strategy
 from cordee.team_run import TeamRun
@@ -91,6 +91,8 @@ def train(
         is_served = STRATEGIES[job.strategy.name].is_served
         if (num_workers > 1 or is_served) and engine is None:
             engine = stack.enter_context(LocalEngine())
+        if is_served:
+            check_served(parts)
         directory = RunDirectory.open_existing(path) if resume else RunDirectory.create(path, job.to_toml())
         with directory, setup_logging(directory.launcher_log if engine else directory.worker_log()):
             if resume:

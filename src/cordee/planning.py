@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,18 @@ from cordee.cluster.local import LocalEngine
 from cordee.compute import usable_cores
 from cordee.core import Job
 from cordee.core.components import LIVE_PREFIX
-from cordee.core.errors import JobError
+from cordee.core.errors import CordeeError, JobError
 from cordee.crew import add_to_machine, mean_timings, measure_crew
-from cordee.planner import Plan, Work, choose, load_cluster, search
+from cordee.planner import Plan, Prediction, Work, choose, load_cluster, search
 from cordee.planner.cache import keep, key_of, read_kept
 from cordee.planner.machine import Machine, describe_machine, free_memory_bytes
 from cordee.planner.placement import place
 from cordee.planner.plan import refuse_without_room
 from cordee.planner.profile import ModelProfile
+from cordee.planner.search import CLOSE, is_candidate
 from cordee.planner.site import Site, ThisMachine
 from cordee.profiling import BUDGET_S, assemble_alone, profile_key, take_profile
-from cordee.strategies import STRATEGIES
+from cordee.strategies import STRATEGIES, make_strategy
 
 log = logging.getLogger("cordee.planning")
 
@@ -66,7 +67,8 @@ def plan(
     search_s = time.perf_counter() - started
     available = sorted(STRATEGIES)
     refuse_without_room(predictions, available)
-    choice, runner_up = choose(predictions, available)
+    accepted, refusals = _accepted(job, parts, predictions)
+    choice, runner_up = choose(accepted, available)
     return Plan(
         job=job.name,
         where=where,
@@ -76,6 +78,7 @@ def plan(
         available=available,
         choice=choice,
         runner_up=runner_up,
+        refusals=refusals,
         profile_s=profile_s,
         search_s=search_s,
         is_cached=is_cached,
@@ -83,8 +86,36 @@ def plan(
     )
 
 
+def job_as(asked: Job, prediction: Prediction) -> Job:
+    """Return `asked` with the strategy, the workers and the numbers of a prediction; what the job sets itself stays."""
+    strategy = msgspec.structs.replace(
+        asked.strategy,
+        name=prediction.strategy,
+        workers=prediction.workers,
+        settings={**prediction.settings, **asked.strategy.settings},
+    )
+    return msgspec.structs.replace(asked, strategy=strategy)
+
+
+def refusal(asked: Job, parts: Assembly, prediction: Prediction) -> str | None:
+    """Return why the strategy would not run this job with this model; None where it would."""
+    try:
+        strategy = make_strategy(job_as(asked, prediction), parts.computation)
+        if not STRATEGIES[prediction.strategy].is_served:
+            strategy.check(parts.model, parts.recipe, parts.example)
+    except CordeeError as error:
+        return str(error)
+    return None
+
+
+def profile_of(job: Job) -> ModelProfile:
+    """Return the profile of the job's model in one process, from the cache or measured."""
+    profile, _, _ = _measure(assemble_alone(job), 1, fresh=False, budget_s=BUDGET_S)
+    return profile
+
+
 def machine_key() -> str:
-    return key_of(describe_machine())
+    return key_of(describe_machine(), *sorted(STRATEGIES))
 
 
 def kept_machine() -> Machine:
@@ -96,6 +127,25 @@ def crew_sizes(most_workers: int) -> list[int]:
     """Return the numbers of processes to measure with, for a job of up to `most_workers`."""
     sizes = {size for size in (2, 4, 8) if size <= most_workers} | {most_workers}
     return sorted(size for size in sizes if 2 <= size <= MOST_MEASURED)
+
+
+def _accepted(job: Job, parts: Assembly, predictions: Sequence[Prediction]) -> tuple[list[Prediction], dict[str, str]]:
+    """Return the predictions that a choice is made from, as far as they are needed, and why other strategies would not
+    run the job. Settings of the job do not count: the plan is to say which strategy to take.
+    """
+    asked = msgspec.structs.replace(job, strategy=msgspec.structs.replace(job.strategy, settings={}))
+    accepted: list[Prediction] = []
+    refusals: dict[str, str] = {}
+    for prediction in predictions:
+        if prediction.strategy not in STRATEGIES or prediction.strategy in refusals or not is_candidate(prediction):
+            continue
+        if (reason := refusal(asked, parts, prediction)) is not None:
+            refusals[prediction.strategy] = reason
+        else:
+            accepted.append(prediction)
+        if len(accepted) >= 2 and accepted[0].step_s * (1 + CLOSE) < prediction.step_s:
+            break  # slower than what is chosen from
+    return accepted, refusals
 
 
 def _measure(parts: Assembly, most_workers: int, *, fresh: bool, budget_s: float) -> tuple[ModelProfile, Machine, bool]:

@@ -17,7 +17,8 @@ from cordee.cluster import Team
 from cordee.communication.shared_memory import register
 from cordee.compute import usable_cores
 from cordee.core import Job
-from cordee.planner.machine import Exchange
+from cordee.overheads import measure_overheads
+from cordee.planner.machine import Exchange, Overhead
 from cordee.planner.measuring import time_call
 from cordee.planner.profile import Timing
 from cordee.profiling import sharing, take_timings
@@ -42,6 +43,7 @@ class CrewReport(msgspec.Struct, frozen=True, kw_only=True):
 
     timings: tuple[Timing, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
+    overheads: tuple[Overhead, ...] = ()
     slowdown: float = 1.0
     process_bytes: int = 0
 
@@ -60,6 +62,7 @@ def main(argument: dict[str, Any]) -> int:
             process_bytes=int(psutil.Process().memory_full_info().uss),
             exchanges=tuple(_exchange(kind, num_bytes_of) for kind, num_bytes_of in _KINDS.items()),
             slowdown=_slowdown(order.index),
+            overheads=tuple(measure_overheads(order.index, size)),
         )
     if order.job_file is not None:
         team = Team(order.index, size, num_local_workers=size, local_rank=order.index)

@@ -112,3 +112,20 @@ class Skipping(nn.Module):
         for layer in self.layers:
             hidden = self.dropout(hidden + layer(hidden))
         return self.last(hidden @ self.first.weight)
+
+
+class TwoBranches(nn.Module):
+    """An embedding and perceptrons with skips, to be sliced by a plan of the user's."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(num_classes, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.blocks = nn.ModuleList([nn.ModuleDict({"fc1": nn.Linear(16, 32), "fc2": nn.Linear(32, 16)}) for _ in "ab"])
+        self.head = nn.Linear(16, num_classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.words(tokens).transpose(1, 2)).transpose(1, 2)
+        for block in self.blocks:
+            hidden = hidden + block["fc2"](torch.tanh(block["fc1"](hidden)))
+        return self.head(hidden)

@@ -20,14 +20,19 @@ JOB = job(
     # Adam without a large eps takes full steps along gradients that are nothing but rounding.
     optimizer={"use": "adam", "lr": 0.003, "eps": 1e-3},
     schedule={"use": "cosine", "warmup_steps": 3},
+    # Training goes on after the whole model was put together.
+    checkpoint={"every_steps": 2},
+    evaluation={"every_steps": 3},
 )
 STRATEGIES: dict[str, Table] = {
     "single": {"name": "single"},
     "data_parallel": {"name": "data_parallel"},
     "sharded": {"name": "sharded", "unit_bytes": 10_000},
     "pipeline": {"name": "pipeline", "microbatches": 4},
+    "tensor": {"name": "tensor"},
 }
 SPLIT = [name for name in STRATEGIES if name not in ("single", "data_parallel")]
+MESHES = {axis: {"name": "hybrid", "mesh": {"data": 2, axis: 2}} for axis in ("pipeline", "sharded", "tensor")}
 PAIRS = [pair for name in SPLIT for pair in ((name, "single"), ("single", name), (name, "data_parallel"))]
 
 
@@ -36,10 +41,12 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return train_alone({**JOB, "training": {**JOB["training"], "steps": 10}}, tmp_path_factory.mktemp("whole"))
 
 
-def go(crew: Crew, strategy: str, steps: int, run_dir: Path, **options: Any) -> Outcome:
+def go(crew: Crew, strategy: str | Table, steps: int, run_dir: Path, **options: Any) -> Outcome:
     # The rates of a cosine follow the number of steps, which resuming must not change: so the first half is stopped.
     training = {**JOB["training"], "steps": 10}
-    table = {**JOB, "training": training, "stop": {"steps": steps}, "strategy": STRATEGIES[strategy]}
+    table = {**JOB, "training": training, "stop": {"steps": steps}, "strategy": strategy}
+    if isinstance(strategy, str):
+        table["strategy"] = STRATEGIES[strategy]
     if strategy == "single":
         return train_alone(table, run_dir, **options)
     return train_together(crew, table, run_dir, **options)[0]
@@ -58,3 +65,11 @@ def test_a_run_that_had_ended_is_still_there(two: Crew, name: str, tmp_path: Pat
     ended = go(two, name, 5, tmp_path)
     again = go(two, name, 5, tmp_path, resume=True)
     assert again.summary.weights_sha256 == ended.summary.weights_sha256
+
+
+@pytest.mark.parametrize("axis", MESHES)
+def test_a_mesh_goes_on_from_another(four: Crew, axis: str, uninterrupted: Outcome, tmp_path: Path) -> None:
+    go(four, MESHES[axis], 3, tmp_path)
+    go(four, MESHES["pipeline" if axis == "tensor" else "tensor"], 7, tmp_path, resume=True)
+    after = go(four, "single", 10, tmp_path, resume=True)
+    assert largest_difference(uninterrupted, after) <= LARGEST_DIFFERENCE

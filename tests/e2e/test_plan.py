@@ -89,3 +89,15 @@ def test_mistakes(workspace: Workspace, job: Path) -> None:
     (workspace.path / "cluster.toml").write_text(CLUSTER)
     refused = workspace.run("plan", str(job), "--cluster", "cluster.toml", "--workers", "9")
     assert_refused(refused, 2, "9 workers, and cluster.toml has 4 devices")
+
+
+def test_a_simulation_as_table_page_and_json(workspace: Workspace) -> None:
+    done = workspace.run("simulate", "horovod-vgg16", "--set", "workers=[1, 512]", "--html", "vgg.html")
+    assert_ended_well(done)
+    assert "efficiency" in done.stdout and "  512 " in done.stdout
+    assert (workspace.path / "vgg.html").read_text().count("<svg") == 2
+    (workspace.path / "lab.toml").write_text('workers = [1000]\nstep = "1s"\ngradients = "1 MB"\nmtbf = "10d"\n')
+    found = json.loads(workspace.run("simulate", "lab.toml", "--json").stdout)["outcomes"][0]
+    assert found["workers"] == 1000 and 0 < found["effective_share"] < 1
+    assert_refused(workspace.run("simulate", "horovod-vgg61"), 2, "did you mean 'horovod-vgg16'?")
+    assert_refused(workspace.run("simulate"), 2, "say what to simulate")

@@ -31,9 +31,6 @@ LEARNING_RATE = 0.001
 
 def cordee_loop(place: Place, clock: Clock, *, model: str, data: Data, batch_size: int) -> None:
     """Cordée's trainer as a worker runs it, events included; `batch_size` is a worker's."""
-    if place.size > 1:
-        register()
-        dist.init_process_group("cordee", init_method=place.meeting, rank=place.rank, world_size=place.size)
     uses: dict[str, Any] = {"lenet": {"use": "lenet"}, "resnet18": {"use": "resnet", "depth": 18}}
     job = Job(
         model=uses[model],
@@ -47,6 +44,14 @@ def cordee_loop(place: Place, clock: Clock, *, model: str, data: Data, batch_siz
         evaluation={"every_epochs": 0},  # type: ignore[arg-type]
         checkpoint={"every_steps": 0},  # type: ignore[arg-type]
     )
+    train_for_ever(job, place, clock)
+
+
+def train_for_ever(job: Job, place: Place, clock: Clock) -> None:
+    """Train the job as one of its workers, in a group of all the contestant's processes."""
+    if place.size > 1:
+        register()
+        dist.init_process_group("cordee", init_method=place.meeting, rank=place.rank, world_size=place.size)
     parts = assemble(job, Team(place.rank, place.size, num_local_workers=place.size, local_rank=place.rank))
     parts.setup()
 

@@ -18,6 +18,8 @@ BENCHMARKS = {
     "overhead": "what the training loop costs beside a hand-written one, Accelerate and Lightning",
     "accuracy": "what the shipped job files reach",
     "data_parallel": "two workers beside DDP on gloo, Accelerate, Lightning; FSDP2 on our backend and on gloo",
+    "planner": "predicted beside measured step time: every model, strategy and number of workers",
+    "pipeline": "two stages beside hand-written torch.distributed.pipelining on gloo, and how much they idle",
     "allreduce": "the backend beside gloo and OpenMPI, and what the memory allows",
 }
 

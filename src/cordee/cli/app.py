@@ -200,6 +200,60 @@ def plan(
     _print(table.get().rstrip("\n"))
 
 
+@app.command()
+def simulate(
+    scenario: Annotated[
+        str | None,
+        typer.Argument(metavar="[SCENARIO]", help="A scenario file, or a published one's name.", show_default=False),
+    ] = None,
+    job: Annotated[
+        Path | None, typer.Option(help="Take step and gradients from this job, profiled here.", metavar="JOB.toml")
+    ] = None,
+    cluster: Annotated[Path | None, typer.Option(help="With --job: take the links from here.", metavar="FILE")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key, e.g. staleness=4.", metavar="K=V")
+    ] = None,
+    page: Annotated[Path | None, typer.Option("--html", help="Also draw it: a page with charts.", metavar="F")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Predict scaling, idling, staleness and losses on clusters that are not here.
+
+    A scenario is a TOML file (docs/planner.md lists its keys), a job with a cluster file, or a published one:
+    horovod-inception3, horovod-resnet101, horovod-vgg16, parameter-server.
+
+    For example:
+
+        cordee simulate horovod-vgg16 --set "workers=[1,64,1024]" --html vgg.html
+
+        cordee simulate --job job.toml --cluster cluster.toml --set mtbf=30d
+    """
+    import msgspec
+    from rich.console import Console
+
+    from cordee.core.errors import JobError
+    from cordee.planner.simulator import simulate as run_simulation
+    from cordee.simulating import find_scenario, render_outcomes, scenario_of_job, write_page
+
+    if (scenario is None) == (job is None):
+        raise JobError("say what to simulate: a scenario, or --job JOB.toml, and not both")
+    if cluster is not None and job is None:
+        raise JobError("--cluster belongs to --job; a scenario has its own links")
+    overrides = settings or []
+    chosen = find_scenario(scenario, overrides) if scenario else scenario_of_job(job or "", cluster, overrides)
+    outcomes = run_simulation(chosen)
+    if page is not None:
+        write_page(page, chosen, outcomes)
+    if as_json:
+        _print(msgspec.json.format(msgspec.json.encode({"scenario": chosen, "outcomes": outcomes})).decode())
+        return
+    console = Console(highlight=False)
+    with console.capture() as table:
+        console.print(render_outcomes(chosen, outcomes))
+        if page is not None:
+            console.print(f"page: {page}", soft_wrap=True)
+    _print(table.get().rstrip("\n"))
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 )

@@ -110,7 +110,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         except tomllib.TOMLDecodeError as error:
             raise JobError(f"{path} is not valid TOML: {error}") from None
         for override in overrides:
-            _override(table, override)
+            apply_override(table, override)
         table.setdefault("name", path.stem)
         return cls.from_dict(table, python_path=(str(path.resolve().parent), str(Path.cwd())))
 
@@ -145,7 +145,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             table[part] = {"use": getattr(self, part).use, **getattr(self, part).args}
         table["data"].update({"use": self.data.use, **self.data.args})
         for override in overrides:
-            _override(table, override)
+            apply_override(table, override)
         return Job.from_dict(table)
 
 
@@ -228,7 +228,8 @@ def _choices(given: Any, annotation: Any) -> str:
     return f"{nearest(str(given), names)} (one of: {', '.join(names)})"
 
 
-def _override(table: dict[str, Any], override: str) -> None:
+def apply_override(table: dict[str, Any], override: str) -> None:
+    """Set one key of `table`, given as "a.b=value", where the value is one of TOML or a bare text."""
     path, separator, text = override.partition("=")
     keys = path.strip().split(".")
     if not separator or not all(keys):

@@ -17,7 +17,6 @@ between = { latency = "20us", bandwidth = "25 Gbit/s" }
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,12 +27,8 @@ import msgspec
 from cordee.core.errors import JobError, nearest
 from cordee.core.job import read_section
 from cordee.core.settings import Section
+from cordee.planner.amounts import parse_latency, parse_rate, parse_size
 from cordee.planner.site import DescribedCluster, Device, Link
-
-_SIZES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
-_RATES = {"bit/s": 0.125, "kbit/s": 125.0, "mbit/s": 125e3, "gbit/s": 125e6, "tbit/s": 125e9}
-_TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-_NUMBER = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ/]*)\s*", re.IGNORECASE)
 
 
 class DeviceKind(Section, frozen=True, kw_only=True):
@@ -116,42 +111,13 @@ def read_cluster(table: Mapping[str, Any]) -> DescribedCluster:
             own = None if host.network is None else _link(f"hosts '{host.name}'.network", host.network)
             networks[name] = own or between or Link(0.0, float("inf"))
             kind = kinds[host.device]
-            memory = parse_amount(kind.memory, _SIZES, f"devices.{host.device}.memory")
+            memory = parse_size(kind.memory, f"devices.{host.device}.memory")
             devices += [Device(name, host.device, kind.speed, memory)] * host.devices
     _refuse_gaps(file, kinds, used, networks, links)
     # Rings and pipelines go through devices in this order: those of a host, and like kinds, beside each other.
     devices.sort(key=lambda device: -device.speed)
     inside = Link(0.0, float("inf")) if links.inside is None else _link("links.inside", links.inside)
     return DescribedCluster(devices, inside, networks, overlaps=all(kinds[name].overlaps for name in used))
-
-
-def parse_amount(value: str | float, units: Mapping[str, float], key: str) -> float:
-    """Return a number with a unit, such as "25 Gbit/s", in base units. Bare numbers are in base units already."""
-    match = _NUMBER.fullmatch(value) if isinstance(value, str) else _NUMBER.fullmatch(repr(value))
-    unit = match[2].lower() if match else ""
-    if match is None or (unit and unit not in units):
-        raise JobError(f"{key} = {value!r} is not an amount: write a number and one of {', '.join(units)}")
-    try:
-        amount = float(match[1]) * units.get(unit, 1.0)
-    except ValueError:
-        amount = 0.0
-    if amount <= 0 and units is not _TIMES:
-        raise JobError(f"{key} = {value!r} must be above 0")
-    return amount
-
-
-def parse_size(value: str | float, key: str) -> float:
-    return parse_amount(value, _SIZES, key)
-
-
-def parse_rate(value: str | float, key: str) -> float:
-    """Return bytes per second from "25 Gbit/s", "3 GB/s" or a bare number of bytes per second."""
-    rates = {**_RATES, **{f"{unit}/s": size for unit, size in _SIZES.items()}}
-    return parse_amount(value, rates, key)
-
-
-def parse_latency(value: str | float, key: str) -> float:
-    return parse_amount(value, _TIMES, key)
 
 
 def _device_kind(name: str, table: Any) -> DeviceKind:

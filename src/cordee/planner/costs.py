@@ -35,7 +35,7 @@ def _data_parallel(candidate: Candidate, work: Work) -> Prediction:
     gradient_bytes = work.profile.parameter_bytes
     exchange_s = site.all_reduce_s(gradient_bytes, members)
     packing_s = site.copy_s(gradient_bytes, candidate.workers)  # into one flat buffer
-    exposed_s = packing_s + exchange_s
+    exposed_s = packing_s + exchange_s + site.overhead_s("data_parallel", candidate.workers)
     if site.overlaps:  # all but what the backward pass hides; the first layers' gradients come last
         hidden_s = max(sum(step.backward_s) for step in steps)
         exposed_s = max(exchange_s - hidden_s, exchange_s / 25)
@@ -57,7 +57,7 @@ def _sharded(candidate: Candidate, work: Work) -> Prediction:
     gather_s = sum(site.all_gather_s(size, members) for size in units)
     scatter_s = sum(site.reduce_scatter_s(size, members) for size in units)
     exchange_s = 2 * gather_s + scatter_s  # gathered for both passes
-    exposed_s = exchange_s
+    exposed_s = exchange_s + site.overhead_s("sharded", candidate.workers, len(units))
     if site.overlaps:
         exposed_s = max(exchange_s - max(sum(s.forward_s) + sum(s.backward_s) for s in steps), exchange_s / 10)
     slowest = max(computes)
@@ -90,6 +90,7 @@ def _parameter_server(candidate: Candidate, work: Work) -> Prediction:
     steps, _ = _shares(work, members)
     computes = [step.step_s - step.optimizer_s for step in steps]
     exchange_s = site.serve_s(profile.parameter_bytes, members, servers)
+    exchange_s += site.overhead_s("data_parallel", candidate.workers)  # its own is not measured: about the same calls
     update_s = max(step.optimizer_s for step in steps) / servers
     slowest, mean = max(computes), sum(computes) / len(computes)
     pace = slowest if staleness != "unbounded" else len(computes) / sum(1 / seconds for seconds in computes)
@@ -160,7 +161,10 @@ def _mesh(
     gradient_s = site.all_reduce_s(largest, range(num_data)) if num_data > 1 else 0.0
     gradient_s *= 1.5 if is_sharded else 1.0
     busy = [(f + b) * num_micro for f, b in zip(forward, backward, strict=True)]
-    step_s = passes_s + other_s + optimizer_s + gradient_s
+    overhead_s = site.overhead_s("pipeline", candidate.workers, num_micro) if num_stages > 1 else 0.0
+    if num_slices > 1:
+        overhead_s += site.overhead_s("tensor", candidate.workers, sum(b.sliceable for b in profile.blocks) * num_micro)
+    step_s = passes_s + other_s + optimizer_s + gradient_s + overhead_s
     in_flight = [_in_flight(schedule, stage, num_stages, num_micro) for stage in range(num_stages)]
     memory = 0.0
     for stage, (start, end) in enumerate(bounds):
@@ -177,7 +181,7 @@ def _mesh(
     if num_slices > 1:
         outputs = sum(b.output_bytes for b in profile.blocks if b.splittable)
         traffic += 2 * _ring_traffic(outputs * work.batch_size / num_data, num_slices)
-    communication_s = gradient_s + exchanged + 2 * sends * num_micro * (num_stages > 1)
+    communication_s = gradient_s + exchanged + 2 * sends * num_micro * (num_stages > 1) + overhead_s
     note = _mesh_note(num_stages, num_slices, idle, exchanged, step_s)
     return _prediction(
         candidate,

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import msgspec
 import psutil
-import torch
 
-from cordee.compute import usable_cores
 from cordee.version import __version__
 
 _UNLIMITED = 1 << 60  # what cgroups write where there is no limit
@@ -36,12 +34,22 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
         return self.seconds[low] + weight * (self.seconds[high] - self.seconds[low])
 
 
+class Overhead(msgspec.Struct, frozen=True, kw_only=True):
+    """What a strategy itself takes in a step, measured with a model that has next to nothing to compute."""
+
+    strategy: str
+    num_processes: int
+    step_s: float
+    part_s: float = 0.0  # more for each micro-batch of pipeline, each unit of sharded, each sliced layer of tensor
+
+
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements that do not depend on the model."""
 
     cores: int
     exchanges: tuple[Exchange, ...] = ()
     slowdowns: dict[int, float] = {}  # processes -> times longer for the same work, each having its share of the cores
+    overheads: tuple[Overhead, ...] = ()
     process_bytes: int = 0  # a worker's own memory before it has a model
 
     def slowdown(self, num_processes: int) -> float:
@@ -60,12 +68,24 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         known = [exchange for exchange in self.exchanges if exchange.kind == kind]
         return min(known, key=lambda exchange: abs(exchange.num_processes - num_processes), default=None)
 
+    def overhead_s(self, strategy: str, num_processes: int, num_parts: int) -> float:
+        """Return what `strategy` adds to a step of `num_parts` parts; 0 where it was not measured."""
+        known = [overhead for overhead in self.overheads if overhead.strategy == strategy]
+        if not known:
+            return 0.0
+        nearest = min(known, key=lambda overhead: abs(overhead.num_processes - num_processes))
+        return nearest.step_s + nearest.part_s * num_parts
+
     def has_exchanges(self, num_processes: int) -> bool:
         return any(exchange.num_processes == num_processes for exchange in self.exchanges)
 
 
 def describe_machine() -> str:
     """Return what makes measurements of this machine those of another: part of every key in the cache."""
+    import torch  # here, so that simulating does without it
+
+    from cordee.compute import usable_cores
+
     return f"{_processor()}; {usable_cores()} cores; torch {torch.__version__}; cordee {__version__}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -96,6 +97,7 @@ def describe_blocks(model: nn.Module, computation: Computation, batch: Batch) ->
                 parameter_bytes=sum(p.numel() * p.element_size() for p in own),
                 activation_bytes=kept[index] / batch.num_samples,
                 output_bytes=outputs[index] / batch.num_samples,
+                sliceable=sum(isinstance(part, _SPLITTABLE) for part in module.modules()),
                 splittable=sum(p.numel() for p in own if id(p) in sliced) / size if size else 0.0,
             )
         )
@@ -127,9 +129,10 @@ def time_blocks(model: nn.Module, computation: Computation, batch: Batch, budget
 def time_steps(
     batches: Iterator[Batch], take_step: Callable[[Batch], None], *, budget_s: float, most_steps: int = 200
 ) -> float:
-    """Return the mean seconds from one step to the next, waiting for the batch included.
+    """Return the mean seconds from one step to the next, waiting for the batch included, without the slowest tenth.
 
-    The mean, for batches are gathered several at a time: one step in many waits for all of them.
+    The mean, for batches are gathered several at a time: one step in many waits for all of them. The slowest ones are
+    those in which the machine did something else.
     """
     times: list[float] = []
     deadline = time.perf_counter() + budget_s
@@ -142,7 +145,7 @@ def time_steps(
         before = now
         if len(times) >= most_steps or (len(times) >= LEAST_STEPS and now > deadline):
             break
-    return statistics.fmean(times) if times else 0.0
+    return statistics.fmean(sorted(times)[: max(1, math.ceil(0.9 * len(times)))]) if times else 0.0
 
 
 def time_call(call: Callable[[], object], *, budget_s: float, most_calls: int = 50) -> float:

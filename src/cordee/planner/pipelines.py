@@ -58,7 +58,7 @@ def slots(forward: Sequence[float], backward: Sequence[float], send_s: float, nu
         return num_micro * whole
     fill = whole - busiest  # the other stages' passes of the first and the last micro-batch
     hops = 2 * (num_stages - 1) * send_s
-    if schedule == "interleaved":
+    if schedule in ("interleaved", "zero-bubble"):
         return num_micro * busiest + fill / CHUNKS_PER_STAGE + hops * CHUNKS_PER_STAGE
     # A message is on its way while its sender goes on; in 1f1b each micro-batch waits for one now and then.
     return num_micro * busiest + fill + hops + (num_micro * send_s if schedule == "1f1b" else 0.0)

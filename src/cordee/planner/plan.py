@@ -9,8 +9,7 @@ import msgspec
 from cordee.core.errors import JobError
 from cordee.planner.costs import in_bytes, in_time
 from cordee.planner.prediction import Prediction
-
-CLOSE = 0.05  # predictions nearer to each other than this are told to be equal
+from cordee.planner.search import CLOSE
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +23,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     available: list[str]  # strategies of this version
     choice: Prediction | None
     runner_up: Prediction | None
+    refusals: dict[str, str]  # strategies that would not run this job, and why
     profile_s: float  # spent on measuring; next to nothing where it was cached
     search_s: float
     is_cached: bool
@@ -49,10 +49,28 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         others = [p for p in self.predictions if p.strategy not in self.available and p.fits]
         if others and others[0].step_s < choice.step_s * (1 - CLOSE):
             lines.append(f"{_named(others[0])} would take {in_time(others[0].step_s)}, but is not in this version")
+        for prediction in self._others():
+            took = in_time(prediction.step_s)
+            lines.append(
+                f"{_named(prediction)} would take {took}" + (f": {prediction.note}" if prediction.note else "")
+            )
+        lines += [f"{strategy} would refuse the job: {reason}" for strategy, reason in self.refusals.items()]
         for prediction in self.predictions:
             if not prediction.fits and prediction.strategy in self.available:
                 lines.append(f"{_named(prediction)} does not fit: {_lack(prediction)}")
         return lines
+
+    def _others(self) -> list[Prediction]:
+        """Return what else this version could run with as many workers, where that is not said already."""
+        return [
+            p
+            for p in self.predictions
+            if p.strategy in self.available
+            and p.strategy not in self.refusals
+            and p.fits
+            and p.workers == max(other.workers for other in self.predictions)
+            and p not in (self.choice, self.runner_up)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, the reasons included."""
@@ -85,7 +103,7 @@ def _lack(prediction: Prediction) -> str:
 
 def _against(choice: Prediction, other: Prediction) -> str:
     slower = other.step_s / choice.step_s - 1
-    how = "as fast, within what can be predicted" if slower < CLOSE else f"{slower:.0%} slower"
+    how = "as fast, as far as can be predicted" if abs(slower) <= CLOSE else f"{slower:.0%} slower"
     why = f": {other.note}" if other.note else ""
     return f"runner-up: {other.label} on {_workers(other)}, {in_time(other.step_s)} a step, {how}{why}"
 

@@ -16,6 +16,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     activation_bytes: float  # per sample, kept from the forward to the backward pass
     output_bytes: float  # per sample, handed to the next block
     splittable: float = 0.0  # share of the parameters in layers that `tensor` can slice
+    sliceable: int = 0  # how many such layers
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):

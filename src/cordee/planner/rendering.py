@@ -14,8 +14,8 @@ from cordee.planner.prediction import Prediction
 def render_plan(plan: Plan) -> RenderableType:
     """Return the table of predictions, and below it the choice and why."""
     title = f"{plan.job}: {plan.parameters:,} parameters, batches of {plan.batch_size:,}, {plan.where}"
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for name in ("", "strategy", "workers", "step", "samples/s", "exchange", "idle", "memory", "sent"):
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("", "strategy", "workers", "step", "exchange", "idle", "memory", "sent"):
         table.add_column(name, justify="left" if name in ("", "strategy") else "right", no_wrap=name != "strategy")
     for prediction in plan.predictions:
         style = "bold green" if prediction is plan.choice else "" if _can_run(plan, prediction) else "bright_black"
@@ -41,7 +41,6 @@ def _cells(plan: Plan, prediction: Prediction) -> list[str]:
         prediction.label,
         str(prediction.workers),
         in_time(prediction.step_s),
-        f"{prediction.samples_per_second:,.0f}",
         in_time(prediction.communication_s) if prediction.communication_s else "–",
         f"{prediction.idle_share:.0%}",
         in_bytes(prediction.memory_bytes),

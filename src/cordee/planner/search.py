@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from cordee.planner.costs import MODELS, predict
+from cordee.planner.costs import predict
 from cordee.planner.pipelines import SCHEDULES
 from cordee.planner.prediction import Candidate, Prediction, Work
 
@@ -12,6 +12,9 @@ MICRO_BATCHES_PER_STAGE = (1, 2, 4, 8)
 # Strategies that train in another way than `single` does: shown, never chosen over one that keeps the promise that
 # the result does not depend on the crowd.
 OTHER_TRAINING = ("local_sgd",)
+
+PLAINEST_FIRST = ("single", "data_parallel", "sharded", "pipeline", "tensor", "hybrid", "parameter_server")
+CLOSE = 0.05  # predictions nearer to each other than this are equal
 
 
 def degrees(most: int) -> list[int]:
@@ -31,7 +34,7 @@ def candidates(work: Work, most_workers: int) -> Iterator[Candidate]:
             continue
         for strategy in ("data_parallel", "sharded", "local_sgd"):
             yield Candidate(strategy=strategy, workers=workers)
-        for staleness in (0, 4, "unbounded"):
+        for staleness in (0, "unbounded"):
             settings = {"servers": max(1, workers // 4), "staleness": staleness}
             yield Candidate(strategy="parameter_server", workers=workers, settings=settings)
         if can_slice:
@@ -77,10 +80,10 @@ def _meshes(workers: int, num_blocks: int, batch_size: int, can_slice: bool) -> 
 
 def search(work: Work, most_workers: int) -> list[Prediction]:
     """Return the best prediction of every strategy and number of workers, the fastest first; what fits comes first."""
-    best: dict[tuple[str, int], Prediction] = {}
+    best: dict[tuple[object, ...], Prediction] = {}
     for candidate in candidates(work, most_workers):
         found = predict(candidate, work)
-        key = (found.strategy, found.workers)
+        key = (found.strategy, found.workers, found.settings.get("staleness"))
         if key not in best or _order(found) < _order(best[key]):
             best[key] = found
     return sorted(best.values(), key=_order)
@@ -89,21 +92,27 @@ def search(work: Work, most_workers: int) -> list[Prediction]:
 def choose(
     predictions: Sequence[Prediction], available: Collection[str], workers: int | None = None
 ) -> tuple[Prediction | None, Prediction | None]:
-    """Return the best prediction that fits and can be run, and the next best of another strategy or size."""
+    """Return the best prediction that fits and can be run, and the next best.
+
+    Of those that are equal, as far as can be predicted, the plainest counts as the best: fewer workers and parts, and
+    less that can go wrong.
+    """
     able = [
         prediction
         for prediction in predictions
-        if prediction.strategy in available
-        and prediction.strategy not in OTHER_TRAINING
-        and prediction.settings.get("staleness", 0) == 0
-        and prediction.fits
-        and workers in (None, prediction.workers)
+        if prediction.strategy in available and is_candidate(prediction) and workers in (None, prediction.workers)
     ]
-    return (able[0] if able else None), (able[1] if len(able) > 1 else None)
+    if not able:
+        return None, None
+    equal = [prediction for prediction in able if prediction.step_s <= able[0].step_s * (1 + CLOSE)]
+    best = min(equal, key=lambda p: (PLAINEST_FIRST.index(p.strategy), p.workers, p.step_s))
+    return best, next((prediction for prediction in able if prediction is not best), None)
 
 
-def known_strategies() -> list[str]:
-    return list(MODELS)
+def is_candidate(prediction: Prediction) -> bool:
+    """Return whether it may be chosen: it fits, and trains as `single` does."""
+    is_in_step = prediction.settings.get("staleness", 0) == 0
+    return prediction.fits and is_in_step and prediction.strategy not in OTHER_TRAINING
 
 
 def _order(prediction: Prediction) -> tuple[bool, float, float, float]:

@@ -57,6 +57,9 @@ class Site(Protocol):
     def serve_s(self, num_bytes: float, workers: Sequence[int], num_servers: int) -> float:
         """All workers send `num_bytes` to servers that have a share each, and get as many back."""
 
+    def overhead_s(self, strategy: str, num_members: int, num_parts: int = 1) -> float:
+        """What a strategy itself takes in a step, beside computing and exchanging."""
+
     def memory_limit(self, num_members: int) -> float:
         """What the worker with the least memory may take when there are `num_members`."""
 
@@ -102,6 +105,9 @@ class ThisMachine:
         # Every byte is copied by the worker, added by a server, and copied back, all on the cores of this host.
         lanes = min(self._machine.cores, num_servers + len(workers))
         return 3 * self.copy_s(num_bytes, len(workers)) * len(workers) / lanes
+
+    def overhead_s(self, strategy: str, num_members: int, num_parts: int = 1) -> float:
+        return self._machine.overhead_s(strategy, num_members, num_parts)
 
     def memory_limit(self, num_members: int) -> float:
         return self._free_bytes / num_members
@@ -152,6 +158,9 @@ class DescribedCluster:
         slowest = min((self._networks[self.devices[w].host] for w in workers), key=lambda link: link.bytes_per_s)
         per_server = num_bytes * len(workers) / num_servers
         return 2 * (slowest.latency_s + max(per_server, num_bytes) / slowest.bytes_per_s)
+
+    def overhead_s(self, strategy: str, num_members: int, num_parts: int = 1) -> float:
+        return 0.0  # next to the steps that such clusters are for
 
     def memory_limit(self, num_members: int) -> float:
         return min(device.memory_bytes for device in self.devices[:num_members])

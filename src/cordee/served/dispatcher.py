@@ -48,8 +48,18 @@ class Hearing:
     pid: int
     incarnation: int
     heard_s: float
+    address: str = ""  # of a server
     step: int = 0
     is_done: bool = False
+
+
+@dataclass
+class _Post:
+    """One server's place: who serves, and who follows it to take over. Names of processes; "" is nobody."""
+
+    serving: str = ""
+    follower: str = ""
+    is_following: bool = False  # has everything that the serving one has
 
 
 @dataclass
@@ -87,6 +97,7 @@ class Dispatcher:
     show: Callable[[int, float], None]  # step and loss for the progress bar
     failure_timeout_s: float
     num_servers: int
+    wants_followers: bool
     elapsed_s: Callable[[], float]
     rate: Callable[[int], float | None]
     hearings: dict[str, Hearing] = field(default_factory=dict)
@@ -95,7 +106,8 @@ class Dispatcher:
     is_over: bool = False
 
     def __post_init__(self) -> None:
-        self._addresses: list[str] = [""] * self.num_servers
+        self._posts = [_Post() for _ in range(self.num_servers)]
+        self._has_been_ready = False
         self._map_version = 0
         self._waiting: dict[str, Received] = {}  # worker -> its request for work
         self._asking: list[Received] = []  # requests for the list of servers
@@ -109,13 +121,37 @@ class Dispatcher:
         self._settle = (-1, 1.0)
         self._taken_s: dict[int, float] = {}
         self._window = (self.progress.samples, time.perf_counter())
+        self.first_work_s: float | None = None  # when training proper began
         self._refused_in_a_row = 0
         self._counted = self.ledger.committed_steps  # steps that are in the progress
 
     @property
     def addresses(self) -> list[str]:
-        """Where the servers are that are up."""
-        return [address for address in self._addresses if address]
+        """Where the servers are that serve."""
+        return [self.hearings[post.serving].address for post in self._posts if post.serving]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all servers serve, and at the start all followers follow."""
+        if not all(post.serving for post in self._posts):
+            return False
+        self._has_been_ready |= not self.wants_followers or all(post.is_following for post in self._posts)
+        return self._has_been_ready
+
+    def unfollowed(self) -> list[tuple[int, str, str]]:
+        """Return the servers whose followers wait to be given everything: index, address, follower's address."""
+        return [
+            (index, self.hearings[post.serving].address, self.hearings[post.follower].address)
+            for index, post in enumerate(self._posts)
+            if post.serving and post.follower and not post.is_following
+        ]
+
+    def is_served(self, index: int) -> bool:
+        return bool(self._posts[index].serving)
+
+    def note_following(self, index: int) -> None:
+        self._posts[index].is_following = True
+        self._tell_servers()
 
     def serve(self, timeout_s: float) -> None:
         """Handle what has come in, waiting at most `timeout_s` for the first message."""
@@ -143,8 +179,14 @@ class Dispatcher:
         hearing = self.hearings.pop(name, None)
         self._waiting.pop(name, None)
         units = self.ledger.put_back(name)
-        if hearing is not None and hearing.role == "server":
-            self._addresses[hearing.index] = ""
+        for post in self._posts:
+            if name == post.follower:
+                post.follower, post.is_following = "", False
+            elif name == post.serving:
+                post.serving = post.follower if post.is_following else ""
+                if post.serving:
+                    post.follower, post.is_following = "", False
+                self._map_version += 1
         if hearing is not None and hearing.role == "evaluator":
             self._desk = None
             if self._reading or self._deciding:  # its order is given again to the next one
@@ -199,17 +241,22 @@ class Dispatcher:
             if join.index >= self.num_servers:
                 self.channel.reply(received, Refused("unknown-process", f"there is no server {join.index}"))
                 return
-            self._addresses[join.index] = join.address
-            self._map_version += 1
+            self.hearings[name].address = join.address
+            post = self._posts[join.index]
+            if post.serving:
+                post.follower, post.is_following = name, False
+            else:
+                post.serving = name
+                self._map_version += 1
         self.channel.reply(received, Joined(self.failure_timeout_s))
         self.emit("worker_started", worker=join.index, pid=join.pid, host=join.host, role=join.role)
         self._tell_servers()
 
     def _tell_servers(self) -> None:
-        if not all(self._addresses):
+        if not self.is_ready:
             return
         for received in self._asking:
-            self._send(received, Servers(self._map_version, tuple(self._addresses)))
+            self._send(received, Servers(self._map_version, tuple(self.addresses)))
         self._asking = []
 
     def _commit(self, worker: str, done: TakeWork) -> None:
@@ -267,7 +314,7 @@ class Dispatcher:
     def _go_on(self) -> None:
         """Order a snapshot where one is due, move on where that is allowed, and hand out work."""
         ledger = self.ledger
-        if self.is_over or not all(self._addresses):
+        if self.is_over or not self.is_ready:
             return
         if ledger.committed_steps >= self._barrier:
             if self._ordered_step != self._barrier:
@@ -289,6 +336,9 @@ class Dispatcher:
             if unit is None:
                 return
             received = self._waiting.pop(name)
+            if self.first_work_s is None:
+                self.first_work_s = time.perf_counter()
+                self._window = (self.progress.samples, self.first_work_s)
             self._taken_s[unit.number] = time.monotonic()
             settles, scale = self._settle if self.plan.clip_norm else (-1, 1.0)
             work = Work(

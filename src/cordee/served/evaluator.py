@@ -32,7 +32,7 @@ from cordee.served.messages import AskOrder, Leave, Order, OrderDone, SnapshotTa
 from cordee.strategies.parameter_server.client import Wire
 from cordee.strategies.parameter_server.layout import make_layout
 from cordee.strategies.parameter_server.messages import Extras, Snapped, Snapshot, SnapshotExtras
-from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters, join_pieces
+from cordee.strategies.parameter_server.state import adopt_flat, decode_plain, flatten_parameters, join_pieces
 from cordee.strategies.parameter_server.strategy import can_split, settings_of
 
 log = logging.getLogger("cordee.evaluator")
@@ -110,9 +110,9 @@ class Desk:
                 with torch.no_grad():
                     target.copy_(buffers[0].torch())
                 tensors = {
-                    name: buffer.torch().clone() for name, buffer in zip(message.names, buffers[1:], strict=True)
+                    name: buffer.torch().clone() for name, buffer in zip(message.names, buffers[1:-1], strict=True)
                 }
-                return State(tensors, msgspec.json.decode(message.values))
+                return State(tensors, decode_plain(buffers[-1].torch()))
 
             states.append(
                 self._wire.call(

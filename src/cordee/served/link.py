@@ -32,6 +32,7 @@ class ProcessOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str  # "worker", "server", "evaluator"
     index: int  # among those of its role
+    replica: int = 0  # of a server: 0 is the first to serve, the others can take its place
     run_dir: str
     run_id: str
     dispatcher: str  # address
@@ -41,11 +42,10 @@ class ProcessOrder(msgspec.Struct, frozen=True, kw_only=True):
     startup_timeout_s: float
     resume: bool = False
     num_local: int = 1  # processes that compute on this host: they share its cores
-    first_version: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.role}-{self.index}"
+        return f"{self.role}-{self.index}" + (f".{self.replica}" if self.replica else "")
 
 
 class DispatchLink:
@@ -101,21 +101,24 @@ class DispatchLink:
         while True:
             servers = self.ask(AskServers(known))
             assert isinstance(servers, Servers)
-            speaker = Speaker(run=self._order.run_id, name=self._order.name, incarnation=self.incarnation)
             try:
-                return Connection(
-                    servers.addresses[server],
-                    speaker,
-                    PARAMETERS,
-                    self._keys,
-                    failure_timeout_s=self._order.failure_timeout_s,
-                    limits=PARAMETER_LIMITS,
-                )
+                return self.connect_to(servers.addresses[server])
             except CommunicationError as error:
                 if time.monotonic() > deadline:
                     raise CommunicationError(f"server {server} is gone: {error}") from error
                 log.info("server %d: %s; asking where it is now", server, error)
                 time.sleep(0.05)
+
+    def connect_to(self, address: str) -> Connection:
+        speaker = Speaker(run=self._order.run_id, name=self._order.name, incarnation=self.incarnation)
+        return Connection(
+            address,
+            speaker,
+            PARAMETERS,
+            self._keys,
+            failure_timeout_s=self._order.failure_timeout_s,
+            limits=PARAMETER_LIMITS,
+        )
 
     def close(self) -> None:
         self._is_closing.set()

@@ -8,18 +8,19 @@ import secrets
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import torch
 
 from cordee import checkpoint
 from cordee.assembly import Assembly
-from cordee.cluster.fork_server import Exited, Started
+from cordee.cluster.fork_server import Exited
 from cordee.cluster.local import LocalEngine, describe_exit
 from cordee.communication.calls import Connection
 from cordee.communication.channel import ServerChannel
 from cordee.communication.endpoint import Speaker
-from cordee.communication.keys import ClientKeys, make_keys
+from cordee.communication.keys import make_keys
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError, JobError, StorageError, TrainingError
 from cordee.core.stopping import StopPolicy
@@ -30,9 +31,10 @@ from cordee.served.dispatcher import Dispatcher
 from cordee.served.link import ProcessOrder
 from cordee.served.messages import LIMITS, SERVED
 from cordee.served.plan import RunPlan
+from cordee.strategies.parameter_server.layout import make_layout
 from cordee.strategies.parameter_server.messages import LIMITS as PARAMETER_LIMITS
-from cordee.strategies.parameter_server.messages import PARAMETERS, Fence
-from cordee.strategies.parameter_server.strategy import settings_of
+from cordee.strategies.parameter_server.messages import PARAMETERS, Adopt, Fence
+from cordee.strategies.parameter_server.strategy import can_split, settings_of
 from cordee.trainer import Progress
 from cordee.version import __version__
 
@@ -41,6 +43,17 @@ log = logging.getLogger("cordee.served")
 STARTUP_TIMEOUT_S = 120.0  # importing torch on a busy machine, and loading the data
 TICK_S = 0.02
 _TARGETS = {role: f"cordee.served.{role}:main" for role in ("worker", "server", "evaluator")}
+
+
+def check_served(parts: Assembly) -> None:
+    """Raise JobError for a job that cannot be served, before anything is started."""
+    settings = settings_of(parts.job)
+    make_layout(parts.model, settings.servers, can_split=can_split(parts.job))
+    if parts.splits.train.num_samples is None:
+        raise JobError(
+            "strategy 'parameter_server' hands out samples by their number, and an IterableDataset has none: "
+            "use a Dataset with a length, or strategy 'data_parallel'"
+        )
 
 
 class ServedRun:
@@ -60,11 +73,12 @@ class ServedRun:
         self._monitor = monitor
         self._should_stop = should_stop
         self._started = time.time()
-        self._processes: dict[int, str] = {}  # number at the engine -> name
-        self._pids: dict[str, int] = {}
+        self._processes: dict[int, ProcessOrder] = {}  # by its number at the engine
+        self._num_replicas: dict[int, int] = {}  # the newest replica of each server
         self._numbers = 0
         self._num_replaced = 0
         self._recoveries = 0
+        self._recovering: list[tuple[str, str, float, int]] = []  # role, name, when and at which step it was lost
         self._next_worker = self._job.strategy.workers
         self._run_id = secrets.token_hex(8)
         self._server_keys, (self._client_keys,) = make_keys()
@@ -89,12 +103,14 @@ class ServedRun:
                 show=lambda step, loss: self._monitor.progress(step=step, loss=loss),
                 failure_timeout_s=self._job.cluster.failure_timeout_s,
                 num_servers=self._settings.servers,
+                wants_followers=self._settings.replicas > 1,
                 elapsed_s=lambda: base_s + time.perf_counter() - self._begun_s,
                 rate=self._rate,
             )
             self._announce(plan)
             for index in range(self._settings.servers):
-                self._start(engine, channel.address, "server", index, resume=resume)
+                for _ in range(self._settings.replicas):
+                    self._start_server(engine, channel.address, index, resume=resume)
             self._start(engine, channel.address, "evaluator", 0)
             for index in range(self._job.strategy.workers):
                 self._start(engine, channel.address, "worker", index)
@@ -111,11 +127,7 @@ class ServedRun:
     def _plan(self) -> RunPlan:
         parts = self._parts
         num_samples = parts.splits.train.num_samples
-        if num_samples is None or parts.total_steps is None:
-            raise JobError(
-                "strategy 'parameter_server' hands out samples by their number, and an IterableDataset has none: "
-                "use a Dataset with a length, or strategy 'data_parallel'"
-            )
+        assert num_samples is not None and parts.total_steps is not None
         policy = StopPolicy(self._job.stop)
         policy.patience = self._progress.patience
         return RunPlan(
@@ -134,10 +146,13 @@ class ServedRun:
             self._monitor.emit("warning", message="the run has no checkpoint yet: starting from the beginning")
         return self._progress.samples
 
-    def _start(self, engine: LocalEngine, dispatcher: str, role: str, index: int, *, resume: bool = False) -> None:
+    def _start(
+        self, engine: LocalEngine, dispatcher: str, role: str, index: int, *, replica: int = 0, resume: bool = False
+    ) -> str:
         order = ProcessOrder(
             role=role,
             index=index,
+            replica=replica,
             run_dir=str(self._directory.path.absolute()),
             run_id=self._run_id,
             dispatcher=dispatcher,
@@ -149,10 +164,16 @@ class ServedRun:
             num_local=self._job.strategy.workers,
         )
         self._numbers += 1
-        self._processes[self._numbers] = order.name
-        name = "evaluator" if role == "evaluator" else order.name
-        log_file = self._directory.path / "logs" / f"{name}.log"
-        engine.start(self._numbers, _TARGETS[role], msgspec.to_builtins(order), {}, log_file)
+        self._processes[self._numbers] = order
+        engine.start(self._numbers, _TARGETS[role], msgspec.to_builtins(order), {}, self._log_file(order.name))
+        return order.name
+
+    def _start_server(self, engine: LocalEngine, dispatcher: str, index: int, *, resume: bool) -> str:
+        self._num_replicas[index] = self._num_replicas.get(index, -1) + 1
+        return self._start(engine, dispatcher, "server", index, replica=self._num_replicas[index], resume=resume)
+
+    def _log_file(self, name: str) -> Path:
+        return self._directory.path / "logs" / f"{name.removesuffix('-0') if name == 'evaluator-0' else name}.log"
 
     def _attend(self, engine: LocalEngine, dispatcher: Dispatcher) -> None:
         """Look after the processes until the run is over."""
@@ -163,6 +184,8 @@ class ServedRun:
             self._take_reports(engine, dispatcher)
             self._check_silence(engine, dispatcher, started_s)
             self._check_failures(dispatcher)
+            self._pair_servers(dispatcher)
+            self._note_recoveries()
             if self._should_stop():
                 dispatcher.stop("interrupt")
             elif stop_s is not None and dispatcher.elapsed_s() >= stop_s:
@@ -175,75 +198,87 @@ class ServedRun:
 
     def _take_reports(self, engine: LocalEngine, dispatcher: Dispatcher) -> None:
         for report in engine.reports():
-            name = self._processes.get(report.index, "")
-            if isinstance(report, Started):
-                self._pids[name] = report.pid
-            elif isinstance(report, Exited):
-                del self._processes[report.index]
-                hearing = dispatcher.hearings.get(name)
-                if hearing is not None and hearing.is_done:
-                    continue
-                self._replace(engine, dispatcher, name, describe_exit(report), report.status)
+            if isinstance(report, Exited):
+                order = self._processes.pop(report.index)
+                hearing = dispatcher.hearings.get(order.name)
+                if hearing is None or not hearing.is_done:
+                    self._replace(engine, dispatcher, order, describe_exit(report), report.status)
 
-    def _replace(self, engine: LocalEngine, dispatcher: Dispatcher, name: str, how: str, status: int) -> None:
+    def _replace(self, engine: LocalEngine, dispatcher: Dispatcher, order: ProcessOrder, how: str, status: int) -> None:
         """A process was lost: say so, and start another in its place."""
         dispatcher.serve(0.0)  # its own account may have come in just before
         self._check_failures(dispatcher)
-        role, _, number = name.rpartition("-")
+        name, role, index = order.name, order.role, order.index
         hearing = dispatcher.hearings.get(name)
-        step = hearing.step if hearing else 0
-        incarnation = hearing.incarnation if hearing else 0
+        step, incarnation = (hearing.step, hearing.incarnation) if hearing else (0, 0)
         num_units = dispatcher.lose(name)
-        self._monitor.emit("worker_lost", worker=int(number), role=role, step=step, reason=how)
-        log_file = self._directory.path / "logs" / f"{name}.log"
+        self._monitor.emit("worker_lost", worker=index, role=role, step=step, reason=how)
         if status >= 0:  # it ended by itself, which it may not: the next would do the same
-            raise TrainingError(f"{name} {how} (in step {step + 1}); its log is {log_file}")
+            raise TrainingError(f"{name} {how} (in step {step + 1}); its log is {self._log_file(name)}")
         limit = self._job.cluster.max_restarts
         if self._num_replaced >= limit:
             raise TrainingError(
                 f"{name} {how} (in step {step + 1}), and {limit} processes were replaced already "
-                f"(cluster.max_restarts); its log is {log_file}"
+                f"(cluster.max_restarts); its log is {self._log_file(name)}"
             )
         self._num_replaced += 1
         self._recoveries += 1
-        started_s = time.perf_counter()
+        self._recovering.append((role, name, time.perf_counter(), self._progress.step))
         address = dispatcher.channel.address
         if role == "worker":
-            index = self._next_worker
+            successor = self._start(engine, address, role, self._next_worker)
             self._next_worker += 1
-            self._start(engine, address, role, index)
             self._fence(dispatcher, name, incarnation)
-            message = f"{name} {how}; {num_units} units of its work go to others, worker-{index} takes its place"
+            message = f"{num_units} units of its work go to others, {successor} takes its place"
         elif role == "server":
-            saved = checkpoint.list_checkpoints(self._directory.checkpoints)
-            self._start(engine, address, role, int(number), resume=True)
-            kept = f"its parameters go on from {saved[-1].name}" if saved else "its parameters start again"
-            message = f"{name} {how}; {kept}: its updates up to step {self._progress.step} since then are lost"
+            message = self._replace_server(engine, dispatcher, index)
         else:
             self._start(engine, address, role, 0)
-            message = f"the evaluator {how}; another takes its place"
-        self._monitor.emit("warning", message=message)
-        self._monitor.emit("recovery", role=role, lost=name, seconds=time.perf_counter() - started_s)
+            message = "another takes its place"
+        self._monitor.emit("warning", message=f"{name} {how}: {message}")
+
+    def _replace_server(self, engine: LocalEngine, dispatcher: Dispatcher, index: int) -> str:
+        is_served = dispatcher.is_served(index)
+        successor = self._start_server(engine, dispatcher.channel.address, index, resume=not is_served)
+        if is_served:
+            return f"no update is lost, {successor} will be the second server"
+        saved = checkpoint.list_checkpoints(self._directory.checkpoints)
+        kept = f"its parameters go on from {saved[-1].name}" if saved else "its parameters start from the beginning"
+        return f"{kept}, its updates since then (the run is at step {self._progress.step}) are lost"
+
+    def _note_recoveries(self) -> None:
+        """Tell how long it took from a loss to the next step that was committed."""
+        for entry in [entry for entry in self._recovering if self._progress.step > entry[3]]:
+            self._recovering.remove(entry)
+            role, name, lost_s, _ = entry
+            self._monitor.emit("recovery", role=role, lost=name, seconds=time.perf_counter() - lost_s)
+
+    def _pair_servers(self, dispatcher: Dispatcher) -> None:
+        """Have servers give their seconds everything, where that is still to be done."""
+        for index, serving, follower in dispatcher.unfollowed():
+            with contextlib.suppress(CommunicationError):  # one of them is gone, which its exit will tell
+                with self._connect(serving) as connection:
+                    connection.call(Adopt(follower), timeout_s=STARTUP_TIMEOUT_S)
+                dispatcher.note_following(index)
+
+    def _connect(self, address: str) -> Connection:
+        speaker = Speaker(run=self._run_id, name="launcher", incarnation=time.time_ns())
+        return Connection(
+            address, speaker, PARAMETERS, self._client_keys, failure_timeout_s=2.0, limits=PARAMETER_LIMITS
+        )
 
     def _fence(self, dispatcher: Dispatcher, worker: str, incarnation: int) -> None:
         """Tell the servers that nothing the worker says counts any more."""
         for address in dispatcher.addresses:
-            with contextlib.suppress(CommunicationError):  # one that is gone has nothing to refuse
-                speaker = Speaker(run=self._run_id, name="launcher", incarnation=time.time_ns())
-                with Connection(
-                    address,
-                    speaker,
-                    PARAMETERS,
-                    ClientKeys.from_text(self._client_keys.to_text()),
-                    failure_timeout_s=1.0,
-                    limits=PARAMETER_LIMITS,
-                ) as connection:
-                    connection.call(Fence(worker, incarnation), timeout_s=1.0)
+            # One that is gone has nothing to refuse.
+            with contextlib.suppress(CommunicationError), self._connect(address) as connection:
+                connection.call(Fence(worker, incarnation), timeout_s=1.0)
 
     def _check_silence(self, engine: LocalEngine, dispatcher: Dispatcher, started_s: float) -> None:
         """Kill what has frozen: its exit then tells the rest."""
         now_s = time.monotonic()
-        for number, name in list(self._processes.items()):
+        for number, order in list(self._processes.items()):
+            name = order.name
             hearing = dispatcher.hearings.get(name)
             if hearing is None:
                 if now_s - started_s > STARTUP_TIMEOUT_S and self._num_replaced == 0:
@@ -262,9 +297,9 @@ class ServedRun:
     def _check_failures(self, dispatcher: Dispatcher) -> None:
         causes = [entry for entry in dispatcher.failures if not entry[1].is_consequence]
         for name, failure in causes or dispatcher.failures:
-            log_file = self._directory.path / "logs" / f"{name}.log"
             log.error("%s failed:\n%s", name, failure.traceback)
-            raise TrainingError(f"{name} {failure.error} (in step {failure.step + 1}); its log is {log_file}")
+            where = f"(in step {failure.step + 1}); its log is {self._log_file(name)}"
+            raise TrainingError(f"{name} {failure.error} {where}")
 
     def _dismiss(self, engine: LocalEngine, dispatcher: Dispatcher) -> None:
         """Let everybody end in order; what is still there is ended by the engine."""
@@ -274,8 +309,8 @@ class ServedRun:
         ):
             dispatcher.dismiss()
             dispatcher.serve(TICK_S)
-        for number, name in self._processes.items():
-            if name.startswith("server"):
+        for number, order in self._processes.items():
+            if order.role == "server":
                 engine.signal(number, signal.SIGTERM)
 
     def _rate(self, step: int) -> float | None:
@@ -312,7 +347,7 @@ class ServedRun:
         metrics = outcome.metrics if outcome.metrics and progress.evaluated_at == progress.step else None
         stopped_by = outcome.stopped_by or ("steps" if plan.is_cut_short else None)
         status: Status = "interrupted" if stopped_by == "interrupt" else "stopped" if stopped_by else "completed"
-        training_s = time.perf_counter() - self._begun_s
+        training_s = time.perf_counter() - (dispatcher.first_work_s or self._begun_s)
         ages = {str(age): count for age, count in enumerate(outcome.ages) if count}
         self._monitor.emit("staleness", ages=ages)
         return Summary(

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,13 @@ import torch
 from cordee import checkpoint
 from cordee.assembly import assemble
 from cordee.cluster import Team
-from cordee.communication.calls import Call, CallServer
+from cordee.communication.buffers import Buffer
+from cordee.communication.calls import Call, CallServer, Connection
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
+from cordee.communication.messages import Message
 from cordee.core import Job
+from cordee.core.errors import CommunicationError
 from cordee.monitoring import setup_logging
 from cordee.served.link import DispatchLink, ProcessOrder
 from cordee.strategies.parameter_server.compression import Tracker, make_codec
@@ -28,8 +31,10 @@ from cordee.strategies.parameter_server.layout import Layout, Piece, make_layout
 from cordee.strategies.parameter_server.messages import (
     LIMITS,
     PARAMETERS,
+    Adopt,
     Extras,
     Fence,
+    Load,
     Pull,
     Pulled,
     Push,
@@ -41,7 +46,14 @@ from cordee.strategies.parameter_server.messages import (
 )
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 from cordee.strategies.parameter_server.shard import ParameterShard, UnitPush
-from cordee.strategies.parameter_server.state import encode_values, flatten_parameters, load_piece, piece_state
+from cordee.strategies.parameter_server.state import (
+    dump_piece,
+    encode_plain,
+    flatten_parameters,
+    load_piece,
+    piece_state,
+    restore_piece,
+)
 from cordee.strategies.parameter_server.strategy import can_split, settings_of
 
 log = logging.getLogger("cordee.server")
@@ -55,7 +67,11 @@ class ParameterService:
         self._codecs = {
             index: make_codec(settings, state.piece.length, layout.dtype) for index, state in shard.pieces.items()
         }
+        self._settings = settings
         self._trackers: dict[tuple[str, int], Tracker] = {}
+        self._second: Connection | None = None  # does all that this server does, to take its place
+        self._reply_bytes = max(8 * state.piece.length * layout.dtype.itemsize for state in shard.pieces.values())
+        self.connect: Callable[[str], Connection]
         self.fence: Callable[[str, int], None] = lambda worker, incarnation: None
         self.warn: Callable[[str], None] = lambda message: None
 
@@ -65,43 +81,75 @@ class ParameterService:
                 self._push(call, push)
             case Pull(piece=index, has=has, settles=settles, scale=scale):
                 state = self._shard.piece(index)
+                if self._second is not None and (settles >= 0 or self._settings.delay_compensation):
+                    self._pass_on(call.message, (), call.caller)
                 values = state.pull(call.caller, settles, scale)
                 tracker = self._trackers.setdefault((call.caller, index), Tracker(self._codecs[index]))
                 sent = tracker.compress(values, has)
                 call.reply(Pulled(state.version, tracker.stamp), sent)
-            case PushExtras(unit=unit, names=names):
+            case PushExtras(unit=unit, names=names, worker=worker):
+                self._pass_on(call.message, call.buffers, call.caller)
                 buffers = {name: buffer.torch() for name, buffer in zip(names, call.buffers, strict=True)}
-                self._shard.keep_extras(call.caller, unit, buffers)
+                self._shard.keep_extras(worker or call.caller, unit, buffers)
                 call.reply(Pushed("applied"))
             case Snapshot(piece=index, settles=settles, scale=scale):
                 state = self._shard.piece(index)
+                self._pass_on(call.message, (), call.caller)
                 state.settle(settles, scale)
                 saved = piece_state(state)
-                call.reply(
-                    Snapped(state.version, tuple(saved.tensors), encode_values(saved)),
-                    [state.values, *saved.tensors.values()],
-                )
+                buffers_out = [state.values, *saved.tensors.values(), encode_plain(saved.values)]
+                call.reply(Snapped(state.version, tuple(saved.tensors)), buffers_out)
             case SnapshotExtras():
                 extras = self._shard.extras()
                 call.reply(Extras(tuple(extras), tuple(self._shard.ages)), list(extras.values()))
             case Fence(worker=worker, incarnation=incarnation):
+                self._pass_on(call.message, (), call.caller)
                 self.fence(worker, incarnation)
                 self._shard.forget(worker)
                 for key in [key for key in self._trackers if key[0] == worker]:
                     del self._trackers[key]
+                call.reply(Pushed("applied"))
+            case Adopt(address=address):
+                self._adopt(address)
+                call.reply(Pushed("applied"))
+            case Load(piece=index, names=names):
+                restore_piece(self._shard.piece(index), names, [buffer.torch() for buffer in call.buffers])
                 call.reply(Pushed("applied"))
             case other:
                 call.refuse("unexpected", type(other).__name__)
 
     def _push(self, call: Call, push: Push) -> None:
         gradient = self._codecs[push.piece].decode([buffer.torch() for buffer in call.buffers])
-        unit = UnitPush(
-            call.caller, push.unit, push.step, push.share, push.num_shares, push.count, push.base, push.floor
-        )
+        worker = push.worker or call.caller
+        unit = UnitPush(worker, push.unit, push.step, push.share, push.num_shares, push.count, push.base, push.floor)
+        self._pass_on(push, call.buffers, call.caller)
         outcome = self._shard.push(push.piece, unit, gradient)
-        if outcome.kind == "refused":
+        if outcome.kind == "refused" and not push.worker:
             self.warn(outcome.detail)
         call.reply(Pushed(outcome.kind, outcome.squares, outcome.detail))
+
+    def _pass_on(self, message: Message, buffers: Sequence[Buffer], worker: str) -> None:
+        """Have the second do the same, before anybody is told that it is done."""
+        if self._second is None:
+            return
+        if isinstance(message, (Push, PushExtras)):
+            message = msgspec.structs.replace(message, worker=worker)
+        try:
+            self._second.call(message, [buffer.torch() for buffer in buffers], reply_bytes=self._reply_bytes)
+        except CommunicationError as error:
+            self.warn(f"the second server is lost ({error}): going on alone until there is another")
+            self._second.close()
+            self._second = None
+
+    def _adopt(self, address: str) -> None:
+        """Give another server everything, and have it follow from here."""
+        connection = self.connect(address)
+        for index, state in self._shard.pieces.items():
+            names, buffers = dump_piece(state)
+            connection.call(Load(index, names), buffers)
+        for worker, (unit, buffers_of) in self._shard.kept_extras.items():
+            connection.call(PushExtras(unit, tuple(buffers_of), worker), list(buffers_of.values()))
+        self._second = connection
 
 
 def main(argument: dict[str, Any]) -> int:
@@ -118,6 +166,7 @@ def main(argument: dict[str, Any]) -> int:
             keys = ServerKeys.from_text(order.server_keys)
             with CallServer("tcp://127.0.0.1:*", speaker, PARAMETERS, keys, service.handle, limits=LIMITS) as server:
                 service.fence = server.fence
+                service.connect = link.connect_to
                 service.warn = lambda message: link.emit("warning", {"message": message})
                 link.join(server.address)
                 log.info("server %d listens at %s (process %d)", order.index, server.address, os.getpid())

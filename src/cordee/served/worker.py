@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -115,8 +116,9 @@ class WorkLoop:
         patience_s = 6 * order.failure_timeout_s
         wire = Wire(link, patience_s, self._settings.lose_messages, derive_seed(parts.job.seed, "wire", order.index))
         self._client = ParameterClient(self._layout, self._settings, wire, order.name)
-        self._clip_norm = parts.job.training.clip_norm or self._settings.clip_norm
+        self._clip_norm = self._settings.clip_norm
         self._num_until_pull = 0
+        self._index, self._num_units = order.index, 0
         self._pushes: list[Future[Pushed]] = []
         self._work: Work | None = None
         # Clipping one's own gradient needs all of it first, and so does adding up several.
@@ -126,18 +128,30 @@ class WorkLoop:
 
     def run(self) -> None:
         """Take work until there is no more."""
-        done = TakeWork()
+        done, waited_s = TakeWork(), 0.0
+        began_s = None
         while True:
+            asked_s = time.perf_counter()
             reply = self._link.ask(done)
+            if began_s is None:  # the first wait is for the others to start
+                began_s = time.perf_counter()
+            else:
+                waited_s += time.perf_counter() - asked_s
             if isinstance(reply, Leave):
                 break
             assert isinstance(reply, Work)
             self._link.step = reply.step
             done = self._do(reply)
+        seconds = time.perf_counter() - began_s
+        self._link.emit(
+            "worker_ended",
+            {"worker": self._index, "units": self._num_units, "seconds": seconds, "waited_seconds": waited_s},
+        )
         self._client.close()
 
     def _do(self, work: Work) -> TakeWork:
         self._work = work
+        self._num_units += 1
         if self._num_until_pull == 0 or work.settles >= 0:
             self._client.pull(self._flat, work.settles, work.scale)
             self._num_until_pull = self._settings.pull_every

@@ -43,6 +43,9 @@ def form_axes(team: Team, num_replicas: int) -> Axes:
 
 def _form(rosters: list[list[int]], own: int) -> dist.ProcessGroup:
     """Form all groups, as torch wants everybody to, and return the own one."""
+    if len(rosters) == 1:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
     groups = [dist.new_group(ranks) for ranks in rosters]
     group: dist.ProcessGroup = groups[own]
     return group

@@ -11,11 +11,13 @@ from cordee.core.errors import JobError, nearest
 from cordee.core.job import read_section
 from cordee.core.settings import Section
 from cordee.strategies.data_parallel import DataParallel, DataParallelSettings
+from cordee.strategies.hybrid import HybridSettings, borrowed_keys, make_hybrid
 from cordee.strategies.parameter_server import ParameterServer, ParameterServerSettings
 from cordee.strategies.pipeline import Pipeline, PipelineSettings
 from cordee.strategies.sharded import Sharded, ShardedSettings
 from cordee.strategies.single import Single, SingleSettings
 from cordee.strategies.strategy import Strategy
+from cordee.strategies.tensor import TensorParallel, TensorSettings
 
 
 class Entry(NamedTuple):
@@ -25,14 +27,17 @@ class Entry(NamedTuple):
     settings: type[Section]
     can_reproduce: bool = False  # knows training.reproducible
     is_served: bool = False  # its workers take work from a dispatcher, each at its own pace
+    borrowed_keys: Callable[[Mapping[str, Any]], Sequence[str]] = lambda given: ()  # keys it hands on to others
 
 
 STRATEGIES: Mapping[str, Entry] = {
     "data_parallel": Entry(DataParallel, DataParallelSettings, can_reproduce=True),
+    "hybrid": Entry(make_hybrid, HybridSettings, borrowed_keys=borrowed_keys),
     "parameter_server": Entry(ParameterServer, ParameterServerSettings, is_served=True),
     "pipeline": Entry(Pipeline, PipelineSettings),
     "sharded": Entry(Sharded, ShardedSettings),
     "single": Entry(Single, SingleSettings, can_reproduce=True),
+    "tensor": Entry(TensorParallel, TensorSettings),
 }
 
 
@@ -63,14 +68,16 @@ def make_strategy(job: Job, computation: Computation) -> Strategy:
             f"training.reproducible = true is for {_listed(able)}, the job's strategy is '{name}': "
             "set reproducible = false, or one of these strategies"
         )
-    strategy: Strategy = entry.make(job, read_section("strategy", job.strategy.settings, entry.settings), computation)
+    borrowed = entry.borrowed_keys(job.strategy.settings)
+    own = {key: value for key, value in job.strategy.settings.items() if key not in borrowed}
+    strategy: Strategy = entry.make(job, read_section("strategy", own, entry.settings), computation)
     strategy.requirements(job)
     return strategy
 
 
 def _refuse_others_settings(name: str, given: Mapping[str, Any]) -> None:
     """Say whose a setting is that the strategy does not have, where it is somebody's."""
-    own = STRATEGIES[name].settings.__struct_fields__
+    own = (*STRATEGIES[name].settings.__struct_fields__, *STRATEGIES[name].borrowed_keys(given))
     for key in given:
         owners = [other for other, entry in STRATEGIES.items() if key in entry.settings.__struct_fields__]
         if key not in own and owners:

@@ -81,6 +81,8 @@ class SlicedParameter:
 
     def take_gradient(self) -> None:
         gradient = self._parameter.grad
+        if gradient is not None and gradient.placements != self._parameter.placements:
+            gradient = gradient.redistribute(placements=self._parameter.placements)  # partial sums
         self.local.grad = None if gradient is None else _local(gradient)
 
     def drop_gradient(self) -> None:
@@ -105,7 +107,8 @@ class SlicedParameter:
 def hold(name: str, parameter: nn.Parameter, *, num_holders: int, num_slice_holders: int) -> Held:
     """Return a worker's hold on a parameter: `num_holders` if it is whole, `num_slice_holders` if a slice is here."""
     if isinstance(parameter, DTensor):
-        return SlicedParameter(name, parameter, num_slice_holders)
+        is_whole = all(placement.is_replicate() for placement in parameter.placements)
+        return SlicedParameter(name, parameter, num_holders if is_whole else num_slice_holders)
     return WholeParameter(name, parameter, num_holders)
 
 

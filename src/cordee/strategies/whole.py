@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 
 class WholeModel:
-    """Gives the memory of a model back while it is not needed; shapes, names and modules stay. Local."""
+    """Gives the memory of a model back while it is not needed; names, modules and tensor objects stay. Local."""
 
     def __init__(self, model: nn.Module, kept: Iterable[Tensor] = ()) -> None:
         """`kept` are tensors of the model that stay: those this worker trains."""
         self.model = model
-        keys = {tensor.untyped_storage().data_ptr() for tensor in kept}
-        found = {tensor.untyped_storage().data_ptr(): tensor for tensor in [*model.parameters(), *model.buffers()]}
-        # A tensor without bytes has the address 0, and nothing to give back.
-        storages = [tensor.untyped_storage() for key, tensor in found.items() if key and key not in keys]
-        self._storages = [(storage, storage.nbytes()) for storage in storages]
+        kept_ids = {id(tensor) for tensor in kept}
+        others = [t for t in [*model.parameters(), *model.buffers()] if id(t) not in kept_ids]
+        self._others = [(tensor, tensor.shape, tensor.stride()) for tensor in others]
         self._is_here = True
 
     def release(self) -> None:
         """Give back the memory of all but the kept tensors; their values are lost."""
         if self._is_here:
             self._is_here = False
-            for storage, _ in self._storages:
-                storage.resize_(0)
+            for tensor, _, _ in self._others:
+                # Not resize_ on the storage, which refuses once NumPy has seen it, as when it was saved.
+                tensor.data = tensor.data.new_empty(0)
 
     def restore(self) -> None:
         """Take the memory again; the values are anything until they are copied in."""
         if not self._is_here:
             self._is_here = True
-            for storage, num_bytes in self._storages:
-                storage.resize_(num_bytes)
+            for tensor, shape, stride in self._others:
+                tensor.data = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)

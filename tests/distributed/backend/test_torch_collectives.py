@@ -16,14 +16,13 @@ SELECTED = re.compile(
     r"reduce|cast|gather|scatter|all_to_all|barrier|send|recv|group|coalesc|future|no_sync|CPU|_cpu|rank"
 )
 NEEDS_GPU = re.compile(r"cuda|nccl|SyncBatchNorm")
-# What is left out, and why. Each also fails on gloo in this setting, except the second.
+# What is left out, and why: all but the second fail on gloo in this setting as well.
 LEFT_OUT = {
     "test_barrier_timeout_global": "forms the default group anew from the launcher's variables, which are not set here",
     "test_monitored_barrier": "torch refuses monitored_barrier on every backend but its own gloo",
     "test_new_subgroups_with_group_param": "needs four ranks",
     "test_batch_isend_irecv_op_err": "needs a GPU, and does not say so",
     "test_batch_isend_irecv_mixed_backend_err": "needs NCCL, and does not say so",
-    "profiler": "looks for the names of torch's own backends in the profile",
 }
 
 

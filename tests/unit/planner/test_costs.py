@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from made_up import MB, cluster, here, profile, work
 
@@ -147,3 +148,12 @@ def test_degrees_are_powers_divisors_and_the_most() -> None:
 def test_amounts_read_well() -> None:
     assert [in_bytes(n) for n in (12, 46_123_000, 2.5e9)] == ["12 B", "46.1 MB", "2.5 GB"]
     assert [in_time(s) for s in (38e-6, 0.1204, 2.0)] == ["38 µs", "120 ms", "2 s"]
+
+
+def test_of_equals_the_plainest_is_chosen() -> None:
+    found = predict(of("data_parallel", 2), work(profile(), here(2)))
+    served = msgspec.structs.replace(found, strategy="parameter_server", step_s=found.step_s * 0.97)
+    faster = msgspec.structs.replace(served, step_s=found.step_s * 0.9)
+    names = ["data_parallel", "parameter_server"]
+    assert choose([served, found], names) == (found, served)
+    assert choose([faster, found], names) == (faster, found)

@@ -25,6 +25,7 @@ class Push(Message, frozen=True):
     count: Count  # items it is the mean over
     base: Count  # version of the parameters it was computed from
     floor: Count  # all units below it are committed
+    worker: Annotated[str, Meta(max_length=128)] = ""  # whose it is, where a server passes it on to its second
 
 
 class Pushed(Message, frozen=True):
@@ -64,6 +65,7 @@ class PushExtras(Message, frozen=True):
 
     unit: Count
     names: Annotated[tuple[Name, ...], Meta(max_length=4096)]
+    worker: Annotated[str, Meta(max_length=128)] = ""
 
 
 class Snapshot(Message, frozen=True):
@@ -77,13 +79,12 @@ class Snapshot(Message, frozen=True):
 
 
 class Snapped(Message, frozen=True):
-    """The parameters of a piece, then the tensors of its optimizer state, by name; `values` is JSON."""
+    """The parameters of a piece, the tensors of its optimizer state by name, and the rest of that as JSON bytes."""
 
     is_generational = False
 
     version: Count
     names: Annotated[tuple[Name, ...], Meta(max_length=65536)]
-    values: Text
 
 
 class SnapshotExtras(Message, frozen=True):
@@ -110,7 +111,25 @@ class Fence(Message, frozen=True):
     incarnation: Count
 
 
+class Adopt(Message, frozen=True):
+    """The server at this address is to be the receiver's second. Answered by `Pushed` when it has everything."""
+
+    is_generational = False
+
+    address: Name
+
+
+class Load(Message, frozen=True):
+    """All that a server knows of a piece: tensors by name, and the rest as JSON bytes. Answered by `Pushed`."""
+
+    is_generational = False
+
+    piece: Count
+    names: Annotated[tuple[Name, ...], Meta(max_length=65536)]
+
+
 PARAMETERS: tuple[type[Message], ...] = (
-    Push, Pushed, Pull, Pulled, PushExtras, Snapshot, Snapped, SnapshotExtras, Extras, Fence,
+    Push, Pushed, Pull, Pulled, PushExtras, Snapshot, Snapped, SnapshotExtras, Extras, Fence, Adopt,
+    Load,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=8 << 20, max_buffers=65536, max_buffer_bytes=1 << 31)

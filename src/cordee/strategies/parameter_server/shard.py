@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -141,6 +141,45 @@ class PieceState:
     def forget(self, worker: str) -> None:
         self._seen.pop(worker, None)
 
+    def dump(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return all that `restore` needs to go on exactly here, but for the optimizer; tensors share memory."""
+        tensors = {"values": self.values, "gradient": self._gradient}
+        tensors |= {f"seen.{worker}": seen for worker, seen in self._seen.items()}
+        staged = [
+            (step, share, items, gradient is not None)
+            for step, parts in self._staged.items()
+            for share, (items, gradient) in parts.items()
+        ]
+        for step, parts in self._staged.items():
+            for share, (_, gradient) in parts.items():
+                if gradient is not None:
+                    tensors[f"staged.{step}.{share}"] = gradient
+        plain = {
+            "version": self.version,
+            "below": self.applied.below,
+            "above": sorted(self.applied.above),
+            "staged": staged,
+            "waiting": self._waiting,
+            "completed": self._completed,
+        }
+        return tensors, plain
+
+    def restore(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+        """Become what another was when it made a dump."""
+        self.values.copy_(tensors["values"])
+        self._gradient.copy_(tensors["gradient"])
+        self._seen = {
+            name.removeprefix("seen."): tensor.clone() for name, tensor in tensors.items() if name.startswith("seen.")
+        }
+        self.version = plain["version"]
+        self.applied = Applied(plain["below"], set(plain["above"]))
+        self._staged = {}
+        for step, share, items, has_gradient in plain["staged"]:
+            gradient = tensors[f"staged.{step}.{share}"].clone() if has_gradient else None
+            self._staged.setdefault(step, {})[share] = (items, gradient)
+        self._waiting = None if plain["waiting"] is None else (plain["waiting"][0], plain["waiting"][1])
+        self._completed = (plain["completed"][0], plain["completed"][1])
+
     def _refuse(self, push: UnitPush) -> PushOutcome:
         detail = f"the gradient of {push.worker} for unit {push.unit} (step {push.step + 1}) is not finite"
         if self._settings.is_in_step:
@@ -157,7 +196,8 @@ class PieceState:
         staged[push.share] = (push.num_items, kept)
         if not is_last:
             return PushOutcome("staged")
-        del self._staged[push.step]
+        # Steps are complete in order; what is left of earlier ones lacks a part that was lost with a server.
+        self._staged = {step: parts for step, parts in self._staged.items() if step > push.step}
         has_any = self._combine([staged[share] for share in sorted(staged)])
         squares = -1.0
         if self._settings.clip_norm:
@@ -243,6 +283,10 @@ class ParameterShard:
         """Take note of the buffers of a worker's model, the newest of each worker."""
         if worker not in self._extras or self._extras[worker][0] < unit:
             self._extras[worker] = (unit, {name: value.clone() for name, value in buffers.items()})
+
+    @property
+    def kept_extras(self) -> Mapping[str, tuple[int, dict[str, Tensor]]]:
+        return self._extras
 
     def extras(self) -> dict[str, Tensor]:
         """Return the mean over the workers of each floating-point buffer; of others the newest worker's."""

@@ -67,8 +67,31 @@ def join_pieces(layout: Layout, states: Sequence[State]) -> State:
     return State(tensors, {**states[0].values, "groups": groups, "state": merged_state})
 
 
-def encode_values(state: State) -> str:
-    return msgspec.json.encode(state.values).decode()
+def encode_plain(values: Any) -> Tensor:
+    """Return plain values as a buffer of JSON, which may be longer than a header."""
+    return torch.frombuffer(bytearray(msgspec.json.encode(values)), dtype=torch.uint8)
+
+
+def decode_plain(buffer: Tensor) -> Any:
+    return msgspec.json.decode(buffer.numpy().tobytes())
+
+
+def dump_piece(state: PieceState) -> tuple[tuple[str, ...], list[Tensor]]:
+    """Return a piece with everything, its optimizer included, as named buffers and one of JSON."""
+    tensors, plain = state.dump()
+    optimizer = piece_state(state)
+    tensors = {**tensors, **{f"optimizer.{name}": tensor for name, tensor in optimizer.tensors.items()}}
+    return tuple(tensors), [*tensors.values(), encode_plain({**plain, "optimizer": optimizer.values})]
+
+
+def restore_piece(state: PieceState, names: Sequence[str], buffers: Sequence[Tensor]) -> None:
+    """Make a piece what `dump_piece` saw."""
+    tensors = dict(zip(names, buffers[:-1], strict=True))
+    plain = decode_plain(buffers[-1])
+    state.restore(tensors, plain)
+    prefix = "optimizer."
+    inner = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    load_optimizer_state(state.optimizer, state, State(inner, plain["optimizer"]))
 
 
 def flatten_parameters(model: nn.Module, layout: Layout) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from torch import nn
 
 from cordee.compute import Computation, OptimizerRecipe
@@ -45,6 +46,6 @@ def can_split(job: Job) -> bool:
 
 
 def settings_of(job: Job) -> ParameterServerSettings:
-    """Return the settings of the job's strategy, checked."""
+    """Return the settings of the job's strategy, checked. Clipping may be asked for in [training] as well."""
     settings: ParameterServerSettings = read_section("strategy", job.strategy.settings, ParameterServerSettings)
-    return settings
+    return msgspec.structs.replace(settings, clip_norm=settings.clip_norm or job.training.clip_norm)

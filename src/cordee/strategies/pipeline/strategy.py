@@ -104,7 +104,7 @@ class Pipeline(SplitModel):
 
     def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
         with self._computation.autocast():
-            self._chain = make_chain(model, example.inputs.to(next(model.parameters()).device))
+            self._chain = make_chain(model, example.inputs.to(next((p.device for p in model.parameters()), "cpu")))
         names = [block.name for block in self._chain.blocks]
         if self._settings.placement:
             cut_by_hand(names, self._settings.placement)

@@ -124,10 +124,11 @@ class Sharded(SplitModel):
 
     def _shard(self, model: nn.Module, team: Team) -> Any:
         device = self._computation.device.type
-        shape: tuple[int, ...] = (team.num_workers,)
         if self._num_replicas > 1:
             shape = (self._num_replicas, team.num_workers // self._num_replicas)
-        mesh = init_device_mesh(device, shape)
+            mesh = init_device_mesh(device, shape, mesh_dim_names=("replicas", "slices"))
+        else:
+            mesh = init_device_mesh(device, (team.num_workers,))
         options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not self._settings.keep_gathered}
         has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
         if self._computation.precision == "bf16" and not has_batch_norm:

@@ -1,0 +1,9 @@
+"""Training on machines that are not here, simulated."""
+
+from __future__ import annotations
+
+from cordee.planner.simulator.crowd import CrowdOutcome, simulate
+from cordee.planner.simulator.published import PUBLISHED
+from cordee.planner.simulator.scenario import Scenario, load_scenario, read_scenario
+
+__all__ = ["PUBLISHED", "CrowdOutcome", "Scenario", "load_scenario", "read_scenario", "simulate"]

@@ -1,0 +1,169 @@
+"""What is simulated: a job, a crowd, links and failures, as TOML."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from cordee.core.durations import parse_duration
+from cordee.core.errors import JobError, nearest
+from cordee.core.job import apply_override, read_section
+from cordee.core.settings import Section
+from cordee.planner.amounts import parse_latency, parse_rate, parse_size
+
+_REQUIRED = ("workers", "step", "gradients")
+_NUMBERS = ("step", "spread", "gradients", "bucket", "bandwidth", "inside_bandwidth", "latency", "backward")
+MOST_WORKERS = 100_000
+
+
+class Scenario(Section, frozen=True, kw_only=True):
+    """A training job that is not run. Amounts are texts with a unit, or numbers in seconds and bytes."""
+
+    workers: tuple[int, ...]  # the sizes of the crowd to look at
+    step: str | float  # computing of one worker in one step
+    gradients: str | float  # bytes that are exchanged in a step
+    name: str = ""
+    strategy: Literal["all_reduce", "parameter_server"] = "all_reduce"
+    spread: float = 0.0  # deviation of a worker's step from one to the next, as a share of it
+    backward: float = 0.67  # share of the step that is the backward pass
+    overlap: bool = True  # exchange gradients while the backward pass goes on
+    layers: int = 50  # whose gradients are ready one after the other
+    bucket: str | float = "64 MiB"  # at most so many bytes of them are exchanged at once
+    # When gradients are ready: (share of the backward pass, share of the bytes ready by then). Even where empty.
+    order: tuple[tuple[float, float], ...] = ()
+    per_host: int = 1  # workers that share a host's network
+    bandwidth: str | float = "10 Gbit/s"  # between hosts, as data gets it
+    latency: str | float = "20us"
+    inside_bandwidth: str | float = "10 GB/s"  # between workers of a host
+    servers: int = 0  # of parameter_server; 0: one for every four workers
+    staleness: int | Literal["unbounded"] = 0  # steps a worker may be ahead of the slowest
+    steps: int = 100  # of each worker, that are simulated
+    mtbf: str | float = 0.0  # mean time between failures of one worker; 0: none
+    restart: str | float = "60s"  # from a failure to the first step after it
+    checkpoint_every: str | float = "10m"
+    checkpoint_time: str | float = "5s"  # that training stands still for
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.workers:
+            raise JobError("workers = [] names no size of the crowd: write for example workers = [1, 8, 64, 512]")
+        for count in self.workers:
+            if not 1 <= count <= MOST_WORKERS:
+                raise JobError(f"workers = {list(self.workers)}: {count} must be from 1 to {MOST_WORKERS:,}")
+        for key, lowest in (("per_host", 1), ("steps", 1), ("layers", 1), ("servers", 0), ("seed", 0)):
+            if getattr(self, key) < lowest:
+                raise JobError(f"{key} = {getattr(self, key)} must be at least {lowest}")
+        if isinstance(self.staleness, int) and self.staleness < 0:
+            raise JobError(f"staleness = {self.staleness} must be at least 0, or 'unbounded'")
+        if not 0.0 <= self.spread < 2.0:
+            raise JobError(f"spread = {self.spread} must be at least 0 and below 2 (0.1 is 10 % of a step)")
+        if not 0.0 <= self.backward <= 1.0:
+            raise JobError(f"backward = {self.backward} must be from 0 to 1, a share of the step")
+        _check_order(self.order)
+        for seconds, key in ((self.step_s, "step"), (self.checkpoint_every_s, "checkpoint_every")):
+            if not seconds > 0:
+                raise JobError(f"{key} must be longer than nothing")
+        if self.strategy == "all_reduce" and (self.staleness != 0 or self.servers):
+            raise JobError(
+                "staleness and servers belong to strategy = 'parameter_server'; the scenario has 'all_reduce'"
+            )
+        if min(self.gradient_bytes, self.bucket_bytes, self.bytes_per_s, self.inside_bytes_per_s) <= 0:
+            raise JobError("gradients, bucket and bandwidths must be above 0")
+
+    @property
+    def step_s(self) -> float:
+        return _seconds(self.step, "step")
+
+    @property
+    def gradient_bytes(self) -> float:
+        return parse_size(self.gradients, "gradients")
+
+    @property
+    def bucket_bytes(self) -> float:
+        return parse_size(self.bucket, "bucket")
+
+    @property
+    def bytes_per_s(self) -> float:
+        return parse_rate(self.bandwidth, "bandwidth")
+
+    @property
+    def inside_bytes_per_s(self) -> float:
+        return parse_rate(self.inside_bandwidth, "inside_bandwidth")
+
+    @property
+    def latency_s(self) -> float:
+        return parse_latency(self.latency, "latency")
+
+    @property
+    def mtbf_s(self) -> float:
+        return _seconds(self.mtbf, "mtbf")
+
+    @property
+    def restart_s(self) -> float:
+        return _seconds(self.restart, "restart")
+
+    @property
+    def checkpoint_every_s(self) -> float:
+        return _seconds(self.checkpoint_every, "checkpoint_every")
+
+    @property
+    def checkpoint_time_s(self) -> float:
+        return _seconds(self.checkpoint_time, "checkpoint_time")
+
+    def num_servers(self, num_workers: int) -> int:
+        return self.servers or max(1, num_workers // 4)
+
+
+def load_scenario(path: Path, overrides: Iterable[str] = ()) -> Scenario:
+    """Read a scenario file. Raises JobError that names the file and the key."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise JobError(f"no scenario file {str(path)!r}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"cannot read the scenario file {str(path)!r}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"{path} is not valid TOML: {error}") from None
+    table.setdefault("name", path.stem)
+    return read_scenario(table, overrides)
+
+
+def read_scenario(table: Mapping[str, Any], overrides: Iterable[str] = ()) -> Scenario:
+    """Return the scenario of a table, with overrides of the form "a=b" applied."""
+    table = dict(table)
+    for override in overrides:
+        apply_override(table, override)
+    if isinstance(table.get("workers"), int):
+        table["workers"] = [table["workers"]]
+    for key in _NUMBERS:  # TOML tells 1 from 1.0; a person need not
+        if isinstance(table.get(key), int) and not isinstance(table.get(key), bool):
+            table[key] = float(table[key])
+    fields = [field.name for field in msgspec.structs.fields(Scenario)]
+    for key in table:
+        if key not in fields:
+            raise JobError(f"a scenario has no key '{key}'{nearest(key, fields)} (it has: {', '.join(fields)})")
+    for key in _REQUIRED:
+        if key not in table:
+            raise JobError(f"the scenario has no '{key}': add it, or give it with --set {key}=…")
+    scenario: Scenario = read_section("scenario", table, Scenario)
+    return scenario
+
+
+def _seconds(value: str | float, key: str) -> float:
+    if not isinstance(value, str):
+        return float(value)
+    return parse_duration(value, key)
+
+
+def _check_order(order: tuple[tuple[float, float], ...]) -> None:
+    before = (0.0, 0.0)
+    for point in order:
+        if not (0 <= point[0] <= 1 and 0 <= point[1] <= 1 and point[0] >= before[0] and point[1] >= before[1]):
+            raise JobError(f"order = {[list(p) for p in order]}: shares must be from 0 to 1 and grow")
+        before = point
+    if order and order[-1][1] != 1.0:
+        raise JobError(f"order = {[list(p) for p in order]}: the last share of the bytes must be 1.0")

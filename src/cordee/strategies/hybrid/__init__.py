@@ -1,0 +1,5 @@
+"""`hybrid`: a mesh of data parallelism and one way to split a model."""
+
+from cordee.strategies.hybrid.strategy import HybridSettings, borrowed_keys, make_hybrid
+
+__all__ = ["HybridSettings", "borrowed_keys", "make_hybrid"]

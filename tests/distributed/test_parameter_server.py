@@ -1,0 +1,191 @@
+"""Parameter servers in real processes, against the single-process run on the same data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cordee import Job
+from cordee.checkpoint import load_newest
+from cordee.core.errors import JobError, TrainingError
+from cordee.launch import train
+from cordee.monitoring import read_events
+from cordee.run import Run
+
+pytestmark = pytest.mark.timeout(150)
+
+NUM_STEPS = 20
+
+
+def job(**sections: Any) -> Job:
+    table: dict[str, Any] = {
+        "name": "served",
+        "model": {"use": "mlp", "hidden": [33, 20], "dropout": 0.2},
+        "data": {"use": "synthetic", "shape": [12], "num_classes": 3, "size": 150, "test_size": 40},
+        "optimizer": {"use": "adam", "lr": 0.01},
+        "schedule": {"use": "cosine", "warmup_steps": 3},
+        "training": {"batch_size": 16, "steps": NUM_STEPS, "threads": 1, "device": "cpu"},
+        "cluster": {"failure_timeout": "10s"},
+        "monitoring": {"every_steps": 1},
+    }
+    for key, section in sections.items():
+        is_other = not isinstance(section, dict) or ":" in section.get("use", "")
+        table[key] = section if is_other else {**table.get(key, {}), **section}
+    return Job.from_dict(table)
+
+
+def served(workers: int, **settings: Any) -> dict[str, Any]:
+    return {"name": "parameter_server", "workers": workers, **settings}
+
+
+def go(path: Path, resume: bool = False, **sections: Any) -> Run:
+    return train(job(**sections), run_dir=path, quiet=True, resume=resume)
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    loaded = load_newest(run.directory / "checkpoints")
+    assert loaded is not None
+    return loaded.state.part("model").tensors
+
+
+def largest_difference(one: Run, other: Run) -> float:
+    """The largest difference of any weight, relative to the largest weight of its tensor."""
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    return max(
+        float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp_min(1e-12)) for name in ours
+    )
+
+
+def events(run: Run, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(run.directory / "events.jsonl") if event["type"] == kind]
+
+
+def test_one_worker_gives_the_bits_of_single_and_of_its_metrics(tmp_path: Path) -> None:
+    alone = go(tmp_path / "alone", strategy={"name": "single"})
+    one = go(tmp_path / "one", strategy=served(1, servers=2))
+    assert one.summary.weights_sha256 == alone.summary.weights_sha256
+    assert one.summary.test_loss == alone.summary.test_loss
+    assert (one.summary.steps, one.summary.samples) == (alone.summary.steps, alone.summary.samples)
+    losses = [[event["loss"] for event in events(run, "step")] for run in (alone, one)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    roles = {(event["role"], event["worker"]) for event in events(one, "worker_started")}
+    assert roles == {("worker", 0), ("server", 0), ("server", 1), ("evaluator", 0)}
+
+
+def test_workers_in_step_equal_single_and_lost_messages_change_nothing(tmp_path: Path) -> None:
+    """SGD, without dropout, whose random numbers are drawn share by share: within 1e-5 after 20 steps.
+
+    The clean and the disturbed run sum in the same order and must agree to the bit.
+    """
+    sections = {
+        "model": {"dropout": 0.0},
+        "optimizer": {"use": "sgd", "lr": 0.05, "momentum": 0.9},
+        "training": {"clip_norm": 0.5},
+    }
+    alone = go(tmp_path / "alone", strategy={"name": "single"}, **sections)
+    clean = go(tmp_path / "clean", strategy=served(3, servers=2), **sections)
+    assert largest_difference(clean, alone) <= 1e-5
+    assert clean.summary.staleness == {"0": 3 * NUM_STEPS}
+    disturbed = go(tmp_path / "disturbed", strategy=served(3, servers=2, lose_messages=0.1), **sections)
+    assert disturbed.summary.weights_sha256 == clean.summary.weights_sha256
+
+
+def test_batch_norm_statistics_are_those_of_the_workers(tmp_path: Path) -> None:
+    model = {"use": "resnet", "depth": 20}
+    data = {"use": "synthetic", "shape": [3, 8, 8], "num_classes": 3, "size": 48, "test_size": 8}
+    sections = {"training": {"steps": 3}, "optimizer": {"use": "sgd", "lr": 0.01}}
+    table = {**json.loads(json.dumps(job(**sections).to_dict())), "model": model, "data": data}
+    runs = []
+    for name, strategy in (("alone", {"name": "single", "workers": 1}), ("one", served(1))):
+        table["strategy"] = strategy
+        runs.append(train(Job.from_dict(table), run_dir=tmp_path / name, quiet=True))
+    assert runs[0].summary.weights_sha256 == runs[1].summary.weights_sha256
+
+
+@pytest.mark.parametrize("first", ["single", "parameter_server"])
+def test_checkpoints_go_to_and_fro(tmp_path: Path, first: str) -> None:
+    strategies = {"single": {"name": "single"}, "parameter_server": served(1, servers=2)}
+    second = next(name for name in strategies if name != first)
+    whole = go(tmp_path / "whole", strategy={"name": "single"})
+    path = tmp_path / "parts"
+    go(path, strategy=strategies[first], stop={"steps": 9})
+    after = go(path, strategy=strategies[second], resume=True)
+    assert after.summary.steps == NUM_STEPS
+    assert after.summary.weights_sha256 == whole.summary.weights_sha256
+
+
+def test_free_running_workers_with_everything_on(tmp_path: Path) -> None:
+    settings = {
+        "servers": 2,
+        "staleness": "unbounded",
+        "staleness_lr": "inverse",
+        "delay_compensation": 0.04,
+        "compression": "int8",
+        "weight_decay": 1e-4,
+        "clip_norm": 5.0,
+        "push_every": 2,
+        "pull_every": 2,
+        "replicas": 2,
+    }
+    run = go(tmp_path / "run", strategy=served(2, **settings), training={"steps": 60}, stop={"time": "60s"})
+    assert run.summary.status == "completed"
+    assert run.summary.samples >= 60 * 15
+    losses = [event["loss"] for event in events(run, "step")]
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert sum((run.summary.staleness or {}).values()) > 0
+    ended = events(run, "worker_ended")
+    assert len(ended) == 2 and all(event["units"] > 0 for event in ended)
+
+
+def test_nan_gradients_are_refused_and_named_and_training_goes_on(tmp_path: Path) -> None:
+    run = go(
+        tmp_path / "run",
+        model={"use": "nan_net:NanNet"},
+        python_path=[str(Path(__file__).parent)],
+        strategy=served(2, staleness=1),
+    )
+    assert run.summary.status == "completed"
+    messages = [event["message"] for event in events(run, "warning")]
+    assert any("the gradient of worker-" in message and "is not finite" in message for message in messages)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in weights(run).values())
+
+
+def test_an_error_in_a_worker_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"worker-\d raised RuntimeError: at its end \(in step \d+\); its log is"):
+        go(
+            tmp_path / "run",
+            model={"use": "nan_net:FailingNet"},
+            python_path=[str(Path(__file__).parent)],
+            strategy=served(2),
+        )
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["stopped_by"]) == ("failed", "error")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"servers": 0}, "strategy.servers = 0 must be at least 1"),
+        ({"servers": 500}, "strategy.servers = 500 is too many"),
+        ({"staleness": -1}, "staleness = -1 must be at least 0"),
+        ({"staleness": "bounded"}, "strategy.staleness"),
+        ({"push_every": 2}, "staleness = 0 exchanges at every step"),
+        ({"delay_compensation": 0.1}, "staleness = 0 has no old gradients"),
+        ({"compression": "zip"}, "strategy.compression"),
+        ({"replicas": 3}, "strategy.replicas"),
+        ({"workers": 17}, "no sample for each of 17 workers"),
+        ({"clip_norm": 1.0, "training": {"clip_norm": 1.0}}, "both set"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_starts(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    training = settings.pop("training", {})
+    with pytest.raises(JobError, match=message):
+        go(tmp_path / "run", strategy={**served(2), **settings}, training=training)
+    assert not (tmp_path / "run").exists()

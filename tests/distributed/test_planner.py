@@ -1,0 +1,35 @@
+"""The planner's measurements with real processes, and its predictions beside real runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cordee.bench.planner import CASES, run
+from cordee.planning import kept_machine
+from cordee.strategies import STRATEGIES
+
+
+@pytest.mark.timeout(300)
+def test_the_planner_benchmark_at_its_smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CORDEE_CACHE", str(tmp_path))
+    lenet = [case for case in CASES if case.name == "lenet"]
+    strategies = ("single", "data_parallel")
+    report = run(cases=lenet, workers=(1, 2), strategies=strategies, run_s=0.3, budget_s=0.3)
+    rows = {(row["strategy"], row["workers"]): row for row in report.rows}
+    for way in (("single", 1), ("data_parallel", 2)):
+        assert rows[way]["predicted_ms"] > 0 and rows[way]["measured_ms"] > 0
+        assert rows[way]["error"] == pytest.approx(rows[way]["predicted_ms"] / rows[way]["measured_ms"] - 1)
+    assert ("median error", None) in rows
+
+    machine = kept_machine()
+    kinds = {exchange.kind for exchange in machine.exchanges if exchange.num_processes == 2}
+    assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "send", "copy"}
+    for exchange in machine.exchanges:
+        assert min(exchange.seconds) > 0
+        if exchange.kind != "copy":
+            assert exchange.at(1 << 25) > exchange.at(1 << 10)
+    measured = {overhead.strategy for overhead in machine.overheads}
+    assert measured == {"data_parallel", "sharded", "pipeline", "tensor"} & STRATEGIES.keys()
+    assert machine.slowdowns[2] >= 1.0 and machine.process_bytes > 1 << 20

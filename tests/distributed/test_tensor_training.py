@@ -1,0 +1,50 @@
+"""`tensor` computes what `single` computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from crew import CaseError, Crew
+from driving import Table, job, train_together
+from splitting import JOBS, TOKENS, References, check_equal
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp, momentum and clipping", "gpt"])
+def test_two_workers_equal_one(two: Crew, name: str, references: References, tmp_path: Path) -> None:
+    check_equal(two, JOBS[name], {"name": "tensor"}, references(JOBS[name]), tmp_path)
+
+
+def test_a_vocabulary_that_does_not_divide(two: Crew, references: References, tmp_path: Path) -> None:
+    table = {**JOBS["gpt"], "data": {**TOKENS, "num_classes": 31}}
+    check_equal(two, table, {"name": "tensor"}, references(table), tmp_path)
+
+
+def test_four_workers_equal_one(four: Crew, references: References, tmp_path: Path) -> None:
+    check_equal(four, JOBS["gpt"], {"name": "tensor"}, references(JOBS["gpt"]), tmp_path)
+
+
+PLANS = [
+    {"words": "row", "blocks.*.fc1": "column", "blocks.*.fc2": "row", "head": "gather"},
+    {"words": "column", "blocks.0.fc1": "gather", "blocks.0.fc2": "scatter", "head": "scatter"},
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_users_model_by_a_plan(two: Crew, plan: Table, references: References, tmp_path: Path) -> None:
+    table = job(model={"use": "networks:TwoBranches"}, data=TOKENS, optimizer={"use": "sgd", "lr": 0.02})
+    check_equal(two, table, {"name": "tensor", "plan": plan}, references(table), tmp_path)
+
+
+def test_a_plan_that_changes_the_model_is_refused(two: Crew, tmp_path: Path) -> None:
+    table = job(model={"use": "mlp", "hidden": [32, 32]})
+    for plan in ({"linear1": "column"}, {"linear1": "column", "linear2": "gather", "classifier": "scatter"}):
+        with pytest.raises(CaseError, match=r"JobError: strategy.plan (changes what|does not fit)"):
+            train_together(two, {**table, "strategy": {"name": "tensor", "plan": plan}}, tmp_path)

@@ -1,0 +1,26 @@
+"""What the pipeline benchmark makes of its figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from cordee.bench.pipeline import _rows
+from cordee.bench.pipeline_loops import MODELS, measure_cut
+
+
+def test_idle_shares_and_ratios() -> None:
+    figures = {"cordee": [160.0, 176.0], "torch on gloo": [80.0, 80.0], "one worker": [100.0, 100.0]}
+    cordee, gloo, alone = _rows("gpt, 1f1b", figures)
+    assert cordee["idle_share"] == pytest.approx(0.16)  # of two workers, one had nothing to do for so long
+    assert cordee["idle_in_theory"] == pytest.approx(1 / 9)
+    assert (cordee["outcome"], gloo["outcome"]) == ("reached", "reached")
+    assert gloo["cordee_is_times"] == pytest.approx(2.1)
+    assert alone["idle_share"] is None
+    slow = {**figures, "cordee": [70.0, 70.0]}
+    assert [row["outcome"] for row in _rows("gpt, 1f1b", slow)] == ["MISSED", "MISSED", ""]
+
+
+def test_the_cut_has_all_blocks() -> None:
+    assert MODELS["gpt"].batch_size % 8 == 0
+    counts = measure_cut("gpt", 2, 8)
+    assert len(counts) == 2 and sum(counts) == 6

@@ -1,0 +1,96 @@
+"""The sample ledger under random schedules of workers that take, finish, die and come back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cordee.data import Ledger, Unit
+
+
+def run_schedule(seed: int) -> None:
+    """Take a random team through a random run; check at every hand-out what the ledger promises."""
+    draw = random.Random(seed)
+    num_samples, batch_size = draw.randint(1, 60), 0
+    batch_size = draw.randint(1, num_samples)
+    num_shares, num_steps = draw.randint(1, 5), draw.randint(1, 12)
+    staleness = draw.choice([0, 0, 1, 2, 5, None])
+    ledger = Ledger(num_samples, batch_size, num_shares, num_steps)
+    workers = [f"w{index}" for index in range(draw.randint(1, 5))]
+    in_hand: dict[str, list[Unit]] = {worker: [] for worker in workers}
+    committed: list[Unit] = []
+    for _ in range(100_000):
+        if ledger.is_complete:
+            break
+        worker = draw.choice(workers)
+        limit = num_steps if staleness is None else ledger.committed_steps + staleness + 1
+        event = draw.random()
+        if event < 0.05:  # it dies, and another takes its place
+            ledger.put_back(worker)
+            in_hand[worker] = []
+        elif event < 0.1 and in_hand[worker]:  # it is late: somebody else does its work as well
+            ledger.give_up(in_hand[worker][0].number)
+        elif in_hand[worker] and event < 0.6:
+            unit = in_hand[worker].pop(0)
+            if ledger.commit(unit.number):
+                committed.append(unit)
+        elif not in_hand[worker]:
+            unit = ledger.take(worker, limit_step=limit)
+            if unit is not None:
+                in_hand[worker].append(unit)
+                open_steps = [other.step for _, other in ledger.taken.values()]  # one given up does not count
+                if staleness is not None:
+                    assert unit.step - min(open_steps) <= staleness
+                    # Everything older than the bound has gone into the weights it starts from.
+                    assert ledger.committed_steps >= unit.step - staleness
+    assert ledger.is_complete
+    assert ledger.take("w0", limit_step=num_steps) is None
+    per_epoch: dict[int, list[int]] = {}
+    for unit in committed:
+        per_epoch.setdefault(unit.epoch, []).extend(range(unit.start, unit.stop))
+    steps_per_epoch = -(-num_samples // batch_size)
+    for epoch, positions in per_epoch.items():
+        last = min(num_steps - epoch * steps_per_epoch, steps_per_epoch)
+        assert sorted(positions) == list(range(min(last * batch_size, num_samples)))
+
+
+def test_no_worker_runs_ahead_and_every_sample_counts_once_in_1000_schedules() -> None:
+    for seed in range(1000):
+        run_schedule(seed)
+
+
+def test_a_late_worker_that_finishes_after_all_is_not_counted_twice() -> None:
+    ledger = Ledger(num_samples=8, batch_size=4, num_shares=2, num_steps=2)
+    slow = ledger.take("slow", limit_step=1)
+    assert slow is not None
+    ledger.give_up(slow.number)
+    again = ledger.take("fast", limit_step=1)
+    assert again == slow
+    assert ledger.commit(slow.number)
+    assert not ledger.commit(slow.number)
+
+
+def test_what_a_lost_worker_had_comes_before_anything_new() -> None:
+    ledger = Ledger(num_samples=8, batch_size=4, num_shares=2, num_steps=2)
+    lost = ledger.take("lost", limit_step=2)
+    ledger.take("other", limit_step=2)
+    assert ledger.put_back("lost") == [lost]
+    assert ledger.take("other", limit_step=2) == lost
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_a_batch_with_fewer_samples_than_shares_has_fewer_units(batch_size: int) -> None:
+    ledger = Ledger(num_samples=3, batch_size=batch_size, num_shares=4, num_steps=1)
+    units = []
+    while (unit := ledger.take("w", limit_step=1)) is not None:
+        units.append(unit)
+    assert [unit.num_samples for unit in units] == [1] * batch_size
+    assert all(unit.num_shares == batch_size for unit in units)
+
+
+def test_a_run_goes_on_in_mid_epoch() -> None:
+    ledger = Ledger(num_samples=10, batch_size=4, num_shares=1, num_steps=6, first_step=4)
+    unit = ledger.take("w", limit_step=6)
+    assert unit is not None
+    assert (unit.step, unit.epoch, unit.start, unit.stop) == (4, 1, 4, 8)

@@ -1,0 +1,64 @@
+"""What `tensor` decides before any process is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from small_jobs import small_job
+from torch import nn
+
+from cordee.assembly import assemble
+from cordee.cluster import Team
+from cordee.core.errors import CordeeError
+from cordee.models import gpt, mlp
+from cordee.models.slicing import choose_slicing
+
+TOKENS = {"use": "synthetic", "kind": "tokens", "shape": [8], "num_classes": 30, "size": 40, "test_size": 8}
+IMAGES = {"use": "synthetic", "shape": [1, 28, 28], "num_classes": 10, "size": 40, "test_size": 8}
+
+
+def perceptron(*hidden: int) -> nn.Module:
+    return mlp(input_shape=(6,), num_classes=5, hidden=hidden)
+
+
+def test_perceptrons_go_in_pairs() -> None:
+    assert choose_slicing(perceptron(8), 2, {}) == {"linear1": "column", "classifier": "row"}
+    assert choose_slicing(perceptron(8, 8), 2, {}) == {"linear1": "column", "linear2": "row", "classifier": "scatter"}
+    assert choose_slicing(perceptron(7, 8), 2, {}) == {"linear1": "scatter", "linear2": "column", "classifier": "row"}
+    assert choose_slicing(perceptron(), 3, {}) == {"classifier": "scatter"}
+
+
+def test_both_ends_of_a_transformer_are_split_along_one_side() -> None:
+    for words, ends in ((30, ("row", "gather")), (31, ("column", "scatter"))):
+        model = gpt(input_shape=(8,), num_classes=words, num_layers=1, embedding_width=8, num_heads=2)
+        plan = choose_slicing(model, 2, {})
+        assert (plan["embedding.token"], plan["output.vocabulary"]) == ends
+        assert plan["layer1.attention.query_key_value"] == "column"
+        assert "embedding.position" not in plan
+
+
+@pytest.mark.parametrize(
+    ("parts", "settings", "message"),
+    [
+        ({}, {"workers": 1}, "'tensor' needs 2 workers or more, the job has 1"),
+        ({"model": {"use": "lenet"}, "data": IMAGES}, {}, r"'conv1.0' is a convolution: use strategy.name"),
+        ({"model": {"use": "gpt", "num_heads": 2, "embedding_width": 8}, "data": TOKENS}, {"workers": 4}, "2 heads of"),
+        ({"model": {"use": "mlp", "hidden": [7]}}, {"workers": 4}, "no layer of the model divides by 4 workers"),
+        ({"model": {"use": "small_jobs:Net"}}, {}, "has no plan for models of the class Net"),
+        ({}, {"plan": {"linear9": "row"}}, "plan names 'linear9', which no layer has; did you mean 'linear1'"),
+        ({}, {"plan": {"dropout1": "row"}}, "gives 'dropout1' the style 'row', and it is a Dropout"),
+        ({}, {"plan": {"linear1": "rows"}}, "strategy.plan = .* does not fit"),
+        (
+            {},
+            {"plan": {"linear1": "row"}, "workers": 4},
+            "the 6 inputs of 'linear1' cannot be shared out evenly over 4",
+        ),
+        ({"optimizer": {"use": "adafactor"}}, {}, "'Adafactor' may look at whole parameters, and strategy 'tensor'"),
+        ({}, {"stages": 2}, "strategy.stages is a setting of 'pipeline', the job's strategy is 'tensor'"),
+    ],
+)
+def test_what_it_refuses(parts: dict[str, Any], settings: dict[str, Any], message: str) -> None:
+    job = small_job(strategy={"name": "tensor", "workers": 2, **settings}, **parts)
+    with pytest.raises(CordeeError, match=message):
+        assemble(job, Team(num_workers=job.strategy.workers, num_local_workers=2))
