@@ -31,10 +31,9 @@ from cordee.served.dispatcher import Dispatcher
 from cordee.served.link import ProcessOrder
 from cordee.served.messages import LIMITS, SERVED
 from cordee.served.plan import RunPlan
-from cordee.strategies.parameter_server.layout import make_layout
 from cordee.strategies.parameter_server.messages import LIMITS as PARAMETER_LIMITS
 from cordee.strategies.parameter_server.messages import PARAMETERS, Adopt, Fence
-from cordee.strategies.parameter_server.strategy import can_split, settings_of
+from cordee.strategies.parameter_server.strategy import settings_of
 from cordee.trainer import Progress
 from cordee.version import __version__
 
@@ -47,8 +46,6 @@ _TARGETS = {role: f"cordee.served.{role}:main" for role in ("worker", "server", 
 
 def check_served(parts: Assembly) -> None:
     """Raise JobError for a job that cannot be served, before anything is started."""
-    settings = settings_of(parts.job)
-    make_layout(parts.model, settings.servers, can_split=can_split(parts.job))
     if parts.splits.train.num_samples is None:
         raise JobError(
             "strategy 'parameter_server' hands out samples by their number, and an IterableDataset has none: "
@@ -90,7 +87,8 @@ class ServedRun:
         samples_before = self._load_progress(resume)
         plan = self._plan()
         first = plan.first_step(self._progress.epoch, self._progress.batch)
-        ledger = Ledger(plan.num_samples, plan.batch_size, self._job.strategy.workers, plan.num_steps, first)
+        num_shares = self._job.training.num_shards or self._job.strategy.workers
+        ledger = Ledger(plan.num_samples, plan.batch_size, num_shares, plan.num_steps, first)
         speaker = Speaker(run=self._run_id, name="dispatcher", incarnation=time.time_ns())
         base_s = self._progress.elapsed_s
         with ServerChannel("tcp://127.0.0.1:*", speaker, Codec(SERVED, LIMITS), self._server_keys) as channel:

@@ -37,6 +37,7 @@ from cordee.strategies.parameter_server.messages import (
     Load,
     Pull,
     Pulled,
+    PullExtras,
     Push,
     Pushed,
     PushExtras,
@@ -54,7 +55,7 @@ from cordee.strategies.parameter_server.state import (
     piece_state,
     restore_piece,
 )
-from cordee.strategies.parameter_server.strategy import can_split, settings_of
+from cordee.strategies.parameter_server.strategy import can_split, fixed_of, settings_of
 
 log = logging.getLogger("cordee.server")
 
@@ -62,8 +63,11 @@ log = logging.getLogger("cordee.server")
 class ParameterService:
     """Answers calls with what the shard does. Called by one thread at a time."""
 
-    def __init__(self, shard: ParameterShard, layout: Layout, settings: ParameterServerSettings) -> None:
+    def __init__(
+        self, shard: ParameterShard, layout: Layout, settings: ParameterServerSettings, *, is_fixed: bool
+    ) -> None:
         self._shard = shard
+        self._is_fixed = is_fixed
         self._codecs = {
             index: make_codec(settings, state.piece.length, layout.dtype) for index, state in shard.pieces.items()
         }
@@ -90,8 +94,14 @@ class ParameterService:
             case PushExtras(unit=unit, names=names, worker=worker):
                 self._pass_on(call.message, call.buffers, call.caller)
                 buffers = {name: buffer.torch() for name, buffer in zip(names, call.buffers, strict=True)}
-                self._shard.keep_extras(worker or call.caller, unit, buffers)
+                if self._is_fixed:
+                    asked = call.message
+                    self._shard.agree_on_extras(asked.step, asked.share, asked.num_shares, buffers)
+                else:
+                    self._shard.keep_extras(worker or call.caller, unit, buffers)
                 call.reply(Pushed("applied"))
+            case PullExtras():
+                call.reply(Extras(tuple(self._shard.agreed), ()), list(self._shard.agreed.values()))
             case Snapshot(piece=index, settles=settles, scale=scale):
                 state = self._shard.piece(index)
                 self._pass_on(call.message, (), call.caller)
@@ -147,6 +157,9 @@ class ParameterService:
         for index, state in self._shard.pieces.items():
             names, buffers = dump_piece(state)
             connection.call(Load(index, names), buffers)
+        if self._is_fixed and self._shard.agreed:
+            agreed = self._shard.agreed
+            connection.call(PushExtras(0, tuple(agreed), worker="", num_shares=1), list(agreed.values()))
         for worker, (unit, buffers_of) in self._shard.kept_extras.items():
             connection.call(PushExtras(unit, tuple(buffers_of), worker), list(buffers_of.values()))
         self._second = connection
@@ -192,9 +205,12 @@ def _make_service(order: ProcessOrder, run_dir: Path) -> ParameterService:
     def values(piece: Piece) -> torch.Tensor:
         return flat[piece.start : piece.stop].clone()
 
-    shard = ParameterShard(layout.of_server(order.index), values, parts.recipe, settings)
+    fixed = fixed_of(job)
+    shard = ParameterShard(layout.of_server(order.index), values, parts.recipe, settings, fixed)
+    if fixed is not None:
+        shard.agreed = {name: value.clone() for name, value in parts.model.named_buffers()}
     if saved is not None:
         for state in shard.pieces.values():
             load_piece(state, saved.state.part("optimizer"))
             state.version = saved.state.values["progress"]["step"]
-    return ParameterService(shard, layout, settings)
+    return ParameterService(shard, layout, settings, is_fixed=fixed is not None)

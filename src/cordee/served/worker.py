@@ -27,7 +27,8 @@ from cordee.strategies.parameter_server.client import ParameterClient, Wire
 from cordee.strategies.parameter_server.layout import Layout, Piece, make_layout
 from cordee.strategies.parameter_server.messages import Push, Pushed
 from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters
-from cordee.strategies.parameter_server.strategy import can_split, settings_of
+from cordee.strategies.parameter_server.strategy import can_split, fixed_of, settings_of
+from cordee.strategies.shards import aligned
 
 log = logging.getLogger("cordee.worker")
 
@@ -116,6 +117,7 @@ class WorkLoop:
         patience_s = 6 * order.failure_timeout_s
         wire = Wire(link, patience_s, self._settings.lose_messages, derive_seed(parts.job.seed, "wire", order.index))
         self._client = ParameterClient(self._layout, self._settings, wire, order.name)
+        self._fixed = fixed_of(parts.job)
         self._clip_norm = self._settings.clip_norm
         self._num_until_pull = 0
         self._index, self._num_units = order.index, 0
@@ -156,6 +158,9 @@ class WorkLoop:
             self._client.pull(self._flat, work.settles, work.scale)
             self._num_until_pull = self._settings.pull_every
         self._num_until_pull -= 1
+        buffers = dict(self._model.named_buffers())
+        if buffers and self._fixed is not None:
+            self._client.pull_extras(buffers)
         loss = self._compute(work)
         refused, squares = "", 0.0
         for push in self._pushes:
@@ -163,9 +168,8 @@ class WorkLoop:
             refused = refused or answer.detail
             squares += max(answer.squares, 0.0)
         self._pushes = []
-        buffers = {name: value for name, value in self._model.named_buffers() if value is not None}
         if buffers:
-            self._client.push_extras(work.unit, buffers)
+            self._client.push_extras(buffers, work.unit, work.step, work.share, work.num_shares)
         if self._num_until_pull and self._settings.push_every == 1:
             self._step_locally(work, 0)
         return TakeWork(
@@ -201,12 +205,19 @@ class WorkLoop:
         parts = self._parts
         measure = work.step % self._job.monitoring.every_steps == 0
         step = work.step * self._settings.push_every + turn
-        torch.default_generator.manual_seed(derive_seed(self._job.seed, "step", step, work.share))
+        if self._fixed is None:
+            seed = derive_seed(self._job.seed, "step", step, work.share)
+        else:
+            seed = derive_seed(derive_seed(self._job.seed, "step", step), "shard", work.share)
+        torch.default_generator.manual_seed(seed)
         batch = parts.train.read(work.epoch, start, stop)
         pieces = [part for part in split_batch(batch, self._job.training.accumulate) if part.num_samples]
         self._count = sum(parts.computation.loss.count(part.targets) for part in pieces)
         self._watch.begin(len(pieces) if self._pushes_early else 0)
-        return parts.computation.forward_backward(self._model, pieces, total_count=self._count, measure=measure)
+        total = self._count if self._fixed is None else self._fixed.nominal
+        if self._fixed is not None:
+            pieces = [aligned(part) for part in pieces]
+        return parts.computation.forward_backward(self._model, pieces, total_count=total, measure=measure)
 
     def _start_push(self, piece: Piece) -> None:
         work = self._work

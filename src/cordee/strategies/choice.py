@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 STRATEGIES: Mapping[str, Entry] = {
     "data_parallel": Entry(DataParallel, DataParallelSettings, can_reproduce=True),
     "hybrid": Entry(make_hybrid, HybridSettings, borrowed_keys=borrowed_keys),
-    "parameter_server": Entry(ParameterServer, ParameterServerSettings, is_served=True),
+    "parameter_server": Entry(ParameterServer, ParameterServerSettings, can_reproduce=True, is_served=True),
     "pipeline": Entry(Pipeline, PipelineSettings),
     "sharded": Entry(Sharded, ShardedSettings),
     "single": Entry(Single, SingleSettings, can_reproduce=True),

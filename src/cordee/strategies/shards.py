@@ -79,7 +79,7 @@ class ShardReducer:
         for parameter in self._parameters:
             parameter.grad = None
         loss = self._computation.forward_backward(
-            self._model, [_aligned(part) for part in parts], total_count=self._nominal_count, measure=measure
+            self._model, [aligned(part) for part in parts], total_count=self._nominal_count, measure=measure
         )
         self._buffers.collect(shard, has_samples=loss.num_samples > 0)
         row = self._spare.pop() if self._spare else self._layout.row()
@@ -109,7 +109,8 @@ class ShardReducer:
         )
 
 
-def _aligned(batch: Batch) -> Batch:
+def aligned(batch: Batch) -> Batch:
+    """Return the batch in memory whose start does not change how kernels go through it."""
     return Batch(*(t if t.data_ptr() % ALIGNMENT_BYTES == 0 else t.clone() for t in batch))
 
 

@@ -24,7 +24,7 @@ from cordee.communication.messages import Message
 from cordee.core.errors import CommunicationError
 from cordee.strategies.parameter_server.compression import Feedback, Follower, make_codec
 from cordee.strategies.parameter_server.layout import Layout, Piece
-from cordee.strategies.parameter_server.messages import Pull, Pulled, Push, Pushed, PushExtras
+from cordee.strategies.parameter_server.messages import Extras, Pull, Pulled, PullExtras, Push, Pushed, PushExtras
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 
 log = logging.getLogger(__name__)
@@ -152,9 +152,22 @@ class ParameterClient:
         """The version of the parameters that this worker computes with."""
         return self._versions[piece.index]
 
-    def push_extras(self, unit: int, buffers: dict[str, Tensor]) -> None:
+    def push_extras(self, buffers: dict[str, Tensor], unit: int, step: int, share: int, num_shares: int) -> None:
         """Tell the first server of the model's buffers."""
-        self._wire.call(0, PushExtras(unit, tuple(buffers)), list(buffers.values()))
+        message = PushExtras(unit, tuple(buffers), step=step, share=share, num_shares=num_shares)
+        self._wire.call(0, message, list(buffers.values()))
+
+    def pull_extras(self, buffers: dict[str, Tensor]) -> None:
+        """Bring the model's buffers to what all workers start from."""
+
+        def receive(message: Message, received: tuple[Buffer, ...]) -> None:
+            assert isinstance(message, Extras)
+            with torch.no_grad():
+                for name, buffer in zip(message.names, received, strict=True):
+                    buffers[name].copy_(buffer.torch())
+
+        room = sum(value.numel() * value.element_size() + 64 for value in buffers.values()) + 4096
+        self._wire.call(0, PullExtras(), receive=receive, reply_bytes=room)
 
     def close(self) -> None:
         if self._pool is not None:

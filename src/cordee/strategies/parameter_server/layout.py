@@ -19,6 +19,9 @@ from cordee.core.errors import JobError
 
 # Cuts inside a parameter are at multiples of this: vector kernels then treat every number as they would in one piece.
 GRANULE = 64
+# Parameters start at multiples of this in the flat vector, with gaps between: a matrix product may round differently
+# on memory that does not start at a cache line, and then one worker would not give the bits of `single`.
+ALIGNMENT = 16
 PIECE_BYTES = 4 << 20
 # Optimizers that treat every number by itself: a parameter may be split among servers. The others keep it whole.
 ELEMENTWISE = frozenset({
@@ -43,7 +46,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Piece:
-    """A contiguous range of the flat vector on one server."""
+    """A contiguous range of the flat vector on one server, with the gaps inside it."""
 
     index: int
     server: int
@@ -107,7 +110,7 @@ def cut(parameters: Sequence[tuple[str, tuple[int, ...]]], num_servers: int, *, 
         raise JobError(f"strategy.servers = {num_servers} is too many for {what}: use at most {max(limit, 1)}")
     boundaries = _even_boundaries(parameters, num_servers) if can_split else _whole_boundaries(parameters, num_servers)
     servers: list[list[Slice]] = [[] for _ in range(num_servers)]
-    server, offset = 0, 0
+    server, offset, base = 0, 0, 0  # offset counts numbers, base also the gaps between parameters
     for name, shape in parameters:
         length, first = math.prod(shape), 0
         while first < length or length == 0:
@@ -115,11 +118,12 @@ def cut(parameters: Sequence[tuple[str, tuple[int, ...]]], num_servers: int, *, 
                 server += 1
             room = boundaries[server] - offset if server + 1 < num_servers else length - first
             size = min(length - first, room)
-            servers[server].append(Slice(name, offset, first, size, shape))
+            servers[server].append(Slice(name, base + first, first, size, shape))
             first += size
             offset += size
             if length == 0:
                 break
+        base += -(-length // ALIGNMENT) * ALIGNMENT
     return servers
 
 

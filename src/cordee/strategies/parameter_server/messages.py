@@ -66,6 +66,15 @@ class PushExtras(Message, frozen=True):
     unit: Count
     names: Annotated[tuple[Name, ...], Meta(max_length=4096)]
     worker: Annotated[str, Meta(max_length=128)] = ""
+    step: Count = 0
+    share: Count = 0
+    num_shares: Count = 1
+
+
+class PullExtras(Message, frozen=True):
+    """The buffers that all workers start a step from, in reproducible mode. Answered by `Extras`."""
+
+    is_generational = False
 
 
 class Snapshot(Message, frozen=True):
@@ -129,7 +138,7 @@ class Load(Message, frozen=True):
 
 
 PARAMETERS: tuple[type[Message], ...] = (
-    Push, Pushed, Pull, Pulled, PushExtras, Snapshot, Snapped, SnapshotExtras, Extras, Fence, Adopt,
+    Push, Pushed, Pull, Pulled, PushExtras, PullExtras, Snapshot, Snapped, SnapshotExtras, Extras, Fence, Adopt,
     Load,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=8 << 20, max_buffers=65536, max_buffer_bytes=1 << 31)

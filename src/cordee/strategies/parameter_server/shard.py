@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from cordee.compute import OptimizerRecipe
 from cordee.core.errors import CommunicationError
+from cordee.core.shards import Block, add_up
 from cordee.strategies.parameter_server.layout import Piece
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 
@@ -35,6 +36,25 @@ class UnitPush(NamedTuple):
     num_items: int  # it is the mean over
     base: int  # version it was computed from
     floor: int = 0  # all units below it are committed
+
+
+class FixedSum(NamedTuple):
+    """Reproducible mode: a step always has `num_shards`, added as a tree; gradients come divided by `nominal`."""
+
+    num_shards: int
+    nominal: int
+
+    def add(self, parts: Mapping[int, Tensor], like: Tensor) -> Tensor:
+        """Return the sum of the shards in the order of the tree; a shard without samples counts as zeros."""
+
+        def leaf(block: Block) -> Tensor | None:
+            if block.stop - block.first > 1:
+                return None
+            part = parts.get(block.first)
+            return torch.zeros_like(like) if part is None else part.clone()
+
+        total: Tensor = add_up(Block(0, self.num_shards), leaf, torch.Tensor.add_)
+        return total
 
 
 class PushOutcome(NamedTuple):
@@ -69,7 +89,12 @@ class PieceState:
     """One piece: its parameters, their optimizer, and what waits to be applied."""
 
     def __init__(
-        self, piece: Piece, values: Tensor, recipe: OptimizerRecipe, settings: ParameterServerSettings
+        self,
+        piece: Piece,
+        values: Tensor,
+        recipe: OptimizerRecipe,
+        settings: ParameterServerSettings,
+        fixed: FixedSum | None = None,
     ) -> None:
         assert values.numel() == piece.length
         self.piece = piece
@@ -77,6 +102,7 @@ class PieceState:
         self.version = 0
         self._settings = settings
         self._recipe = recipe
+        self._fixed = fixed
         self._gradient = torch.zeros_like(values)
         self._parameters: list[tuple[str, nn.Parameter]] = []
         for one in piece.slices:
@@ -198,7 +224,7 @@ class PieceState:
             return PushOutcome("staged")
         # Steps are complete in order; what is left of earlier ones lacks a part that was lost with a server.
         self._staged = {step: parts for step, parts in self._staged.items() if step > push.step}
-        has_any = self._combine([staged[share] for share in sorted(staged)])
+        has_any = self._combine(staged)
         squares = -1.0
         if self._settings.clip_norm:
             squares = float(self._gradient.double().square().sum()) if has_any else 0.0
@@ -209,13 +235,19 @@ class PieceState:
         self._completed = (push.unit, squares)
         return PushOutcome("applied", squares)
 
-    def _combine(self, parts: Sequence[tuple[int, Tensor | None]]) -> bool:
+    def _combine(self, staged: Mapping[int, tuple[int, Tensor | None]]) -> bool:
         """Write the aggregate of the gradients, in order, to the gradient buffer; False if there is none."""
-        present = [(count, gradient) for count, gradient in parts if gradient is not None]
-        if not present:
+        parts = {share: gradient for share, (_, gradient) in sorted(staged.items()) if gradient is not None}
+        if not parts:
             return False
-        total = sum(count for count, _ in present)
+        total = sum(staged[share][0] for share in parts)
         out = self._gradient
+        if self._fixed is not None:
+            out.copy_(self._fixed.add(parts, out))
+            if total and total != self._fixed.nominal:
+                out.mul_(self._fixed.nominal / total)
+            return True
+        present = [(staged[share][0], gradient) for share, gradient in parts.items()]
         for position, (count, gradient) in enumerate(present):
             weight = {"weighted": count / total if total else 0.0, "mean": 1 / len(present), "sum": 1.0}[
                 self._settings.aggregate
@@ -257,10 +289,15 @@ class ParameterShard:
         values: Callable[[Piece], Tensor],
         recipe: OptimizerRecipe,
         settings: ParameterServerSettings,
+        fixed: FixedSum | None = None,
     ) -> None:
         self.pieces: Mapping[int, PieceState] = {
-            piece.index: PieceState(piece, values(piece), recipe, settings) for piece in pieces
+            piece.index: PieceState(piece, values(piece), recipe, settings, fixed) for piece in pieces
         }
+        self._fixed = fixed
+        self.agreed: dict[str, Tensor] = {}
+        """In reproducible mode, the buffers that all workers start a step from; empty before the first."""
+        self._staged_extras: dict[int, dict[int, dict[str, Tensor]]] = {}  # step -> share -> buffers
         self.ages = [0]
         self._first = min(self.pieces)
         self._extras: dict[str, tuple[int, dict[str, Tensor]]] = {}  # worker -> (unit, its buffers)
@@ -284,12 +321,31 @@ class ParameterShard:
         if worker not in self._extras or self._extras[worker][0] < unit:
             self._extras[worker] = (unit, {name: value.clone() for name, value in buffers.items()})
 
+    def agree_on_extras(self, step: int, share: int, num_shares: int, buffers: dict[str, Tensor]) -> None:
+        """Take the buffers of one shard of a step; when all are there, their mean is what the next step starts from."""
+        assert self._fixed is not None
+        staged = self._staged_extras.setdefault(step, {})
+        staged[share] = {name: value.clone() for name, value in buffers.items()}
+        if len(staged) < num_shares:
+            return
+        del self._staged_extras[step]
+        first = staged[min(staged)]
+        for name, value in first.items():
+            if value.is_floating_point():
+                parts = {share: own[name].double() for share, own in staged.items()}
+                total = self._fixed.add(parts, parts[min(staged)])
+                self.agreed[name] = (total / len(staged)).to(value.dtype)
+            else:
+                self.agreed[name] = value
+
     @property
     def kept_extras(self) -> Mapping[str, tuple[int, dict[str, Tensor]]]:
         return self._extras
 
     def extras(self) -> dict[str, Tensor]:
         """Return the mean over the workers of each floating-point buffer; of others the newest worker's."""
+        if self._fixed is not None:
+            return self.agreed
         if not self._extras:
             return {}
         newest = max(self._extras.values(), key=lambda entry: entry[0])[1]

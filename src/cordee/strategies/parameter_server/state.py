@@ -97,7 +97,7 @@ def restore_piece(state: PieceState, names: Sequence[str], buffers: Sequence[Ten
 def flatten_parameters(model: nn.Module, layout: Layout) -> Tensor:
     """Return the trainable parameters of a model as one vector, a copy, in the order of the layout."""
     parameters = dict(model.named_parameters())
-    flat = torch.empty(layout.length, dtype=layout.dtype)
+    flat = torch.zeros(layout.length, dtype=layout.dtype)
     for piece in layout.pieces:
         write_piece(flat[piece.start : piece.stop], piece, parameters)
     return flat

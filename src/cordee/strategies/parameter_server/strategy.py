@@ -9,7 +9,9 @@ from cordee.compute import Computation, OptimizerRecipe
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError
 from cordee.core.job import read_section
+from cordee.strategies.parameter_server.layout import ELEMENTWISE, make_layout
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
+from cordee.strategies.parameter_server.shard import FixedSum
 from cordee.strategies.strategy import Requirements
 
 
@@ -19,6 +21,7 @@ class ParameterServer:
     def __init__(self, job: Job, settings: ParameterServerSettings, computation: Computation) -> None:
         self.settings = settings
         self._computation = computation
+        self._can_split = can_split(job)
 
     def requirements(self, job: Job) -> Requirements:
         workers, batch_size = job.strategy.workers, job.training.batch_size
@@ -31,16 +34,22 @@ class ParameterServer:
             raise JobError("training.clip_norm and strategy.clip_norm are both set: keep one of them")
         if self._computation.device.type != "cpu":
             raise JobError("strategy 'parameter_server' trains on CPUs: set training.device = 'cpu'")
+        if job.training.reproducible and not self.settings.is_in_step:
+            raise JobError(
+                f"training.reproducible = true needs workers in step, and strategy.staleness = "
+                f"{self.settings.staleness!r}: set staleness = 0, or reproducible = false"
+            )
+        if job.training.reproducible and self.settings.aggregate != "weighted":
+            raise JobError("training.reproducible = true needs strategy.aggregate = 'weighted'")
         return Requirements(num_workers=workers, num_data_shards=workers)
 
     def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
-        pass  # a worker has all parameters: what can be trained at all can be trained this way
+        """Raise JobError if the model cannot be cut among the servers."""
+        make_layout(model, self.settings.servers, can_split=self._can_split)
 
 
 def can_split(job: Job) -> bool:
     """Whether the job's optimizer treats every number by itself, so that a parameter may be cut."""
-    from cordee.strategies.parameter_server.layout import ELEMENTWISE
-
     use = job.optimizer.use
     return isinstance(use, str) and use.lower() in {name.lower() for name in ELEMENTWISE}
 
@@ -49,3 +58,9 @@ def settings_of(job: Job) -> ParameterServerSettings:
     """Return the settings of the job's strategy, checked. Clipping may be asked for in [training] as well."""
     settings: ParameterServerSettings = read_section("strategy", job.strategy.settings, ParameterServerSettings)
     return msgspec.structs.replace(settings, clip_norm=settings.clip_norm or job.training.clip_norm)
+
+
+def fixed_of(job: Job) -> FixedSum | None:
+    """Return how gradients are added up in reproducible mode, or None where it is off."""
+    num_shards = job.training.num_shards
+    return None if num_shards is None else FixedSum(num_shards, job.training.batch_size)

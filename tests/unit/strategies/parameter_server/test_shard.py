@@ -30,7 +30,7 @@ OPTIMIZERS = sorted(
 def make_model(optimizer: str = "SGD") -> nn.Module:
     torch.manual_seed(0)
     bias = optimizer != "Muon"  # it takes matrices only
-    return nn.Sequential(nn.Linear(30, 41, bias=bias), nn.Linear(41, 17, bias=bias))
+    return nn.Sequential(nn.Linear(32, 48, bias=bias), nn.Linear(48, 16, bias=bias))  # no gaps
 
 
 def recipe_for(optimizer: str, **settings: float):  # type: ignore[no-untyped-def]
@@ -63,7 +63,10 @@ class Servers:
         return self.shards[described.server].push(piece, push, part).kind
 
     def values(self) -> Tensor:
-        return torch.cat([self.shards[piece.server].piece(piece.index).values for piece in self.layout.pieces])
+        flat = torch.zeros(self.layout.length)
+        for piece in self.layout.pieces:
+            flat[piece.start : piece.stop] = self.shards[piece.server].piece(piece.index).values
+        return flat
 
     def optimizer_state(self) -> State:
         states = [piece_state(self.shards[piece.server].piece(piece.index)) for piece in self.layout.pieces]
@@ -78,11 +81,10 @@ def gradients(num_units: int, length: int) -> list[list[Tensor]]:
 def reference(model: nn.Module, optimizer: str, steps: list[Tensor], layout: Layout) -> tuple[Tensor, State]:
     recipe = recipe_for(optimizer)
     made = recipe.make(model.named_parameters())
+    starts = {one.name: one.offset - one.first for piece in layout.pieces for one in piece.slices}
     for step, gradient in enumerate(steps):
-        offset = 0
-        for parameter in model.parameters():
-            parameter.grad = gradient[offset : offset + parameter.numel()].view_as(parameter).clone()
-            offset += parameter.numel()
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradient[starts[name] :][: parameter.numel()].view_as(parameter).clone()
         recipe.set_rate(made, step)
         made.step()
     return flatten_parameters(model, layout), optimizer_state(made, model)
