@@ -20,6 +20,7 @@ BENCHMARKS = {
     "data_parallel": "two workers beside DDP on gloo, Accelerate, Lightning; FSDP2 on our backend and on gloo",
     "planner": "predicted beside measured step time: every model, strategy and number of workers",
     "pipeline": "two stages beside hand-written torch.distributed.pipelining on gloo, and how much they idle",
+    "staleness": "parameter servers with unlike workers, and what free-running workers learn",
     "allreduce": "the backend beside gloo and OpenMPI, and what the memory allows",
 }
 

@@ -1,0 +1,179 @@
+"""Real signals into the processes of a parameter-server run: it ends with the weights it would have had."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(240)
+
+JOB = """
+[model]
+use = "mlp"
+hidden = [64, 64]
+[data]
+use = "synthetic"
+shape = [32]
+num_classes = 5
+size = 960
+test_size = 64
+[optimizer]
+use = "adam"
+lr = 0.003
+[training]
+batch_size = 32
+epochs = 12
+threads = 1
+[strategy]
+name = "parameter_server"
+workers = 2
+servers = 2
+[cluster]
+failure_timeout = "3s"
+max_restarts = 20
+[monitoring]
+every_steps = 1
+[checkpoint]
+every_steps = 50
+"""
+NUM_STEPS = 360
+TRAIN = [sys.executable, "-m", "cordee", "train"]
+NUM_TRIALS = int(os.environ.get("CORDEE_FAULT_TRIALS", "3"))
+
+
+class Launched:
+    """A `cordee train` in a process of its own, and what its events say."""
+
+    def __init__(self, folder: Path, *settings: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.run_dir = folder / "run"
+        (folder / "job.toml").write_text(JOB)
+        options = [part for setting in settings for part in ("--set", setting)]
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "cordee",
+                "train",
+                str(folder / "job.toml"),
+                "--run-dir",
+                str(self.run_dir),
+                *options,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        path = self.run_dir / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = [json.loads(line) for line in lines if line.endswith("}")]
+        return [event for event in found if event["type"] == kind]
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 90
+        while not any(event["step"] >= step for event in self.events("step")):
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, f"step {step} was not reached"
+            time.sleep(0.02)
+
+    def pids(self, role: str) -> list[int]:
+        return [event["pid"] for event in self.events("worker_started") if event["role"] == role]
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for the end; nothing of the run may be left 5 s later."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        output, _ = self.process.communicate(timeout=150)
+        assert self.process.returncode == 0, output
+        assert not psutil.wait_procs(family, timeout=5)[1]
+        summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return summary
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    summary = Launched(tmp_path_factory.mktemp("undisturbed")).finish()
+    assert summary["steps"] == NUM_STEPS
+    return str(summary["weights_sha256"])
+
+
+@pytest.mark.parametrize("seed", range(NUM_TRIALS))
+def test_a_random_loss_changes_nothing(tmp_path: Path, undisturbed: str, seed: int) -> None:
+    """Any process but the launcher, killed or frozen at any step, with messages lost on top in every second trial."""
+    draw = random.Random(seed)
+    settings = ["strategy.replicas = 2"] + (["strategy.lose_messages = 0.05"] if seed % 2 else [])
+    launched = Launched(tmp_path, *settings)
+    launched.wait_for_step(draw.randint(1, NUM_STEPS // 2))
+    role = ["server", "worker", "evaluator"][seed % 3]
+    victim = draw.choice(launched.pids(role))
+    os.kill(victim, draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
+    summary = launched.finish()
+    assert (summary["status"], summary["steps"]) == ("completed", NUM_STEPS)
+    assert summary["recoveries"] >= 1
+    assert [event["role"] for event in launched.events("worker_lost")] == [role]
+    assert summary["weights_sha256"] == undisturbed
+    samples = [event["samples"] for event in launched.events("step")]
+    assert samples == sorted(samples) and samples[-1] == NUM_STEPS * 32
+
+
+def test_a_lone_server_comes_back_from_the_last_checkpoint_and_says_what_is_lost(tmp_path: Path) -> None:
+    launched = Launched(tmp_path)
+    launched.wait_for_step(60)
+    os.kill(launched.pids("server")[1], signal.SIGKILL)
+    summary = launched.finish()
+    assert (summary["status"], summary["steps"]) == ("completed", NUM_STEPS)
+    messages = [event["message"] for event in launched.events("warning")]
+    assert any("its parameters go on from step-" in message and "are lost" in message for message in messages)
+
+
+def test_free_running_workers_do_not_stop_for_one_that_is_lost(tmp_path: Path) -> None:
+    # Snapshots wait for everybody: there are none here.
+    no_snapshots = ("checkpoint.every_steps = 0", "evaluation.every_epochs = 0")
+    launched = Launched(tmp_path, "strategy.staleness = 'unbounded'", *no_snapshots)
+    launched.wait_for_step(30)
+    os.kill(launched.pids("worker")[0], signal.SIGSTOP)
+    before = launched.events("step")[-1]["step"]
+    launched.wait_for_step(before + 20)
+    assert not launched.events("worker_lost"), "the other had to wait until the frozen one was given up"
+    summary = launched.finish()
+    assert summary["samples"] == NUM_STEPS * 32
+    assert [event["role"] for event in launched.events("worker_lost")] == ["worker"]
+
+
+def test_ctrl_c_saves_and_resume_ends_with_the_same_weights(tmp_path: Path, undisturbed: str) -> None:
+    launched = Launched(tmp_path)
+    launched.wait_for_step(100)
+    launched.process.send_signal(signal.SIGINT)
+    output, _ = launched.process.communicate(timeout=60)
+    assert launched.process.returncode == 130, output
+    summary = json.loads((launched.run_dir / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert 100 <= summary["steps"] < NUM_STEPS
+    again = subprocess.run(
+        [*TRAIN, str(launched.run_dir / "job.toml"), "--resume", "--run-dir", str(launched.run_dir)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert again.returncode == 0, again.stderr
+    assert json.loads((launched.run_dir / "summary.json").read_text())["weights_sha256"] == undisturbed
+
+
+def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
+    launched = Launched(tmp_path)
+    launched.wait_for_step(10)
+    family = psutil.Process(launched.process.pid).children(recursive=True)
+    launched.process.kill()
+    launched.process.communicate()
+    assert not psutil.wait_procs(family, timeout=5)[1]
