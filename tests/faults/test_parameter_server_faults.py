@@ -143,12 +143,13 @@ def test_free_running_workers_do_not_stop_for_one_that_is_lost(tmp_path: Path) -
     launched = Launched(tmp_path, "strategy.staleness = 'unbounded'", *no_snapshots)
     launched.wait_for_step(30)
     os.kill(launched.pids("worker")[0], signal.SIGSTOP)
-    before = launched.events("step")[-1]["step"]
-    launched.wait_for_step(before + 20)
-    assert not launched.events("worker_lost"), "the other had to wait until the frozen one was given up"
     summary = launched.finish()
     assert summary["samples"] == NUM_STEPS * 32
-    assert [event["role"] for event in launched.events("worker_lost")] == ["worker"]
+    (lost,) = launched.events("worker_lost")
+    assert lost["role"] == "worker"
+    # Steps are counted in order: those that the other took meanwhile are counted with the one that was missing.
+    times = [event["time"] for event in launched.events("step") if event["time"] > lost["time"]]
+    assert sum(moment < times[0] + 0.05 for moment in times) >= 20
 
 
 def test_ctrl_c_saves_and_resume_ends_with_the_same_weights(tmp_path: Path, undisturbed: str) -> None:
