@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -13,11 +14,24 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cordee.core.env import cache_folder
+
 SHARED_MEMORY = Path("/dev/shm")
 # Set by libraries when they are first imported or used: scikit-learn, torch.export, pytest itself.
 SET_BY_OTHERS = ("KMP_", "TORCHINDUCTOR_", "PYTEST_")
 # How long what a test ended may take to be gone.
 GRACE_S = 3.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep what was measured on this machine out of the tests, and the tests' measurements out of it."""
+    if "CORDEE_CACHE" in os.environ:
+        return
+    cache = tempfile.TemporaryDirectory(prefix="cordee-test-cache-")
+    (Path(cache.name) / "data").symlink_to(cache_folder() / "data")  # data sets are not measurements
+    os.environ["CORDEE_CACHE"] = cache.name
+    config.add_cleanup(cache.cleanup)
+    config.add_cleanup(lambda: os.environ.pop("CORDEE_CACHE", None))
 
 
 @pytest.fixture(autouse=True)

@@ -58,10 +58,11 @@ def decide(asked: Job, parts: Assembly) -> Decision:
     site = ThisMachine(machine, workers, free_memory_bytes())
     work = Work(profile, parts.job.training.batch_size, site, parts.job.training.accumulate)
     predictions = [p for p in search(work, workers) if p.workers == workers]
+    is_sure = not profile.was_busy and not machine.was_busy
     if not is_auto:
         return Decision(parts.job, _as_asked(parts.job, work), "the strategy is the one that the job says")
     usual = next((p for p in predictions if p.strategy == parts.job.strategy.name), None)
-    for prediction, job in _that_run(asked, parts, predictions):
+    for prediction, job in _that_run(asked, parts, predictions) if is_sure else ():
         if usual is not None and usual.fits and prediction.step_s > usual.step_s * (1 - CLOSE):
             break  # equal, as far as can be predicted
         if prediction.strategy != parts.job.strategy.name:

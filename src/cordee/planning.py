@@ -19,7 +19,7 @@ from cordee.core.errors import CordeeError, JobError
 from cordee.crew import add_to_machine, mean_timings, measure_crew
 from cordee.planner import Plan, Prediction, Work, choose, load_cluster, search
 from cordee.planner.cache import keep, key_of, read_kept
-from cordee.planner.machine import Machine, describe_machine, free_memory_bytes
+from cordee.planner.machine import Machine, describe_machine, free_memory_bytes, is_busy
 from cordee.planner.placement import place
 from cordee.planner.plan import refuse_without_room
 from cordee.planner.profile import ModelProfile
@@ -82,6 +82,7 @@ def plan(
         profile_s=profile_s,
         search_s=search_s,
         is_cached=is_cached,
+        was_busy=profile.was_busy or machine.was_busy,
         placement=place(choice, site.devices) if site is not None and choice is not None else {},
     )
 
@@ -153,14 +154,19 @@ def _measure(parts: Assembly, most_workers: int, *, fresh: bool, budget_s: float
     key, is_cached = profile_key(parts), True
     profile = None if fresh else read_kept("profiles", key, ModelProfile)
     machine = Machine(cores=usable_cores()) if fresh else kept_machine()
+    sizes = crew_sizes(most_workers)
+    is_complete = profile is not None and all(profile.has_timings(n) and machine.has_exchanges(n) for n in sizes)
+    is_sure = profile is not None and not profile.was_busy and not machine.was_busy
+    busy = not (is_complete and is_sure) and is_busy()
+    if not busy:  # what was measured beside other work is measured anew now that there is none
+        profile = None if profile is None or profile.was_busy else profile
+        machine = Machine(cores=usable_cores()) if machine.was_busy else machine
     if profile is None:
         is_cached = False
-        profile = take_profile(parts, budget_s=budget_s)
+        profile = msgspec.structs.replace(take_profile(parts, budget_s=budget_s), was_busy=busy)
         keep("profiles", key, profile)
     is_live = LIVE_PREFIX in str(parts.job.to_dict())  # exists in this process only, where one worker trains
-    missing = [
-        size for size in crew_sizes(most_workers) if not (profile.has_timings(size) and machine.has_exchanges(size))
-    ]
+    missing = [size for size in sizes if not (profile.has_timings(size) and machine.has_exchanges(size))]
     if missing and not is_live:
         is_cached = False
         with LocalEngine() as engine:
@@ -170,10 +176,11 @@ def _measure(parts: Assembly, most_workers: int, *, fresh: bool, budget_s: float
                 reports = measure_crew(engine, size, job=job, has_machine=has_machine, budget_s=budget_s)
                 if not has_machine:
                     machine = add_to_machine(machine, reports)
+                    machine = msgspec.structs.replace(machine, was_busy=machine.was_busy or busy)
                     keep("machines", machine_key(), machine)
                 if job is not None:
                     timings = (*profile.timings, *mean_timings(reports))
-                    profile = msgspec.structs.replace(profile, timings=timings)
+                    profile = msgspec.structs.replace(profile, timings=timings, was_busy=profile.was_busy or busy)
                     keep("profiles", key, profile)
     return profile, machine, is_cached
 

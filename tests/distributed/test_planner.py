@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from cordee.bench.planner import CASES, run
-from cordee.planning import kept_machine
+from cordee.bench.planner import CASES, job_of, run
+from cordee.planning import kept_machine, plan
 from cordee.strategies import STRATEGIES
 
 
 @pytest.mark.timeout(300)
 def test_the_planner_benchmark_at_its_smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORDEE_CACHE", str(tmp_path))
+    monkeypatch.setattr("cordee.planning.is_busy", lambda: False)
     lenet = [case for case in CASES if case.name == "lenet"]
     strategies = ("single", "data_parallel")
     report = run(cases=lenet, workers=(1, 2), strategies=strategies, run_s=0.3, budget_s=0.3)
@@ -22,6 +23,14 @@ def test_the_planner_benchmark_at_its_smallest(tmp_path: Path, monkeypatch: pyte
         assert rows[way]["predicted_ms"] > 0 and rows[way]["measured_ms"] > 0
         assert rows[way]["error"] == pytest.approx(rows[way]["predicted_ms"] / rows[way]["measured_ms"] - 1)
     assert ("median error", None) in rows
+    again = plan(job_of(lenet[0]), workers=2)
+    assert again.is_cached and not again.was_busy
+    monkeypatch.setattr("cordee.planning.is_busy", lambda: True)
+    assert plan(job_of(lenet[0]), workers=2).is_cached  # nothing is measured, so it does not matter
+    assert plan(job_of(lenet[0]), workers=1, fresh=True, budget_s=0.1).was_busy
+    assert plan(job_of(lenet[0]), workers=1).was_busy  # and stays so until the machine is quiet
+    monkeypatch.setattr("cordee.planning.is_busy", lambda: False)
+    assert not plan(job_of(lenet[0]), workers=1, budget_s=0.1).was_busy
 
     machine = kept_machine()
     kinds = {exchange.kind for exchange in machine.exchanges if exchange.num_processes == 2}

@@ -70,7 +70,7 @@ def run(
     raw: dict[str, list[float]] = {}
     near = []
     for case in cases:
-        job = _job(case)
+        job = job_of(case)
         say(f"{case.name}: profiling")
         made = plan(job, workers=max(workers), fresh=True, budget_s=budget_s)
         found: dict[tuple[str, int], float] = {}
@@ -97,7 +97,7 @@ def run(
     return Report("planner", describe_machine(), settings, raw, "ms", rows)
 
 
-def _job(case: Case) -> Job:
+def job_of(case: Case) -> Job:
     return Job.from_dict(
         {
             "name": case.name,

@@ -183,6 +183,10 @@ def plan(
     from cordee.core import Job
 
     Job.load(job, settings or [])  # a mistake in it is told at once, before the two seconds that importing torch takes
+    if cluster is not None:
+        from cordee.planner import load_cluster
+
+        load_cluster(cluster)
 
     import msgspec
     from rich.console import Console

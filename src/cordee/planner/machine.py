@@ -11,6 +11,8 @@ import psutil
 
 from cordee.version import __version__
 
+LOOK_S = 0.3
+BUSY_PERCENT = 20.0  # of all cores; an idle desktop stays below
 _UNLIMITED = 1 << 60  # what cgroups write where there is no limit
 
 
@@ -50,6 +52,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     exchanges: tuple[Exchange, ...] = ()
     slowdowns: dict[int, float] = {}  # processes -> times longer for the same work, each having its share of the cores
     overheads: tuple[Overhead, ...] = ()
+    was_busy: bool = False  # measured while it had other work as well
     process_bytes: int = 0  # a worker's own memory before it has a model
 
     def slowdown(self, num_processes: int) -> float:
@@ -87,6 +90,11 @@ def describe_machine() -> str:
     from cordee.compute import usable_cores
 
     return f"{_processor()}; {usable_cores()} cores; torch {torch.__version__}; cordee {__version__}"
+
+
+def is_busy() -> bool:
+    """Return whether other programs use this machine's cores at present. Takes a third of a second."""
+    return float(psutil.cpu_percent(interval=LOOK_S)) > BUSY_PERCENT
 
 
 def free_memory_bytes() -> int:

@@ -27,6 +27,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     profile_s: float  # spent on measuring; next to nothing where it was cached
     search_s: float
     is_cached: bool
+    was_busy: bool = False  # the machine had other work while it was measured
     placement: dict[str, list[str]] = {}  # host -> what runs there, for a cluster file
 
     def find(self, strategy: str, workers: int) -> Prediction | None:
@@ -58,6 +59,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         for prediction in self.predictions:
             if not prediction.fits and prediction.strategy in self.available:
                 lines.append(f"{_named(prediction)} does not fit: {_lack(prediction)}")
+        if self.was_busy:
+            lines.append("other programs were using this machine while it was measured: plan again when it is quiet")
         return lines
 
     def _others(self) -> list[Prediction]:

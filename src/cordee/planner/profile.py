@@ -45,6 +45,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     input_bytes: float  # per sample
     is_chain: bool  # blocks follow each other: the model can be cut between any two of them
     precision: str = "fp32"
+    was_busy: bool = False  # measured while the machine had other work as well
 
     @property
     def num_parameters(self) -> int:

@@ -104,5 +104,14 @@ def test_slowdowns_of_more_processes_than_were_measured() -> None:
     assert Machine(cores=2, slowdowns={2: 1.5}).slowdown(4) == 3.0
 
 
+def test_more_workers_than_devices(tmp_path: Path) -> None:
+    (tmp_path / "two.toml").write_text(
+        '[devices.a]\nspeed = 1\nmemory = "1 GB"\n[[hosts]]\nname = "h"\ncount = 2\ndevice = "a"\n'
+        '[links]\nbetween = { bandwidth = "1 GB/s" }\n'
+    )
+    with pytest.raises(cordee.CordeeError, match=r"9 workers, and .*two\.toml has 2 devices"):
+        cordee.plan(job(), workers=9, cluster=tmp_path / "two.toml")
+
+
 def test_there_is_memory() -> None:
     assert free_memory_bytes() > 1 << 20
