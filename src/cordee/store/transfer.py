@@ -27,7 +27,7 @@ from cordee.store.messages import Bye, Cut, Done, Exchange, Fill, Pull, Push, Va
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 512 << 10
+PIECE_BYTES = 1 << 20
 DIRECTORY = -1  # in the place of a server's number
 WINDOW = 3  # pieces under way at each server
 _RETRY_S = 0.05

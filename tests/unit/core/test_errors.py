@@ -17,6 +17,7 @@ EXIT_CODES = {
     "CheckpointError": 1,
     "TrainingError": 1,
     "CommunicationError": 1,
+    "StoreError": 1,
 }
 
 

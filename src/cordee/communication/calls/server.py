@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _SPIN_S = 20e-6  # looking again costs less than sleeping for as long as a client needs between two calls
 _YIELD_S = 0.0005
 _NAP_S, _IDLE_NAP_S = 0.004, 0.05  # a wake-up that is missed costs this much; idle: nothing came for a second
+_LARGE_BYTES = 1 << 16  # after such a call it sleeps at once: see the client
 _CENSUS_S = 0.5  # how often lanes are looked through for clients that died
 
 
@@ -114,6 +115,7 @@ class CallServer:
         self._lanes: list[_ServedLane | None] = []
         self._fenced: dict[str, int] = {}
         self._is_closing = False
+        self._was_large = False
         self._has_lanes = threading.Event()
         self._beat = HEARTBEAT.add(self._porch.words, LIFE, 0.5)
         self._thread: threading.Thread | None = None
@@ -139,7 +141,7 @@ class CallServer:
             idle_s = now - idle_since
             if idle_s < _SPIN_S:
                 continue
-            if idle_s < _YIELD_S:
+            if idle_s < _YIELD_S and not self._was_large:
                 yield_core()
                 continue
             if now - census_at > _CENSUS_S:
@@ -193,6 +195,7 @@ class CallServer:
 
         try:
             payload, buffers = lane.read()
+            self._was_large = lane.capacity > _LARGE_BYTES
             message = self._codec.decode_payload(payload, served.caller)
         except WireError as error:
             log.warning("%s sent what is no request: %s", served.caller, error)

@@ -1,0 +1,199 @@
+"""The store beside ZeroMQ itself: push_pull of an array against an echo of the same bytes, in one run.
+
+On one host against an echo without encryption over loopback; between two network namespaces, where everything goes
+through TCP, against echoes with and without. Blocks of calls take turns. ps-lite's figures are not measured here: they
+are of ps-lite (C++) on another host of this size, for orientation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import zmq
+
+from cordee.bench.echo import EchoOrder
+from cordee.bench.report import Report, describe_machine, median_ratio
+from cordee.bench.store_client import ClientOrder
+from cordee.core.errors import CordeeError
+
+SIZES = (256, 44_000, 1 << 18, 1 << 22, 1 << 24)
+FAR_SIZES = (256, 44_000, 1 << 18, 1 << 22)
+PS_LITE_MS = {256: 0.44, 44_000: 0.59, 1 << 18: 1.06, 1 << 22: 17.0, 1 << 24: 137.0}
+NUM_PUSHES = 100_000
+_PATIENCE_S = 600.0
+
+
+def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
+    """Measure on one host, between namespaces if they can be made, and the server's memory."""
+    return run(rounds=rounds, say=say)
+
+
+def run(
+    *,
+    rounds: int,
+    sizes: Sequence[int] = SIZES,
+    far_sizes: Sequence[int] = FAR_SIZES,
+    num_pushes: int = NUM_PUSHES,
+    say: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Measure; ratios above 1 mean that the store is that many times faster than the echo."""
+    raw: dict[str, list[float]] = {}
+    rows: list[dict[str, Any]] = []
+    memory: list[int] = []
+    say("one host")
+    found = _measure([], [], "127.0.0.1", ["echo"], sizes, rounds, num_pushes, memory)
+    _add(rows, raw, "one host", found, say)
+    settings: dict[str, Any] = {"sizes": list(sizes), "rounds": rounds, "num_pushes": num_pushes}
+    if far_sizes:
+        try:
+            with _namespaces() as (near, far, address):
+                say("two network namespaces")
+                found = _measure(near, far, address, ["echo with CURVE", "echo"], far_sizes, rounds, 0, [])
+            _add(rows, raw, "two networks", found, say)
+        except _NoNamespacesError as error:
+            settings["two_networks"] = f"left out: {error}"
+            say(f"two networks: left out: {error}")
+    if memory:
+        settings["server_bytes"] = {"after a tenth of the pushes": memory[0], "after all": memory[1]}
+        say(f"memory of the server over {num_pushes:,} pushes: {memory[1] / memory[0] - 1:+.2%}")
+    return Report("server", describe_machine(), settings, raw, "ms", rows)
+
+
+def _add(
+    rows: list[dict[str, Any]],
+    raw: dict[str, list[float]],
+    where: str,
+    found: dict[str, dict[int, list[float]]],
+    say: Callable[[str], None],
+) -> None:
+    for size, ours in found["cordee"].items():
+        for name in (name for name in found if name != "cordee"):
+            theirs = found[name][size]
+            raw[f"{name}, {where}, {size} floats"] = theirs
+            peer_ms = PS_LITE_MS.get(size) if where == "one host" else None
+            rows.append(
+                {
+                    "where": where,
+                    "floats": size,
+                    "push_pull_ms": statistics.median(ours),
+                    "peer": name,
+                    "peer_ms": statistics.median(theirs),
+                    "times_peer": median_ratio(theirs, ours),
+                    "ps_lite_ms": peer_ms,
+                    "times_ps_lite": None if peer_ms is None else peer_ms / statistics.median(ours),
+                }
+            )
+        raw[f"cordee, {where}, {size} floats"] = ours
+
+
+def _measure(
+    near: list[str],
+    far: list[str],
+    host: str,
+    echoes: Sequence[str],
+    sizes: Sequence[int],
+    rounds: int,
+    num_pushes: int,
+    memory: list[int],
+) -> dict[str, dict[int, list[float]]]:
+    """Start the servers with the command prefix `far` and the client with `near`; return what the client measured."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cordee-bench-"))
+        addresses: dict[str, tuple[str, str]] = {}
+        for name in echoes:
+            public, secret = (key.decode() for key in zmq.curve_keypair()) if "CURVE" in name else ("", "")
+            echo = stack.enter_context(_started([*far, sys.executable, "-m", "cordee.bench.echo"]))
+            _tell(echo, EchoOrder(listen=f"tcp://{host}:*", public=public, secret=secret))
+            addresses[name] = (_line(echo).decode().strip(), public)
+        key = str(Path(folder) / "key")
+        command = [*far, sys.executable, "-m", "cordee", "server", "--listen", f"tcp://{host}:*", "--key-file", key]
+        server = stack.enter_context(_started(command))
+        store = _line(server).decode().split()[6]
+        for _ in range(2):  # where the key is, and how to start workers
+            _line(server)
+        client = stack.enter_context(_started([*near, sys.executable, "-m", "cordee.bench.store_client"]))
+        order = ClientOrder(
+            store=store, key_file=key, echoes=addresses, sizes=list(sizes), rounds=rounds, num_pushes=num_pushes
+        )
+        _tell(client, order)
+        found = msgspec.json.decode(_line(client), type=dict[str, dict[int, list[float]]])
+        if num_pushes:
+            for _ in range(2):
+                _line(client)
+                memory.append(int(psutil.Process(server.pid).memory_info().rss))
+                _tell(client, None)
+        return found
+
+
+@contextlib.contextmanager
+def _started(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.close()
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def _tell(process: subprocess.Popen[bytes], order: Any) -> None:
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(order) + b"\n")
+    process.stdin.flush()
+
+
+def _line(process: subprocess.Popen[bytes]) -> bytes:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise CordeeError("a process of the benchmark ended: its error is above")
+    return line
+
+
+class _NoNamespacesError(CordeeError):
+    pass
+
+
+@contextlib.contextmanager
+def _namespaces() -> Iterator[tuple[list[str], list[str], str]]:
+    """Two network namespaces with a link between them: the command prefixes of both, and the address of the second."""
+    names = [f"cordee-bench-{os.getpid()}-{side}" for side in "ab"]
+
+    def ip(*arguments: str) -> None:
+        try:
+            subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=10)
+        except FileNotFoundError:
+            raise _NoNamespacesError("there is no command `ip` here (Debian: iproute2)") from None
+        except subprocess.CalledProcessError as error:
+            raise _NoNamespacesError(f"ip {' '.join(arguments)}: {error.stderr.strip()}") from None
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "bench0", "netns", names[0], "type", "veth", "peer", "name", "bench0", "netns", names[1])
+        for index, name in enumerate(names):
+            ip("-n", name, "address", "add", f"10.231.7.{index + 1}/24", "dev", "bench0")
+            ip("-n", name, "link", "set", "bench0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        near, far = (["ip", "netns", "exec", name] for name in names)
+        yield near, far, "10.231.7.2"
+    finally:
+        for name in names:
+            with contextlib.suppress(_NoNamespacesError):
+                ip("netns", "delete", name)

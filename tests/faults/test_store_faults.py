@@ -1,0 +1,176 @@
+"""Servers and clients of a store that are killed, frozen or cut off."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+
+import cordee
+from cordee.core.errors import CommunicationError, StoreError
+from cordee.store.local import LocalServers
+
+CLIENT = """
+import sys, time
+import numpy as np
+import cordee
+
+store = cordee.KVStore(failure_timeout="3s")
+print("joined", flush=True)
+while True:
+    store.push("w", np.ones(1000, np.float32))
+"""
+
+PARENT = """
+import os, time
+import numpy as np
+import cordee
+
+store = cordee.KVStore.local(2)
+store.init("w", np.zeros(3))
+print(*store._servers.pids, flush=True)
+if os.fork() == 0:  # holds the parent's pipes open
+    time.sleep(30)
+    os._exit(0)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalServers]:
+    servers = LocalServers(2, [], 3.0)
+    monkeypatch.setenv("CORDEE_STORE", servers.address)
+    monkeypatch.setenv("CORDEE_STORE_KEY", servers.key.to_text())
+    yield servers
+    servers.close()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_killed_server_is_named(servers: LocalServers, shared_memory: bool) -> None:
+    with cordee.KVStore(failure_timeout="3s", shared_memory=shared_memory) as store:
+        store.init("w", np.zeros(1_000_000, np.float32))
+        os.kill(servers.pids[1], signal.SIGKILL)
+        with pytest.raises(CommunicationError, match=r"server 1 of the store is gone: .*tcp://"):
+            store.push("w", np.ones(1_000_000, np.float32))
+        with pytest.raises(CommunicationError, match="server 1 of the store is gone"):
+            store.push_async("w", np.ones(1_000_000, np.float32)).wait(60)
+
+
+def test_a_killed_client_leaves_whole_pushes_and_is_named_at_the_barrier(servers: LocalServers) -> None:
+    with cordee.KVStore(failure_timeout="3s") as store:
+        store.init("w", np.zeros(1000, np.float32))
+        client = subprocess.Popen([sys.executable, "-c", CLIENT], stdout=subprocess.PIPE)
+        assert client.stdout is not None and client.stdout.readline() == b"joined\n"
+        store.pull("w", min_version=50, timeout_s=20)
+        client.kill()
+        client.wait()
+        client.stdout.close()
+        value, version = store.pull("w")
+        assert value.tolist() == [version] * 1000 and version >= 50
+        with pytest.raises(StoreError, match=r"barrier: worker 1 \(process \d+ on .*\) did not come within 1 s"):
+            store.barrier(timeout_s=1)
+        store.barrier(timeout_s=20)  # by now it is given up, and the store has no fixed number of workers
+        assert store.push_pull("w", np.ones(1000, np.float32)).version == version + 1
+
+
+def test_servers_end_with_the_process_that_started_them() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    children = psutil.Process(parent.pid).children()
+    assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    _, alive = psutil.wait_procs([child for child in children if child.pid in pids], timeout=10)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    assert not alive
+
+
+class CuttingProxy:
+    """Forwards connections to a server, and cuts all of them now and then."""
+
+    def __init__(self, port: int, every_s: float) -> None:
+        self._target, self._every_s = port, every_s
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.num_cut = 0
+        self._pairs: list[socket.socket] = []
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._accept), threading.Thread(target=self._cut)]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in list(self._threads):
+            thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self._target))
+            self._pairs += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                thread = threading.Thread(target=self._forward, args=(source, sink))
+                self._threads.append(thread)
+                thread.start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def _cut(self) -> None:
+        while not self._is_over.wait(self._every_s):
+            self._cut_all()
+        self._cut_all()
+
+    def _cut_all(self) -> None:
+        pairs, self._pairs = self._pairs, []
+        for end in pairs:
+            self.num_cut += 1
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+def test_pushes_count_once_over_a_connection_that_breaks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = LocalServers(1, [], 20.0)
+    proxy = CuttingProxy(int(servers.address.rpartition(":")[2]), every_s=0.4)
+    monkeypatch.setenv("CORDEE_STORE_KEY", servers.key.to_text())
+    try:
+        with cordee.KVStore(f"tcp://127.0.0.1:{proxy.port}", failure_timeout="20s", shared_memory=False) as store:
+            store.init("small", np.zeros(100, np.float32))
+            store.init("large", np.zeros(500_000, np.float32))
+            num_pushes = 0
+            while proxy.num_cut < 20:
+                store.push("small", np.ones(100, np.float32))
+                store.push_pull("large", np.ones(500_000, np.float32))
+                num_pushes += 1
+        with cordee.KVStore(servers.address, failure_timeout="5s") as store:
+            for key in ("small", "large"):
+                value, version = store.pull(key)
+                assert np.unique(value).tolist() == [num_pushes] and version == num_pushes
+    finally:
+        proxy.close()
+        servers.close()
