@@ -6,14 +6,16 @@ Everything a person can get wrong in a job is found here, before the first step.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 from cordee.cluster import Team
 from cordee.compute import (
+    LR_SCALES,
     Computation,
     OptimizerRecipe,
     choose_device,
@@ -60,6 +62,24 @@ class Assembly:
     def example(self) -> Batch:
         """A batch of the training set, of two samples at most."""
         return _example(self.splits)
+
+    def in_team(self, team: Team) -> Assembly:
+        """Return these parts for a member of another team: other shares and threads, maybe another rate. Local."""
+        strategy = msgspec.structs.replace(self.job.strategy, workers=team.num_workers)
+        job = msgspec.structs.replace(self.job, strategy=strategy)
+        needs = self.strategy.requirements(job)
+        shards, test_shards = _shards(job, needs, team)
+        train, test = _loaders(job, self.splits, shards, test_shards)
+        return replace(
+            self,
+            team=team,
+            train=train,
+            test=test,
+            recipe=replace(self.recipe, lr_factor=LR_SCALES[job.training.lr_scale](needs.num_data_shards)),
+            num_threads=share_threads(*_threads(job, team)),
+            shards=shards,
+            test_shards=test_shards,
+        )
 
 
 def assemble(job: Job, team: Team) -> Assembly:

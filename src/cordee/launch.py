@@ -107,11 +107,8 @@ def train(
                     if engine is None:
                         summary = _run_alone(parts, directory, monitor, flag, resume, decision)
                     else:
-                        team_run = (
-                            ServedRun(parts, directory, monitor, flag)
-                            if is_served
-                            else TeamRun(job, directory, monitor, flag)
-                        )
+                        run_kind = ServedRun if is_served else TeamRun
+                        team_run = run_kind(parts, directory, monitor, flag)
                         lead = functools.partial(team_run.lead, engine, resume=resume)
                         summary = _run_team(parts, directory, monitor, lead, decision)
     run = Run(directory.path, summary, parts.model)

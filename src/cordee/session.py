@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from cordee import checkpoint
 from cordee.assembly import Assembly
+from cordee.checkpoint import State
+from cordee.cluster import Team
+from cordee.communication.lost_peer import find_lost_peer
 from cordee.core.errors import CordeeError, TrainingError
 from cordee.monitoring import Monitor, Summary
 from cordee.monitoring.summary import Status
@@ -23,11 +27,21 @@ log = logging.getLogger("cordee.session")
 class Session:
     """Takes the parts of one worker through a run. `run_dir` is where the team's checkpoints are."""
 
-    def __init__(self, parts: Assembly, monitor: Monitor, run_dir: Path, should_stop: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        parts: Assembly,
+        monitor: Monitor,
+        run_dir: Path,
+        should_stop: Callable[[], bool],
+        should_pause: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._parts = parts
         self._monitor = monitor
         self._run_dir = run_dir
-        self._trainer = Trainer(parts, monitor, run_dir / "checkpoints", should_stop=should_stop)
+        self._trainer = Trainer(
+            parts, monitor, run_dir / "checkpoints", should_stop=should_stop, should_pause=should_pause
+        )
+        self._is_up_to_date = False
         self._started = time.time()
         self._outcome: Outcome | None = None
 
@@ -38,14 +52,64 @@ class Session:
 
     def run(self, *, resume: bool, log_file: Path) -> None:
         """Train to the end. Raises CordeeError; an error in the user's code is one too, with its place named."""
-        try:
+        with self._naming_errors(log_file):
             if resume:
                 self._resume()
             self._announce()
             self._outcome = self._trainer.run()
+
+    def go_on(self, team: Team, *, may_load: bool, log_file: Path, is_end: Callable[[], bool]) -> bool:
+        """Train as a member of `team` until the run ends or the team does; return whether the run has ended.
+
+        Collective. Members that are behind the first, or new, get everything from it. Where nobody has anything,
+        all load the newest checkpoint if `may_load`, or begin. Raises CommunicationError when a member is lost:
+        the step that was under way did not happen, and `go_on` may be called with another team.
+        """
+        with self._naming_errors(log_file):
+            self._enter(team, may_load)
+            if team.generation == 1:
+                self._announce()
+            self._outcome = self._trainer.run(is_end)
+            if self._outcome is not None:
+                team.any(False)  # nobody leaves before all have done their part
+        return self._outcome is not None
+
+    @property
+    def ready_step(self) -> int:
+        """How many steps this worker can go on from; -1 before it has a model that is the team's."""
+        return self.step if self._is_up_to_date else -1
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether a step was begun that could not be finished."""
+        return self._trainer.is_stepping
+
+    def _enter(self, team: Team, may_load: bool) -> None:
+        own, steps = self.ready_step, team.gather(self.ready_step)
+        parts = self._parts.in_team(team)
+        state: State | None = None
+        if own >= 0:
+            state = self._trainer.state()  # setting up makes a new optimizer
+        if 0 <= min(steps) < steps[0] or min(steps) < 0 <= steps[0]:
+            shared = checkpoint.share_state(state if team.is_first else None)
+            state = state if own == steps[0] else shared
+        self._parts = parts
+        parts.setup()
+        self._trainer.enter(parts, state)
+        self._is_up_to_date = True
+        if steps[0] < 0 and may_load:
+            self._resume()
+        self._trainer.report_commit()
+
+    @contextlib.contextmanager
+    def _naming_errors(self, log_file: Path) -> Iterator[None]:
+        try:
+            yield
         except (CordeeError, KeyboardInterrupt):
             raise
         except Exception as problem:  # the user's model, data or loss: their traceback is in the log
+            if (lost := find_lost_peer(problem)) is not None:
+                raise lost from problem
             log.exception("training failed at step %d", self.step + 1)
             raise TrainingError(
                 f"step {self.step + 1} raised {type(problem).__name__}: {problem} (the traceback is in {log_file})"

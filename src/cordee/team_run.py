@@ -1,4 +1,4 @@
-"""The launcher's side of a run with several workers: start them, look after them, report how it ended."""
+"""The launcher's side of a run with several workers: start them, look after them, train around losses, report."""
 
 from __future__ import annotations
 
@@ -13,45 +13,62 @@ from typing import Any
 
 import msgspec
 
+from cordee.assembly import Assembly
 from cordee.cluster.coordinator import Coordinator
-from cordee.cluster.fork_server import Exited
+from cordee.cluster.fork_server import Exited, Started
 from cordee.cluster.local import LocalEngine, describe_exit
-from cordee.cluster.membership import Membership, Trouble
+from cordee.cluster.membership import ACTIVE, Membership, Trouble
+from cordee.cluster.restarts import Restarts
 from cordee.communication.channel import ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys
 from cordee.communication.messages import COORDINATION
 from cordee.communication.wire import Codec
-from cordee.core import Job
 from cordee.core.errors import TrainingError
 from cordee.monitoring import Monitor, RunDirectory, Summary
 from cordee.worker import WorkerOrder
 
 log = logging.getLogger("cordee.team_run")
 
-# Importing torch in the fork server takes seconds on a busy machine, and loading the data comes after.
+# Importing torch in the fork server takes seconds on a busy machine.
 STARTUP_TIMEOUT_S = 120.0
-TICK_S = 0.05
+TICK_S = 0.02
 
 
 class TeamRun:
     """One run with local workers, seen from the launcher."""
 
-    def __init__(self, job: Job, directory: RunDirectory, monitor: Monitor, should_stop: Callable[[], bool]) -> None:
-        self._job = job
+    _engine: LocalEngine
+    _coordinator: Coordinator
+    _order: WorkerOrder  # what all workers are told alike
+
+    def __init__(
+        self, parts: Assembly, directory: RunDirectory, monitor: Monitor, should_stop: Callable[[], bool]
+    ) -> None:
+        job = self._job = parts.job
         self._directory = directory
         self._monitor = monitor
         self._should_stop = should_stop
         self._summaries: dict[int, Summary] = {}
+        self._restarts = Restarts(job.cluster.max_restarts)
+        self._lost: list[Trouble] = []  # since the last generation was formed
+        self._recovery: _Recovery | None = None  # that is not complete
+        self._steps_redone = 0
+        self._verdict: str | None = None  # why the run ends early although its workers end well
+        self._is_stop_told = False
+        self._is_pause_told = False
+        self._pids: dict[int, int] = {}
         self._membership = Membership(
             num_workers=job.strategy.workers,
             failure_timeout_s=job.cluster.failure_timeout_s,
             startup_timeout_s=STARTUP_TIMEOUT_S,
             started_s=time.monotonic(),
+            min_workers=job.cluster.min_workers,
+            is_elastic=parts.strategy.requirements(job).is_elastic,
         )
 
     def lead(self, engine: LocalEngine, *, resume: bool) -> Summary:
-        """Train on the engine's workers and return the first worker's summary.
+        """Train on the engine's workers and return the summary of the one that spoke for the last team.
 
         Raises TrainingError that names the worker that failed first, its step and its error. Ending the workers
         that are left is the engine's part.
@@ -64,48 +81,173 @@ class TeamRun:
         server_keys, (client_keys,) = make_keys()
         speaker = Speaker(run=run_id, name="coordinator", incarnation=time.time_ns())
         with ServerChannel("tcp://127.0.0.1:*", speaker, Codec(COORDINATION), server_keys) as channel:
+            order = WorkerOrder(
+                run_dir=str(self._directory.path.absolute()),
+                run_id=run_id,
+                worker_index=0,
+                num_workers=self._job.strategy.workers,
+                address=channel.address,
+                keys=client_keys.to_text(),
+                store=str(folder),
+                resume=resume,
+                failure_timeout_s=self._job.cluster.failure_timeout_s,
+                join_timeout_s=STARTUP_TIMEOUT_S,
+            )
+            self._coordinator = Coordinator(channel, self._membership, self._take_event)
+            self._engine, self._order = engine, order
             for index in range(self._job.strategy.workers):
-                order = WorkerOrder(
-                    run_dir=str(self._directory.path.absolute()),
-                    run_id=run_id,
-                    worker_index=index,
-                    num_workers=self._job.strategy.workers,
-                    address=channel.address,
-                    keys=client_keys.to_text(),
-                    store=str(folder / "store"),
-                    resume=resume,
-                    failure_timeout_s=self._job.cluster.failure_timeout_s,
-                    join_timeout_s=STARTUP_TIMEOUT_S,
-                )
-                log_file = self._directory.worker_log(index)
-                engine.start(index, "cordee.worker:main", msgspec.to_builtins(order), {}, log_file)
-            self._attend(engine, Coordinator(channel, self._membership, self._take_event))
+                self._start(index)
+            while not self._membership.is_over:
+                self._coordinator.serve(TICK_S)
+                self._look_after()
+                self._direct()
         return self._settle()
 
-    def _attend(self, engine: LocalEngine, coordinator: Coordinator) -> None:
-        """Look after the workers until all have ended well; raise for the one that did not."""
-        is_asked_to_stop = False
-        while not self._membership.is_over:
-            coordinator.serve(TICK_S)
-            now_s = time.monotonic()
-            for report in engine.reports():
-                if isinstance(report, Exited):
-                    self._membership.exit(report.index, describe_exit(report), now_s, is_killed=report.status < 0)
-            for index in self._membership.check_silence(now_s, engine.is_working):
-                engine.signal(index, signal.SIGKILL)
-            if self._should_stop() and self._membership.is_complete and not is_asked_to_stop:
-                is_asked_to_stop = True
-                coordinator.direct("stop", "interrupted")
-            if (culprit := self._membership.culprit(now_s)) is not None:
-                self._fail(culprit)
+    def _start(self, index: int) -> None:
+        """Start a process for a worker, and listen to no earlier one."""
+        own = msgspec.structs.replace(self._order, worker_index=index)
+        self._coordinator.fence(index)
+        self._membership.expect(index, time.monotonic())
+        self._pids.pop(index, None)
+        self._engine.start(index, "cordee.worker:main", msgspec.to_builtins(own), {}, self._directory.worker_log(index))
+
+    def _look_after(self) -> None:
+        """Hear who ended, end who is frozen, replace who is lost; raise for what the run cannot go on after."""
+        now_s, membership = time.monotonic(), self._membership
+        for report in self._engine.reports():
+            if isinstance(report, Started):
+                self._pids[report.index] = report.pid
+            elif isinstance(report, Exited) and self._pids.get(report.index) == report.pid:
+                membership.exit(report.index, describe_exit(report), now_s, is_killed=report.status < 0)
+        for index in membership.check_silence(now_s, self._engine.is_working):
+            self._engine.signal(index, signal.SIGKILL)
+        if (culprit := membership.culprit(now_s)) is not None:
+            self._fail(culprit)
+        for loss in membership.take_losses():
+            self._bear(loss)
+
+    def _bear(self, loss: Trouble) -> None:
+        """Take a loss: start a replacement if there is one left; otherwise go on with fewer, or give up."""
+        membership = self._membership
+        self._lost.append(loss)
+        self._monitor.emit("worker_lost", worker=loss.worker_index, step=membership.step, reason=loss.reason)
+        is_replaced = self._restarts.may_replace()
+        if is_replaced and membership.is_elastic:
+            self._start(loss.worker_index)
+            what = "it is being replaced"
+        elif is_replaced:
+            for index, record in list(membership.records.items()):
+                if record.state in ACTIVE:
+                    self._engine.signal(index, signal.SIGKILL)
+                self._start(index)
+            what = "the team starts again from the last checkpoint"
+        elif membership.is_too_small:
+            self._give_up(loss)
+            return
+        else:
+            what = f"no replacement is left (cluster.max_restarts = {self._restarts.max_restarts})"
+        self._monitor.emit("warning", message=f"{loss.describe()}; {what}")
+
+    def _give_up(self, loss: Trouble) -> None:
+        """End the run because too few workers are left; those that are left save what they have."""
+        cluster = self._job.cluster
+        left = len(self._membership.active)
+        needed = cluster.min_workers if self._membership.is_elastic else self._membership.num_workers
+        self._verdict = (
+            f"{loss.describe()}; {left} of at least {needed} workers are left, and all "
+            f"{cluster.max_restarts} replacements are used up (cluster.max_restarts); "
+            f"its log is {self._directory.worker_log(loss.worker_index)}"
+        )
+        if not (left and self._membership.is_elastic and self._membership.generation):
+            raise TrainingError(self._verdict)
+        self._membership.min_workers = 1
+        self._monitor.emit("warning", message=f"{self._verdict}; saving and ending")
+
+    def _direct(self) -> None:
+        """Tell the workers what to do next."""
+        membership = self._membership
+        if membership.troubles:
+            return  # the run is about to fail
+        leaving = [i for i, r in membership.records.items() if r.is_leaving and r.state == "ready"]
+        if leaving and not membership.is_complete:
+            self._let_go(leaving)
+        members = membership.next_members()
+        if members is not None:
+            self._form(members)
+        elif membership.needs_pause and not self._is_pause_told:
+            self._is_pause_told = True
+            self._coordinator.direct("pause", membership.members)
+        wants_stop = self._should_stop() or self._verdict is not None
+        if wants_stop and membership.is_complete and not self._is_stop_told:
+            self._is_stop_told = True
+            self._coordinator.direct("stop", membership.members, "interrupted")
+
+    def _let_go(self, leaving: list[int]) -> None:
+        membership = self._membership
+        if membership.is_too_small and self._verdict is None:
+            # Nobody could go on: the leaving ones stay for as long as it takes to save.
+            self._verdict = f"workers {leaving} were told to leave, and too few are left to go on"
+            for index in leaving:
+                membership.records[index].is_leaving = False
+            membership.min_workers = 1
+            return
+        self._coordinator.direct("leave", leaving)
+        for index in leaving:
+            membership.finish(index)
+            self._monitor.emit("worker_left", worker=index, step=membership.step)
+
+    def _form(self, members: list[int]) -> None:
+        """Begin the next generation, or end the run if that is what the members halted for."""
+        membership = self._membership
+        first = membership.records[members[0]]
+        is_halt = all(
+            (r := membership.records[i]).ready_step == first.ready_step >= 0 and not r.has_dropped for i in members
+        )
+        if self._is_stop_told and is_halt and not self._lost and self._recovery is None:
+            self._coordinator.direct("finish", members)
+            for index in members:
+                membership.records[index].state = "member"
+            return
+        if self._lost:
+            reached = first.ready_step + first.has_dropped if first.ready_step >= 0 else membership.step
+            verdict = self._restarts.recover(max(reached - 1, first.ready_step), self._lost)
+            if verdict is not None:
+                raise TrainingError(f"{verdict}; its log is {self._directory.worker_log(self._lost[-1].worker_index)}")
+            started_s = min([loss.at_s for loss in self._lost])
+            self._recovery = _Recovery([loss.worker_index for loss in self._lost], started_s, reached)
+            self._lost = []
+        self._coordinator.form(members)
+        self._is_pause_told = self._is_stop_told = False
+        self._monitor.emit(
+            "generation", generation=membership.generation, members=members, step=max(0, first.ready_step)
+        )
 
     def _take_event(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind in ("progress", "step"):
+            self._membership.told_step = max(self._membership.told_step, fields["step"])
         if kind == "progress":
             self._monitor.progress(step=fields["step"], loss=fields["loss"])
         elif kind == "outcome":
             self._summaries[fields["worker"]] = msgspec.convert(fields["summary"], Summary)
+        elif kind == "first_step":
+            self._complete_recovery(fields["step"])
         else:
             self._monitor.emit(kind, **fields)
+
+    def _complete_recovery(self, step: int) -> None:
+        recovery, self._recovery = self._recovery, None
+        if recovery is None:
+            return
+        redone = max(0, recovery.reached_step - (step - 1))
+        self._steps_redone += redone
+        self._monitor.emit(
+            "recovery",
+            generation=self._membership.generation,
+            lost=recovery.lost,
+            seconds=time.monotonic() - recovery.started_s,
+            step=step,
+            steps_redone=redone,
+        )
 
     def _fail(self, trouble: Trouble) -> None:
         log_file = self._directory.worker_log(trouble.worker_index)
@@ -119,4 +261,17 @@ class TeamRun:
         hashes = {summary.weights_sha256 for summary in self._summaries.values()}
         if len(hashes) > 1:
             raise TrainingError(f"the workers ended with different weights: {sorted(map(str, hashes))}")
-        return self._summaries[0]
+        summary = next(iter(self._summaries.values()))
+        if self._verdict is not None:
+            raise TrainingError(f"{self._verdict}. Step {summary.steps} is saved: --resume goes on from it")
+        return msgspec.structs.replace(
+            summary, recoveries=self._restarts.num_recoveries, steps_redone=self._steps_redone
+        )
+
+
+class _Recovery(msgspec.Struct, frozen=True):
+    """What is under way between a loss and the first step of those left."""
+
+    lost: list[int]
+    started_s: float
+    reached_step: int  # steps that were taken or under way when the team was lost

@@ -57,13 +57,21 @@ class Trainer:
     """Takes one worker through a run: step, evaluate, save, until the end or until told to stop."""
 
     def __init__(
-        self, parts: Assembly, monitor: Monitor, checkpoints: Path, should_stop: Callable[[], bool] = lambda: False
+        self,
+        parts: Assembly,
+        monitor: Monitor,
+        checkpoints: Path,
+        should_stop: Callable[[], bool] = lambda: False,
+        should_pause: Callable[[], bool] = lambda: False,
     ) -> None:
         self._parts = parts
         self._job = parts.job
         self._monitor = monitor
         self._checkpoints = checkpoints
         self._should_stop = should_stop
+        self._should_pause = should_pause
+        self._is_stepping = False
+        self._is_new_team = False  # no step was taken in it yet
         self._policy = StopPolicy(parts.job.stop)
         self._saved_at = -1
         self._not_saved: StorageError | None = None  # why the last checkpoint is missing
@@ -72,7 +80,8 @@ class Trainer:
         self._progress = Progress()
         self._base_elapsed_s = 0.0
         self._started_s = time.perf_counter()
-        self._away_s = 0.0  # spent evaluating and saving in this attempt
+        self._away_s = 0.0  # spent evaluating and saving since `run` was called
+        self._training_s = 0.0  # spent in earlier calls of `run` but that
         self._start_samples = 0
         self._window = (0, self._started_s)  # samples and time at the last step event
 
@@ -80,27 +89,67 @@ class Trainer:
     def progress(self) -> Progress:
         return self._progress
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step was begun and not finished."""
+        return self._is_stepping
+
+    def enter(self, parts: Assembly, state: State | None) -> None:
+        """Go on as a member of another team: from `state`, or from where this worker is."""
+        self._parts = parts
+        if state is not None:
+            self.resume(state)
+        self._votes, self._is_stopping, self._is_stepping, self._is_new_team = NO_VOTES, False, False, True
+        # Who writes checkpoints may be another now: what counts is what is on the disk.
+        name = f"step-{self._progress.step}"
+        is_saved = any(path.name == name for path in checkpoint.list_checkpoints(self._checkpoints))
+        self._saved_at = self._progress.step if is_saved else -1
+
+    def state(self) -> State:
+        """Return all that another worker needs to be where this one is."""
+        state = self._parts.strategy.state_dict()
+        return State(state.tensors, {**state.values, "progress": msgspec.to_builtins(self._progress)})
+
+    def report_commit(self) -> None:
+        """Record where this worker is and a hash of its weights, for `cordee doctor --run`. Local."""
+        progress = self._progress
+        self._monitor.emit(
+            "commit",
+            step=progress.step,
+            epoch=progress.epoch,
+            batch=progress.batch,
+            samples=progress.samples,
+            generation=self._parts.team.generation,
+            weights_sha256=checkpoint.weights_sha256(self._parts.strategy.model.state_dict()),
+        )
+
     def resume(self, state: State) -> None:
         """Go on from a checkpoint, in the middle of an epoch where it was made there."""
+        before = self._progress.samples
         self._progress = msgspec.convert(state.values["progress"], Progress)
         self._policy.patience = self._progress.patience
-        self._base_elapsed_s = self._progress.elapsed_s
-        self._start_samples = self._progress.samples
+        self._start_samples += self._progress.samples - before
         self._parts.strategy.load_state_dict(state)
         self._saved_at = self._progress.step
 
-    def run(self) -> Outcome:
+    def run(self, is_end: Callable[[], bool] = lambda: True) -> Outcome | None:
         """Train to the end. Raises TrainingError when training cannot go on; nothing saved before is lost.
 
-        Raises StorageError when the weights it ended with could not be saved.
+        When a member of the team asked for a halt after a step, `is_end` says whether the run ends there. If it
+        does not, None is returned, and a later call goes on. Raises StorageError when the weights it ended
+        with could not be saved.
         """
         progress = self._progress
+        self._base_elapsed_s = progress.elapsed_s
         self._started_s = time.perf_counter()
         self._window = (progress.samples, self._started_s)
         try:
             stopped_by = self._why_stopped_before()
             if stopped_by is None and not self._is_done():
-                stopped_by = self._train()
+                stopped_by = self._after_step() if progress.step else None  # what a lost team left undone
+                stopped_by = stopped_by or self._train()
+            if stopped_by == "interrupt" and not is_end():
+                return None
             if stopped_by != "interrupt":
                 self._evaluate()
                 if self._parts.test is not None and progress.evaluated_at != progress.step:
@@ -111,9 +160,10 @@ class Trainer:
                 raise StorageError(self._weights_lost()) from self._not_saved
         finally:
             progress.elapsed_s = self._elapsed_s()
-        training_s = time.perf_counter() - self._started_s - self._away_s
+            self._training_s += time.perf_counter() - self._started_s - self._away_s
+            self._away_s = 0.0
         trained = progress.samples - self._start_samples
-        return Outcome(progress, stopped_by, progress.metrics, trained / training_s if trained else 0.0)
+        return Outcome(progress, stopped_by, progress.metrics, trained / self._training_s if trained else 0.0)
 
     def _why_stopped_before(self) -> str | None:
         """Return why a resumed run had ended already: going on would give other weights than it ended with."""
@@ -155,17 +205,22 @@ class Trainer:
         progress, strategy, monitoring = self._progress, self._parts.strategy, self._job.monitoring
         measure = progress.step % monitoring.every_steps == 0
         self._seed_step(progress.step)
+        self._is_stepping = True
         loss = strategy.forward_backward(self._cut(batch), measure=measure, vote=self._vote)
         if not math.isfinite(loss.mean):
             raise TrainingError(self._not_finite("the loss", f"is {loss.mean}", progress.step + 1, progress.epoch + 1))
         update = strategy.update(progress.step)
         progress.step += 1
+        self._is_stepping = False
         progress.batch += 1
         progress.samples += loss.num_samples
         progress.loss_sum += loss.mean * loss.count
         progress.loss_count += loss.count
         self._votes = loss.votes
         self._monitor.progress(step=progress.step, loss=loss.mean)
+        if self._is_new_team:
+            self._is_new_team = False
+            self._monitor.emit("first_step", step=progress.step)  # the launcher tells how long it took
         if update.warning and self._parts.team.is_first:  # all workers would say the same
             self._monitor.emit("warning", message=update.warning)
         if measure:
@@ -182,7 +237,7 @@ class Trainer:
         reason = None
         if job.evaluation.every_steps and step % job.evaluation.every_steps == 0:
             reason = self._evaluate()
-        if job.checkpoint.every_steps and step % job.checkpoint.every_steps == 0:
+        if job.checkpoint.every_steps and step % job.checkpoint.every_steps == 0 and self._saved_at != step:
             self._save()
         if self._votes.interrupt or self._is_stopping:
             return "interrupt"
@@ -263,6 +318,7 @@ class Trainer:
         self._saved_at, self._not_saved = progress.step, None
         with self._away():
             self._parts.strategy.consolidate()
+            self.report_commit()
             state = self._parts.strategy.state_dict()
             if not self._parts.team.is_first:
                 return
@@ -314,7 +370,8 @@ class Trainer:
 
     def _vote(self) -> Votes:
         """Return whether this worker wants the run to end after the present step. Asked once in each."""
-        return Votes(interrupt=int(self._should_stop()), time=int(self._policy.is_time_up(self._elapsed_s())))
+        wants_halt = self._should_stop() or self._should_pause()
+        return Votes(interrupt=int(wants_halt), time=int(self._policy.is_time_up(self._elapsed_s())))
 
     def _agree_to_stop(self) -> bool:
         """Return whether any worker was told to stop. Collective; for what lasts longer than a step."""

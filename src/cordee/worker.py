@@ -1,9 +1,11 @@
-"""The main function of a worker process: join the team, train, say how it went."""
+"""The main function of a worker process: join the run, train in one team after the other, say how it went."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -13,11 +15,13 @@ import torch.distributed as dist
 
 from cordee.assembly import assemble
 from cordee.cluster import Team
-from cordee.cluster.link import CoordinatorLink
+from cordee.cluster.coordinator import WORKER_PREFIX
+from cordee.cluster.link import Answer, CoordinatorLink
 from cordee.communication.keys import ClientKeys
 from cordee.communication.lost_peer import find_lost_peer
 from cordee.communication.shared_memory import BackendSettings, register
 from cordee.core import Job
+from cordee.core.errors import CommunicationError
 from cordee.monitoring import Event, Monitor, setup_logging
 from cordee.session import Session
 
@@ -25,6 +29,8 @@ log = logging.getLogger("cordee.worker")
 
 # Collectives end by the loss of a peer long before; this is the limit for one that is only slow.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+# For those who have said that they are ready to meet, on a busy machine. One that dies meanwhile is only noticed then.
+LEAST_MEETING_S = 15.0
 
 
 class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,32 +38,35 @@ class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     run_dir: str
     run_id: str
-    worker_index: int
-    num_workers: int
+    worker_index: int  # its number in the run; its place in a team may be another
+    num_workers: int  # to begin with
     address: str  # of the coordinator
     keys: str
-    store: str  # file where the group finds itself
+    store: str  # folder where the groups find themselves
     resume: bool
     failure_timeout_s: float
     join_timeout_s: float
 
 
 class LinkSink:
-    """Passes events of this worker on to the one monitor of the run. The first worker speaks for the team."""
+    """Passes events of this worker on to the one monitor of the run. The first of a team speaks for it."""
 
-    def __init__(self, link: CoordinatorLink, worker_index: int) -> None:
+    def __init__(self, link: CoordinatorLink, worker: int) -> None:
         self._link = link
-        self._worker_index = worker_index
+        self._worker = worker
+        self.is_first = False
 
     def emit(self, event: Event) -> None:
-        if self._worker_index == 0:
+        if event.type == "commit":
+            self._link.emit(event.type, {**event.fields, "worker": self._worker})
+        elif self.is_first:
             self._link.emit(event.type, event.fields)
         elif event.type == "warning" and "checkpoint" not in event.fields["message"]:
-            self._link.emit("warning", {**event.fields, "worker": self._worker_index})
+            self._link.emit("warning", {**event.fields, "worker": self._worker})
 
     def refresh(self, step: int, loss: SupportsFloat | None) -> None:
         self._link.step = step
-        if self._worker_index == 0:
+        if self.is_first:
             self._link.emit("progress", {"step": step, "loss": None if loss is None else float(loss)})
 
     def close(self) -> None:
@@ -69,47 +78,132 @@ def main(argument: dict[str, Any]) -> int:
     order = msgspec.convert(argument, WorkerOrder)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
     keys = ClientKeys.from_text(order.keys)
-    run_dir = Path(order.run_dir)
-    log_file = run_dir / "logs" / f"worker-{order.worker_index}.log"
+    log_file = Path(order.run_dir) / "logs" / f"worker-{order.worker_index}.log"
     with (
         setup_logging(log_file),
         CoordinatorLink(order.address, order.run_id, order.worker_index, keys) as link,
     ):
-        session: Session | None = None
+        member = _Member(order, link, log_file)
         try:
             link.join(order.join_timeout_s)
-            team = _form_group(order)
-            parts = assemble(Job.load(run_dir / "job.toml"), team)
-            parts.setup()
-            with Monitor([LinkSink(link, order.worker_index)]) as monitor:
-                session = Session(parts, monitor, run_dir, should_stop=lambda: link.is_stop_asked)
-                session.run(resume=order.resume, log_file=log_file)
-                summary = msgspec.to_builtins(session.summarise(None))
-            link.emit("outcome", {"worker": order.worker_index, "summary": summary})
+            with _leaving_in_order(link):
+                member.work()
             link.leave()
-            dist.destroy_process_group()
         except Exception as error:
             log.exception("worker %d cannot go on", order.worker_index)
-            link.step = session.step if session else 0
+            link.step = member.step
             link.fail(find_lost_peer(error) or error, link.step)
             return 1
     return 0
 
 
-def _form_group(order: WorkerOrder) -> Team:
+class _Member:
+    """This worker, from one generation to the next."""
+
+    def __init__(self, order: WorkerOrder, link: CoordinatorLink, log_file: Path) -> None:
+        self._order, self._link, self._log_file = order, link, log_file
+        self._run_dir = Path(order.run_dir)
+        self._session: Session | None = None
+        self._answer: Answer | None = None
+
+    @property
+    def step(self) -> int:
+        return self._session.step if self._session else 0
+
+    def work(self) -> None:
+        """Train until the run is over for this worker: at its end, or because it is let go."""
+        order, link = self._order, self._link
+        index = min(order.worker_index, order.num_workers - 1)
+        places = Team(index, order.num_workers, num_local_workers=order.num_workers, local_rank=index)
+        parts = assemble(Job.load(self._run_dir / "job.toml"), places)
+        sink = LinkSink(link, order.worker_index)
+        with Monitor([sink]) as monitor:
+            self._session = session = Session(
+                parts,
+                monitor,
+                self._run_dir,
+                should_stop=lambda: link.is_stop_asked,
+                should_pause=lambda: link.is_pause_asked,
+            )
+            while True:
+                if self._answer is None:
+                    self._answer = link.await_generation(session.ready_step, has_dropped=session.has_dropped)
+                answer, self._answer = self._answer, None
+                if answer.directive.action == "leave":
+                    return
+                assert answer.directive.action == "new_generation", answer
+                if self._train(session, sink, answer):
+                    break
+            summary = msgspec.to_builtins(session.summarise(None))
+        link.emit("outcome", {"worker": order.worker_index, "summary": summary})
+
+    def _train(self, session: Session, sink: LinkSink, answer: Answer) -> bool:
+        """Train as a member of the generation that `answer` calls for; return whether the run has ended."""
+        try:
+            with _group(self._order, answer) as team:
+                sink.is_first = team.is_first
+                return session.go_on(
+                    team,
+                    may_load=self._order.resume or team.generation > 1,
+                    log_file=self._log_file,
+                    is_end=self._is_end,
+                )
+        except CommunicationError as error:
+            log.warning("generation %d is over at step %d: %s", answer.generation, session.step, error)
+            return False
+
+    def _is_end(self) -> bool:
+        """Ask what a halt that the team agreed on is for: the end of the run, or another team."""
+        assert self._session is not None
+        self._answer = self._link.await_generation(self._session.ready_step, has_dropped=False)
+        if self._answer.directive.action != "finish":
+            return False
+        self._answer = None
+        return True
+
+
+@contextlib.contextmanager
+def _group(order: WorkerOrder, answer: Answer) -> Iterator[Team]:
+    """Form the group of a generation, and give it up afterwards. Collective."""
+    members = answer.directive.members
+    rank = [member.name for member in members].index(f"{WORKER_PREFIX}{order.worker_index}")
     register()
-    dist.init_process_group(
-        "cordee",
-        store=dist.FileStore(order.store, order.num_workers),  # type: ignore[attr-defined]
-        rank=order.worker_index,
-        world_size=order.num_workers,
-        timeout=COLLECTIVE_TIMEOUT,
-        pg_options=BackendSettings(failure_timeout_s=order.failure_timeout_s),
-    )
-    return Team(
-        worker_index=order.worker_index,
-        num_workers=order.num_workers,
-        num_local_workers=order.num_workers,
-        local_rank=order.worker_index,
-        generation=1,
-    )
+    path = Path(order.store) / f"generation-{answer.generation}"
+    store = dist.FileStore(str(path), len(members))  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=max(LEAST_MEETING_S, 2 * order.failure_timeout_s)))
+    try:
+        dist.init_process_group(
+            "cordee",
+            store=store,
+            rank=rank,
+            world_size=len(members),
+            timeout=COLLECTIVE_TIMEOUT,
+            pg_options=BackendSettings(failure_timeout_s=order.failure_timeout_s),
+        )
+    except RuntimeError as error:
+        raise CommunicationError(f"generation {answer.generation} could not meet: {error}") from error
+    try:
+        yield Team(
+            worker_index=rank,
+            num_workers=len(members),
+            num_local_workers=len(members),
+            local_rank=rank,
+            generation=answer.generation,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _leaving_in_order(link: CoordinatorLink) -> Iterator[None]:
+    """Inside, the first SIGTERM (a spot instance, Slurm, Kubernetes) asks to leave; the second ends the process."""
+
+    def leave(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        link.ask_to_leave()
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

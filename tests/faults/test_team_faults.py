@@ -1,7 +1,8 @@
-"""Real signals into real workers: the culprit is named, nothing hangs, nothing is left behind."""
+"""Real signals into real workers: losses are trained around, culprits named, nothing hangs or is left behind."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,7 +30,8 @@ size = 4096
 test_size = 256
 [training]
 batch_size = 64
-epochs = 100000
+steps = {steps}
+reproducible = true
 [strategy]
 name = "data_parallel"
 workers = 2
@@ -39,16 +42,16 @@ every_steps = 1
 [checkpoint]
 every_steps = 50
 """
-NUM_SEEDS = int(os.environ.get("CORDEE_FAULT_TRIALS", "4"))
+NUM_SEEDS = int(os.environ.get("CORDEE_FAULT_TRIALS", "2"))
 
 
 class Launched:
     """A `cordee train` in a process of its own, and what its events say."""
 
-    def __init__(self, folder: Path, *args: str) -> None:
+    def __init__(self, folder: Path, *args: str, steps: int = 1_000_000) -> None:
         self.run_dir = folder / "run"
         job = folder / "job.toml"
-        job.write_text(JOB)
+        job.write_text(JOB.replace("{steps}", str(steps)))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "cordee", "train", str(job), "--run-dir", str(self.run_dir), *args],
             stdout=subprocess.PIPE,
@@ -64,6 +67,12 @@ class Launched:
 
     def pids(self) -> dict[int, int]:
         return {e["worker"]: e["pid"] for e in self.events() if e["type"] == "worker_started"}  # type: ignore[misc]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events() if event["type"] == kind]
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
 
     def wait_for_step(self, step: int, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -91,46 +100,127 @@ class Launched:
         return alive
 
 
+STEPS = 120
+
+
+@contextlib.contextmanager
+def launch(folder: Path, *args: str, steps: int = STEPS) -> Iterator[Launched]:
+    run = Launched(folder, *args, steps=steps)
+    try:
+        yield run
+    finally:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.communicate()
+
+
 @pytest.fixture
 def launched(tmp_path: Path) -> Iterator[Launched]:
-    run = Launched(tmp_path)
-    yield run
-    if run.process.poll() is None:
-        run.process.kill()
-        run.process.communicate()
+    with launch(tmp_path, steps=1_000_000) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of a run on one worker that nothing happens to."""
+    with launch(
+        tmp_path_factory.mktemp("undisturbed"), "--strategy", "single", "--workers", "1", "--set", "stop.time=300"
+    ) as run:
+        assert run.finish(timeout_s=60)[0] == 0
+        return str(run.summary()["weights_sha256"])
+
+
+def check_held(run: Launched, undisturbed: str, *, recoveries: int) -> None:
+    """The run went through, lost at most a step for each loss, and ended with the weights of the undisturbed one."""
+    code, stderr = run.finish(timeout_s=60)
+    assert code == 0, stderr
+    assert not run.survivors()
+    summary = run.summary()
+    assert summary["status"] == "completed" and summary["steps"] == STEPS
+    assert summary["weights_sha256"] == undisturbed
+    assert summary["recoveries"] == recoveries == len(run.of("recovery"))
+    assert all(event["steps_redone"] <= 1 for event in run.of("recovery"))
+    assert summary["samples"] == STEPS * 64
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_a_killed_worker_is_named(launched: Launched, seed: int) -> None:
+def test_a_killed_worker_is_trained_around(tmp_path: Path, undisturbed: str, seed: int) -> None:
     chance = random.Random(seed)
-    launched.wait_for_step(chance.randint(1, 60))
-    victim = chance.randrange(2)
-    os.kill(launched.pids()[victim], signal.SIGKILL)
-    killed_s = time.monotonic()
-    code, stderr = launched.finish(timeout_s=15)
-    assert time.monotonic() - killed_s < 5.0
-    assert code == 1
-    named = re.search(rf"worker {victim} was killed by SIGKILL \(in step (\d+)\)", stderr)
-    assert named, stderr
-    last_step = max(int(e["step"]) for e in launched.events() if e["type"] == "step")  # type: ignore[call-overload]
-    # A step may have been under way; and worker 0, which tells of steps, takes to its grave what it had not sent yet.
-    assert 0 <= int(named[1]) - last_step <= (2 if victim else 20)
-    assert "Traceback" not in stderr
-    assert not launched.survivors()
-    summary = json.loads((launched.run_dir / "summary.json").read_text())
-    assert summary["status"] == "failed"
-    assert f"worker {victim}" in summary["error"]
+    num_workers, step = chance.randint(2, 3), chance.randint(1, STEPS - 20)
+    with launch(tmp_path, "--workers", str(num_workers)) as run:
+        run.wait_for_step(step)
+        victim = chance.randrange(num_workers)
+        os.kill(run.pids()[victim], signal.SIGKILL)
+        check_held(run, undisturbed, recoveries=1)
+        (lost,) = run.of("worker_lost")
+        assert lost["worker"] == victim and lost["reason"] == "was killed by SIGKILL"
 
 
-def test_a_frozen_worker_is_named_after_the_failure_timeout(launched: Launched) -> None:
-    launched.wait_for_step(5)
-    os.kill(launched.pids()[1], signal.SIGSTOP)
-    frozen_s = time.monotonic()
-    code, stderr = launched.finish(timeout_s=20)
-    assert time.monotonic() - frozen_s < 10.0
+def test_a_frozen_worker_is_ended_and_trained_around(tmp_path: Path, undisturbed: str) -> None:
+    with launch(tmp_path) as run:
+        run.wait_for_step(5)
+        os.kill(run.pids()[1], signal.SIGSTOP)
+        check_held(run, undisturbed, recoveries=1)
+        assert "is frozen" in run.of("worker_lost")[0]["reason"]
+
+
+def test_all_killed_at_once_go_on_from_the_checkpoint(tmp_path: Path, undisturbed: str) -> None:
+    with launch(tmp_path) as run:
+        run.wait_for_step(60)
+        for pid in run.pids().values():
+            os.kill(pid, signal.SIGKILL)
+        code, stderr = run.finish(timeout_s=60)
+        assert code == 0, stderr
+        assert run.summary()["weights_sha256"] == undisturbed
+        assert run.summary()["recoveries"] == 1
+        assert 1 <= run.summary()["steps_redone"] <= 60
+
+
+def test_sigterm_makes_a_worker_leave_in_order(tmp_path: Path, undisturbed: str) -> None:
+    with launch(tmp_path, "--workers", "3") as run:
+        run.wait_for_step(10)
+        os.kill(run.pids()[1], signal.SIGTERM)
+        check_held(run, undisturbed, recoveries=0)
+        (left,) = run.of("worker_left")
+        assert left["worker"] == 1 and not run.of("worker_lost")
+        assert run.of("generation")[-1]["members"] == [0, 2]
+
+
+def test_too_few_workers_save_and_end(tmp_path: Path) -> None:
+    options = ("--set", "cluster.max_restarts=0", "--set", "cluster.min_workers=2")
+    with launch(tmp_path, *options, steps=1_000_000) as run:
+        run.wait_for_step(10)
+        os.kill(run.pids()[0], signal.SIGKILL)
+        killed_s = time.monotonic()
+        code, stderr = run.finish(timeout_s=15)
+        assert time.monotonic() - killed_s < 8.0
+        assert code == 1
+        named = re.search(r"worker 0 was killed by SIGKILL \(in step \d+\); 1 of at least 2 workers are left", stderr)
+        assert named, stderr
+        saved = re.search(r"Step (\d+) is saved", stderr)
+        assert saved and (run.run_dir / "checkpoints" / f"step-{saved[1]}").is_dir()
+        assert "Traceback" not in stderr and not run.survivors()
+        assert run.summary()["status"] == "failed"
+
+
+def test_a_step_that_kills_every_time_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "deadly.py").write_text(
+        "import os, signal, torch\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(64, 10)\n"
+        "        self.register_buffer('calls', torch.tensor(0))\n"
+        "    def forward(self, x):\n"
+        "        self.calls += self.training\n"
+        "        if self.calls == 8 and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:\n"
+        "            os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "        return super().forward(x)\n"
+    )
+    options = ("--set", "model={use='deadly:Net'}", "--set", "cluster.max_restarts=100")
+    with launch(tmp_path, *options) as run:
+        code, stderr = run.finish(timeout_s=60)
     assert code == 1
-    assert "worker 1 is frozen" in stderr
-    assert not launched.survivors()
+    assert "step 8 was begun 4 times and a worker was lost each time" in stderr, stderr
 
 
 def test_ctrl_c_saves_and_leaves_nothing(launched: Launched) -> None:
@@ -139,7 +229,7 @@ def test_ctrl_c_saves_and_leaves_nothing(launched: Launched) -> None:
     code, stderr = launched.finish(timeout_s=15)
     assert code == 130, stderr
     assert not launched.survivors()
-    summary = json.loads((launched.run_dir / "summary.json").read_text())
+    summary = launched.summary()
     assert summary["status"] == "interrupted"
     assert (launched.run_dir / "checkpoints" / f"step-{summary['steps']}").is_dir()
 
@@ -174,7 +264,7 @@ def test_a_worker_that_raises_is_reported_once(tmp_path: Path) -> None:
         "            raise ValueError('this worker has had enough')\n"
         "        return super().forward(x)\n"
     )
-    run = Launched(tmp_path, "--set", "model={use='faulty:Net'}")
+    run = Launched(tmp_path, "--set", "model={use='faulty:Net'}", "--set", "training.reproducible=false")
     code, stderr = run.finish(timeout_s=60)
     assert code == 1
     assert "worker 1 raised" in stderr

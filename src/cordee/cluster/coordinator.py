@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from cordee.cluster.membership import Membership, Trouble
 from cordee.communication.channel import Peer, Received, ServerChannel
 from cordee.communication.messages import (
-    Barrier,
-    BarrierDone,
     Directive,
     Event,
     Failure,
     Goodbye,
     Heartbeat,
     Hello,
+    Leaving,
     Member,
+    Ready,
     Refused,
     Welcome,
 )
@@ -37,7 +37,7 @@ class Coordinator:
         self._on_event = on_event
         self._peers: dict[int, Peer] = {}
         self._members: dict[int, Member] = {}
-        self._waiting: dict[str, dict[int, Received]] = {}  # barrier -> who waits at it
+        self._incarnations: dict[int, int] = {}
 
     def serve(self, timeout_s: float) -> None:
         """Handle what has come in, waiting at most `timeout_s` for the first message."""
@@ -46,14 +46,30 @@ class Coordinator:
             self._handle(received)
             received = self._channel.receive(0.0)
 
-    def direct(self, action: str, reason: str = "") -> None:
-        """Tell all workers to go on, to stop, or to form the generation of those registered."""
-        members = tuple(self._members[index] for index in sorted(self._members))
-        for index, peer in self._peers.items():
-            try:
-                self._channel.send(peer, Directive(action, members, reason))  # type: ignore[arg-type]
-            except CommunicationError as error:  # it died a moment ago, which its exit will tell
-                self._on_event("warning", {"message": f"worker {index} could not be told to {action}: {error}"})
+    def direct(self, action: str, workers: Iterable[int], reason: str = "") -> None:
+        """Tell workers what to do. One that is gone by now is passed over: its exit will be heard of."""
+        for index in workers:
+            self._send(index, Directive(action, (), reason))  # type: ignore[arg-type]
+
+    def form(self, members: list[int]) -> None:
+        """Begin the next generation with these workers, in this order. Refuse what belongs to an earlier one."""
+        self._membership.form(members)
+        self._channel.generation = self._membership.generation
+        team = tuple(self._members[index] for index in members)
+        for index in members:
+            self._send(index, Directive("new_generation", team))
+
+    def fence(self, index: int) -> None:
+        """Refuse whatever the present process of a worker still says: another takes its place."""
+        if index in self._incarnations:
+            self._channel.fence(f"{WORKER_PREFIX}{index}", self._incarnations.pop(index))
+
+    def _send(self, index: int, directive: Directive) -> None:
+        try:
+            self._channel.send(self._peers[index], directive)
+        except (CommunicationError, KeyError) as error:  # it died a moment ago, which its exit will tell
+            action = directive.action
+            self._on_event("warning", {"message": f"worker {index} could not be told to {action}: {error}"})
 
     def _handle(self, received: Received) -> None:
         index = self._index_of(received.envelope.sender)
@@ -70,12 +86,14 @@ class Coordinator:
                 membership.hear(index, now_s, step)
             case Event(type=kind, fields=fields):
                 self._on_event(kind, dict(fields))
+            case Ready(step=step, has_dropped=has_dropped):
+                membership.wait(index, step, has_dropped=has_dropped)
+            case Leaving():
+                membership.records[index].is_leaving = True
             case Failure(step=step, error=error, traceback=text, is_consequence=is_consequence):
                 membership.report(Trouble(index, step, error, text, is_consequence, at_s=now_s))
             case Goodbye():
                 membership.finish(index)
-            case Barrier(name=name):
-                self._arrive(name, index, received)
             case other:
                 self._channel.reply(received, Refused("unexpected", type(other).__name__))
 
@@ -83,19 +101,8 @@ class Coordinator:
         timeout_s = self._membership.failure_timeout_s
         self._channel.reply(received, Welcome(failure_timeout_s=timeout_s, heartbeat_s=timeout_s / 5))
         self._peers[index], self._members[index] = received.peer, member
+        self._incarnations[index] = received.envelope.incarnation
         self._membership.register(index, time.monotonic())
-        if self._membership.is_complete:
-            self._channel.generation += 1
-            self.direct("new_generation")
-            members = sorted(self._members)
-            self._on_event("generation", {"generation": self._channel.generation, "members": members})
-
-    def _arrive(self, name: str, index: int, received: Received) -> None:
-        waiting = self._waiting.setdefault(name, {})
-        waiting[index] = received
-        if len(waiting) == self._membership.num_workers:
-            for other in self._waiting.pop(name).values():
-                self._channel.reply(other, BarrierDone(name))
 
     def _index_of(self, sender: str) -> int | None:
         number = sender.removeprefix(WORKER_PREFIX)

@@ -1,7 +1,8 @@
-"""Who is there, how far they are, and who failed first: decided without I/O.
+"""Who is there, how far they are, who failed first, and who forms the next generation: decided without I/O.
 
-A failing worker makes others fail: they lose a peer in the middle of an exchange and say so, often before the
-failing one was heard of. `culprit` tells the cause from the consequences.
+A worker that is killed or frozen is a loss: the others go on without it. One that raises or exits by itself is a
+failure that would come again: the run ends. A failing worker makes others fail: they lose a peer in the middle of
+an exchange and say so, often before the failing one was heard of. `culprit` tells the cause from the consequences.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 SETTLING_S = 1.0  # how long the first sign of a failure waits for what the workers themselves say of it
+
+# starting: a process was asked for. preparing: it has said hello and builds its parts. ready: it waits for a
+# generation. member: it trains. finished, gone, left: it does not take part any more.
+Phase = Literal["starting", "preparing", "ready", "member", "finished", "gone", "left"]
+ACTIVE: tuple[Phase, ...] = ("starting", "preparing", "ready", "member")
 
 
 @dataclass(frozen=True)
@@ -33,28 +39,42 @@ class Trouble:
 class Record:
     """What is known of one worker."""
 
-    state: Literal["starting", "member", "finished", "gone"] = "starting"
+    state: Phase = "starting"
     step: int = 0  # steps it has taken
     heard_s: float = 0.0
+    ready_step: int = -1  # when it became ready: steps it can go on from; -1 for none
+    has_dropped: bool = False
+    is_leaving: bool = False
+    fate: str = ""  # why it is being killed
 
 
 @dataclass
 class Membership:
     """The workers of a run, from the first sign of life to the last."""
 
-    num_workers: int
+    num_workers: int  # how many there are to be
     failure_timeout_s: float
     startup_timeout_s: float
     started_s: float
+    min_workers: int = 1
+    is_elastic: bool = False  # every worker has all that is needed to go on, so that a team can lose some
+    generation: int = 0
+    told_step: int = 0  # of the last step that was reported as such
     records: dict[int, Record] = field(default_factory=dict)
     troubles: list[Trouble] = field(default_factory=list)
+    losses: list[Trouble] = field(default_factory=list)  # not yet taken care of
 
     def __post_init__(self) -> None:
         for index in range(self.num_workers):
-            self.records[index] = Record(heard_s=self.started_s)
+            self.expect(index, self.started_s)
+
+    def expect(self, index: int, now_s: float) -> None:
+        """Take note that a process for worker `index` was asked for, in the place of an earlier one if there was."""
+        step = self.records[index].step if index in self.records else 0
+        self.records[index] = Record(heard_s=now_s, step=step)
 
     def register(self, index: int, now_s: float) -> None:
-        self.records[index].state = "member"
+        self.records[index].state = "preparing"
         self.records[index].heard_s = now_s
 
     def hear(self, index: int, now_s: float, step: int | None = None) -> None:
@@ -64,8 +84,15 @@ class Membership:
         if step is not None:
             record.step = max(record.step, step)
 
+    def wait(self, index: int, step: int, *, has_dropped: bool) -> None:
+        """Take note that a worker waits for a generation, with `step` steps taken or -1 for nothing at all."""
+        record = self.records[index]
+        record.state, record.ready_step, record.has_dropped = "ready", step, has_dropped
+        record.step = max(record.step, step)
+
     def finish(self, index: int) -> None:
-        self.records[index].state = "finished"
+        record = self.records[index]
+        record.state = "left" if record.is_leaving else "finished"
 
     def report(self, trouble: Trouble) -> None:
         """Take note of a failure; the first of each worker counts, but its own account more than its exit."""
@@ -77,14 +104,21 @@ class Membership:
         self.troubles.append(trouble)
 
     def exit(self, index: int, how: str, now_s: float, *, is_killed: bool = False) -> None:
-        """Take note that the process of a worker has ended; one that was killed had no time to say anything."""
+        """Take note that the process of a worker has ended. One that was killed is a loss, others a failure."""
         record = self.records[index]
-        if record.state != "finished":
-            self.report(Trouble(index, record.step, how, is_final=is_killed, at_s=now_s))
-            record.state = "gone"
+        if record.state not in ACTIVE:
+            return
+        trouble = Trouble(index, record.step, record.fate or how, is_final=is_killed, at_s=now_s)
+        record.state = "gone"
+        if not is_killed:
+            self.report(trouble)
+        elif any(known.worker_index == index for known in self.troubles):
+            pass  # it had said what was wrong
+        elif not any(other.state == "finished" for other in self.records.values()):
+            self.losses.append(trouble)  # nobody finishes before all have done their last step
 
     def check_silence(self, now_s: float, is_working: Callable[[int], bool] = lambda index: False) -> list[int]:
-        """Report the workers that were not heard of for too long; return them.
+        """Return the workers that were not heard of for too long: they are to be killed, which makes them a loss.
 
         One that `is_working` says is getting processor time is too busy to speak, not frozen: it has as much
         time again.
@@ -92,24 +126,80 @@ class Membership:
         silent = []
         for index, record in self.records.items():
             limit_s = self.startup_timeout_s if record.state == "starting" else self.failure_timeout_s
-            if record.state in ("starting", "member") and now_s - record.heard_s > limit_s:
-                if record.state == "member" and is_working(index):
+            if record.state in ACTIVE and not record.fate and now_s - record.heard_s > limit_s:
+                if record.state != "starting" and is_working(index):
                     record.heard_s = now_s
                     continue
                 what = "did not start" if record.state == "starting" else "is frozen: no sign of life"
-                self.report(Trouble(index, record.step, f"{what} for {now_s - record.heard_s:.1f} s", at_s=now_s))
+                record.fate = f"{what} for {now_s - record.heard_s:.1f} s"
                 silent.append(index)
         return silent
 
+    def take_losses(self) -> list[Trouble]:
+        """Return the workers lost since this was last asked."""
+        losses, self.losses = self.losses, []
+        return losses
+
+    @property
+    def active(self) -> list[int]:
+        """The workers that are or will be members, but those that are leaving."""
+        return [i for i, record in self.records.items() if record.state in ACTIVE and not record.is_leaving]
+
+    @property
+    def num_pending(self) -> int:
+        """How many are on their way to being ready for the first time."""
+        return sum(self.records[i].state in ("starting", "preparing") for i in self.active)
+
+    @property
+    def members(self) -> list[int]:
+        """Those who train in the present generation."""
+        return [index for index, record in self.records.items() if record.state == "member"]
+
     @property
     def is_complete(self) -> bool:
-        """Whether every worker has registered."""
-        return all(record.state != "starting" for record in self.records.values())
+        """Whether a generation is training."""
+        return bool(self.members)
 
     @property
     def is_over(self) -> bool:
         """Whether every worker has ended well."""
-        return all(record.state == "finished" for record in self.records.values())
+        states = {record.state for record in self.records.values()}
+        return "finished" in states and not states & set(ACTIVE)
+
+    @property
+    def needs_pause(self) -> bool:
+        """Whether the members should stop for a moment: somebody waits to join, or wants to leave."""
+        states = [(record.state, record.is_leaving) for record in self.records.values()]
+        return ("member", True) in states or (("member", False) in states and ("ready", False) in states)
+
+    def next_members(self) -> list[int] | None:
+        """Return who forms the next generation, those who are furthest first; None while it is too early for one."""
+        ready = [i for i in self.active if self.records[i].state == "ready"]
+        if self.is_complete or not ready:
+            return None
+        has_survivor = any(self.records[i].ready_step >= 0 for i in ready)
+        is_whole_needed = self.generation == 0 or not has_survivor or not self.is_elastic
+        if (is_whole_needed and self.num_pending) or len(ready) < self.min_workers:
+            return None
+        if not self.is_elastic and len(ready) != self.num_workers:
+            return None
+        return sorted(ready, key=lambda i: (-self.records[i].ready_step, i))
+
+    @property
+    def is_too_small(self) -> bool:
+        """Whether those left are fewer than can go on, and nobody is on the way."""
+        return len(self.active) < (self.min_workers if self.is_elastic else self.num_workers)
+
+    def form(self, members: list[int]) -> None:
+        """Begin the next generation."""
+        self.generation += 1
+        for index in members:
+            self.records[index].state = "member"
+
+    @property
+    def step(self) -> int:
+        """The highest step that any worker is known to have taken."""
+        return max([self.told_step, *(record.step for record in self.records.values())])
 
     def culprit(self, now_s: float) -> Trouble | None:
         """Return the failure to report, once it is known: a cause at once, a consequence after some time."""
@@ -121,8 +211,8 @@ class Membership:
             if now_s - first.at_s <= SETTLING_S and not self._has_all_accounts:
                 return None
             # What it was last heard of is old; those who lost it in the same step know better.
-            return replace(first, step=max(trouble.step for trouble in self.troubles))
-        is_anybody_left = any(record.state in ("starting", "member") for record in self.records.values())
+            return replace(first, step=max([self.step, *(trouble.step for trouble in self.troubles)]))
+        is_anybody_left = any(record.state in ACTIVE for record in self.records.values())
         limit_s = SETTLING_S + (self.failure_timeout_s if is_anybody_left else 0.0)
         if self.troubles and now_s - self.troubles[0].at_s > limit_s:
             return self.troubles[0]
@@ -130,6 +220,8 @@ class Membership:
 
     @property
     def _has_all_accounts(self) -> bool:
-        """Whether every worker has ended well or said what is wrong: nobody's account is awaited."""
+        """Whether every worker has ended well, waits, or said what is wrong: nobody's account is awaited."""
         known = {trouble.worker_index for trouble in self.troubles if trouble.is_final}
-        return all(index in known or record.state == "finished" for index, record in self.records.items())
+        return all(
+            index in known or record.state in ("finished", "left", "ready") for index, record in self.records.items()
+        )

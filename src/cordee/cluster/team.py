@@ -33,6 +33,18 @@ class Team:
         summed: list[float] = total.tolist()
         return summed
 
+    def gather(self, value: int) -> list[int]:
+        """Return every member's value, in their order. Collective."""
+        if self.num_workers == 1:
+            return [value]
+        import torch
+        import torch.distributed as dist
+
+        values = torch.empty(self.num_workers, dtype=torch.int64)
+        dist.all_gather_single(values, torch.tensor([value]))
+        gathered: list[int] = values.tolist()
+        return gathered
+
     def any(self, flag: bool) -> bool:
         """Return whether any member says so. Collective."""
         return flag if self.num_workers == 1 else self.sum([float(flag)])[0] > 0

@@ -100,10 +100,29 @@ class Failure(Message, frozen=True):
     is_consequence: bool = False  # the loss of a peer, which has a cause of its own
 
 
-class Directive(Message, frozen=True):
-    """What members are to do now: go on, stop, or form the generation that the envelope carries."""
+class Ready(Message, frozen=True):
+    """The sender waits for a generation, or for the next one. Answered by a `Directive` when it is time."""
 
-    action: Literal["go_on", "stop", "new_generation"]
+    is_generational = False
+
+    step: Annotated[int, Meta(ge=-1, le=2**63 - 1)]  # steps it has taken; -1 when it has nothing to go on from
+    has_dropped: bool = False  # a step was under way and could not be finished
+
+
+class Leaving(Message, frozen=True):
+    """The sender was told to go. It takes part until it is let go."""
+
+    is_generational = False
+
+
+class Directive(Message, frozen=True):
+    """What members are to do now.
+
+    `stop`: end the run after this step. `pause`: say `Ready` after this step. As answers to `Ready`:
+    `new_generation`: form the one that the envelope carries; `finish`: the run ends here; `leave`: you end here.
+    """
+
+    action: Literal["stop", "pause", "new_generation", "finish", "leave"]
     members: Members = ()  # of the new generation
     reason: Text = ""
 
@@ -134,6 +153,8 @@ COORDINATION: tuple[type[Message], ...] = (
     BarrierDone,
     Event,
     Failure,
+    Ready,
+    Leaving,
     Directive,
     Goodbye,
     Refused,

@@ -41,7 +41,7 @@ class TreeSum:
             dist.all_reduce(rows[0])
             return rows[0]
         gathered = self._room(rows)
-        dist.all_gather_into_tensor(gathered, rows)
+        dist.all_gather_single(gathered, rows)
 
         def find(block: Block) -> Tensor | None:
             return gathered[self._rows[block]] if block in self._rows else None

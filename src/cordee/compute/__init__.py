@@ -4,10 +4,11 @@ from cordee.compute.computation import NO_VOTES, Computation, Loss, Votes, clip_
 from cordee.compute.devices import choose_device, share_threads, usable_cores
 from cordee.compute.evaluation import Metrics, evaluate
 from cordee.compute.losses import LossFunction, make_loss
-from cordee.compute.optimizers import OptimizerRecipe, make_optimizer_recipe
+from cordee.compute.optimizers import LR_SCALES, OptimizerRecipe, make_optimizer_recipe
 from cordee.compute.schedules import Schedule, make_schedule
 
 __all__ = [
+    "LR_SCALES",
     "NO_VOTES",
     "Computation",
     "Loss",

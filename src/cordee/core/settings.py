@@ -110,9 +110,11 @@ class Cluster(Section, frozen=True, kw_only=True):
     """How workers are looked after."""
 
     failure_timeout: str | float = "5s"  # a worker not heard of for so long is lost; all other timeouts follow
-    max_restarts: int = 3  # lost processes that are replaced before the run gives up
+    max_restarts: int = 3  # lost processes that are replaced before the run gives up, or goes on with fewer
+    min_workers: int = 1  # fewer than this do not go on; the run ends, saved
 
     def __post_init__(self) -> None:
+        _at_least("cluster.min_workers", self.min_workers, 1)
         _at_least("cluster.max_restarts", self.max_restarts, 0)
         if self.failure_timeout_s < 0.5:
             raise JobError(f"cluster.failure_timeout = {self.failure_timeout!r} must be at least 0.5 s")

@@ -29,6 +29,7 @@ class Replica:
 
     def _adopt(self, model: nn.Module, recipe: OptimizerRecipe) -> None:
         self.model = model
+        model.zero_grad()  # of a step that was dropped, when the team was formed anew
         self._recipe = recipe
         self._optimizer = recipe.make(model.named_parameters())
 

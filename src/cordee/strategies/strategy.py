@@ -21,6 +21,10 @@ class Requirements:
     num_workers: int
     num_data_shards: int  # parts a batch is cut into; workers that split a model between them share a part
 
+    # Every worker has all that is needed to go on, so that a team may lose and gain members. Other strategies
+    # start again from the last checkpoint, with as many workers.
+    is_elastic: bool = False
+
     def data_shard(self, worker_index: int) -> int:
         """Return which part of each batch a worker computes. Neighbours in number share one."""
         return worker_index * self.num_data_shards // self.num_workers
@@ -38,8 +42,9 @@ class Update:
 class Strategy(Protocol):
     """One row of the strategy table: who has which data and parameters, and when they agree.
 
-    A launcher calls `requirements` and `check`; the trainer calls `setup` once, then `forward_backward` and `update` in
-    turn. From `setup` on all are collective: every member of the team calls them in the same order.
+    A launcher calls `requirements` and `check`; the trainer calls `setup` once, and again with each team that is
+    formed anew, then `forward_backward` and `update` in turn. From `setup` on all are collective: every member
+    of the team calls them in the same order.
     """
 
     model: nn.Module  # as this worker evaluates it

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from cordee.cluster.coordinator import Coordinator
-from cordee.cluster.link import CoordinatorLink
+from cordee.cluster.link import Answer, CoordinatorLink
 from cordee.cluster.membership import Membership
 from cordee.communication.channel import ClientChannel, RefusedError, ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys
-from cordee.communication.messages import COORDINATION, Barrier, BarrierDone, Hello, Welcome
+from cordee.communication.messages import COORDINATION, Hello, Welcome
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 
@@ -77,15 +77,20 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def joined(*links: CoordinatorLink) -> list[Any]:
-    """Let all join at once; return what each was told."""
-    told: dict[int, Any] = {}
-    threads = [
-        threading.Thread(target=lambda at=at, link=link: told.update({at: link.join(10.0)}))
-        for at, link in enumerate(links)
-    ]
+def joined(served: Served, *links: CoordinatorLink) -> list[Answer]:
+    """Let all join and form a generation; return what each was told."""
+    for link in links:
+        link.join(10.0)
+    told: dict[int, Answer] = {}
+
+    def await_generation(at: int, link: CoordinatorLink) -> None:
+        told[at] = link.await_generation(-1, has_dropped=False)
+
+    threads = [threading.Thread(target=await_generation, args=(at, link)) for at, link in enumerate(links)]
     for thread in threads:
         thread.start()
+    wait_until(lambda: served.membership.next_members() is not None)
+    served.coordinator.form(served.membership.next_members() or [])
     for thread in threads:
         thread.join(15)
     return [told[at] for at in range(len(links))]
@@ -93,22 +98,51 @@ def joined(*links: CoordinatorLink) -> list[Any]:
 
 def test_all_learn_who_is_in_the_team(served: Served) -> None:
     with served.link(0) as first, served.link(1) as second:
-        directives = joined(second, first)
-    for directive in directives:
-        assert directive.action == "new_generation"
+        answers = joined(served, second, first)
+    for directive, generation in answers:
+        assert directive.action == "new_generation" and generation == 1
         assert [(member.name, member.index) for member in directive.members] == [("worker-0", 0), ("worker-1", 1)]
-    assert sorted(served.kinds()) == ["generation", "worker_started", "worker_started"]
-    assert dict(served.events)["generation"] == {"generation": 1, "members": [0, 1]}
+    assert sorted(served.kinds()) == ["worker_started", "worker_started"]
 
 
-def test_nobody_waits_for_ever_for_the_others(served: Served) -> None:
-    with served.link(0) as link, pytest.raises(CommunicationError, match="the others did not join within"):
-        link.join(0.3)
+def test_a_pause_is_over_with_the_next_generation(served: Served) -> None:
+    with served.link(0) as first, served.link(1) as second:
+        joined(served, first, second)
+        served.coordinator.direct("pause", [0, 1])
+        wait_until(lambda: first.is_pause_asked and second.is_pause_asked)
+        answers: list[Answer] = []
+        waiting = threading.Thread(target=lambda: answers.append(first.await_generation(5, has_dropped=False)))
+        waiting.start()
+        wait_until(lambda: served.membership.records[0].ready_step == 5)
+        served.membership.exit(1, "was killed by SIGKILL", time.monotonic(), is_killed=True)
+        served.membership.is_elastic = True
+        served.coordinator.form(served.membership.next_members() or [])
+        waiting.join(10)
+        assert answers[0].generation == 2 and [m.index for m in answers[0].directive.members] == [0]
+        assert not first.is_pause_asked
+
+
+def test_a_worker_that_was_replaced_is_not_heard_any_more(served: Served) -> None:
+    with served.link(0) as first, served.link(1) as second:
+        joined(served, first, second)
+        served.coordinator.fence(1)
+        second.emit("step", {"step": 1})
+        first.emit("step", {"step": 2})
+        wait_until(lambda: "step" in served.kinds())
+    assert [fields for kind, fields in served.events if kind == "step"] == [{"step": 2}]
+
+
+def test_a_wish_to_leave_is_passed_on(served: Served) -> None:
+    with served.link(0) as first, served.link(1) as second:
+        joined(served, first, second)
+        second.ask_to_leave()
+        wait_until(lambda: served.membership.records[1].is_leaving)
+        assert served.membership.needs_pause
 
 
 def test_heartbeats_tell_how_far_a_worker_is(served: Served) -> None:
     with served.link(0) as first, served.link(1) as second:
-        joined(first, second)
+        joined(served, first, second)
         first.step = 12
         wait_until(lambda: served.membership.records[0].step == 12)
         before_s = served.membership.records[1].heard_s
@@ -118,7 +152,7 @@ def test_heartbeats_tell_how_far_a_worker_is(served: Served) -> None:
 
 def test_events_pass_through(served: Served) -> None:
     with served.link(0) as first, served.link(1) as second:
-        joined(first, second)
+        joined(served, first, second)
         first.emit("step", {"step": 3, "loss": 0.5, "nested": {"a": [1, None]}})
         wait_until(lambda: "step" in served.kinds())
     assert dict(served.events)["step"] == {"step": 3, "loss": 0.5, "nested": {"a": [1, None]}}
@@ -126,7 +160,7 @@ def test_events_pass_through(served: Served) -> None:
 
 def test_a_failure_is_a_cause_and_a_lost_peer_a_consequence(served: Served) -> None:
     with served.link(0) as first, served.link(1) as second:
-        joined(first, second)
+        joined(served, first, second)
         first.fail(CommunicationError("rank 1 died"), step=4)
         wait_until(lambda: served.membership.troubles)
         assert served.membership.culprit(time.monotonic()) is None
@@ -140,9 +174,9 @@ def test_a_failure_is_a_cause_and_a_lost_peer_a_consequence(served: Served) -> N
 
 def test_a_stop_reaches_all_and_goodbyes_end_the_run(served: Served) -> None:
     with served.link(0) as first, served.link(1) as second:
-        joined(first, second)
+        joined(served, first, second)
         assert not first.is_stop_asked
-        served.coordinator.direct("stop", "interrupted")
+        served.coordinator.direct("stop", [0, 1], "interrupted")
         wait_until(lambda: first.is_stop_asked and second.is_stop_asked)
         first.leave()
         second.leave()
@@ -152,8 +186,8 @@ def test_a_stop_reaches_all_and_goodbyes_end_the_run(served: Served) -> None:
 def test_a_stop_for_a_worker_that_is_gone_is_told_and_no_error(served: Served) -> None:
     with served.link(0) as first:
         with served.link(1) as second:
-            joined(first, second)
-        wait_until(lambda: served.coordinator.direct("stop") or "warning" in served.kinds())
+            joined(served, first, second)
+        wait_until(lambda: served.coordinator.direct("stop", [0, 1]) or "warning" in served.kinds())
         wait_until(lambda: first.is_stop_asked)
     assert "worker 1 could not be told to stop" in dict(served.events)["warning"]["message"]
 
@@ -168,15 +202,3 @@ def test_who_is_not_of_the_team_is_refused(served: Served, name: str) -> None:
 def test_messages_that_only_the_coordinator_sends_are_refused(served: Served) -> None:
     with served.channel("worker-0") as channel, pytest.raises(RefusedError, match="unexpected"):
         channel.request(Welcome(1.0, 1.0), timeout_s=5)
-
-
-def test_a_barrier_opens_when_all_have_come(served: Served) -> None:
-    with served.channel("worker-0") as first, served.channel("worker-1") as second:
-        replies: list[Any] = []
-        thread = threading.Thread(target=lambda: replies.append(first.request(Barrier("here"), timeout_s=10)))
-        thread.start()
-        time.sleep(0.2)
-        assert not replies
-        assert second.request(Barrier("here"), timeout_s=10).message == BarrierDone("here")
-        thread.join(10)
-        assert replies[0].message == BarrierDone("here")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
-
 from cordee.cluster.membership import SETTLING_S, Membership, Trouble
+from cordee.cluster.restarts import Restarts
 
 TIMEOUT_S = 5.0
 LOST = "raised CommunicationError: rank 1 died"
@@ -26,12 +23,18 @@ def account(index: int, reason: str = "raised ValueError: x", *, lost: bool = Fa
 # Joining and ending -----------------------------------------------------------------------------------------
 
 
-def test_complete_when_all_have_registered() -> None:
+def test_the_first_generation_waits_for_all() -> None:
     membership = team(2, is_joined=False)
     membership.register(0, 1.0)
-    assert not membership.is_complete
+    membership.wait(0, -1, has_dropped=False)
+    assert membership.next_members() is None
     membership.register(1, 2.0)
-    assert membership.is_complete and not membership.is_over
+    assert membership.next_members() is None
+    membership.wait(1, -1, has_dropped=False)
+    assert membership.next_members() == [0, 1]
+    membership.form([0, 1])
+    assert membership.generation == 1 and membership.is_complete and not membership.is_over
+    assert membership.next_members() is None
 
 
 def test_over_when_all_have_said_goodbye() -> None:
@@ -76,7 +79,7 @@ def test_consequences_wait_for_their_cause() -> None:
     membership.report(account(0, LOST, lost=True, at_s=1.0))
     membership.report(account(2, LOST, lost=True, at_s=1.1))
     assert membership.culprit(1.2) is None
-    membership.exit(1, "was killed by SIGKILL", 1.3, is_killed=True)
+    membership.report(account(1, at_s=1.3))
     found = membership.culprit(1.3)
     assert found is not None and found.worker_index == 1
 
@@ -97,25 +100,6 @@ def test_with_nobody_left_there_is_no_use_in_waiting_for_a_cause() -> None:
         membership.exit(index, "exited with code 1", 1.1)
     found = membership.culprit(1.0 + 2 * SETTLING_S)
     assert found is not None and "too small" in found.reason
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
-def test_a_killed_worker_is_blamed_in_whatever_order_things_are_heard(order: tuple[int, ...]) -> None:
-    """Two others lose it and exit; their exits may be noticed before their accounts arrive."""
-    membership = team()
-    news = [
-        lambda: membership.exit(1, "was killed by SIGKILL", 2.0, is_killed=True),
-        lambda: membership.report(account(0, LOST, lost=True, step=9, at_s=2.0)),
-        lambda: membership.report(account(2, LOST, lost=True, step=9, at_s=2.0)),
-        lambda: membership.exit(0, "exited with code 1", 2.0),
-    ]
-    for at in order:
-        news[at]()
-        found = membership.culprit(2.0)
-        assert found is None or found.worker_index == 1
-    assert found is not None
-    assert found.reason == "was killed by SIGKILL"
-    assert found.step == 9, "those who lost it know the step"
 
 
 def test_an_exit_waits_for_the_workers_own_account() -> None:
@@ -143,6 +127,113 @@ def test_the_first_account_of_a_worker_counts() -> None:
     assert found is not None and "first" in found.reason
 
 
+# Generations --------------------------------------------------------------------------------------------------
+
+
+def trained(num_workers: int = 3, *, is_elastic: bool = True, **settings: int) -> Membership:
+    """A team in its first generation."""
+    membership = team(num_workers)
+    membership.is_elastic = is_elastic
+    for key, value in settings.items():
+        setattr(membership, key, value)
+    for index in range(num_workers):
+        membership.wait(index, -1, has_dropped=False)
+    membership.form(list(range(num_workers)))
+    return membership
+
+
+def test_survivors_go_on_without_the_lost_one_and_the_furthest_leads() -> None:
+    membership = trained(3)
+    membership.exit(0, "was killed by SIGKILL", 2.0, is_killed=True)
+    membership.wait(1, 7, has_dropped=True)
+    assert membership.next_members() is None, "one is still in the step"
+    membership.wait(2, 8, has_dropped=False)
+    assert membership.next_members() == [2, 1]
+    (loss,) = membership.take_losses()
+    assert loss.worker_index == 0 and membership.take_losses() == []
+    assert membership.culprit(100.0) is None, "a loss is not a failure"
+
+
+def test_a_replacement_joins_when_it_is_ready_and_not_before() -> None:
+    membership = trained(2)
+    membership.exit(0, "was killed by SIGKILL", 2.0, is_killed=True)
+    membership.expect(0, 2.0)
+    membership.wait(1, 7, has_dropped=True)
+    assert membership.next_members() == [1], "it is not waited for"
+    membership.form([1])
+    membership.register(0, 3.0)
+    assert not membership.needs_pause
+    membership.wait(0, -1, has_dropped=False)
+    assert membership.needs_pause and membership.next_members() is None
+    membership.wait(1, 9, has_dropped=False)
+    assert membership.next_members() == [1, 0]
+
+
+def test_without_a_survivor_all_are_waited_for() -> None:
+    membership = trained(2)
+    for index in range(2):
+        membership.exit(index, "was killed by SIGKILL", 2.0, is_killed=True)
+        membership.expect(index, 2.0)
+    membership.register(0, 3.0)
+    membership.wait(0, -1, has_dropped=False)
+    assert membership.next_members() is None
+    membership.register(1, 3.0)
+    membership.wait(1, -1, has_dropped=False)
+    assert membership.next_members() == [0, 1]
+
+
+def test_strategies_that_need_everybody_wait_for_everybody() -> None:
+    membership = trained(2, is_elastic=False)
+    membership.exit(0, "was killed by SIGKILL", 2.0, is_killed=True)
+    membership.wait(1, 7, has_dropped=True)
+    assert membership.next_members() is None and membership.is_too_small
+
+
+def test_too_few_do_not_go_on() -> None:
+    membership = trained(3, min_workers=3)
+    membership.exit(0, "was killed by SIGKILL", 2.0, is_killed=True)
+    for index in (1, 2):
+        membership.wait(index, 7, has_dropped=True)
+    assert membership.next_members() is None and membership.is_too_small
+
+
+def test_who_wants_to_leave_pauses_the_others_and_is_left_out() -> None:
+    membership = trained(3)
+    membership.records[1].is_leaving = True
+    assert membership.needs_pause
+    for index in range(3):
+        membership.wait(index, 5, has_dropped=False)
+    assert membership.next_members() == [0, 2]
+    membership.finish(1)
+    membership.exit(1, "exited with code 0", 3.0)
+    assert membership.culprit(100.0) is None and membership.take_losses() == []
+
+
+def test_a_death_after_the_last_step_of_all_is_no_loss() -> None:
+    membership = trained(2)
+    membership.finish(0)
+    membership.exit(1, "was killed by SIGKILL", 2.0, is_killed=True)
+    assert membership.take_losses() == [] and membership.is_over
+
+
+# Restarts ---------------------------------------------------------------------------------------------------
+
+
+def test_replacements_are_counted() -> None:
+    restarts = Restarts(max_restarts=2)
+    assert [restarts.may_replace() for _ in range(3)] == [True, True, False]
+
+
+def test_a_step_that_is_lost_again_and_again_ends_the_run() -> None:
+    restarts = Restarts(max_restarts=100)
+    loss = Trouble(1, 4, "was killed by SIGSEGV")
+    assert restarts.recover(3, [loss]) is None
+    assert restarts.recover(4, [loss]) is None
+    assert restarts.recover(4, [loss]) is None
+    verdict = restarts.recover(4, [loss])
+    assert verdict is not None and "step 5 was begun 4 times" in verdict and "worker 1 was killed by SIGSEGV" in verdict
+
+
 # Silence ----------------------------------------------------------------------------------------------------
 
 
@@ -151,8 +242,10 @@ def test_a_silent_member_is_called_frozen_after_the_failure_timeout() -> None:
     membership.hear(0, 4.0)
     assert membership.check_silence(TIMEOUT_S) == []
     assert membership.check_silence(TIMEOUT_S + 0.1) == [1]
-    found = membership.culprit(TIMEOUT_S + 2 * SETTLING_S)
-    assert found is not None and "worker 1 is frozen: no sign of life for 5.1 s" in found.describe()
+    assert membership.check_silence(TIMEOUT_S + 0.2) == []  # it is being killed
+    membership.exit(1, "was killed by SIGKILL", TIMEOUT_S + 0.3, is_killed=True)
+    (loss,) = membership.take_losses()
+    assert "worker 1 is frozen: no sign of life for 5.1 s" in loss.describe()
 
 
 def test_a_member_that_is_computing_has_as_much_time_again() -> None:
@@ -166,8 +259,7 @@ def test_a_worker_that_starts_has_more_time() -> None:
     membership = team(1, is_joined=False)
     assert membership.check_silence(59.0) == []
     assert membership.check_silence(61.0) == [0]
-    found = membership.culprit(62.0)
-    assert found is not None and "did not start" in found.reason
+    assert "did not start" in membership.records[0].fate
 
 
 def test_who_has_ended_may_be_silent() -> None:

@@ -117,14 +117,14 @@ def test_a_request_keeps_other_messages_for_receive() -> None:
     with open_server() as server:
 
         def answer(received: Received) -> None:
-            server.send(received.peer, Directive("go_on"))
+            server.send(received.peer, Directive("pause"))
             server.reply(received, BarrierDone("b"))
 
         with serving(server, answer), open_client(server.address) as client:
             assert client.request(Barrier("b"), timeout_s=5).message == BarrierDone("b")
             set_aside = client.receive(0)
             assert set_aside is not None
-            assert set_aside.message == Directive("go_on")
+            assert set_aside.message == Directive("pause")
             assert client.receive(0) is None
 
 
@@ -297,7 +297,7 @@ def test_a_client_that_does_not_read_stalls_nobody() -> None:
         with open_client(server.address, "quick") as quick:
             quick.send(Heartbeat(1), timeout_s=5)
             until(lambda: len(received) == 2)
-            server.send(received[1].peer, Directive("go_on"))
+            server.send(received[1].peer, Directive("pause"))
             assert quick.receive(5) is not None
         assert time.monotonic() - started < 10
 
@@ -355,7 +355,7 @@ def test_a_sender_that_takes_the_signal_of_a_message_away_passes_it_on(monkeypat
 
         def send_before_waiting(remaining_s: float) -> None:
             monkeypatch.setattr(client, "_wait", wait)
-            server.send(received[0].peer, Directive("go_on"))
+            server.send(received[0].peer, Directive("pause"))
             time.sleep(0.1)  # the message is there, and the descriptor says so
             client.send(Heartbeat(1), timeout_s=5)
             wait(remaining_s)
@@ -364,7 +364,7 @@ def test_a_sender_that_takes_the_signal_of_a_message_away_passes_it_on(monkeypat
         started = time.monotonic()
         message = client.receive(5)
         assert message is not None
-        assert message.message == Directive("go_on")
+        assert message.message == Directive("pause")
         assert time.monotonic() - started < 2
 
 

@@ -121,16 +121,14 @@ def _statistics_dtype(inputs: Tensor) -> torch.dtype:
     return torch.float64 if inputs.dtype == torch.float64 else torch.float32
 
 
-def synchronise_batch_norms(model: nn.Module) -> int:
-    """Replace every batch norm inside `model` by one over all workers; return how many there were."""
-    replaced = 0
+def synchronise_batch_norms(model: nn.Module) -> bool:
+    """Make every batch norm inside `model` one over all workers; return whether there are any. May be called again."""
     for name, child in model.named_children():
         if isinstance(child, _BATCH_NORMS):
             setattr(model, name, SyncedBatchNorm(child))
-            replaced += 1
         else:
-            replaced += synchronise_batch_norms(child)
-    return replaced
+            synchronise_batch_norms(child)
+    return any(isinstance(module, SyncedBatchNorm) for module in model.modules())
 
 
 @contextlib.contextmanager

@@ -57,13 +57,14 @@ class DataParallel(Replica):
             raise JobError("strategy.compression works with strategy.reducer = 'ddp' (or 'auto'), not 'flat'")
         if self._num_shards is not None:
             self._check_reproducible(workers, self._num_shards)
-        return Requirements(num_workers=workers, num_data_shards=workers)
+        return Requirements(num_workers=workers, num_data_shards=workers, is_elastic=True)
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
         self._team = team
+        self._reducer = AloneReducer(model, self._computation)  # lets go of the last team's, and of DDP's hooks
         has_synced = False
         if team.num_workers > 1 and self._settings.batch_norm == "sync":
-            has_synced = synchronise_batch_norms(model) > 0
+            has_synced = synchronise_batch_norms(model)
         self._adopt(model.to(self._computation.device), recipe)
         if self._num_shards is not None:
             if team.num_workers > 1:

@@ -1,0 +1,66 @@
+"""A state from one member of a group to the others, without a disk between and without pickle."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cordee.checkpoint.layout import decode_values, encode_values
+from cordee.checkpoint.state import State
+from cordee.core.errors import CheckpointError
+
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+class _Spec(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+def share_state(state: State | None) -> State:
+    """Give every member of the default group the first member's state, and return it. Collective.
+
+    Only the first member needs to have one. The tensors that the others get are their own.
+    """
+    is_first = dist.get_rank() == 0
+    specs: list[_Spec] = []
+    if is_first:
+        assert state is not None
+        specs = [_Spec(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in state.tensors.items()]
+        header, values = _share_bytes(msgspec.json.encode(specs)), _share_bytes(encode_values(state.values))
+    else:
+        header, values = _share_bytes(None), _share_bytes(None)
+        specs = msgspec.json.decode(header, type=list[_Spec])
+    tensors = {}
+    for spec in specs:
+        tensor = state.tensors[spec.name] if is_first and state is not None else _empty(spec)
+        if tensor.numel():
+            _share_tensor(tensor, is_first)
+        tensors[spec.name] = tensor
+    return State(tensors, decode_values(values))
+
+
+def _share_bytes(content: bytes | None) -> bytes:
+    size = torch.tensor([0 if content is None else len(content)])
+    dist.broadcast(size, src=0)
+    buffer = torch.empty(int(size), dtype=torch.uint8)
+    if content is not None:
+        buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(buffer, src=0)
+    return bytes(buffer.numpy())
+
+
+def _share_tensor(tensor: Tensor, is_first: bool) -> None:
+    # As bytes: not every dtype can be sent as it is.
+    flat = tensor.detach().contiguous().reshape(-1)
+    sent = flat.cpu() if is_first else flat
+    dist.broadcast(sent.view(torch.uint8), src=0)
+
+
+def _empty(spec: _Spec) -> Tensor:
+    if spec.dtype not in _DTYPES:
+        raise CheckpointError(f"'{spec.name}' has the unknown type {spec.dtype!r}")
+    return torch.empty(spec.shape, dtype=_DTYPES[spec.dtype])

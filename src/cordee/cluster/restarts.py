@@ -1,0 +1,38 @@
+"""Whether a lost worker is replaced, or the run has to end: decided without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cordee.cluster.membership import Trouble
+
+MOST_LOSSES_IN_ONE_STEP = 3  # as many recoveries in a row without a step in between are no accident
+
+
+@dataclass
+class Restarts:
+    """Counts what was lost, and when."""
+
+    max_restarts: int
+    num_restarts: int = 0
+    num_recoveries: int = 0
+    num_in_step: int = 0  # recoveries since the last step that was taken
+    _last_step: int = -1
+
+    def may_replace(self) -> bool:
+        """Return whether there is a replacement left, and count it."""
+        if self.num_restarts >= self.max_restarts:
+            return False
+        self.num_restarts += 1
+        return True
+
+    def recover(self, step: int, losses: Sequence[Trouble]) -> str | None:
+        """Take note of a recovery after `step` steps; return why the run must end, if it must."""
+        self.num_recoveries += 1
+        self.num_in_step = self.num_in_step + 1 if step <= self._last_step else 1
+        self._last_step = max(step, self._last_step)
+        if self.num_in_step < MOST_LOSSES_IN_ONE_STEP:
+            return None
+        last = f"; last worker {losses[-1].worker_index} {losses[-1].reason}" if losses else ""
+        return f"step {step + 1} was begun {self.num_in_step + 1} times and a worker was lost each time{last}"
