@@ -17,7 +17,7 @@ from cordee.assembly import Assembly
 from cordee.cluster.coordinator import Coordinator
 from cordee.cluster.fork_server import Exited, Started
 from cordee.cluster.local import LocalEngine, describe_exit
-from cordee.cluster.membership import ACTIVE, Membership, Trouble
+from cordee.cluster.membership import ACTIVE, Membership, Record, Trouble
 from cordee.cluster.restarts import Restarts
 from cordee.communication.channel import ServerChannel
 from cordee.communication.endpoint import Speaker
@@ -208,19 +208,26 @@ class TeamRun:
             for index in members:
                 membership.records[index].state = "member"
             return
-        if self._lost:
-            reached = first.ready_step + first.has_dropped if first.ready_step >= 0 else membership.step
-            verdict = self._restarts.recover(max(reached - 1, first.ready_step), self._lost)
-            if verdict is not None:
-                raise TrainingError(f"{verdict}; its log is {self._directory.worker_log(self._lost[-1].worker_index)}")
-            started_s = min([loss.at_s for loss in self._lost])
-            self._recovery = _Recovery([loss.worker_index for loss in self._lost], started_s, reached)
-            self._lost = []
+        reason = next((r.reason for i in members if (r := membership.records[i]).reason), "")
+        if self._lost or reason:
+            self._recover(first, reason)
         self._coordinator.form(members)
         self._is_pause_told = self._is_stop_told = False
         self._monitor.emit(
             "generation", generation=membership.generation, members=members, step=max(0, first.ready_step)
         )
+
+    def _recover(self, first: Record, reason: str) -> None:
+        """Take note that a team was lost; raise if that happens again and again in one step."""
+        reached = first.ready_step + first.has_dropped if first.ready_step >= 0 else self._membership.step
+        verdict = self._restarts.recover(first.ready_step, self._lost, reason)
+        if verdict is not None:
+            where = f"; its log is {self._directory.worker_log(self._lost[-1].worker_index)}" if self._lost else ""
+            raise TrainingError(f"{verdict}{where}")
+        now_s = time.monotonic()
+        started_s = min([now_s, *(loss.at_s for loss in self._lost)])
+        self._recovery = _Recovery([loss.worker_index for loss in self._lost], started_s, reached)
+        self._lost = []
 
     def _take_event(self, kind: str, fields: dict[str, Any]) -> None:
         if kind in ("progress", "step"):

@@ -105,6 +105,7 @@ class _Member:
         self._run_dir = Path(order.run_dir)
         self._session: Session | None = None
         self._answer: Answer | None = None
+        self._reason = ""  # why the last generation ended, unless it was asked to halt
 
     @property
     def step(self) -> int:
@@ -127,7 +128,9 @@ class _Member:
             )
             while True:
                 if self._answer is None:
-                    self._answer = link.await_generation(session.ready_step, has_dropped=session.has_dropped)
+                    self._answer = link.await_generation(
+                        session.ready_step, has_dropped=session.has_dropped, reason=self._reason
+                    )
                 answer, self._answer = self._answer, None
                 if answer.directive.action == "leave":
                     return
@@ -139,6 +142,7 @@ class _Member:
 
     def _train(self, session: Session, sink: LinkSink, answer: Answer) -> bool:
         """Train as a member of the generation that `answer` calls for; return whether the run has ended."""
+        self._reason = ""
         try:
             with _group(self._order, answer) as team:
                 sink.is_first = team.is_first
@@ -149,6 +153,7 @@ class _Member:
                     is_end=self._is_end,
                 )
         except CommunicationError as error:
+            self._reason = str(error)
             log.warning("generation %d is over at step %d: %s", answer.generation, session.step, error)
             return False
 

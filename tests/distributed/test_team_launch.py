@@ -124,16 +124,17 @@ def test_what_every_worker_says_is_the_reason(tmp_path: Path) -> None:
     assert summary_of(tmp_path / "run")["status"] == "failed"
 
 
-def test_a_worker_killed_within_a_hook_of_ddp_is_named(tmp_path: Path) -> None:
+def test_a_worker_killed_within_a_hook_of_ddp_is_trained_around(tmp_path: Path) -> None:
     """torch hands the loss of a peer on as a text there."""
     compressed = {"compression": "powersgd", "name": "data_parallel", "workers": 2}
-    path = write_job(tmp_path, training={"steps": 1_000_000}, strategy=compressed)
+    path = write_job(tmp_path, training={"steps": 400}, strategy=compressed)
     with started("train", str(path), "--run-dir", str(tmp_path / "run"), "-q") as command:
         wait_until(lambda: (tmp_path / "run" / "events.jsonl").exists() and '"step":30' in _text(tmp_path))
         command.note_family()
         pids = {event["worker"]: event["pid"] for event in events_of(tmp_path / "run") if "pid" in event}
         os.kill(pids[1], signal.SIGKILL)
-        ended = command.finish(timeout_s=10)
-        assert ended.code == 1
-        assert ended.stderr.startswith("cordee: worker 1 was killed by SIGKILL")
+        ended = command.finish(timeout_s=60)
+        assert ended.code == 0, ended.stderr
         assert not command.survivors()
+    summary = summary_of(tmp_path / "run")
+    assert summary["steps"] == 400 and summary["recoveries"] == 1 and summary["steps_redone"] <= 1

@@ -86,8 +86,8 @@ class Coordinator:
                 membership.hear(index, now_s, step)
             case Event(type=kind, fields=fields):
                 self._on_event(kind, dict(fields))
-            case Ready(step=step, has_dropped=has_dropped):
-                membership.wait(index, step, has_dropped=has_dropped)
+            case Ready(step=step, has_dropped=has_dropped, reason=reason):
+                membership.wait(index, step, has_dropped=has_dropped, reason=reason)
             case Leaving():
                 membership.records[index].is_leaving = True
             case Failure(step=step, error=error, traceback=text, is_consequence=is_consequence):

@@ -76,12 +76,12 @@ class CoordinatorLink:
         )
         self._thread.start()
 
-    def await_generation(self, step: int, *, has_dropped: bool) -> Answer:
+    def await_generation(self, step: int, *, has_dropped: bool, reason: str = "") -> Answer:
         """Say that this worker is ready, with `step` steps taken or -1 for nothing, and wait for what to do.
 
         Waits as long as it takes: the others may still be loading their data. If the launcher dies, so do we.
         """
-        self._channel.send(Ready(step, has_dropped), timeout_s=self._timeout_s)
+        self._channel.send(Ready(step, has_dropped, reason[:4000]), timeout_s=self._timeout_s)
         return self._answers.get()
 
     def ask_to_leave(self) -> None:

@@ -44,6 +44,7 @@ class Record:
     heard_s: float = 0.0
     ready_step: int = -1  # when it became ready: steps it can go on from; -1 for none
     has_dropped: bool = False
+    reason: str = ""  # why its last generation ended, unless it was asked to halt
     is_leaving: bool = False
     fate: str = ""  # why it is being killed
 
@@ -84,10 +85,10 @@ class Membership:
         if step is not None:
             record.step = max(record.step, step)
 
-    def wait(self, index: int, step: int, *, has_dropped: bool) -> None:
+    def wait(self, index: int, step: int, *, has_dropped: bool, reason: str = "") -> None:
         """Take note that a worker waits for a generation, with `step` steps taken or -1 for nothing at all."""
         record = self.records[index]
-        record.state, record.ready_step, record.has_dropped = "ready", step, has_dropped
+        record.state, record.ready_step, record.has_dropped, record.reason = "ready", step, has_dropped, reason
         record.step = max(record.step, step)
 
     def finish(self, index: int) -> None:

@@ -18,7 +18,7 @@ class Restarts:
     num_restarts: int = 0
     num_recoveries: int = 0
     num_in_step: int = 0  # recoveries since the last step that was taken
-    _last_step: int = -1
+    _last_step: int = -2
 
     def may_replace(self) -> bool:
         """Return whether there is a replacement left, and count it."""
@@ -27,12 +27,14 @@ class Restarts:
         self.num_restarts += 1
         return True
 
-    def recover(self, step: int, losses: Sequence[Trouble]) -> str | None:
-        """Take note of a recovery after `step` steps; return why the run must end, if it must."""
+    def recover(self, step: int, losses: Sequence[Trouble], reason: str = "") -> str | None:
+        """Take note that a team ended after `step` steps (-1 for none); return why the run must end, if it must."""
         self.num_recoveries += 1
         self.num_in_step = self.num_in_step + 1 if step <= self._last_step else 1
         self._last_step = max(step, self._last_step)
         if self.num_in_step < MOST_LOSSES_IN_ONE_STEP:
             return None
-        last = f"; last worker {losses[-1].worker_index} {losses[-1].reason}" if losses else ""
-        return f"step {step + 1} was begun {self.num_in_step + 1} times and a worker was lost each time{last}"
+        if not losses:
+            return f"the team could not take step {max(step, 0) + 1} in {self.num_in_step} attempts: {reason}"
+        last = f"worker {losses[-1].worker_index} {losses[-1].reason}"
+        return f"a worker was lost in each of {self.num_in_step} attempts at step {max(step, 0) + 1}; last {last}"

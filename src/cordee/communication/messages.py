@@ -107,6 +107,7 @@ class Ready(Message, frozen=True):
 
     step: Annotated[int, Meta(ge=-1, le=2**63 - 1)]  # steps it has taken; -1 when it has nothing to go on from
     has_dropped: bool = False  # a step was under way and could not be finished
+    reason: Text = ""  # why its last generation ended, unless it was asked to halt
 
 
 class Leaving(Message, frozen=True):

@@ -227,11 +227,17 @@ def test_replacements_are_counted() -> None:
 def test_a_step_that_is_lost_again_and_again_ends_the_run() -> None:
     restarts = Restarts(max_restarts=100)
     loss = Trouble(1, 4, "was killed by SIGSEGV")
-    assert restarts.recover(3, [loss]) is None
-    assert restarts.recover(4, [loss]) is None
-    assert restarts.recover(4, [loss]) is None
-    verdict = restarts.recover(4, [loss])
-    assert verdict is not None and "step 5 was begun 4 times" in verdict and "worker 1 was killed by SIGSEGV" in verdict
+    assert [restarts.recover(step, [loss]) for step in (3, 4, 4)] == [None, None, None]
+    assert restarts.recover(4, [loss]) == (
+        "a worker was lost in each of 3 attempts at step 5; last worker 1 was killed by SIGSEGV"
+    )
+    assert restarts.recover(5, [loss]) is None, "it went on after all"
+
+
+def test_a_team_that_never_meets_ends_the_run() -> None:
+    restarts = Restarts(max_restarts=100)
+    assert [restarts.recover(-1, [], "no memory") for _ in range(2)] == [None, None]
+    assert restarts.recover(-1, [], "no memory") == "the team could not take step 1 in 3 attempts: no memory"
 
 
 # Silence ----------------------------------------------------------------------------------------------------
