@@ -112,7 +112,8 @@ class Trainer:
 
     def report_commit(self) -> None:
         """Record where this worker is and a hash of its weights, for `cordee doctor --run`. Local."""
-        progress = self._progress
+        progress, strategy = self._progress, self._parts.strategy
+        is_whole = strategy.requirements(self._job).is_elastic  # elsewhere a worker has only a part of the weights
         self._monitor.emit(
             "commit",
             step=progress.step,
@@ -120,7 +121,7 @@ class Trainer:
             batch=progress.batch,
             samples=progress.samples,
             generation=self._parts.team.generation,
-            weights_sha256=checkpoint.weights_sha256(self._parts.strategy.model.state_dict()),
+            weights_sha256=checkpoint.weights_sha256(strategy.model.state_dict()) if is_whole else None,
         )
 
     def resume(self, state: State) -> None:
