@@ -214,7 +214,10 @@ class TeamRun:
         self._coordinator.form(members)
         self._is_pause_told = self._is_stop_told = False
         self._monitor.emit(
-            "generation", generation=membership.generation, members=members, step=max(0, first.ready_step)
+            "generation",
+            generation=membership.generation,
+            members=members,
+            step=first.ready_step if first.ready_step >= 0 else None,
         )
 
     def _recover(self, first: Record, reason: str) -> None:
