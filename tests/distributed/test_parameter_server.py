@@ -133,6 +133,20 @@ def test_checkpoints_go_to_and_fro(tmp_path: Path, first: str) -> None:
     assert after.summary.weights_sha256 == whole.summary.weights_sha256
 
 
+def test_a_stop_rule_ends_the_run_where_it_ends_single_and_for_good(tmp_path: Path) -> None:
+    rules = {"stop": {"loss": 1.0}, "evaluation": {"every_steps": 3}, "checkpoint": {"every_steps": 0}}
+    alone = go(tmp_path / "alone", strategy={"name": "single"}, **rules)
+    served_run = go(tmp_path / "served", strategy=served(1), **rules)
+    assert (served_run.summary.status, served_run.summary.stopped_by) == ("stopped", "loss")
+    assert served_run.summary.steps == alone.summary.steps < NUM_STEPS
+    assert served_run.summary.weights_sha256 == alone.summary.weights_sha256
+    steps = [event["step"] for event in events(served_run, "evaluation")]
+    assert steps == sorted(set(steps)), "a step was measured twice"
+    again = go(tmp_path / "served", strategy=served(1), resume=True, **rules)
+    assert (again.summary.stopped_by, again.summary.steps) == ("loss", alone.summary.steps)
+    assert again.summary.weights_sha256 == alone.summary.weights_sha256
+
+
 def test_free_running_workers_with_everything_on(tmp_path: Path) -> None:
     settings = {
         "servers": 2,

@@ -116,7 +116,7 @@ class Dispatcher:
         self._is_final = False
         self._reading = False  # a snapshot is being read: nothing may change
         self._deciding = False  # training waits for what the evaluation says
-        self._ordered_step = self.ledger.committed_steps if self.ledger.committed_steps else -1
+        self._ordered_step = -1
         self._sums: dict[int, _StepSum] = {}
         self._settle = (-1, 1.0)
         self._taken_s: dict[int, float] = {}
@@ -364,6 +364,7 @@ class Dispatcher:
         is_last = self._is_final or self.ledger.is_complete
         is_interrupted = self.outcome.stopped_by == "interrupt"
         evaluates = plan.evaluates(step, is_last=is_last and not is_interrupted)
+        evaluates &= self.progress.evaluated_at != self.progress.step  # unless that was just done
         self.progress.elapsed_s = self.elapsed_s()
         settles, scale = self._settle if plan.clip_norm else (-1, 1.0)
         order = Order(

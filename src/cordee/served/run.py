@@ -27,7 +27,7 @@ from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger
 from cordee.monitoring import Monitor, RunDirectory, Summary
 from cordee.monitoring.summary import Status
-from cordee.served.dispatcher import Dispatcher
+from cordee.served.dispatcher import Dispatcher, Outcome
 from cordee.served.link import ProcessOrder
 from cordee.served.messages import LIMITS, SERVED
 from cordee.served.plan import RunPlan
@@ -87,6 +87,8 @@ class ServedRun:
         samples_before = self._load_progress(resume)
         plan = self._plan()
         first = plan.first_step(self._progress.epoch, self._progress.batch)
+        if resume and (over := self._summarise_ended(plan, first)) is not None:
+            return over
         num_shares = self._job.training.num_shards or self._job.strategy.workers
         ledger = Ledger(plan.num_samples, plan.batch_size, num_shares, plan.num_steps, first)
         speaker = Speaker(run=self._run_id, name="dispatcher", incarnation=time.time_ns())
@@ -198,9 +200,19 @@ class ServedRun:
         for report in engine.reports():
             if isinstance(report, Exited):
                 order = self._processes.pop(report.index)
-                hearing = dispatcher.hearings.get(order.name)
-                if hearing is None or not hearing.is_done:
+                if not self._has_left(dispatcher, order, report.status):
                     self._replace(engine, dispatcher, order, describe_exit(report), report.status)
+
+    def _has_left(self, dispatcher: Dispatcher, order: ProcessOrder, status: int) -> bool:
+        """Whether a process ended in order. Its goodbye may come after the news of its end."""
+        deadline = time.monotonic() + (1.0 if status == 0 else 0.0)
+        while True:
+            hearing = dispatcher.hearings.get(order.name)
+            if hearing is not None and hearing.is_done:
+                return True
+            if dispatcher.is_over or time.monotonic() >= deadline:
+                return dispatcher.is_over
+            dispatcher.serve(TICK_S)
 
     def _replace(self, engine: LocalEngine, dispatcher: Dispatcher, order: ProcessOrder, how: str, status: int) -> None:
         """A process was lost: say so, and start another in its place."""
@@ -340,14 +352,38 @@ class ServedRun:
             torch_version=str(torch.__version__),
         )
 
+    def _summarise_ended(self, plan: RunPlan, first: int) -> Summary | None:
+        """Return the summary of a resumed run that had ended already: going on would give other weights."""
+        progress = self._progress
+        reason = None
+        is_measured = progress.metrics is not None and progress.evaluated_at == progress.step
+        if progress.metrics is not None and is_measured:
+            reason = plan.policy.verdict(progress.metrics.loss, progress.metrics.accuracy)
+        if progress.step and plan.policy.is_time_up(progress.elapsed_s):
+            reason = reason or "time"
+        is_done = first >= plan.num_steps and (is_measured or self._parts.test is None)
+        if reason is None and not is_done:
+            return None
+        loaded = checkpoint.load_newest(self._directory.checkpoints)
+        assert loaded is not None
+        outcome = Outcome(stopped_by=reason, metrics=progress.metrics)
+        outcome.weights_sha256 = checkpoint.weights_sha256(loaded.state.part("model").tensors)
+        self._announce(plan)
+        return self._summary(outcome, plan, None)
+
     def _summarise(self, dispatcher: Dispatcher, plan: RunPlan, samples_before: int) -> Summary:
-        outcome, progress, parts = dispatcher.outcome, self._progress, self._parts
+        training_s = time.perf_counter() - (dispatcher.first_work_s or self._begun_s)
+        trained = self._progress.samples - samples_before
+        return self._summary(dispatcher.outcome, plan, trained / training_s if trained else None)
+
+    def _summary(self, outcome: Outcome, plan: RunPlan, samples_per_second: float | None) -> Summary:
+        progress, parts = self._progress, self._parts
         metrics = outcome.metrics if outcome.metrics and progress.evaluated_at == progress.step else None
         stopped_by = outcome.stopped_by or ("steps" if plan.is_cut_short else None)
         status: Status = "interrupted" if stopped_by == "interrupt" else "stopped" if stopped_by else "completed"
-        training_s = time.perf_counter() - (dispatcher.first_work_s or self._begun_s)
         ages = {str(age): count for age, count in enumerate(outcome.ages) if count}
-        self._monitor.emit("staleness", ages=ages)
+        if ages:
+            self._monitor.emit("staleness", ages=ages)
         return Summary(
             status=status,
             name=parts.job.name,
@@ -359,14 +395,14 @@ class ServedRun:
             epochs=progress.epoch,
             samples=progress.samples,
             wall_seconds=progress.elapsed_s,
-            samples_per_second=(progress.samples - samples_before) / training_s,
+            samples_per_second=samples_per_second,
             train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else None,
             test_loss=metrics.loss if metrics else None,
             test_accuracy=metrics.accuracy if metrics else None,
             test_top5_accuracy=metrics.top5_accuracy if metrics else None,
             weights_sha256=outcome.weights_sha256 or None,
             recoveries=self._recoveries,
-            staleness=ages,
+            staleness=ages or None,
             stopped_by=stopped_by,
             cordee_version=__version__,
             torch_version=str(torch.__version__),
