@@ -127,10 +127,19 @@ class Holdings:
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         return iter([(name, one.local) for name, one in self._held.items()])
 
-    def gathered(self, state: State) -> State:
-        """Return optimizer state with whole tensors in place of slices. Collective."""
+    def gathered(self, state: State, *, keep: bool) -> State:
+        """Return optimizer state with whole tensors in place of slices. Collective.
+
+        Those who do not `keep` it take part and get nothing, so that they need no memory for it.
+        """
         own = {one.name: one.local.shape for one in self}
-        return self._changed(state, own, {one.name: one.shape for one in self}, lambda one, tensor: one.gather(tensor))
+        whole = {one.name: one.shape for one in self}
+
+        def gather(one: Held, tensor: Tensor) -> Tensor:
+            gathered = one.gather(tensor)
+            return gathered if keep else tensor
+
+        return self._changed(state, own, whole, gather)
 
     def cut(self, state: State) -> State:
         """Return what of the whole optimizer state belongs to this worker."""

@@ -128,7 +128,7 @@ class SplitModel(ABC):
     def _optimizer_state(self) -> State:
         """Return the whole optimizer's state on the first worker. Collective."""
         assert self._optimizer is not None
-        return self._held.gathered(optimizer_state(self._optimizer, self._held))
+        return self._held.gathered(optimizer_state(self._optimizer, self._held), keep=self._team.is_first)
 
     def _gradients(self) -> list[Tensor]:
         return [one.local.grad for one in self._held if one.local.grad is not None]
