@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from cordee.models import resnet
 
@@ -129,3 +132,24 @@ class TwoBranches(nn.Module):
         for block in self.blocks:
             hidden = hidden + block["fc2"](torch.tanh(block["fc1"](hidden)))
         return self.head(hidden)
+
+
+def partly_frozen(*, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """The first layer is not trained, so that nothing is to be sent back to it."""
+    (width,) = input_shape
+    model = nn.Sequential(
+        nn.Linear(width, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, num_classes, dtype=torch.float32)
+    )
+    model[0].requires_grad_(False)
+    return model
+
+
+class Stream(IterableDataset[tuple[Tensor, int]]):
+    """37 samples one after the other, without a length."""
+
+    num_classes = 5
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        generator = torch.Generator().manual_seed(3)
+        for index in range(37):
+            yield torch.randn(20, generator=generator) + index % 5, index % 5

@@ -32,6 +32,18 @@ MISTAKES = {
         ["--strategy", "single", "--workers", "2"],
         ["'single'", "2", "workers = 1"],
     ),
+    "a mesh of another size": (
+        ["--strategy", "hybrid", "--workers", "2", "--set", "strategy.mesh={data=2,pipeline=2}"],
+        ["{data = 2, pipeline = 2} has 4 workers, the job has 2", "strategy.workers = 4"],
+    ),
+    "more stages than layers": (
+        ["--strategy", "pipeline", "--workers", "9", *settings(model__use="mlp", model__hidden="[8]")],
+        ["can be cut into at most", "the job has 9", "strategy.stages"],
+    ),
+    "a setting of another strategy": (
+        ["--strategy", "sharded", "--workers", "2", *settings(strategy__microbatches=4)],
+        ["strategy.microbatches", "'pipeline'", "'sharded'"],
+    ),
     "labels out of range": (
         ["--set", 'data={use="parts:labels_out_of_range"}'],
         ["the label at position 4 is 4", "from 0 to 3"],

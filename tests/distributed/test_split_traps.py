@@ -1,0 +1,64 @@
+"""What is hard on strategies that split a model: frozen layers, bf16, streams of samples, being told to stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from crew import Crew
+from driving import StopAt, Table, job, largest_difference, train_alone, train_together
+from splitting import JOBS, References, check_equal
+
+pytestmark = pytest.mark.timeout(150)
+
+STRATEGIES: dict[str, Table] = {
+    "pipeline": {"name": "pipeline", "microbatches": 4},
+    "sharded": {"name": "sharded", "unit_bytes": 1000},
+    "tensor": {"name": "tensor"},
+}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_frozen_layers(two: Crew, name: str, references: References, tmp_path: Path) -> None:
+    table = job(model={"use": "networks:partly_frozen"}, optimizer={"use": "sgd", "lr": 0.1, "momentum": 0.9})
+    check_equal(two, table, STRATEGIES[name], references(table), tmp_path)
+
+
+def test_a_stage_without_anything_to_train(two: Crew, references: References, tmp_path: Path) -> None:
+    table = job(model={"use": "networks:partly_frozen"}, training={"clip_norm": 0.5})
+    strategy = {"name": "pipeline", "placement": [["0", "1"], ["2", "3", "4"]], "microbatches": 4}
+    check_equal(two, table, strategy, references(table), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pipeline", "tensor"])
+def test_bf16(two: Crew, name: str, tmp_path: Path) -> None:
+    table = {**JOBS["gpt"], "training": {**JOBS["gpt"]["training"], "precision": "bf16", "steps": 5}}
+    alone = train_alone(table, tmp_path / "a")
+    together = train_together(two, {**table, "strategy": STRATEGIES[name]}, tmp_path / "b")
+    np.testing.assert_allclose(together[0].losses(), alone.losses(), rtol=5e-3)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_stopped_and_resumed(two: Crew, name: str, tmp_path: Path) -> None:
+    table = job(training={"steps": 12}, optimizer={"use": "sgd", "lr": 0.1, "momentum": 0.9})
+    alone = train_alone(table, tmp_path / "a")
+    split = {**table, "strategy": STRATEGIES[name]}
+    stopped = train_together(two, split, tmp_path / "b", stop_at=StopAt(1, 5))
+    assert {(one.summary.status, one.summary.steps) for one in stopped} == {("interrupted", 5)}
+    resumed = train_together(two, split, tmp_path / "b", resume=True)
+    assert largest_difference(alone, resumed[0]) <= 1e-5
+
+
+def test_a_stream_of_samples(two: Crew, references: References, tmp_path: Path) -> None:
+    table = job(data={"use": "networks:Stream"}, training={"batch_size": 8, "steps": 50})
+    table["evaluation"] = {"every_epochs": 0}
+    alone = references(table)
+    for name in ("pipeline", "sharded"):
+        together = train_together(two, {**table, "strategy": STRATEGIES[name]}, tmp_path / name)
+        assert largest_difference(alone, together[0]) <= 1e-5
