@@ -85,3 +85,35 @@ def test_a_place_that_makes_no_sense(environ: dict[str, str], message: str) -> N
 def test_what_cordee_run_gives_a_script_is_understood() -> None:
     place = env.Place(1, 2, 1, 2)
     assert env.place(env.script_environment(place, 5555)) == place
+
+
+def test_the_roles_of_ps_lite() -> None:
+    numbers = {
+        "DMLC_NUM_WORKER": "2",
+        "DMLC_NUM_SERVER": "3",
+        "DMLC_PS_ROOT_PORT": "99",
+        "DMLC_PS_ROOT_URI": "10.0.0.1",
+    }
+    assert env.store_role({}) is None and env.store_role(numbers) is None
+    role = env.store_role({"DMLC_ROLE": "server", **numbers})
+    assert role == env.StoreRole("server", 2, 3, "10.0.0.1", 99) and role.address == "tcp://10.0.0.1:99"
+    for wrong, message in (
+        ({**numbers, "DMLC_ROLE": "boss"}, "DMLC_ROLE='boss': it must be scheduler, server or worker"),
+        ({**numbers, "DMLC_ROLE": "worker", "DMLC_NUM_SERVER": "0"}, "DMLC_NUM_SERVER='0': it must be a number from 1"),
+        ({**numbers, "DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": ""}, "no DMLC_PS_ROOT_URI: where is the scheduler"),
+    ):
+        with pytest.raises(JobError, match=message):
+            env.store_role(wrong)
+
+
+def test_where_a_store_is_and_its_key() -> None:
+    assert (env.store_address({}), env.store_key_text({}), env.store_key_file({}), env.store_updaters({})) == (
+        "",
+        "",
+        None,
+        [],
+    )
+    found = env.store_environment("tcp://h:1", "secret")
+    assert env.store_address(found) == "tcp://h:1" and env.store_key_text(found) == "secret"
+    assert env.store_key_file({"CORDEE_STORE_KEY_FILE": "~/k"}) == Path.home() / "k"
+    assert env.store_updaters({"CORDEE_STORE_UPDATERS": "a,b.c"}) == ["a", "b.c"]
