@@ -19,7 +19,14 @@ from cordee.core import Batch, Job
 from cordee.core.errors import ModelError
 from cordee.planner.cache import key_of
 from cordee.planner.machine import describe_machine
-from cordee.planner.measuring import describe_blocks, name_blocks, time_blocks, time_call, time_steps
+from cordee.planner.measuring import (
+    describe_blocks,
+    measure_pass_memory,
+    name_blocks,
+    time_blocks,
+    time_call,
+    time_steps,
+)
 from cordee.planner.profile import ModelProfile, Timing
 
 BUDGET_S = 4.0  # for each number of processes; a slow model takes three steps of each kind, whatever they take
@@ -63,8 +70,15 @@ def take_profile(parts: Assembly, *, budget_s: float = BUDGET_S) -> ModelProfile
     model = _copy_of(parts)
     batch = first_batch(parts)
     few = Batch(batch.inputs[:DESCRIBED_SAMPLES], batch.targets[:DESCRIBED_SAMPLES])
-    blocks = describe_blocks(model, parts.computation, few)
+
+    def take_pass(samples: int) -> None:
+        _fill_gradients(parts, model, Batch(batch.inputs[:samples], batch.targets[:samples]))
+        model.zero_grad()  # as after a step: gradients that are there would be added to, beside the new ones
+
+    at_once = math.ceil(batch.num_samples / parts.job.training.accumulate)
+    pass_bytes, fixed_bytes = measure_pass_memory(take_pass, at_once)
     timings, state_bytes = take_timings(parts, num_processes=1, budget_s=budget_s)
+    blocks = describe_blocks(model, parts.computation, few)
     _, is_chain = name_blocks(model)
     return ModelProfile(
         blocks=blocks,
@@ -74,6 +88,8 @@ def take_profile(parts: Assembly, *, budget_s: float = BUDGET_S) -> ModelProfile
         input_bytes=few.inputs.element_size() * few.inputs[0].numel(),
         is_chain=is_chain,
         precision=parts.job.training.precision,
+        pass_bytes=pass_bytes,
+        fixed_bytes=max(0.0, fixed_bytes - sum(block.parameter_bytes for block in blocks)),  # less the gradients
     )
 
 

@@ -166,14 +166,14 @@ def _mesh(
         overhead_s += site.overhead_s("tensor", candidate.workers, sum(b.sliceable for b in profile.blocks) * num_micro)
     step_s = passes_s + other_s + optimizer_s + gradient_s + overhead_s
     in_flight = [_in_flight(schedule, stage, num_stages, num_micro) for stage in range(num_stages)]
-    memory = 0.0
+    memory, beyond = 0.0, profile.peak_bytes / max(1.0, profile.activation_bytes)
     for stage, (start, end) in enumerate(bounds):
         share = sum(b.parameter_bytes for b in profile.blocks[start:end]) / num_slices
         state = share * (2 + profile.optimizer_state_bytes / max(1, profile.parameter_bytes))
         state /= num_data if is_sharded else 1
         acts = sum(b.activation_bytes for b in profile.blocks[start:end]) * samples * in_flight[stage]
-        memory = max(memory, state + acts + profile.buffer_bytes)
-    memory += site.process_bytes + profile.input_bytes * work.batch_size / num_data
+        memory = max(memory, state + acts * beyond + profile.buffer_bytes)
+    memory += profile.fixed_bytes + site.process_bytes + profile.input_bytes * work.batch_size / num_data
     idle = 1 - sum(busy) / (num_stages * passes_s) if passes_s else 0.0
     stage_traffic = max((profile.blocks[end - 1].output_bytes for _, end in bounds[:-1]), default=0.0)
     traffic = stage_traffic * work.batch_size / num_data * 2
@@ -251,10 +251,9 @@ def _replica_bytes(work: Work, samples: float) -> float:
 
 
 def _activations(work: Work, samples: float) -> float:
-    """Return what the passes over `samples` keep at their worst: all activations, and the largest one's gradient."""
+    """Return what the passes over `samples` take at their worst, and the input."""
     part = math.ceil(samples / work.accumulate)
-    largest = max((block.output_bytes for block in work.profile.blocks), default=0.0)
-    return part * (work.profile.activation_bytes + 2 * largest) + samples * work.profile.input_bytes
+    return part * work.profile.peak_bytes + work.profile.fixed_bytes + samples * work.profile.input_bytes
 
 
 def _sliced(splittable: float, num_slices: int) -> float:

@@ -45,6 +45,8 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     input_bytes: float  # per sample
     is_chain: bool  # blocks follow each other: the model can be cut between any two of them
     precision: str = "fp32"
+    pass_bytes: float = 0.0  # per sample, of a forward and backward pass at its peak; 0 where it was not measured
+    fixed_bytes: float = 0.0  # of a pass, whatever the samples: kernels' work space, libraries loaded on first use
     was_busy: bool = False  # measured while the machine had other work as well
 
     @property
@@ -59,6 +61,12 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     def activation_bytes(self) -> float:
         """Per sample, of all blocks."""
         return sum(block.activation_bytes for block in self.blocks)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Per sample, of a pass at its worst: as measured, or all activations, and two gradients of the largest."""
+        largest = max((block.output_bytes for block in self.blocks), default=0.0)
+        return max(self.pass_bytes, self.activation_bytes + 2 * largest)
 
     def has_timings(self, num_processes: int) -> bool:
         return any(timing.num_processes == num_processes for timing in self.timings)

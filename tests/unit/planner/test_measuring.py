@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import cordee
 from cordee.planner.cache import keep, key_of, read_kept
 from cordee.planner.machine import Exchange, Machine, free_memory_bytes
-from cordee.planner.measuring import describe_blocks, name_blocks, time_blocks
+from cordee.planner.measuring import describe_blocks, measure_pass_memory, name_blocks, time_blocks
 from cordee.planner.profile import ModelProfile
 from cordee.profiling import assemble_alone, first_batch, profile_key, take_profile
 
@@ -111,6 +111,18 @@ def test_more_workers_than_devices(tmp_path: Path) -> None:
     )
     with pytest.raises(cordee.CordeeError, match=r"9 workers, and .*two\.toml has 2 devices"):
         cordee.plan(job(), workers=9, cluster=tmp_path / "two.toml")
+
+
+def test_the_memory_of_a_pass_follows_the_samples() -> None:
+    kept = []
+
+    def take_pass(samples: int) -> None:
+        block = torch.ones(samples << 18)  # a MiB each, fresh from the system
+        kept.append(float(block[-1]))
+
+    per_sample, _ = measure_pass_memory(take_pass, 64)
+    assert per_sample == pytest.approx(1 << 20, rel=0.1)
+    assert measure_pass_memory(take_pass, 3) == (0.0, 0.0)  # too few to tell
 
 
 def test_there_is_memory() -> None:
