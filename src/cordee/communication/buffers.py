@@ -156,7 +156,7 @@ def incoming(position: int, spec: BufferSpec, data: memoryview) -> Buffer:
 _Plain: TypeAlias = "tuple[str, tuple[int, ...], np.ndarray[Any, Any] | None]"
 
 # By type object: asking NumPy for the name of a type takes longer than all the rest of `outgoing`.
-_ARRAY_KINDS = {np.dtype(kind).newbyteorder("<"): kind for kind in ITEM_BYTES if kind != "bfloat16"}
+ARRAY_KINDS = {np.dtype(kind).newbyteorder("<"): kind for kind in ITEM_BYTES if kind != "bfloat16"}
 
 
 def _is_tensor(value: Any) -> bool:
@@ -193,10 +193,10 @@ def _tensor_kinds() -> dict[torch.dtype, str]:
 
 def _plain_array(value: Any) -> _Plain:
     array = value if type(value) is np.ndarray else np.asarray(value)
-    kind = _ARRAY_KINDS.get(array.dtype)
+    kind = ARRAY_KINDS.get(array.dtype)
     if kind is None:  # another byte order, or none of the table
         kind = array.dtype.name
-        if kind not in _ARRAY_KINDS.values():
+        if kind not in ARRAY_KINDS.values():
             return kind, array.shape, None
         array = array.astype(array.dtype.newbyteorder("<"))
     if not array.flags.c_contiguous:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cordee.communication.buffers import WireError, outgoing
+from cordee.communication.buffers import ARRAY_KINDS, WireError, outgoing
 from cordee.core.errors import StoreError
 
 if TYPE_CHECKING:
@@ -73,11 +73,12 @@ def make_target(kind: str, shape: tuple[int, ...], origin: Origin, out: Any) -> 
         return _tensor_target(kind, shape, out)
     if not isinstance(out, np.ndarray):
         raise StoreError(f"out is a {type(out).__name__}: it must be a NumPy array or a torch tensor, or left away")
-    if out.dtype.name != kind or out.shape != shape:
+    own_kind = ARRAY_KINDS.get(out.dtype)  # None: another byte order, or a type that cannot be stored
+    if (own_kind or out.dtype.name) != kind or out.shape != shape:
         raise StoreError(f"out is {out.dtype.name} of shape {out.shape}, and the key is {kind} of shape {shape}")
     if not out.flags.writeable:
         raise StoreError("out cannot be written to: give an array that can, or leave it away")
-    if out.flags.c_contiguous and out.dtype.isnative:
+    if out.flags.c_contiguous and own_kind is not None:
         return Target(_bytes_of(out), lambda: out)
     whole = np.empty(shape, kind)
 

@@ -101,8 +101,7 @@ class KVStore:
         self._sequence = itertools.count(1)
         self._meetings = itertools.count(1)
         self._queue = CallQueue()
-        self._process = os.getpid()
-        self._is_closed = False
+        self._is_closed = self._is_inherited = False
         # A worker that ends without `close` has left in order all the same.
         reference = weakref.ref(self)
 
@@ -110,6 +109,11 @@ class KVStore:
             if (store := reference()) is not None:
                 store.close()
 
+        def disown() -> None:
+            if (store := reference()) is not None:
+                store._is_inherited = True
+
+        os.register_at_fork(after_in_child=disown)  # asking for the process at each call would take microseconds
         self._at_exit = leave
         atexit.register(leave)
 
@@ -258,7 +262,7 @@ class KVStore:
 
     def close(self) -> None:
         """Leave the store; end its servers if they are this object's own. What is under way is finished first."""
-        if self._is_closed or os.getpid() != self._process:
+        if self._is_closed or self._is_inherited:
             return
         self._is_closed = True
         atexit.unregister(self._at_exit)
@@ -344,7 +348,7 @@ class KVStore:
     def _check_open(self) -> None:
         if self._is_closed:
             raise StoreError("the store is closed")
-        if os.getpid() != self._process:
+        if self._is_inherited:
             raise StoreError("this store was opened before a fork: open one in the child")
 
 

@@ -31,10 +31,10 @@ from cordee.core.errors import CommunicationError, CordeeError
 
 log = logging.getLogger(__name__)
 
-_SPIN_S = 20e-6  # looking again costs less than sleeping for as long as a client needs between two calls
+_SPIN_S = 5e-6  # looking again costs less than sleeping for as long as a client needs between two calls
 _YIELD_S = 0.0005
 _NAP_S, _IDLE_NAP_S = 0.004, 0.05  # a wake-up that is missed costs this much; idle: nothing came for a second
-_LARGE_BYTES = 1 << 16  # after such a call it sleeps at once: see the client
+_LARGE_BYTES = 1 << 19  # after such a call it sleeps at once: see the client
 _CENSUS_S = 0.5  # how often lanes are looked through for clients that died
 
 
