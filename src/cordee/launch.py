@@ -150,7 +150,7 @@ def _run_team(
         summary = _with_prediction(lead(), decision)
     except BaseException as error:
         status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        steps = max((event.get("step", 0) for event in read_events(directory.events_file)), default=0)
+        steps = max((event.get("step") or 0 for event in read_events(directory.events_file)), default=0)
         summary = Summary(
             status=status,
             name=parts.job.name,
