@@ -172,8 +172,11 @@ def can_train(findings: list[Finding]) -> bool:
     return all(finding.state != "problem" for finding in findings)
 
 
-def render_findings(findings: list[Finding], *, as_json: bool) -> str:
-    """Return what was found, and how to mend it, as text."""
+MACHINE = ("everything that training needs is here", "to mend before training works")
+
+
+def render_findings(findings: list[Finding], *, as_json: bool, verdicts: tuple[str, str] = MACHINE) -> str:
+    """Return what was found, and how to mend it, as text; of `verdicts` the first is said if all is well."""
     if as_json:
         return msgspec.json.format(msgspec.json.encode(findings)).decode()
     width = max(len(finding.subject) for finding in findings)
@@ -184,7 +187,5 @@ def render_findings(findings: list[Finding], *, as_json: bool) -> str:
         if finding.remedy:
             lines.append(f"{'':{width + 8}}{finding.remedy}")
     problems = sum(finding.state == "problem" for finding in findings)
-    lines.append(
-        "everything that training needs is here" if not problems else f"{problems} to mend before training works"
-    )
+    lines.append(verdicts[0] if not problems else f"{problems} {verdicts[1]}")
     return "\n".join(lines)

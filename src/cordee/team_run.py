@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 
 from cordee.assembly import Assembly
+from cordee.cluster.control import Control, remove_control, write_control
 from cordee.cluster.coordinator import Coordinator
 from cordee.cluster.fork_server import Exited, Started
 from cordee.cluster.local import LocalEngine, describe_exit
@@ -24,7 +26,7 @@ from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys
 from cordee.communication.messages import COORDINATION
 from cordee.communication.wire import Codec
-from cordee.core.errors import TrainingError
+from cordee.core.errors import JobError, TrainingError
 from cordee.monitoring import Monitor, RunDirectory, Summary
 from cordee.worker import WorkerOrder
 
@@ -45,6 +47,7 @@ class TeamRun:
     def __init__(
         self, parts: Assembly, directory: RunDirectory, monitor: Monitor, should_stop: Callable[[], bool]
     ) -> None:
+        self._parts = parts
         job = self._job = parts.job
         self._directory = directory
         self._monitor = monitor
@@ -78,7 +81,7 @@ class TeamRun:
 
     def _lead(self, engine: LocalEngine, folder: Path, *, resume: bool) -> Summary:
         run_id = secrets.token_hex(8)
-        server_keys, (client_keys,) = make_keys()
+        server_keys, (client_keys, control_keys) = make_keys(2)
         speaker = Speaker(run=run_id, name="coordinator", incarnation=time.time_ns())
         with ServerChannel("tcp://127.0.0.1:*", speaker, Codec(COORDINATION), server_keys) as channel:
             order = WorkerOrder(
@@ -93,15 +96,38 @@ class TeamRun:
                 failure_timeout_s=self._job.cluster.failure_timeout_s,
                 join_timeout_s=STARTUP_TIMEOUT_S,
             )
-            self._coordinator = Coordinator(channel, self._membership, self._take_event)
+            self._coordinator = Coordinator(channel, self._membership, self._take_event, self._scale)
             self._engine, self._order = engine, order
             for index in range(self._job.strategy.workers):
                 self._start(index)
-            while not self._membership.is_over:
-                self._coordinator.serve(TICK_S)
-                self._look_after()
-                self._direct()
+            write_control(self._directory.path, Control(channel.address, run_id, control_keys.to_text()))
+            try:
+                while not self._membership.is_over:
+                    self._coordinator.serve(TICK_S)
+                    self._look_after()
+                    self._direct()
+            finally:
+                remove_control(self._directory.path)
         return self._settle()
+
+    def _scale(self, num_workers: int) -> str:
+        """Change the number of workers: start new ones, or let the last ones go. Returns at once what will happen."""
+        membership, job = self._membership, self._job
+        if not membership.is_elastic:
+            raise JobError(f"strategy '{job.strategy.name}' has a fixed number of workers: end the run and --resume it")
+        if num_workers < job.cluster.min_workers:
+            raise JobError(f"cluster.min_workers = {job.cluster.min_workers} is more than {num_workers}")
+        wanted = msgspec.structs.replace(job.strategy, workers=num_workers)
+        self._parts.strategy.requirements(msgspec.structs.replace(job, strategy=wanted))  # raises what it cannot do
+        before = membership.active
+        for index in sorted(before)[num_workers:]:
+            membership.records[index].is_leaving = True
+        unused = (index for index in itertools.count() if membership.is_free(index))
+        for index in itertools.islice(unused, max(0, num_workers - len(before))):
+            self._start(index)
+        membership.num_workers = num_workers
+        self._monitor.emit("scale", workers=num_workers, before=len(before), step=membership.step)
+        return f"from {len(before)} to {num_workers} workers"
 
     def _start(self, index: int) -> None:
         """Start a process for a worker, and listen to no earlier one."""

@@ -18,10 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
+from cordee.auditing import audit_run
+from cordee.cluster.control import scale_run
+from cordee.core.errors import JobError, RunDirectoryError
+
 JOB = """
 [model]
-use = "mlp"
-hidden = [256, 256]
+use = "unhurried:Net"
 [data]
 use = "synthetic"
 shape = [64]
@@ -42,6 +45,16 @@ every_steps = 1
 [checkpoint]
 every_steps = 50
 """
+# Each of the 8 shards takes a few milliseconds at least, so that a run is not over before anything can happen to it.
+UNHURRIED = """
+import time, torch
+class Net(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(256, 10))
+    def forward(self, inputs):
+        time.sleep(0.003 * self.training)
+        return super().forward(inputs)
+"""
 NUM_SEEDS = int(os.environ.get("CORDEE_FAULT_TRIALS", "2"))
 
 
@@ -50,6 +63,7 @@ class Launched:
 
     def __init__(self, folder: Path, *args: str, steps: int = 1_000_000) -> None:
         self.run_dir = folder / "run"
+        (folder / "unhurried.py").write_text(UNHURRIED)
         job = folder / "job.toml"
         job.write_text(JOB.replace("{steps}", str(steps)))
         self.process = subprocess.Popen(
@@ -100,7 +114,7 @@ class Launched:
         return alive
 
 
-STEPS = 120
+STEPS = 250
 
 
 @contextlib.contextmanager
@@ -141,12 +155,13 @@ def check_held(run: Launched, undisturbed: str, *, recoveries: int) -> None:
     assert summary["recoveries"] == recoveries == len(run.of("recovery"))
     assert all(event["steps_redone"] <= 1 for event in run.of("recovery"))
     assert summary["samples"] == STEPS * 64
+    assert [finding.detail for finding in audit_run(run.run_dir) if finding.state != "ok"] == []
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_a_killed_worker_is_trained_around(tmp_path: Path, undisturbed: str, seed: int) -> None:
     chance = random.Random(seed)
-    num_workers, step = chance.randint(2, 3), chance.randint(1, STEPS - 20)
+    num_workers, step = chance.randint(2, 3), chance.randint(1, STEPS // 2)
     with launch(tmp_path, "--workers", str(num_workers)) as run:
         run.wait_for_step(step)
         victim = chance.randrange(num_workers)
@@ -184,6 +199,23 @@ def test_sigterm_makes_a_worker_leave_in_order(tmp_path: Path, undisturbed: str)
         (left,) = run.of("worker_left")
         assert left["worker"] == 1 and not run.of("worker_lost")
         assert run.of("generation")[-1]["members"] == [0, 2]
+
+
+def test_a_run_is_scaled_up_and_down(tmp_path: Path, undisturbed: str) -> None:
+    with launch(tmp_path) as run:
+        run.wait_for_step(10)
+        assert (run.run_dir / "control.json").stat().st_mode & 0o777 == 0o600
+        for num_workers in (4, 1):
+            assert f"to {num_workers} workers" in scale_run(run.run_dir, num_workers)
+            deadline = time.monotonic() + 30
+            while len(run.of("generation")[-1]["members"]) != num_workers:
+                assert time.monotonic() < deadline and run.process.poll() is None, "it was not scaled in time"
+                time.sleep(0.02)
+        with pytest.raises(JobError, match=r"training.shards = 8 has no shard for each of 9 workers"):
+            scale_run(run.run_dir, 9)
+        check_held(run, undisturbed, recoveries=0)
+    with pytest.raises(RunDirectoryError, match="it has ended"):
+        scale_run(run.run_dir, 2)
 
 
 def test_too_few_workers_save_and_end(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ RANKS: dict[str, int] = {
     "script_worker": 11,
     "exporting": 10,
     "doctor": 10,
+    "auditing": 11,
     "bench": 12,
     "cli": 13,
     "__init__": 14,  # the public surface

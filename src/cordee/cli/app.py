@@ -413,17 +413,44 @@ def runs(
 
 
 @app.command()
+def scale(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)],
+    workers: Annotated[int, typer.Argument(metavar="N", help="How many workers it is to have.", show_default=False)],
+) -> None:
+    """Change the number of workers of a run that is under way, up or down.
+
+    Returns at once; workers join when they have loaded their data, and leave after a step.
+    """
+    from cordee.cluster.control import scale_run
+
+    _print(scale_run(run, workers))
+
+
+@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of lines.")] = False,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run", metavar="RUN", help="Check this run's events instead of the machine.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Check this machine: Python, torch, devices, cores, memory, disk, ports, data; say what to mend.
 
-    Exit code 1 if something would keep training from working.
+    With --run, check a run from its own events: every sample counted once per epoch, generations that do not
+    overlap, steps that only grow, members that agree on the weights. Exit code 1 if something is wrong.
     """
     from cordee.doctor import can_train, examine, render_findings
 
-    findings = examine()
-    _print(render_findings(findings, as_json=as_json))
+    if run is not None:
+        from cordee.auditing import VERDICTS, audit_run
+
+        findings = audit_run(run)
+        _print(render_findings(findings, as_json=as_json, verdicts=VERDICTS))
+    else:
+        findings = examine()
+        _print(render_findings(findings, as_json=as_json))
     if not can_train(findings):
         raise typer.Exit(1)
 

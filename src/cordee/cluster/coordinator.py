@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from cordee.cluster.control import CONTROL_NAME
 from cordee.cluster.membership import Membership, Trouble
 from cordee.communication.channel import Peer, Received, ServerChannel
 from cordee.communication.messages import (
+    Accepted,
     Directive,
     Event,
     Failure,
@@ -19,9 +21,10 @@ from cordee.communication.messages import (
     Member,
     Ready,
     Refused,
+    Scale,
     Welcome,
 )
-from cordee.core.errors import CommunicationError
+from cordee.core.errors import CommunicationError, JobError
 
 WORKER_PREFIX = "worker-"
 
@@ -30,11 +33,17 @@ class Coordinator:
     """Serves one run over a channel. Call `serve` again and again; it never blocks for longer than asked."""
 
     def __init__(
-        self, channel: ServerChannel, membership: Membership, on_event: Callable[[str, dict[str, Any]], None]
+        self,
+        channel: ServerChannel,
+        membership: Membership,
+        on_event: Callable[[str, dict[str, Any]], None],
+        on_scale: Callable[[int], str] | None = None,
     ) -> None:
+        """`on_scale` takes a wish for another number of workers and says what it does; it may raise JobError."""
         self._channel = channel
         self._membership = membership
         self._on_event = on_event
+        self._on_scale = on_scale
         self._peers: dict[int, Peer] = {}
         self._members: dict[int, Member] = {}
         self._incarnations: dict[int, int] = {}
@@ -72,6 +81,9 @@ class Coordinator:
             self._on_event("warning", {"message": f"worker {index} could not be told to {action}: {error}"})
 
     def _handle(self, received: Received) -> None:
+        if received.envelope.sender == CONTROL_NAME and isinstance(received.message, Scale):
+            self._scale(received, received.message.num_workers)
+            return
         index = self._index_of(received.envelope.sender)
         if index is None:
             self._channel.reply(received, Refused("unknown-member", received.envelope.sender))
@@ -96,6 +108,15 @@ class Coordinator:
                 membership.finish(index)
             case other:
                 self._channel.reply(received, Refused("unexpected", type(other).__name__))
+
+    def _scale(self, received: Received, num_workers: int) -> None:
+        if self._on_scale is None:
+            self._channel.reply(received, Refused("unexpected", "this run cannot be scaled"))
+            return
+        try:
+            self._channel.reply(received, Accepted(self._on_scale(num_workers)))
+        except JobError as error:
+            self._channel.reply(received, Refused("refused", str(error)))
 
     def _welcome(self, received: Received, index: int, member: Member) -> None:
         timeout_s = self._membership.failure_timeout_s

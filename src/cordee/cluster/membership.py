@@ -146,6 +146,10 @@ class Membership:
         """The workers that are or will be members, but those that are leaving."""
         return [i for i, record in self.records.items() if record.state in ACTIVE and not record.is_leaving]
 
+    def is_free(self, index: int) -> bool:
+        """Whether a new worker may have this number."""
+        return index not in self.records or self.records[index].state in ("gone", "left")
+
     @property
     def num_pending(self) -> int:
         """How many are on their way to being ready for the first time."""

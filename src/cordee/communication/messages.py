@@ -128,6 +128,22 @@ class Directive(Message, frozen=True):
     reason: Text = ""
 
 
+class Scale(Message, frozen=True):
+    """Somebody with the run's control file wants another number of workers. Answered by `Accepted` or `Refused`."""
+
+    is_generational = False
+
+    num_workers: Annotated[int, Meta(ge=1, le=65536)]
+
+
+class Accepted(Message, frozen=True):
+    """What the message that this one answers asked for is under way."""
+
+    is_generational = False
+
+    detail: Text = ""
+
+
 class Goodbye(Message, frozen=True):
     """The sender leaves in order."""
 
@@ -157,6 +173,8 @@ COORDINATION: tuple[type[Message], ...] = (
     Ready,
     Leaving,
     Directive,
+    Scale,
+    Accepted,
     Goodbye,
     Refused,
 )

@@ -1,0 +1,137 @@
+"""`cordee doctor --run`: proves from a run's own events that nothing was lost, doubled or disagreed on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cordee.core.errors import RunDirectoryError
+from cordee.doctor import Finding
+from cordee.monitoring import read_events
+from cordee.monitoring.run_directory import EVENTS_FILE
+
+Event = Mapping[str, Any]
+VERDICTS = ("the run is sound", "wrong with this run")
+SERVED = ("parameter_server",)  # counts its samples by units of work, in its own way
+
+
+def audit_run(folder: Path) -> list[Finding]:
+    """Return what the events of a run say about it. Raises RunDirectoryError where there are none."""
+    path = folder / EVENTS_FILE
+    if not path.exists():
+        raise RunDirectoryError(f"{folder} has no {EVENTS_FILE}: it is not a run directory")
+    return audit(list(read_events(path)))
+
+
+def audit(events: Sequence[Event]) -> list[Finding]:
+    """Return one finding for each property. Pure."""
+    started = next((event for event in events if event["type"] == "run_started"), None)
+    if started is None:
+        return [Finding("run", "problem", "it never began to train", "look into its logs")]
+    if started.get("strategy") in SERVED:
+        return [Finding("run", "note", f"the strategy '{started['strategy']}' keeps no commits that could be checked")]
+    commits = [event for event in events if event["type"] == "commit"]
+    return [
+        _finding("generations", _check_generations(events), f"{_count(events, 'generation')} formed, none overlap"),
+        _finding("steps", _check_steps(events), f"{_last_step(events)} committed, in order"),
+        _finding("samples", _check_samples(events, started), f"each counted once per epoch, at {len(commits)} commits"),
+        _finding("weights", _check_weights(commits), f"all members agree at {len({_at(c) for c in commits})} places"),
+        _losses(events),
+    ]
+
+
+def _finding(subject: str, problems: Iterable[str], fine: str) -> Finding:
+    found = list(problems)
+    if not found:
+        return Finding(subject, "ok", fine)
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return Finding(subject, "problem", found[0] + more, "please report it with the run's events.jsonl and logs")
+
+
+def _check_generations(events: Sequence[Event]) -> Iterator[str]:
+    """Generations count up by one, and nobody commits in one that is over."""
+    current = 0
+    for event in events:
+        if event["type"] == "run_started" and current > 1:
+            current = 1  # a resumed run counts anew
+        if event["type"] == "generation":
+            if event["generation"] not in (current + 1, 1):
+                yield f"generation {event['generation']} follows {current}"
+            current = event["generation"]
+        elif event["type"] == "commit" and event.get("worker") is not None and event["generation"] != current:
+            yield (
+                f"worker {event['worker']} committed step {event['step']} in generation {event['generation']} "
+                f"while {current} was going on"
+            )
+
+
+def _check_steps(events: Sequence[Event]) -> Iterator[str]:
+    """Commits never go back, but to a checkpoint that was saved, where nobody was left to go on from."""
+    committed, saved, may_load = 0, {0}, True
+    for event in events:
+        kind = event["type"]
+        if kind == "checkpoint":
+            saved.add(event["step"])
+        elif kind == "run_started":
+            may_load = True
+        elif kind == "generation":
+            may_load = event.get("step") is None
+            if not may_load and event["step"] < committed:
+                yield f"generation {event['generation']} goes on from step {event['step']} after step {committed}"
+        elif kind == "commit":
+            if event["step"] < committed and not (may_load and event["step"] in saved):
+                yield f"step {event['step']} was committed after step {committed}"
+            committed = event["step"]
+
+
+def _check_samples(events: Sequence[Event], started: Event) -> Iterator[str]:
+    """What was counted is what the place in the data says: whole epochs, and all batches of the present one."""
+    num_samples, batch_size = started.get("train_samples"), started.get("batch_size")
+    if not num_samples or not batch_size:
+        return
+    num_batches = -(-num_samples // batch_size)
+    for event in events:
+        if event["type"] == "commit":
+            expected = event["epoch"] * num_samples + min(event["batch"] * batch_size, num_samples)
+            if event["samples"] != expected:
+                yield f"{event['samples']} samples were counted by step {event['step']}, there were {expected}"
+        elif event["type"] == "step":
+            epochs, batches = divmod(event["step"], num_batches)
+            expected = epochs * num_samples + min(batches * batch_size, num_samples)
+            if event["samples"] != expected:
+                yield f"{event['samples']} samples were counted by step {event['step']}, there were {expected}"
+
+
+def _check_weights(commits: Sequence[Event]) -> Iterator[str]:
+    """Members that commit a step together have the same weights."""
+    known: dict[tuple[int, int], Event] = {}
+    for commit in commits:
+        if commit.get("weights_sha256") is None:
+            continue
+        first = known.setdefault(_at(commit), commit)
+        if first["weights_sha256"] != commit["weights_sha256"]:
+            yield (
+                f"at step {commit['step']} worker {commit.get('worker', 0)} has other weights "
+                f"than worker {first.get('worker', 0)}"
+            )
+
+
+def _losses(events: Sequence[Event]) -> Finding:
+    recoveries = [event for event in events if event["type"] == "recovery"]
+    redone = sum(event["steps_redone"] for event in recoveries)
+    longest = max((event["seconds"] for event in recoveries), default=0.0)
+    detail = f"{_count(events, 'worker_lost')} workers lost, {len(recoveries)} recoveries, {redone} steps redone"
+    return Finding("losses", "ok", detail + (f", the longest took {longest:.2f} s" if recoveries else ""))
+
+
+def _at(commit: Event) -> tuple[int, int]:
+    return commit.get("generation", 0), commit["step"]
+
+
+def _count(events: Sequence[Event], kind: str) -> int:
+    return sum(event["type"] == kind for event in events)
+
+
+def _last_step(events: Sequence[Event]) -> int:
+    return max((event["step"] for event in events if event["type"] in ("commit", "step", "checkpoint")), default=0)

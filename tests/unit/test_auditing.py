@@ -1,0 +1,58 @@
+"""The checker finds what it says is not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cordee.auditing import audit
+
+STARTED = {"type": "run_started", "strategy": "data_parallel", "train_samples": 10, "batch_size": 4}
+
+
+def commit(step: int, worker: int = 0, generation: int = 1, sha: str = "a", **changed: Any) -> dict[str, Any]:
+    epoch, batch = divmod(step, 3)  # 10 samples are batches of 4, 4 and 2
+    fields = {"step": step, "epoch": epoch, "batch": batch, "samples": epoch * 10 + min(batch * 4, 10)}
+    return {"type": "commit", "worker": worker, "generation": generation, "weights_sha256": sha, **fields, **changed}
+
+
+def generation(number: int, step: int | None = None) -> dict[str, Any]:
+    return {"type": "generation", "generation": number, "members": [0, 1], "step": step}
+
+
+SOUND = [generation(1), STARTED, commit(0), commit(0, 1), commit(4), commit(4, 1), generation(2, 5), commit(5, 1, 2)]
+
+
+def problems(events: list[dict[str, Any]]) -> dict[str, str]:
+    return {finding.subject: finding.detail for finding in audit(events) if finding.state == "problem"}
+
+
+def test_a_sound_run() -> None:
+    assert problems(SOUND) == {}
+
+
+@pytest.mark.parametrize(
+    ("added", "subject", "message"),
+    [
+        ([commit(5, 0, 1)], "generations", "worker 0 committed step 5 in generation 1 while 2 was going on"),
+        ([generation(4, 5)], "generations", "generation 4 follows 2"),
+        ([commit(3, 0, 2)], "steps", "step 3 was committed after step 5"),
+        ([generation(3, 4)], "steps", "generation 3 goes on from step 4 after step 5"),
+        ([generation(3), commit(3, 0, 3)], "steps", "step 3 was committed after step 5"),
+        ([commit(6, 0, 2, samples=24)], "samples", "24 samples were counted by step 6, there were 20"),
+        ([{"type": "step", "step": 7, "samples": 20}], "samples", "20 samples were counted by step 7, there were 24"),
+        ([commit(6, 0, 2), commit(6, 1, 2, sha="b")], "weights", "at step 6 worker 1 has other weights than worker 0"),
+    ],
+)
+def test_what_is_wrong_is_found(added: list[dict[str, Any]], subject: str, message: str) -> None:
+    assert problems([*SOUND, *added]) == {subject: message}
+
+
+def test_going_back_to_a_checkpoint_is_sound_where_nobody_is_left() -> None:
+    saved = {"type": "checkpoint", "step": 4}
+    assert problems([*SOUND, saved, generation(3), commit(4, 0, 3), commit(4, 1, 3)]) == {}
+
+
+def test_a_run_that_never_began() -> None:
+    assert problems([]) == {"run": "it never began to train"}
