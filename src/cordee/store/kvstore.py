@@ -153,7 +153,7 @@ class KVStore:
         name, taken = _name(key), take(value)
         asked = Place(name, taken.kind, taken.shape, next(self._sequence))  # type: ignore[arg-type]
         placed: Placed = self._wire.ask(asked)
-        entry = Entry(name, placed.number, taken.kind, taken.shape, placed.cuts)
+        entry = Entry(name, placed.number, taken.kind, taken.shape, placed.cuts, self._wire.piece_bytes(placed.cuts))
         if placed.is_yours:
             num_parts = len(entry.cuts)
             for cut in entry.cuts:
@@ -315,7 +315,8 @@ class KVStore:
         if entry is None:
             name = _name(key)
             located: Located = self._wire.ask(Locate(name))
-            entry = Entry(name, located.number, located.dtype, located.shape, located.cuts)
+            piece_bytes = self._wire.piece_bytes(located.cuts)
+            entry = Entry(name, located.number, located.dtype, located.shape, located.cuts, piece_bytes)
             self._entries[key] = self._entries[name] = entry
         return entry
 

@@ -27,9 +27,10 @@ from cordee.store.messages import Bye, Cut, Done, Exchange, Fill, Pull, Push, Va
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20  # through shared memory
+FAR_PIECE_BYTES = 1 << 18  # through channels, where encrypting takes most of the time, at both ends at once
 DIRECTORY = -1  # in the place of a server's number
-WINDOW = 3  # pieces under way at each server
+WINDOW = 4  # pieces under way at each server
 _RETRY_S = 0.05
 _SMALL_BYTES = 64 << 10
 
@@ -62,11 +63,12 @@ class Entry:
     kind: str
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...]
+    piece_bytes: int = PIECE_BYTES
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while a push is under way: keeps their order
 
     def __post_init__(self) -> None:
         item = ITEM_BYTES[self.kind]
-        step = max(1, PIECE_BYTES // item)
+        step = max(1, self.piece_bytes // item)
         self.num_bytes = prod(self.shape) * item
         self.pieces: list[Piece] = []
         for index, cut in enumerate(self.cuts):
@@ -122,6 +124,11 @@ class Wire:
                     raise CommunicationError(f"{_describe_server(server)} of the store is gone: {error}") from error
                 log.info("%s: %s; trying again", _describe_server(server), error)
                 time.sleep(_RETRY_S)
+
+    def piece_bytes(self, cuts: Sequence[Cut]) -> int:
+        """Return in how large pieces an array with these parts should travel."""
+        is_near = all(self.connection(cut.server).is_shared for cut in cuts)
+        return PIECE_BYTES if is_near else FAR_PIECE_BYTES
 
     def ask(self, message: Message) -> Any:
         """Make a call to the directory, as `call` does."""
