@@ -59,6 +59,11 @@ class Assembly:
         self.strategy.setup(self.model, self.recipe, self.team, self.example)
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether every worker has all that is needed to go on."""
+        return self.strategy.requirements(self.job).is_elastic
+
+    @property
     def example(self) -> Batch:
         """A batch of the training set, of two samples at most."""
         return _example(self.splits)

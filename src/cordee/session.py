@@ -86,6 +86,10 @@ class Session:
 
     def _enter(self, team: Team, may_load: bool) -> None:
         own, steps = self.ready_step, team.gather(self.ready_step)
+        if not self._parts.is_elastic:
+            # The parts of the last team are of no use in another: what it saved when it halted, or before, is.
+            own, steps = -1, [-1] * team.num_workers
+            self._require_checkpoint()
         parts = self._parts.in_team(team)
         state: State | None = None
         if own >= 0:
@@ -100,6 +104,14 @@ class Session:
         if steps[0] < 0 and may_load:
             self._resume()
         self._trainer.report_commit()
+
+    def _require_checkpoint(self) -> None:
+        """Raise TrainingError where this worker has trained before and there is nothing to go on from."""
+        if self._is_up_to_date and not checkpoint.list_checkpoints(self._run_dir / "checkpoints"):
+            raise TrainingError(
+                f"the team was lost at step {self.step}, and there is no checkpoint yet: start the run again, with a "
+                "smaller checkpoint.every_steps"
+            )
 
     @contextlib.contextmanager
     def _naming_errors(self, log_file: Path) -> Iterator[None]:

@@ -113,7 +113,7 @@ class Trainer:
     def report_commit(self) -> None:
         """Record where this worker is and a hash of its weights, for `cordee doctor --run`. Local."""
         progress, strategy = self._progress, self._parts.strategy
-        is_whole = strategy.requirements(self._job).is_elastic  # elsewhere a worker has only a part of the weights
+        is_whole = self._parts.is_elastic  # elsewhere a worker has only a part of the weights
         self._monitor.emit(
             "commit",
             step=progress.step,
@@ -150,6 +150,8 @@ class Trainer:
                 stopped_by = self._after_step() if progress.step else None  # what a lost team left undone
                 stopped_by = stopped_by or self._train()
             if stopped_by == "interrupt" and not is_end():
+                if not self._parts.is_elastic and self._saved_at != progress.step:
+                    self._save()  # while those who have the parts of it are together
                 return None
             if stopped_by != "interrupt":
                 self._evaluate()

@@ -43,6 +43,13 @@ class SplitModel(ABC):
         self._computation = computation
         self._norm: float | None = None
 
+    def _recall(self, model: nn.Module) -> nn.Module:
+        """Return the model on its device, whole in shape; what an earlier team had split is to be loaded again."""
+        if hasattr(self, "_whole"):
+            self._whole.restore()
+        model.zero_grad()  # of a step that was dropped
+        return model.to(self._computation.device)
+
     def _adopt(self, whole: WholeModel, held: Holdings, recipe: OptimizerRecipe, axes: Axes, team: Team) -> None:
         self.model, self._whole, self._held, self._recipe, self._team = whole.model, whole, held, recipe, team
         trained = [parameter for _, parameter in held.named_parameters() if parameter.requires_grad]

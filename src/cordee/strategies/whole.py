@@ -28,8 +28,8 @@ class WholeModel:
                 tensor.data = tensor.data.new_empty(0)
 
     def restore(self) -> None:
-        """Take the memory again; the values are anything until they are copied in."""
+        """Take the memory again; what was away is zero until it is copied in."""
         if not self._is_here:
             self._is_here = True
             for tensor, shape, stride in self._others:
-                tensor.data = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+                tensor.data = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).zero_()

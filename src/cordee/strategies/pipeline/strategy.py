@@ -116,7 +116,7 @@ class Pipeline(SplitModel):
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
         device = self._computation.device
-        model = model.to(device)
+        model = self._recall(model)
         broadcast([*model.parameters(), *model.buffers()])
         self._axes = axes = form_axes(team, self._num_replicas)
         inputs = example.inputs.to(device)

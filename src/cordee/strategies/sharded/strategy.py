@@ -75,7 +75,7 @@ class Sharded(SplitModel):
         require_elementwise(recipe, "sharded")
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
-        model = model.to(self._computation.device)
+        model = self._recall(model)
         broadcast([*model.parameters(), *model.buffers()])
         self._working = self._shard(copy.deepcopy(model), team)
         held = Holdings(

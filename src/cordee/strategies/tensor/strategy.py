@@ -69,7 +69,7 @@ class TensorParallel(SplitModel):
         require_elementwise(recipe, "tensor")
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
-        model = model.to(self._computation.device)
+        model = self._recall(model)
         broadcast([*model.parameters(), *model.buffers()])
         self._axes = axes = form_axes(team, self._num_replicas)
         assert axes.parts is not None
