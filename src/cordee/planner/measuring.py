@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import statistics
 import time
@@ -113,6 +115,7 @@ def measure_pass_memory(take_pass: Callable[[int], None], samples: int) -> tuple
     process had and does not use hides some of it: this is best asked early.
     """
     few = samples // 4
+    _release_unused()
     if few < 1 or not _forget_peak():
         return 0.0, 0.0
     before = psutil.Process().memory_info().rss
@@ -124,6 +127,12 @@ def measure_pass_memory(take_pass: Callable[[int], None], samples: int) -> tuple
     # Where the first passes fitted into memory that was there already, the difference alone would be too much.
     per_sample = max(0.0, min((peaks[1] - peaks[0]) / (samples - few), (peaks[1] - before) / samples))
     return per_sample, max(0.0, peaks[0] - before - per_sample * few)
+
+
+def _release_unused() -> None:
+    """Give memory that is not used back to the system, so that it does not hide what a pass takes."""
+    with contextlib.suppress(AttributeError, OSError):  # glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _forget_peak() -> bool:
