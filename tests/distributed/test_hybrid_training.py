@@ -21,7 +21,6 @@ CASES: dict[str, tuple[str, Table]] = {
     "clipping, sharded": ("mlp, momentum and clipping", {"mesh": {"data": 2, "sharded": 2}, "unit_bytes": 1}),
     "gpt, pipeline": ("gpt", {"mesh": {"data": 2, "pipeline": 2}, "schedule": "interleaved", "microbatches": 2}),
     "gpt, tensor": ("gpt", {"mesh": {"data": 2, "tensor": 2}}),
-    "lenet, pipeline": ("lenet", {"mesh": {"pipeline": 2, "data": 2}}),
     "lenet, sharded": ("lenet", {"mesh": {"data": 2, "sharded": 2}}),
 }
 
