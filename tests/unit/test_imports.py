@@ -40,6 +40,7 @@ RANKS: dict[str, int] = {
     "exporting": 10,
     "doctor": 10,
     "auditing": 11,
+    "chaos": 12,
     "bench": 12,
     "cli": 13,
     "__init__": 14,  # the public surface

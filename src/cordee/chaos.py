@@ -1,0 +1,234 @@
+"""`cordee chaos`: trains a job while real faults hit its workers, then proves from its events that all is well."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import psutil
+
+from cordee.auditing import audit_run
+from cordee.cluster.control import scale_run
+from cordee.core.errors import CordeeError, JobError, TrainingError, nearest
+from cordee.doctor import Finding
+from cordee.monitoring import read_events
+from cordee.monitoring.run_directory import EVENTS_FILE
+
+START_TIMEOUT_S = 180.0
+END_TIMEOUT_S = 60.0
+HARM_S = 2.0  # how long a worker is slow, or its disk full
+MANY_RESTARTS = 100_000
+
+
+class Fault(NamedTuple):
+    """One thing to do to a worker, `at_s` seconds after the first step."""
+
+    at_s: float
+    kind: str
+    chance: float  # from 0 to 1: which worker
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of the run."""
+
+    faults: list[str]
+    seconds: float
+    samples_per_second: float
+    recoveries: int
+    steps_redone: int
+    slowest_recovery_s: float
+    findings: list[Finding]
+
+    @property
+    def is_sound(self) -> bool:
+        return all(finding.state != "problem" for finding in self.findings)
+
+
+def train_command(job_file: Path, run_dir: Path, overrides: Sequence[str]) -> list[str]:
+    """Return the command that trains a job with as many replacements as it takes."""
+    settings = [f"cluster.max_restarts={MANY_RESTARTS}", *overrides]
+    options = [part for setting in settings for part in ("--set", setting)]
+    return [sys.executable, "-m", "cordee", "train", str(job_file), "--run-dir", str(run_dir), "-q", *options]
+
+
+def plan_faults(kinds: Sequence[str], *, every_s: float, for_s: float, seed: int) -> list[Fault]:
+    """Return what happens when; the same for the same seed. Raises JobError for a fault that is not known."""
+    for kind in kinds:
+        if kind not in FAULTS:
+            raise JobError(f"no fault '{kind}'{nearest(kind, FAULTS)} (known: {', '.join(FAULTS)})")
+    if not kinds or every_s <= 0 or for_s <= 0:
+        raise JobError("cordee chaos needs at least one fault, and times longer than nothing")
+    chance = random.Random(seed)
+    times = [every_s * (number + 1) for number in range(int(for_s / every_s))]
+    return [Fault(at_s, chance.choice(list(kinds)), chance.random()) for at_s in times if at_s < for_s]
+
+
+def unleash(
+    command: Sequence[str], run_dir: Path, faults: Sequence[Fault], *, for_s: float, say: Callable[[str], None]
+) -> Outcome:
+    """Start a run and let the faults happen for `for_s` seconds from its first step on, then end and check it.
+
+    Raises TrainingError if the run fails, or does not end when it is told to.
+    """
+    with _training(command) as process:
+        _await_first_step(process, run_dir)
+        started_s, started_samples = time.monotonic(), _samples(run_dir)
+        happened = []
+        for fault in faults:
+            _sleep_until(started_s + fault.at_s, process)
+            if process.poll() is not None:
+                break
+            victim = _victim(process.pid, run_dir, fault.chance)
+            if victim is not None:
+                say(f"{fault.at_s:6.1f} s  {fault.kind} worker {victim.worker} (pid {victim.pid})")
+                FAULTS[fault.kind](victim)
+                happened.append(fault.kind)
+        _sleep_until(started_s + for_s, process)
+        seconds, samples = time.monotonic() - started_s, _samples(run_dir) - started_samples
+        _end(process)
+    events = list(read_events(run_dir / EVENTS_FILE))
+    recoveries = [event for event in events if event["type"] == "recovery"]
+    return Outcome(
+        faults=happened,
+        seconds=seconds,
+        samples_per_second=samples / seconds,
+        recoveries=len(recoveries),
+        steps_redone=sum(event["steps_redone"] for event in recoveries),
+        slowest_recovery_s=max((event["seconds"] for event in recoveries), default=0.0),
+        findings=audit_run(run_dir),
+    )
+
+
+class Victim(NamedTuple):
+    worker: int
+    pid: int
+    run_dir: Path
+
+
+def _kill(victim: Victim) -> None:
+    os.kill(victim.pid, signal.SIGKILL)
+
+
+def _freeze(victim: Victim) -> None:
+    os.kill(victim.pid, signal.SIGSTOP)
+
+
+def _slow(victim: Victim) -> None:
+    """Let the worker run for a tenth of the time only."""
+    until_s = time.monotonic() + HARM_S
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < until_s:
+            os.kill(victim.pid, signal.SIGSTOP)
+            time.sleep(0.09)
+            os.kill(victim.pid, signal.SIGCONT)
+            time.sleep(0.01)
+
+
+def _fill_disk(victim: Victim) -> None:
+    """Have the kernel refuse what the worker writes to files, as a full disk would."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(victim.pid)
+        before = process.rlimit(resource.RLIMIT_FSIZE)
+        process.rlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+        time.sleep(HARM_S)
+        process.rlimit(resource.RLIMIT_FSIZE, before)
+
+
+def _leave(victim: Victim) -> None:
+    """Tell the worker to go, and ask for another in its place."""
+    num_workers = len(_pids(victim.run_dir))
+    os.kill(victim.pid, signal.SIGTERM)
+    time.sleep(HARM_S)
+    with contextlib.suppress(CordeeError):
+        scale_run(victim.run_dir, num_workers)
+
+
+FAULTS: dict[str, Callable[[Victim], None]] = {
+    "kill": _kill,
+    "freeze": _freeze,
+    "slow": _slow,
+    "full-disk": _fill_disk,
+    "leave": _leave,
+}
+
+
+@contextlib.contextmanager
+def _training(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def _pids(run_dir: Path) -> dict[int, int]:
+    """Return the living workers by number, as the events tell."""
+    path = run_dir / EVENTS_FILE
+    events = list(read_events(path)) if path.exists() else []
+    pids = {event["worker"]: event["pid"] for event in events if event["type"] == "worker_started"}
+    return {worker: pid for worker, pid in pids.items() if _is_alive(pid)}
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _victim(launcher_pid: int, run_dir: Path, chance: float) -> Victim | None:
+    pids = sorted(_pids(run_dir).items())
+    pids = [(worker, pid) for worker, pid in pids if pid != launcher_pid]
+    if not pids:
+        return None
+    worker, pid = pids[int(chance * len(pids))]
+    return Victim(worker, pid, run_dir)
+
+
+def _samples(run_dir: Path) -> int:
+    path = run_dir / EVENTS_FILE
+    events = read_events(path) if path.exists() else ()
+    return max((event["samples"] for event in events if event["type"] in ("step", "commit")), default=0)
+
+
+def _await_first_step(process: subprocess.Popen[str], run_dir: Path) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while _samples(run_dir) == 0:
+        if process.poll() is not None:
+            raise TrainingError(f"the run ended before its first step: {_last_words(process)}")
+        if time.monotonic() > deadline_s:
+            raise TrainingError(f"the run took no step within {START_TIMEOUT_S:g} s")
+        time.sleep(0.1)
+
+
+def _sleep_until(moment_s: float, process: subprocess.Popen[str]) -> None:
+    while process.poll() is None and time.monotonic() < moment_s:
+        time.sleep(min(0.1, max(0.0, moment_s - time.monotonic())))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ask the run to end, unless it has; raise if it failed or hangs."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(timeout=END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise TrainingError(f"the run did not end within {END_TIMEOUT_S:g} s of being told to") from None
+    if process.returncode not in (0, 130):
+        raise TrainingError(f"the run failed: {_last_words(process)}")
+
+
+def _last_words(process: subprocess.Popen[str]) -> str:
+    return (process.communicate()[1] or "").strip().removeprefix("cordee: ") or f"exit code {process.returncode}"
