@@ -170,7 +170,9 @@ def _training(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     finally:
         if process.poll() is None:
             process.kill()
-        process.communicate()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
 
 
 def _pids(run_dir: Path) -> dict[int, int]:
@@ -231,4 +233,6 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _last_words(process: subprocess.Popen[str]) -> str:
-    return (process.communicate()[1] or "").strip().removeprefix("cordee: ") or f"exit code {process.returncode}"
+    process.wait()
+    assert process.stderr is not None
+    return process.stderr.read().strip().removeprefix("cordee: ") or f"exit code {process.returncode}"

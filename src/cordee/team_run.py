@@ -194,6 +194,8 @@ class TeamRun:
         membership = self._membership
         if membership.troubles:
             return  # the run is about to fail
+        for index in membership.dismiss_late():
+            self._engine.signal(index, signal.SIGKILL)
         leaving = [i for i, r in membership.records.items() if r.is_leaving and r.state == "ready"]
         if leaving and not membership.is_complete:
             self._let_go(leaving)

@@ -165,6 +165,15 @@ class Membership:
         """Whether a generation is training."""
         return bool(self.members)
 
+    def dismiss_late(self) -> list[int]:
+        """Return those who were to join a run that has ended for others: they are of no use any more."""
+        if not any(record.state == "finished" for record in self.records.values()):
+            return []
+        late = [i for i, record in self.records.items() if record.state in ("starting", "preparing", "ready")]
+        for index in late:
+            self.records[index].state = "left"
+        return late
+
     @property
     def is_over(self) -> bool:
         """Whether every worker has ended well."""

@@ -216,6 +216,16 @@ def test_a_death_after_the_last_step_of_all_is_no_loss() -> None:
     assert membership.take_losses() == [] and membership.is_over
 
 
+def test_who_comes_when_the_run_is_over_is_sent_home() -> None:
+    membership = trained(2)
+    membership.expect(2, 1.0)
+    assert membership.dismiss_late() == []
+    membership.finish(0)
+    assert membership.dismiss_late() == [2] and not membership.is_over
+    membership.finish(1)
+    assert membership.is_over
+
+
 # Restarts ---------------------------------------------------------------------------------------------------
 
 
