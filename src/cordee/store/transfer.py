@@ -94,6 +94,7 @@ class Wire:
         self._connect = connect
         self._timeout_s = failure_timeout_s
         self._connections: dict[int, Connection] = {}
+        self._dead: dict[int, ServerDiedError] = {}  # servers of this host whose process has ended: with their values
         self._lock = threading.Lock()
 
     def call(
@@ -120,7 +121,9 @@ class Wire:
             except CommunicationError as error:
                 deadline = deadline or time.monotonic() + self._timeout_s
                 self._drop(server, connection)
-                if isinstance(error, ServerDiedError) or time.monotonic() > deadline:
+                if isinstance(error, ServerDiedError):
+                    self._dead[server] = error
+                if server in self._dead or time.monotonic() > deadline:
                     raise CommunicationError(f"{_describe_server(server)} of the store is gone: {error}") from error
                 log.info("%s: %s; trying again", _describe_server(server), error)
                 time.sleep(_RETRY_S)
@@ -177,6 +180,8 @@ class Wire:
         connection = self._connections.get(server)
         if connection is not None:
             return connection
+        if server in self._dead:
+            raise self._dead[server]
         with self._lock:
             if server not in self._connections:
                 self._connections[server] = self._connect(server)
