@@ -268,6 +268,10 @@ class Connection:
         return self._open_lane(max(needed, _SMALLEST_LANE_BYTES))
 
     def _open_lane(self, capacity: int) -> _SharedLane:
+        assert self._watch is not None
+        self._watch.check(
+            time.monotonic()
+        )  # a server that died would not answer, which takes until the timeout to tell
         num_bytes = -(-(DATA_AT + capacity) // 4096) * 4096
         segment, fd = create_segment(num_bytes, f"calls to {self.address}")
         try:
