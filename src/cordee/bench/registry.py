@@ -22,6 +22,7 @@ BENCHMARKS = {
     "pipeline": "two stages beside hand-written torch.distributed.pipelining on gloo, and how much they idle",
     "staleness": "parameter servers with unlike workers, and what free-running workers learn",
     "allreduce": "the backend beside gloo and OpenMPI, and what the memory allows",
+    "recovery": "a worker is killed: time to the next step, beside torchrun's restart",
     "server": "push_pull of the key-value store beside an echo of the same bytes through ZeroMQ",
 }
 
