@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help quickstart test unit lint types bench docs fuzz clean
+.PHONY: help quickstart test test-long unit lint types bench docs fuzz clean
 help:
 	@echo "make quickstart  set up, train a first model, show the result"
-	@echo "make test        set up, run all tests"
+	@echo "make test        set up, run the tests"
+	@echo "make test-long   also those that take minutes"
 	@echo "make unit        only the unit tests (about a minute)"
 	@echo "make lint types  ruff, mypy --strict"
 	@echo "make bench       measure against the peers (installs them; some minutes)"
@@ -37,6 +38,9 @@ test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+test-long: $(VENV)/.dev
+	CORDEE_LONG_TESTS=1 $(BIN)/pytest
 
 unit: $(VENV)/.dev
 	$(BIN)/pytest tests/unit

@@ -34,6 +34,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: os.environ.pop("CORDEE_CACHE", None))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the long tests to `make test-long`."""
+    if os.environ.get("CORDEE_LONG_TESTS"):
+        return
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason="long: make test-long runs it"))
+
+
 @pytest.fixture(autouse=True)
 def nothing_outlives_the_test() -> Iterator[None]:
     """Fail a test that leaves a thread, a child process, shared memory or a changed environment behind."""

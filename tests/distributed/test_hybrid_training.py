@@ -9,7 +9,7 @@ from crew import Crew
 from driving import Table
 from splitting import JOBS, References, check_equal
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(150)]
 
 # Batches of 97 = 3 · 32 + 1 samples: a whole copy of the model has nothing to do in the last step of an epoch.
 CASES: dict[str, tuple[str, Table]] = {

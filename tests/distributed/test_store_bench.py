@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cordee.bench import server
+
+pytestmark = pytest.mark.long
 
 
 def test_every_part_measures() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_team_faults import Launched, launch
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(150)]
 
 EVERY_STEPS = 20
 STEPS = 60

@@ -15,6 +15,8 @@ from torch_cases import run_torch_case
 SELECTED = re.compile(
     r"reduce|cast|gather|scatter|all_to_all|barrier|send|recv|group|coalesc|future|no_sync|CPU|_cpu|rank"
 )
+
+pytestmark = pytest.mark.long
 NEEDS_GPU = re.compile(r"cuda|nccl|SyncBatchNorm")
 # What is left out, and why: all but the second fail on gloo in this setting as well.
 LEFT_OUT = {
