@@ -206,6 +206,7 @@ def test_an_error_in_a_worker_is_told_once(tmp_path: Path) -> None:
         ({"delay_compensation": 0.1}, "staleness = 0 has no old gradients"),
         ({"compression": "zip"}, "strategy.compression"),
         ({"replicas": 3}, "strategy.replicas"),
+        ({"staleness": 2, "delay_compensation": float("inf")}, "delay_compensation = inf must be a finite number"),
         ({"workers": 17}, "no sample for each of 17 workers"),
         ({"clip_norm": 1.0, "training": {"clip_norm": 1.0}}, "both set"),
     ],

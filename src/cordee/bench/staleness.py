@@ -26,6 +26,7 @@ PACE_S = 0.02
 NUM_WORKERS = 4
 STEPS = 150
 SEEDS = 3
+RATE = 0.05  # for a gradient over the whole batch; one over a worker's share, a quarter of it, gets a quarter
 
 
 def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
@@ -113,13 +114,14 @@ def _over_ideal(run: Run) -> float:
 
 
 def _accuracy(settings: dict[str, Any], seed: int) -> float:
+    rate = RATE if settings["staleness"] == 0 else RATE / NUM_WORKERS
     with tempfile.TemporaryDirectory(prefix="cordee-bench-") as folder:
         job = Job.from_dict({
             "name": "quality",
             "seed": seed,
             "model": {"use": "lenet"},
             "data": {"use": "fashion-mnist"},
-            "optimizer": {"use": "sgd", "lr": 0.05, "momentum": 0.9},
+            "optimizer": {"use": "sgd", "lr": rate, "momentum": 0.9},
             "training": {"batch_size": 128, "epochs": 2, "threads": 1},
             "strategy": {"name": "parameter_server", "workers": NUM_WORKERS, **settings},
             "checkpoint": {"every_steps": 0},

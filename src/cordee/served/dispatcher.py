@@ -117,6 +117,8 @@ class Dispatcher:
         self._reading = False  # a snapshot is being read: nothing may change
         self._deciding = False  # training waits for what the evaluation says
         self._ordered_step = -1
+        self._has_ordered_last = False  # the order that ends the run is given
+        self._saved_step = -1  # of the job: its checkpoint is there
         self._sums: dict[int, _StepSum] = {}
         self._settle = (-1, 1.0)
         self._taken_s: dict[int, float] = {}
@@ -190,7 +192,7 @@ class Dispatcher:
         if hearing is not None and hearing.role == "evaluator":
             self._desk = None
             if self._reading or self._deciding:  # its order is given again to the next one
-                self._reading = self._deciding = False
+                self._reading = self._deciding = self._has_ordered_last = False
                 self._ordered_step = -1
         return len(units)
 
@@ -317,11 +319,11 @@ class Dispatcher:
         if self.is_over or not self.is_ready:
             return
         if ledger.committed_steps >= self._barrier:
-            if self._ordered_step != self._barrier:
-                self._order()
-            if self._reading or self._deciding or self._ordered_step != self._barrier:
-                return
-            if self._is_final or ledger.is_complete:
+            is_last = self._is_final or ledger.is_complete
+            is_ordered = self._has_ordered_last if is_last else self._ordered_step == self._barrier
+            if not is_ordered:
+                self._order(is_last)
+            if is_last or self._reading or self._deciding or self._ordered_step != self._barrier:
                 return
             self._barrier = self.plan.next_barrier(ledger.committed_steps)
         self._hand_out()
@@ -356,22 +358,25 @@ class Dispatcher:
             if not self._send(received, work):
                 ledger.put_back(name)
 
-    def _order(self) -> None:
+    def _order(self, is_last: bool) -> None:
         """Have the evaluator read the servers as they are now, if it is free."""
-        if self._desk is None or self._barrier <= 0:
+        if self._desk is None:
             return
-        plan, step = self.plan, self._barrier
-        is_last = self._is_final or self.ledger.is_complete
+        plan, step, progress = self.plan, self._barrier, self.progress
         is_interrupted = self.outcome.stopped_by == "interrupt"
         evaluates = plan.evaluates(step, is_last=is_last and not is_interrupted)
-        evaluates &= self.progress.evaluated_at != self.progress.step  # unless that was just done
-        self.progress.elapsed_s = self.elapsed_s()
+        evaluates &= progress.evaluated_at != progress.step  # unless that was just done
+        saves = plan.saves(step, is_last=is_last) and self._saved_step != progress.step
+        if is_last and not evaluates and not saves:
+            self._end()
+            return
+        progress.elapsed_s = self.elapsed_s()
         settles, scale = self._settle if plan.clip_norm else (-1, 1.0)
         order = Order(
-            step=self.progress.step,
+            step=progress.step,
             evaluate=evaluates,
-            save=plan.saves(step, is_last=is_last),
-            progress=msgspec.json.encode(self.progress).decode(),
+            save=saves,
+            progress=msgspec.json.encode(progress).decode(),
             settles=settles,
             scale=scale,
         )
@@ -379,6 +384,7 @@ class Dispatcher:
         if self._send(desk, order):
             self._ordered_step = step
             self._reading = True
+            self._has_ordered_last = is_last
             self._deciding = is_last or (evaluates and plan.has_verdicts)
 
     def _finish_order(self, done: OrderDone) -> None:
@@ -389,6 +395,7 @@ class Dispatcher:
         if done.problem:
             self.emit("warning", message=f"checkpoint at step {done.step} was not saved: {done.problem}")
         elif done.path:
+            self._saved_step = done.step
             self.emit("checkpoint", step=done.step, path=done.path, seconds=done.seconds)
         if done.metrics:
             metrics = msgspec.json.decode(done.metrics, type=Metrics)
@@ -408,18 +415,9 @@ class Dispatcher:
             reason = plan.policy.after_evaluation(metrics.loss, metrics.accuracy)
             progress.patience = plan.policy.patience
             if reason is not None and not self._is_final and not self.ledger.is_complete:
-                outcome.stopped_by = reason
-                self._is_final = True
-                if self._deciding:
-                    self._barrier = self.ledger.committed_steps
-                    if done.path:
-                        self._end()
-                    else:  # stopped at an evaluation that was not a checkpoint: save it as well
-                        self._ordered_step = -1
-                    self._deciding = False
-                    return
-        was_deciding, self._deciding = self._deciding, False
-        if was_deciding and (self._is_final or self.ledger.is_complete):
+                self.stop(reason)  # what is begun meanwhile is finished; where training waited, nothing is
+        self._deciding = False
+        if self._has_ordered_last:
             self._end()
 
     def _end(self) -> None:

@@ -102,7 +102,7 @@ class RunPlan:
         evaluation = self.job.evaluation
         ends_epoch = step % self.steps_per_epoch == 0
         by_epoch = ends_epoch and evaluation.every_epochs and self.epoch_of(step) % evaluation.every_epochs == 0
-        return is_last or bool(by_epoch) or self._crosses(step, evaluation.every_steps)
+        return is_last or (step > 0 and bool(by_epoch)) or self._crosses(step, evaluation.every_steps)
 
     def saves(self, step: int, *, is_last: bool = False) -> bool:
         return is_last or self._crosses(step, self.job.checkpoint.every_steps)
@@ -115,6 +115,6 @@ class RunPlan:
         return self.num_steps
 
     def _crosses(self, step: int, every: int) -> bool:
-        if not every:
+        if not every or step <= 0:
             return False
         return self.steps_after(step) // every > self.steps_after(step - 1) // every

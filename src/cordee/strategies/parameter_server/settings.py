@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from cordee.core.errors import JobError
@@ -44,6 +45,9 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
                 "strategy.staleness = 0 has no old gradients: delay_compensation and staleness_lr are for "
                 "staleness above 0 or 'unbounded'"
             )
+        for key in ("delay_compensation", "weight_decay", "clip_norm", "drop_late"):
+            value = getattr(self, key)
+            _check(math.isfinite(value), f"strategy.{key} = {value} must be a finite number")
         _check(self.delay_compensation >= 0, "strategy.delay_compensation must be at least 0")
         _check(0 < self.topk <= 1, f"strategy.topk = {self.topk} must be above 0 and at most 1")
         _check(self.weight_decay >= 0, f"strategy.weight_decay = {self.weight_decay} must be at least 0")

@@ -1,0 +1,130 @@
+"""The dispatcher as a state machine: whenever a stop comes, the run ends, saved."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cordee.communication.messages import Message
+from cordee.core import Job
+from cordee.core.stopping import StopPolicy
+from cordee.data import Ledger
+from cordee.served.dispatcher import Dispatcher
+from cordee.served.messages import AskOrder, Join, Leave, Order, OrderDone, SnapshotTaken, TakeWork, Work
+from cordee.served.plan import RunPlan
+from cordee.strategies.parameter_server import ParameterServerSettings
+from cordee.trainer import Progress
+
+
+class Channel:
+    """Takes messages from a list and remembers the answers."""
+
+    def __init__(self) -> None:
+        self.inbox: list[Any] = []
+        self.answers: list[tuple[str, Message]] = []
+
+    def receive(self, timeout_s: float) -> Any:
+        return self.inbox.pop(0) if self.inbox else None
+
+    def reply(self, received: Any, message: Message) -> None:
+        self.answers.append((received.envelope.sender, message))
+
+
+class Play:
+    """One server, one evaluator, one worker, and the dispatcher between them."""
+
+    def __init__(self) -> None:
+        job = Job.from_dict({
+            "model": {"use": "mlp"},
+            "data": {"use": "synthetic", "shape": [2], "num_classes": 2, "size": 8},
+            "training": {"batch_size": 4, "epochs": 3},
+            "strategy": {"name": "parameter_server"},
+        })  # fmt: skip
+        plan = RunPlan(job, ParameterServerSettings(), 8, 6, StopPolicy(job.stop), counts_classes=True)
+        self.channel = Channel()
+        self.dispatcher = Dispatcher(
+            self.channel,  # type: ignore[arg-type]
+            plan,
+            Ledger(8, 4, 1, plan.num_steps),
+            Progress(),
+            emit=lambda *args, **fields: None,
+            show=lambda step, loss: None,
+            failure_timeout_s=5.0,
+            num_servers=1,
+            wants_followers=False,
+            elapsed_s=lambda: 0.0,
+            rate=lambda step: None,
+        )
+        for role in ("server", "evaluator", "worker"):
+            self.say(f"{role}-0", Join(role, 0, 1, "host", "address"))
+
+    def say(self, sender: str, message: Message) -> list[tuple[str, Message]]:
+        """Let a process speak; return what the dispatcher says to anybody after it."""
+        self.channel.answers.clear()
+        envelope = SimpleNamespace(sender=sender, incarnation=1)
+        self.channel.inbox.append(SimpleNamespace(envelope=envelope, message=message))
+        self.dispatcher.serve(0.0)
+        return list(self.channel.answers)
+
+    def order(self, answers: list[tuple[str, Message]]) -> Order:
+        (order,) = [message for _, message in answers if isinstance(message, Order)]
+        return order
+
+    def carry_out(self, order: Order) -> list[tuple[str, Message]]:
+        self.say("evaluator-0", SnapshotTaken(()))
+        metrics = '{"loss": 1.0, "accuracy": 0.5, "top5_accuracy": null, "num_samples": 1, "seconds": 0.1}'
+        path = "step" if order.save else ""
+        self.say("evaluator-0", OrderDone(order.step, metrics if order.evaluate else "", "sha", path))
+        return self.say("evaluator-0", AskOrder())
+
+
+def work_of(answers: list[tuple[str, Message]]) -> Work:
+    (work,) = [message for _, message in answers if isinstance(message, Work)]
+    return work
+
+
+@pytest.mark.parametrize("reason", ["interrupt", "time"])
+def test_a_stop_before_the_first_unit_ends_the_run(reason: str) -> None:
+    play = Play()
+    play.dispatcher.stop(reason)
+    order = play.order(play.say("evaluator-0", AskOrder()))
+    assert order.save and order.step == 0
+    play.carry_out(order)
+    assert play.dispatcher.is_over
+
+
+@pytest.mark.parametrize("reason", ["interrupt", "time"])
+def test_a_stop_while_a_snapshot_is_measured_ends_the_run_saved(reason: str) -> None:
+    play = Play()
+    play.say("evaluator-0", AskOrder())
+    done, order = TakeWork(), None
+    while order is None:  # the end of the first epoch
+        answers = play.say("worker-0", done)
+        orders = [message for _, message in answers if isinstance(message, Order)]
+        if orders:
+            order = orders[0]
+        else:
+            done = TakeWork(done=work_of(answers).unit, num_samples=4)
+    assert order.evaluate and not order.save
+    play.dispatcher.stop(reason)
+    last = play.order(play.carry_out(order))
+    assert last.save and not last.evaluate and last.step == 2
+    play.carry_out(last)
+    assert play.dispatcher.is_over
+    assert play.dispatcher.outcome.stopped_by == reason
+
+
+def test_a_stop_in_the_middle_of_a_step_waits_for_it_and_sends_everybody_home() -> None:
+    play = Play()
+    play.say("evaluator-0", AskOrder())
+    work = work_of(play.say("worker-0", TakeWork()))
+    play.dispatcher.stop("interrupt")
+    order = play.order(play.say("worker-0", TakeWork(done=work.unit, num_samples=4)))
+    assert (order.step, order.save, order.evaluate) == (1, True, False)
+    play.channel.answers.clear()
+    play.say("evaluator-0", SnapshotTaken(()))
+    answers = play.say("evaluator-0", OrderDone(1, "", "sha", "step"))
+    assert ("worker-0", Leave()) in answers
+    assert play.dispatcher.is_over
