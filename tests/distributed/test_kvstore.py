@@ -120,6 +120,8 @@ def test_mistakes_have_one_clear_message(store: cordee.KVStore, name: str, serve
         (lambda: store.push_rows(name, [2], np.zeros((1, 3), np.float32)), "has no row 2: it has 2 rows"),
         (lambda: store.push_rows(name, [0.5], np.zeros((1, 3), np.float32)), "rows are a list of whole numbers"),
         (lambda: store.push_rows(name, [0], np.zeros((2, 3), np.float32)), "1 rows of key"),
+        (lambda: store.pull(name, min_version=-5), "min_version = -5 must be at least 0"),
+        (lambda: store.pull(name, min_version=2**70), "must be at least 0 and below"),
         (lambda: store.set_updater("updates:nothing"), "do not know 'updates:nothing'"),
         (lambda: store.set_updater("sgd", lr="much"), "lr"),
     ):

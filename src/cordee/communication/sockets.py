@@ -8,6 +8,7 @@ import zmq
 
 from cordee.core.errors import CommunicationError
 
+_MAX_PORT = 65535
 _MAX_SOCKET_PATH = 107  # bytes; a limit of the operating system
 
 
@@ -16,6 +17,11 @@ def check_address(address: str, is_encrypted: bool) -> None:
     scheme, separator, rest = address.partition("://")
     if not separator or scheme not in ("tcp", "ipc") or not rest:
         raise CommunicationError(f"'{address}' is no address of a channel: use 'tcp://HOST:PORT' or 'ipc://PATH'")
+    port = rest.rpartition(":")[2]
+    if scheme == "tcp" and port != "*" and not (port.isdecimal() and int(port) <= _MAX_PORT):
+        raise CommunicationError(
+            f"'{address}' has no port from 0 to {_MAX_PORT}: use 'tcp://HOST:PORT', or '*' for any"
+        )
     if scheme == "ipc" and len(rest.encode()) > _MAX_SOCKET_PATH:
         raise CommunicationError(
             f"the path in '{address}' is longer than the {_MAX_SOCKET_PATH} bytes that the system allows: "

@@ -287,6 +287,8 @@ class KVStore:
     def _pull(self, entry: Entry, out: Any, min_version: int | None, timeout_s: float | None) -> Pulled:
         target = self._target(entry, out)
         limit_s = self._membership.failure_timeout_s if timeout_s is None else timeout_s
+        if min_version is not None and not 0 <= min_version < 2**63:
+            raise StoreError(f"min_version = {min_version} must be at least 0 and below 2**63")
         version = transfer.pull(self._wire, entry, target.view, min_version or 0, limit_s)
         return Pulled(target.finish(), version)
 

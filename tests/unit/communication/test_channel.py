@@ -446,6 +446,7 @@ def test_a_forked_child_cannot_use_the_channel_and_does_not_break_it() -> None:
         ("udp://127.0.0.1:1", "no address of a channel"),
         ("127.0.0.1:1", "no address of a channel"),
         ("tcp://", "no address of a channel"),
+        ("tcp://127.0.0.1:99999", "no port from 0 to 65535"),
         ("ipc:///" + "x" * 200, "longer than the 107 bytes"),
         ("tcp://no-such-interface:*", "cannot listen at"),
         ("ipc:///no/such/folder/s", "cannot listen at"),
