@@ -19,6 +19,10 @@ EVENT_TYPES = {
     "step",
     "evaluation",
     "checkpoint",
+    "commit",
+    "recovery",
+    "staleness",
+    "worker_ended",
     "warning",
     "run_ended",
 }
@@ -69,6 +73,7 @@ def test_every_event_is_known_and_in_order(reference: Path) -> None:
         "step",
         "evaluation",
         "checkpoint",
+        "commit",
         "run_ended",
     }
     assert {event["type"] for event in found} <= EVENT_TYPES
