@@ -33,6 +33,7 @@ from cordee.data import Loader, Splits, load_data
 from cordee.data.datasets import IterableSource
 from cordee.models import BUILTIN_MODELS
 from cordee.strategies import Requirements, Strategy, make_strategy
+from cordee.version import __version__
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,27 @@ class Assembly:
             shards=shards,
             test_shards=test_shards,
         )
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the event `run_started` tells of the job and its parts."""
+        job, splits = self.job, self.splits
+        return {
+            "name": job.name,
+            "strategy": job.strategy.name,
+            "workers": self.team.num_workers,
+            "device": str(self.computation.device),
+            "threads": self.num_threads,
+            "model": job.to_dict()["model"]["use"],
+            "data": splits.name,
+            "parameters": self.num_parameters,
+            "train_samples": splits.train.num_samples,
+            "test_samples": splits.test.num_samples if splits.test else None,
+            "batch_size": job.training.batch_size,
+            "total_steps": self.total_steps,
+            "epochs": job.training.num_epochs,
+            "cordee_version": __version__,
+            "torch_version": str(torch.__version__),
+        }
 
 
 def assemble(job: Job, team: Team) -> Assembly:

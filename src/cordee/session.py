@@ -169,27 +169,7 @@ class Session:
         self._trainer.resume(loaded.state)
 
     def _announce(self) -> None:
-        parts, job, splits = self._parts, self._parts.job, self._parts.splits
-        self._monitor.emit(
-            "run_started",
-            run_dir=str(self._run_dir),
-            name=job.name,
-            strategy=job.strategy.name,
-            workers=parts.team.num_workers,
-            device=str(parts.computation.device),
-            threads=parts.num_threads,
-            model=job.to_dict()["model"]["use"],
-            data=splits.name,
-            parameters=parts.num_parameters,
-            train_samples=splits.train.num_samples,
-            test_samples=splits.test.num_samples if splits.test else None,
-            batch_size=job.training.batch_size,
-            total_steps=parts.total_steps,
-            epochs=job.training.num_epochs,
-            start_step=self.step,
-            cordee_version=__version__,
-            torch_version=str(torch.__version__),
-        )
+        self._monitor.emit("run_started", run_dir=str(self._run_dir), start_step=self.step, **self._parts.describe())
 
 
 def _status(outcome: Outcome | None, error: BaseException | None) -> tuple[Status, str | None]:

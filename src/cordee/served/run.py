@@ -107,7 +107,7 @@ class ServedRun:
                 elapsed_s=lambda: base_s + time.perf_counter() - self._begun_s,
                 rate=self._rate,
             )
-            self._announce(plan)
+            self._announce()
             for index in range(self._settings.servers):
                 for _ in range(self._settings.replicas):
                     self._start_server(engine, channel.address, index, resume=resume)
@@ -328,28 +328,13 @@ class ServedRun:
         recipe = self._parts.recipe
         return None if lr is None else float(lr) * recipe.schedule(step) * recipe.lr_factor
 
-    def _announce(self, plan: RunPlan) -> None:
-        parts, job, splits = self._parts, self._job, self._parts.splits
+    def _announce(self) -> None:
         self._monitor.emit(
             "run_started",
             run_dir=str(self._directory.path),
-            name=job.name,
-            strategy=job.strategy.name,
-            workers=job.strategy.workers,
-            servers=self._settings.servers,
-            device=str(parts.computation.device),
-            threads=parts.num_threads,
-            model=job.to_dict()["model"]["use"],
-            data=splits.name,
-            parameters=parts.num_parameters,
-            train_samples=splits.train.num_samples,
-            test_samples=splits.test.num_samples if splits.test else None,
-            batch_size=job.training.batch_size,
-            total_steps=parts.total_steps,
-            epochs=job.training.num_epochs,
             start_step=self._progress.step,
-            cordee_version=__version__,
-            torch_version=str(torch.__version__),
+            servers=self._settings.servers,
+            **self._parts.describe(),
         )
 
     def _summarise_ended(self, plan: RunPlan, first: int) -> Summary | None:
@@ -368,7 +353,7 @@ class ServedRun:
         assert loaded is not None
         outcome = Outcome(stopped_by=reason, metrics=progress.metrics)
         outcome.weights_sha256 = checkpoint.weights_sha256(loaded.state.part("model").tensors)
-        self._announce(plan)
+        self._announce()
         return self._summary(outcome, plan, None)
 
     def _summarise(self, dispatcher: Dispatcher, plan: RunPlan, samples_before: int) -> Summary:
