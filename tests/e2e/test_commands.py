@@ -31,6 +31,7 @@ def test_help_names_every_command_and_does_not_import_torch(workspace: Workspace
     assert done.returncode == 0
     for command in ("train", "export", "runs", "doctor", "bench"):
         assert f"  {command} " in done.stdout
+    assert "..." not in done.stdout.partition("Commands:")[2], "a summary is cut"
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "cordee.cli.app" in imported
     assert "torch" not in imported

@@ -1,0 +1,89 @@
+"""Commands that put Cordée to the test: the machine, a run, the framework itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cordee.cli.output import print_text
+
+
+def chaos(
+    job: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False)],
+    faults: Annotated[str, typer.Option(help="Which of kill, freeze, slow, full-disk, leave.")] = "kill,freeze",
+    every: Annotated[str, typer.Option(help="Time between two faults.")] = "5s",
+    duration: Annotated[str, typer.Option("--for", help="How long to train, from the first step on.")] = "1m",
+    seed: Annotated[int, typer.Option(help="Chooses faults and workers.")] = 0,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run goes.", show_default=False)] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="As in cordee train.", show_default=False)
+    ] = None,
+) -> None:
+    """Train a job while real faults hit its workers, then check the run by its events.
+
+    Exit code 1 if the run fails, hangs, or is not sound.
+    """
+    from cordee.auditing import VERDICTS
+    from cordee.chaos import plan_faults, train_command, unleash
+    from cordee.core import Job
+    from cordee.core.durations import parse_duration
+    from cordee.core.env import runs_folder
+    from cordee.doctor import can_train, render_findings
+    from cordee.monitoring import new_run_path
+
+    loaded = Job.load(job, overrides=overrides or [])
+    for_s = parse_duration(duration, "--for")
+    plan = plan_faults(faults.split(","), every_s=parse_duration(every, "--every"), for_s=for_s, seed=seed)
+    folder = run_dir or new_run_path(runs_folder(), f"{loaded.name}-chaos")
+    outcome = unleash(train_command(job, folder, overrides or []), folder, plan, for_s=for_s, say=print_text)
+    print_text(render_findings(outcome.findings, as_json=False, verdicts=VERDICTS))
+    print_text(
+        f"{len(outcome.faults)} faults in {outcome.seconds:.0f} s, {outcome.recoveries} recoveries, the slowest in "
+        f"{outcome.slowest_recovery_s:.2f} s, {outcome.steps_redone} steps redone, "
+        f"{outcome.samples_per_second:,.0f} samples/s; the run is {folder}"
+    )
+    if not can_train(outcome.findings):
+        raise typer.Exit(1)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of lines.")] = False,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run", metavar="RUN", help="Check this run's events instead of the machine.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Check this machine: Python, torch, devices, cores, memory, disk, ports, data; say what to mend.
+
+    With --run, check a run from its own events: every sample counted once per epoch, generations that do not
+    overlap, steps that only grow, members that agree on the weights. Exit code 1 if something is wrong.
+    """
+    from cordee.doctor import can_train, examine, render_findings
+
+    if run is not None:
+        from cordee.auditing import VERDICTS, audit_run
+
+        findings = audit_run(run)
+        print_text(render_findings(findings, as_json=as_json, verdicts=VERDICTS))
+    else:
+        findings = examine()
+        print_text(render_findings(findings, as_json=as_json))
+    if not can_train(findings):
+        raise typer.Exit(1)
+
+
+def bench(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Which one of those below.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write the raw figures to this JSON file.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the medians are compared.", min=1)] = 7,
+) -> None:
+    """Measure Cordée: against its peers, interleaved in one run, or against the goals of the shipped jobs."""
+    from cordee.bench import run_benchmark
+
+    run_benchmark(name, rounds=rounds, output=output)

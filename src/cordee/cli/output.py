@@ -1,0 +1,45 @@
+"""What commands print, and the exit code of one that was interrupted."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from cordee.core.env import wants_colour
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C
+
+
+def print_text(text: str) -> None:
+    """Print to stdout; that the reader has gone, as in `cordee runs | head`, is not an error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_json(value: Any) -> None:
+    """Print `value`, a struct or plain values, as indented JSON; paths in it as text."""
+    import msgspec
+
+    print_text(msgspec.json.format(msgspec.json.encode(value, enc_hook=str)).decode())
+
+
+def print_table(table: RenderableType) -> None:
+    """Print what rich lays out, as wide as the terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    print_text(captured.get().rstrip("\n"))
+
+
+def print_error(message: str) -> None:
+    """Print to stderr, behind the program's name."""
+    style, plain = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() and wants_colour() else ("", "")
+    print(f"{style}cordee:{plain} {message}", file=sys.stderr)

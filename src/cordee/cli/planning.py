@@ -1,0 +1,104 @@
+"""Commands that predict: `plan` and `simulate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cordee.cli.output import print_json, print_table, print_text
+
+
+def plan(
+    job: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False)],
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Look at up to so many; else the job's, this machine's cores, or the cluster's devices.",
+            metavar="N",
+            min=1,
+        ),
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="A cluster file: machines that are not here.", metavar="FILE")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew what is in the cache.")] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key, e.g. training.batch_size=256.", metavar="K=V")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Predict step time, memory and traffic of each strategy; say which to use, and why.
+
+    Profiles the model on this machine for some seconds, and keeps the profile in the cache folder.
+
+    For example:
+
+        cordee plan examples/digits.toml --workers 4
+
+        cordee plan job.toml --cluster cluster.toml --json
+    """
+    from cordee.core import Job
+
+    Job.load(job, settings or [])  # a mistake in it is told at once, before the two seconds that importing torch takes
+    if cluster is not None:
+        from cordee.planner import load_cluster
+
+        load_cluster(cluster)
+
+    from cordee.planner.rendering import render_plan
+    from cordee.planning import plan as make_plan
+
+    found = make_plan(job, overrides=settings or [], workers=workers, cluster=cluster, fresh=fresh)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print_table(render_plan(found))
+
+
+def simulate(
+    scenario: Annotated[
+        str | None,
+        typer.Argument(metavar="[SCENARIO]", help="A scenario file, or a published one's name.", show_default=False),
+    ] = None,
+    job: Annotated[
+        Path | None, typer.Option(help="Take step and gradients from this job, profiled here.", metavar="JOB.toml")
+    ] = None,
+    cluster: Annotated[Path | None, typer.Option(help="With --job: take the links from here.", metavar="FILE")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key, e.g. staleness=4.", metavar="K=V")
+    ] = None,
+    page: Annotated[Path | None, typer.Option("--html", help="Also draw it: a page with charts.", metavar="F")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Predict scaling, idling, staleness and losses on clusters that are not here.
+
+    A scenario is a TOML file (docs/planner.md lists its keys), a job with a cluster file, or a published one:
+    horovod-inception3, horovod-resnet101, horovod-vgg16, parameter-server.
+
+    For example:
+
+        cordee simulate horovod-vgg16 --set "workers=[1,64,1024]" --html vgg.html
+
+        cordee simulate --job job.toml --cluster cluster.toml --set mtbf=30d
+    """
+    from cordee.core.errors import JobError
+    from cordee.planner.simulator import simulate as run_simulation
+    from cordee.simulating import find_scenario, render_outcomes, scenario_of_job, write_page
+
+    if (scenario is None) == (job is None):
+        raise JobError("say what to simulate: a scenario, or --job JOB.toml, and not both")
+    if cluster is not None and job is None:
+        raise JobError("--cluster belongs to --job; a scenario has its own links")
+    overrides = settings or []
+    chosen = find_scenario(scenario, overrides) if scenario else scenario_of_job(job or "", cluster, overrides)
+    outcomes = run_simulation(chosen)
+    if page is not None:
+        write_page(page, chosen, outcomes)
+    if as_json:
+        print_json({"scenario": chosen, "outcomes": outcomes})
+        return
+    print_table(render_outcomes(chosen, outcomes))
+    if page is not None:
+        print_text(f"page: {page}")

@@ -1,0 +1,102 @@
+"""Commands that train a job, and those that look after its runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cordee.cli.output import INTERRUPTED, print_json, print_table, print_text
+
+
+def train(
+    job: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False)],
+    strategy: Annotated[str | None, typer.Option(help="Instead of the job's strategy.name.", metavar="S")] = None,
+    workers: Annotated[int | None, typer.Option(help="Instead of the job's strategy.workers.", metavar="N")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where the run is written; else a new folder in ./runs.", metavar="D")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --run-dir, or the newest.")] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key, e.g. training.epochs=3.", metavar="K=V")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+) -> None:
+    """Train a job: progress on screen, everything else in the run directory.
+
+    Ctrl-C stops after the step and saves; a second one stops at once. Exit code: 0 when the run ended well,
+    2 for a mistake in the job, 1 for a failure, 130 after Ctrl-C.
+
+    For example:
+
+        cordee train examples/digits.toml --set training.epochs=3
+
+        cordee train job.toml --run-dir runs/a --resume
+    """
+    overrides = list(settings or [])
+    overrides += [f"strategy.name={strategy}"] if strategy is not None else []
+    overrides += [f"strategy.workers={workers}"] if workers is not None else []
+
+    from cordee.core import Job
+
+    Job.load(job, overrides)  # a mistake in it is told at once, before the two seconds that importing torch takes
+
+    from cordee.launch import train as run_training
+
+    run = run_training(job, overrides=overrides, run_dir=run_dir, resume=resume, quiet=quiet)
+    if run.status == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
+    output: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--output", "-o", help="File to write: .safetensors, .pt or .onnx (repeat for several).", metavar="FILE"
+        ),
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="The checkpoint to take; else the newest whole one.")] = None,
+) -> None:
+    """Write the trained weights of a run for use elsewhere.
+
+    Without --output: model.safetensors in the run directory. A .pt file is a state dict for
+    `torch.load(..., weights_only=True)`; ONNX takes any batch size.
+    """
+    from cordee.exporting import export_run
+
+    for path in export_run(run, output or [run / "model.safetensors"], step=step):
+        print_text(str(path))
+
+
+def runs(
+    folder: Annotated[
+        Path | None, typer.Argument(help="Where runs are; else $CORDEE_RUNS or ./runs.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of a table.")] = False,
+) -> None:
+    """List runs with their state, newest first."""
+    from cordee.core.env import runs_folder
+    from cordee.monitoring import list_runs, render_runs
+
+    found = list_runs(folder or runs_folder())
+    if as_json:
+        print_json(found)
+    elif not found:
+        print_text(f"no runs in {folder or runs_folder()}: start one with `cordee train JOB.toml`")
+    else:
+        print_table(render_runs(found))
+
+
+def scale(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)],
+    workers: Annotated[int, typer.Argument(metavar="N", help="How many workers it is to have.", show_default=False)],
+) -> None:
+    """Change the number of workers of a run that is under way, up or down.
+
+    Returns at once; workers join when they have loaded their data, and leave after a step.
+    """
+    from cordee.cluster.control import scale_run
+
+    print_text(scale_run(run, workers))
