@@ -67,7 +67,7 @@ def _check_generations(events: Sequence[Event]) -> Iterator[str]:
 
 
 def _check_steps(events: Sequence[Event]) -> Iterator[str]:
-    """Commits never go back, but to a checkpoint that was saved, where nobody was left to go on from."""
+    """Commits never go back, but to one whose checkpoint was saved, where nobody was left to go on from."""
     committed, saved, may_load = 0, {0}, True
     for event in events:
         kind = event["type"]
@@ -83,6 +83,7 @@ def _check_steps(events: Sequence[Event]) -> Iterator[str]:
             if event["step"] < committed and not (may_load and event["step"] in saved):
                 yield f"step {event['step']} was committed after step {committed}"
             committed = event["step"]
+            saved.add(committed)  # maybe: all may be lost after the last byte of it and before the news
 
 
 def _check_samples(events: Sequence[Event], started: Event) -> Iterator[str]:

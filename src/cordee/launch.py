@@ -134,6 +134,8 @@ def _run_alone(
         session.run(resume=resume, log_file=directory.worker_log())
     except BaseException as problem:
         error = problem
+        if isinstance(problem, Exception):
+            session.close()  # what was saved before the error is not lost
         raise
     finally:
         summary = _with_prediction(session.summarise(error), decision)

@@ -74,6 +74,10 @@ class Session:
                 team.any(False)  # nobody leaves before all have done their part
         return self._outcome is not None
 
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written: to be called before the process ends, unless it is in a hurry."""
+        self._trainer.settle()
+
     @property
     def ready_step(self) -> int:
         """How many steps this worker can go on from; -1 before it has a model that is the team's."""
@@ -85,6 +89,8 @@ class Session:
         return self._trainer.is_stepping
 
     def _enter(self, team: Team, may_load: bool) -> None:
+        if not team.is_first:
+            self._trainer.settle()  # another may save the same step from here on
         own, steps = self.ready_step, team.gather(self.ready_step)
         if not self._parts.is_elastic:
             # The parts of the last team are of no use in another: what it saved when it halted, or before, is.
@@ -145,6 +151,8 @@ class Session:
             wall_seconds=progress.elapsed_s,
             samples_per_second=(outcome.samples_per_second or None) if outcome else None,  # 0: no step was left to take
             step_seconds=_step_s(outcome),
+            checkpoint_stall_seconds=outcome.stall_s if outcome else None,
+            best_step=progress.best_step if progress.best_step >= 0 else None,
             train_loss=outcome.train_loss if outcome else None,
             test_loss=metrics.loss if metrics else None,
             test_accuracy=metrics.accuracy if metrics else None,
@@ -161,12 +169,15 @@ class Session:
     def _resume(self) -> None:
         loaded = checkpoint.load_newest(self._run_dir / "checkpoints")
         if loaded is None:
-            self._monitor.emit("warning", message="the run has no checkpoint yet: starting from the beginning")
+            self._warn("the run has no checkpoint yet: starting from the beginning")
             return
         for path, reason in loaded.damaged:
-            message = f"checkpoint {path.name} is damaged ({reason}); using {loaded.path.name}"
-            self._monitor.emit("warning", message=message)
+            self._warn(f"checkpoint {path.name} is damaged ({reason}); using {loaded.path.name}")
         self._trainer.resume(loaded.state)
+
+    def _warn(self, message: str) -> None:
+        if self._parts.team.is_first:  # all workers would say the same
+            self._monitor.emit("warning", message=message)
 
     def _announce(self) -> None:
         self._monitor.emit("run_started", run_dir=str(self._run_dir), start_step=self.step, **self._parts.describe())

@@ -57,6 +57,7 @@ class TeamRun:
         self._lost: list[Trouble] = []  # since the last generation was formed
         self._recovery: _Recovery | None = None  # that is not complete
         self._steps_redone = 0
+        self._stall_s = 0.0  # that training stood still for checkpoints
         self._verdict: str | None = None  # why the run ends early although its workers end well
         self._is_stop_told = False
         self._is_pause_told = False
@@ -263,6 +264,7 @@ class TeamRun:
     def _take_event(self, kind: str, fields: dict[str, Any]) -> None:
         if kind in ("progress", "step"):
             self._membership.told_step = max(self._membership.told_step, fields["step"])
+        self._stall_s += fields.get("stall_s", 0.0)
         if kind == "progress":
             self._monitor.progress(step=fields["step"], loss=fields["loss"])
         elif kind == "outcome":
@@ -303,7 +305,10 @@ class TeamRun:
         if self._verdict is not None:
             raise TrainingError(f"{self._verdict}. Step {summary.steps} is saved: --resume goes on from it")
         return msgspec.structs.replace(
-            summary, recoveries=self._restarts.num_recoveries, steps_redone=self._steps_redone
+            summary,
+            recoveries=self._restarts.num_recoveries,
+            steps_redone=self._steps_redone,
+            checkpoint_stall_seconds=self._stall_s,
         )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from cordee import checkpoint
 from cordee.assembly import Assembly
-from cordee.checkpoint import State
+from cordee.checkpoint import CheckpointWriter, Request, Saved, State
 from cordee.compute import NO_VOTES, Loss, Metrics, Votes, evaluate, split_batch
 from cordee.core import Batch
 from cordee.core.errors import DataError, StorageError, TrainingError
@@ -22,6 +22,8 @@ from cordee.core.seeds import derive_seed
 from cordee.core.shards import Block, add_up
 from cordee.core.stopping import Patience, StopPolicy
 from cordee.monitoring import Monitor
+
+WORTH_SAYING_S = 0.5  # that a checkpoint waited for the one before
 
 
 class Progress(msgspec.Struct):
@@ -36,6 +38,7 @@ class Progress(msgspec.Struct):
     loss_count: int = 0
     evaluated_at: int = -1  # step of the last evaluation
     metrics: Metrics | None = None  # what it measured
+    best_step: int = -1  # of the best evaluation
     patience: Patience = msgspec.field(default_factory=Patience)
 
 
@@ -47,6 +50,7 @@ class Outcome:
     stopped_by: str | None
     metrics: Metrics | None
     samples_per_second: float
+    stall_s: float  # that training stood still for checkpoints
 
     @property
     def train_loss(self) -> float | None:
@@ -73,8 +77,11 @@ class Trainer:
         self._is_stepping = False
         self._is_new_team = False  # no step was taken in it yet
         self._policy = StopPolicy(parts.job.stop)
-        self._saved_at = -1
+        self._writer = CheckpointWriter(checkpoints, self._report_saved)
+        self._saved_at = -1  # also of a checkpoint that is being written
         self._not_saved: StorageError | None = None  # why the last checkpoint is missing
+        self._stall_s = 0.0  # that training stood still for checkpoints
+        self._has_waited = False  # for a slow disk, and said so
         self._votes = NO_VOTES  # of all workers, in the last step
         self._is_stopping = False  # agreed on by all workers
         self._progress = Progress()
@@ -95,15 +102,21 @@ class Trainer:
         return self._is_stepping
 
     def enter(self, parts: Assembly, state: State | None) -> None:
-        """Go on as a member of another team: from `state`, or from where this worker is."""
+        """Go on as a member of another team: from `state`, or from where this worker is. Collective."""
         self._parts = parts
         if state is not None:
             self.resume(state)
         self._votes, self._is_stopping, self._is_stepping, self._is_new_team = NO_VOTES, False, False, True
-        # Who writes checkpoints may be another now: what counts is what is on the disk.
-        name = f"step-{self._progress.step}"
-        is_saved = any(path.name == name for path in checkpoint.list_checkpoints(self._checkpoints))
-        self._saved_at = self._progress.step if is_saved else -1
+        # Who writes checkpoints may be another now. What counts is what is on the disk, or on the way there; the first
+        # says, for others may look a moment earlier or later.
+        step = self._progress.step
+        on_disk = any(path.name == f"step-{step}" for path in checkpoint.list_checkpoints(self._checkpoints))
+        is_saved = parts.team.gather(int(on_disk or self._writer.step == step))[0]
+        self._saved_at = step if is_saved else -1
+
+    def settle(self) -> None:
+        """Wait until no checkpoint is being written."""
+        self._writer.wait()
 
     def state(self) -> State:
         """Return all that another worker needs to be where this one is."""
@@ -151,14 +164,18 @@ class Trainer:
                 stopped_by = stopped_by or self._train()
             if stopped_by == "interrupt" and not is_end():
                 if not self._parts.is_elastic and self._saved_at != progress.step:
-                    self._save()  # while those who have the parts of it are together
+                    self._save(at_once=True)  # while those who have the parts of it are together
+                if not self._parts.is_elastic:
+                    self.settle()  # the next team begins with it
                 return None
             if stopped_by != "interrupt":
                 self._evaluate()
                 if self._parts.test is not None and progress.evaluated_at != progress.step:
                     stopped_by = "interrupt"
             if self._saved_at != progress.step:
-                self._save()
+                self._save(at_once=True)
+            with self._away():
+                self.settle()
             if self._not_saved is not None:
                 raise StorageError(self._weights_lost()) from self._not_saved
         finally:
@@ -166,7 +183,8 @@ class Trainer:
             self._training_s += time.perf_counter() - self._started_s - self._away_s
             self._away_s = 0.0
         trained = progress.samples - self._start_samples
-        return Outcome(progress, stopped_by, progress.metrics, trained / self._training_s if trained else 0.0)
+        speed = trained / self._training_s if trained else 0.0
+        return Outcome(progress, stopped_by, progress.metrics, speed, self._stall_s)
 
     def _why_stopped_before(self) -> str | None:
         """Return why a resumed run had ended already: going on would give other weights than it ended with."""
@@ -240,7 +258,8 @@ class Trainer:
         reason = None
         if job.evaluation.every_steps and step % job.evaluation.every_steps == 0:
             reason = self._evaluate()
-        if job.checkpoint.every_steps and step % job.checkpoint.every_steps == 0 and self._saved_at != step:
+        is_due = job.checkpoint.every_steps and step % job.checkpoint.every_steps == 0
+        if (is_due or self._is_best()) and self._saved_at != step:
             self._save()
         if self._votes.interrupt or self._is_stopping:
             return "interrupt"
@@ -251,6 +270,8 @@ class Trainer:
         reason = None
         if evaluation.every_epochs and (progress.epoch + 1) % evaluation.every_epochs == 0:
             reason = self._evaluate()
+        if self._is_best() and self._saved_at != progress.step:
+            self._save()
         if self._is_stopping:
             return "interrupt"  # the epoch is not closed: resuming evaluates it again
         progress.epoch += 1
@@ -299,7 +320,13 @@ class Trainer:
         )
         reason = self._policy.after_evaluation(metrics.loss, metrics.accuracy)
         progress.patience = self._policy.patience
+        if progress.patience.evaluations_since == 0:
+            progress.best_step = progress.step
         return reason
+
+    def _is_best(self) -> bool:
+        """Whether the model as it is now is the best that was evaluated, and is to be kept for that."""
+        return self._job.checkpoint.keep_best and self._progress.best_step == self._progress.step
 
     def _sum_shards(self, values: Sequence[float]) -> list[float]:
         """Sum what was measured of each own shard over all shards, in one order. Collective."""
@@ -314,12 +341,17 @@ class Trainer:
             lambda one, other: [a + b for a, b in zip(one, other, strict=True)],
         )
 
-    def _save(self) -> None:
-        """Save a checkpoint. A disk that is full costs the checkpoint, not the run, unless it is the last one."""
-        progress = self._progress
+    def _save(self, *, at_once: bool = False) -> None:
+        """Save a checkpoint, or begin to. A disk that is full costs the checkpoint, not the run, unless it is the last.
+
+        Collective: the first worker writes.
+        """
+        progress, settings = self._progress, self._job.checkpoint
         progress.elapsed_s = self._elapsed_s()
-        self._saved_at, self._not_saved = progress.step, None
+        since_s = time.perf_counter()
         with self._away():
+            self._await_disk()
+            self._saved_at, self._not_saved = progress.step, None
             self._parts.strategy.consolidate()
             self.report_commit()
             state = self._parts.strategy.state_dict()
@@ -327,16 +359,38 @@ class Trainer:
                 return
             self._refuse_not_finite(state)
             values = {**state.values, "progress": msgspec.to_builtins(progress)}
-            started = time.perf_counter()
-            try:
-                path = checkpoint.save(
-                    self._checkpoints, progress.step, State(state.tensors, values), keep=self._job.checkpoint.keep
-                )
-            except StorageError as error:
-                self._not_saved = error
-                self._monitor.emit("warning", message=f"checkpoint at step {progress.step} was not saved: {error}")
-                return
-        self._monitor.emit("checkpoint", step=progress.step, path=str(path), seconds=time.perf_counter() - started)
+            protected = (progress.best_step,) if settings.keep_best else ()
+            request = Request(progress.step, State(state.tensors, values), settings.keep, protected, since_s)
+            if at_once or not settings.asynchronous:
+                self._writer.write(request)
+            else:
+                self._writer.start(request)
+
+    def _await_disk(self) -> None:
+        """Wait for the checkpoint before, if it is still being written; say so, once."""
+        before = self._writer.step
+        started_s = time.perf_counter()
+        self.settle()
+        waited_s = time.perf_counter() - started_s
+        if waited_s >= WORTH_SAYING_S and not self._has_waited:
+            self._has_waited = True
+            self._monitor.emit(
+                "warning",
+                message=f"step {self._progress.step} waited {waited_s:.1f} s for the checkpoint of step {before}, "
+                "which was still being written: save less often with checkpoint.every_steps",
+            )
+
+    def _report_saved(self, saved: Saved) -> None:
+        """Tell what became of a checkpoint. Called from the thread that wrote it."""
+        self._stall_s += saved.stall_s
+        if saved.problem is not None:
+            self._not_saved = saved.problem
+            message = f"checkpoint at step {saved.step} was not saved: {saved.problem}"
+            self._monitor.emit("warning", message=message, stall_s=saved.stall_s)
+            return
+        self._monitor.emit(
+            "checkpoint", step=saved.step, path=str(saved.path), seconds=saved.seconds, stall_s=saved.stall_s
+        )
 
     def _weights_lost(self) -> str:
         kept = checkpoint.list_checkpoints(self._checkpoints)
@@ -411,6 +465,7 @@ class Trainer:
                 raise TrainingError(self._not_finite(f"'{name}'", how, self._progress.step, self._epoch_number()))
 
     def _not_finite(self, what: str, how: str, step: int, epoch: int) -> str:
+        self.settle()  # to know the last one
         kept = checkpoint.list_checkpoints(self._checkpoints)
         last = f"the last checkpoint is {kept[-1].name}" if kept else "there is no checkpoint yet"
         return (

@@ -59,9 +59,9 @@ class LinkSink:
     def emit(self, event: Event) -> None:
         if event.type == "commit":
             self._link.emit(event.type, {**event.fields, "worker": self._worker})
-        elif self.is_first:
+        elif self.is_first or event.type == "checkpoint":  # which may be finished by one that was the first
             self._link.emit(event.type, event.fields)
-        elif event.type == "warning" and "checkpoint" not in event.fields["message"]:
+        elif event.type == "warning":
             self._link.emit("warning", {**event.fields, "worker": self._worker})
 
     def refresh(self, step: int, loss: SupportsFloat | None) -> None:
@@ -126,19 +126,25 @@ class _Member:
                 should_stop=lambda: link.is_stop_asked,
                 should_pause=lambda: link.is_pause_asked,
             )
-            while True:
-                if self._answer is None:
-                    self._answer = link.await_generation(
-                        session.ready_step, has_dropped=session.has_dropped, reason=self._reason
-                    )
-                answer, self._answer = self._answer, None
-                if answer.directive.action == "leave":
+            with contextlib.closing(session):
+                if not self._train_on(session, sink):
                     return
-                assert answer.directive.action == "new_generation", answer
-                if self._train(session, sink, answer):
-                    break
             summary = msgspec.to_builtins(session.summarise(None))
         link.emit("outcome", {"worker": order.worker_index, "summary": summary})
+
+    def _train_on(self, session: Session, sink: LinkSink) -> bool:
+        """Train in one team after the other; return whether the run has ended, and not just for this worker."""
+        while True:
+            if self._answer is None:
+                self._answer = self._link.await_generation(
+                    session.ready_step, has_dropped=session.has_dropped, reason=self._reason
+                )
+            answer, self._answer = self._answer, None
+            if answer.directive.action == "leave":
+                return False
+            assert answer.directive.action == "new_generation", answer
+            if self._train(session, sink, answer):
+                return True
 
     def _train(self, session: Session, sink: LinkSink, answer: Answer) -> bool:
         """Train as a member of the generation that `answer` calls for; return whether the run has ended."""

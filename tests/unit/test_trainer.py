@@ -6,6 +6,8 @@ import json
 import math
 import operator
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +108,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path: Path, monkey
             raise StorageError("cannot save: No space left on device")
         return save(*args, **settings)
 
-    monkeypatch.setattr(checkpoint, "save", full_at_first)
+    monkeypatch.setattr("cordee.checkpoint.background.save", full_at_first)
     result = run(small_job(checkpoint={"every_steps": 3}), tmp_path / "run")
     assert result.status == "completed"
     assert calls == [3, 6, 9, 10]
@@ -116,6 +118,117 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path: Path, monkey
         "checkpoint at step 6 was not saved",
     ]
     assert saved_steps(result.directory) == [9, 10]
+
+
+class HeldSave:
+    """A disk that takes nothing before `release`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.release, self.steps = threading.Event(), list[int]()
+        self._save = checkpoint.save
+        monkeypatch.setattr("cordee.checkpoint.background.save", self)
+
+    def __call__(self, root: Path, step: int, *args: Any, **settings: Any) -> Path:
+        self.steps.append(step)
+        assert self.release.wait(30)
+        return self._save(root, step, *args, **settings)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run(small_job(checkpoint={"every_steps": 3, "keep": 9, "asynchronous": False}), tmp_path / "plain")
+    held, reached = HeldSave(monkeypatch), []
+
+    class WatchingNet(small_jobs.Net):
+        @staticmethod
+        def at_step(now: int) -> None:
+            reached.append((now, list(held.steps)))
+            if now == 6:  # the next checkpoint would wait for the first
+                held.release.set()
+
+    job = small_job(model=WatchingNet, checkpoint={"every_steps": 3, "keep": 9})
+    result = run(job, tmp_path / "held")
+    assert (6, [3]) in reached, "steps 4 to 6 were begun before the checkpoint of step 3 was written"
+    assert [event["step"] for event in events_of(result, "checkpoint")] == [3, 6, 9, 10]
+    stalls = [event["stall_s"] for event in events_of(result, "checkpoint")]
+    assert result.summary.checkpoint_stall_seconds == pytest.approx(sum(stalls))
+    assert saved_steps(plain.directory) == saved_steps(result.directory)
+
+
+def test_what_is_saved_is_the_state_of_its_step(tmp_path: Path) -> None:
+    settings = {"every_steps": 1, "keep": 20}
+    apart = run(small_job(checkpoint=settings), tmp_path / "apart").directory / "checkpoints"
+    at_once = run(small_job(checkpoint={**settings, "asynchronous": False}), tmp_path / "at-once").directory
+    for path in checkpoint.list_checkpoints(apart):
+        mine, other = checkpoint.load(path), checkpoint.load(at_once / "checkpoints" / path.name)
+        assert mine.tensors.keys() == other.tensors.keys()
+        assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in mine.tensors.items()), path.name
+        assert {**mine.values["progress"], "elapsed_s": 0, "metrics": 0} == {
+            **other.values["progress"],
+            "elapsed_s": 0,
+            "metrics": 0,
+        }
+
+
+def test_an_error_of_the_users_does_not_lose_the_checkpoint_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldSave(monkeypatch)
+
+    class FailingNet(small_jobs.Net):
+        @staticmethod
+        def at_step(now: int) -> None:
+            if now == 5:
+                assert held.steps == [3]
+                threading.Timer(0.2, held.release.set).start()
+                raise ZeroDivisionError("the user's own mistake")
+
+    with pytest.raises(TrainingError, match="step 5 raised ZeroDivisionError"):
+        run(small_job(model=FailingNet, checkpoint={"every_steps": 3}), tmp_path / "run")
+    assert saved_steps(tmp_path / "run") == [3]
+
+
+def test_a_full_disk_in_the_background_fails_the_run_only_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(root: Path, step: int, *args: Any, **settings: Any) -> Path:
+        raise StorageError("cannot save: No space left on device")
+
+    monkeypatch.setattr("cordee.checkpoint.background.save", full)
+    with pytest.raises(StorageError, match="step 10 was reached, but its weights could not be saved"):
+        run(small_job(checkpoint={"every_steps": 5}), tmp_path / "run")  # the last one is also one in between
+    assert len(events_of(tmp_path / "run", "warning")) == 2
+
+
+def test_a_slow_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cordee.trainer.WORTH_SAYING_S", 0.01)
+    save = checkpoint.save
+
+    def slow(*args: Any, **settings: Any) -> Path:
+        time.sleep(0.1)
+        return save(*args, **settings)
+
+    monkeypatch.setattr("cordee.checkpoint.background.save", slow)
+    result = run(small_job(checkpoint={"every_steps": 1}), tmp_path / "run")
+    (warning,) = events_of(result, "warning")
+    assert "s for the checkpoint of step 1, which was still being written" in warning["message"]
+
+
+def test_the_best_is_kept(tmp_path: Path) -> None:
+    # The accuracy of this model rises and falls again, as the rate is far too high.
+    job = small_job(
+        optimizer={"use": "sgd", "lr": 3.0},
+        training={"epochs": 6},
+        evaluation={"every_steps": 3},
+        checkpoint={"every_steps": 10, "keep": 1, "keep_best": True},
+    )
+    result = run(job, tmp_path / "run")
+    evaluations = events_of(result, "evaluation")
+    best = max(evaluations, key=lambda event: (event["test_accuracy"], -event["step"]))
+    assert 0 < best["step"] < 30, "otherwise this proves nothing"
+    assert result.summary.best_step == best["step"]
+    assert saved_steps(result.directory) == [best["step"], 30]
+    kept = checkpoint.load(result.directory / "checkpoints" / f"step-{best['step']}")
+    assert kept.values["progress"]["best_step"] == best["step"]
 
 
 # Ends that went well ----------------------------------------------------------------------------------------
@@ -226,7 +339,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
                 signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        run(small_job(model=TwiceNet, checkpoint={"every_steps": 1}), tmp_path / "run")
+        run(small_job(model=TwiceNet, checkpoint={"every_steps": 1, "asynchronous": False}), tmp_path / "run")
     summary = read_summary(tmp_path / "run" / "summary.json")
     assert summary is not None and (summary.status, summary.steps) == ("interrupted", 2)
     assert saved_steps(tmp_path / "run") == [1, 2]
@@ -513,7 +626,8 @@ def test_the_summary_is_complete(tmp_path: Path) -> None:
 
 
 def test_events_are_in_order(tmp_path: Path) -> None:
-    result = run(small_job(checkpoint={"every_steps": 4}, monitoring={"every_steps": 5}), tmp_path / "run")
+    settings = {"every_steps": 4, "asynchronous": False}
+    result = run(small_job(checkpoint=settings, monitoring={"every_steps": 5}), tmp_path / "run")
     events = result.events()
     kinds = [event["type"] for event in events if event["type"] != "commit"]
     assert set(kinds[:2]) == {"run_started", "worker_started"}

@@ -1,5 +1,6 @@
 """Save, verify, load and export the state of a run."""
 
+from cordee.checkpoint.background import CheckpointWriter, Request, Saved
 from cordee.checkpoint.export import export
 from cordee.checkpoint.model import load_model_state, model_state
 from cordee.checkpoint.optimizer import load_optimizer_state, optimizer_state
@@ -9,7 +10,10 @@ from cordee.checkpoint.state import State, weights_sha256
 from cordee.checkpoint.writing import save
 
 __all__ = [
+    "CheckpointWriter",
     "Loaded",
+    "Request",
+    "Saved",
     "State",
     "export",
     "list_checkpoints",

@@ -73,7 +73,7 @@ def lay_out(tensors: Mapping[str, Tensor]) -> Layout:
             raise CheckpointError(f"'{name}' is of type {tensor.dtype}, which safetensors cannot hold")
         if name == _METADATA:
             raise CheckpointError(f"a tensor cannot be called '{_METADATA}': safetensors uses that name itself")
-        first = first_names.setdefault(_memory_of(tensor), name)
+        first = first_names.setdefault(memory_of(tensor), name)
         if first == name or name == "format" or tensor.numel() == 0:
             stored[name] = tensor
         else:
@@ -148,6 +148,7 @@ class _Header(msgspec.Struct, frozen=True, rename={"metadata": _METADATA}):
     metadata: dict[str, str] = {}
 
 
-def _memory_of(tensor: Tensor) -> object:
+def memory_of(tensor: Tensor) -> object:
+    """Return what two names of one weight have in common."""
     flags = (tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), flags)

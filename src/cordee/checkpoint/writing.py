@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,8 +31,10 @@ _serial = itertools.count()
 _in_use: set[Path] = set()  # the temporary directories that threads of this process are busy with
 
 
-def save(root: Path, step: int, state: State, *, keep: int) -> Path:
+def save(root: Path, step: int, state: State, *, keep: int, protected: Collection[int] = ()) -> Path:
     """Write `root/step-N`, then remove the oldest ones so that `keep` whole ones up to step N are left.
+
+    Whole ones of the steps in `protected` stay besides.
 
     Local. When it returns, the checkpoint is on the disk and survives a power cut. If the process dies on
     the way, all that was there before is still there and whole. Checkpoints of later steps, left over from
@@ -59,7 +61,7 @@ def save(root: Path, step: int, state: State, *, keep: int) -> Path:
     except OSError as error:
         raise StorageError(f"cannot save the checkpoint {target}: {reason_of(error)}") from error
     try:
-        _prune(root, step, keep)
+        _prune(root, step, keep, protected)
     except OSError as error:
         raise StorageError(f"{target} is saved, but older ones cannot be removed: {reason_of(error)}") from error
     return target
@@ -74,19 +76,26 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def superfluous(found: Sequence[tuple[Path, bool]], step: int, keep: int) -> list[Path]:
+def superfluous(
+    found: Sequence[tuple[Path, bool]], step: int, keep: int, protected: Collection[int] = ()
+) -> list[Path]:
     """Return which of the checkpoints (oldest first, each with whether it is whole) to remove after saving `step`.
 
-    Those of later steps stay. A damaged one stays for the user to look at until `keep` newer ones are whole.
+    Those of later steps stay, and whole ones of `protected` steps. A damaged one stays for the user to look at until `keep` newer ones are whole.
     """
     kept: set[int] = set()
+    spared: set[int] = set()
     removed = []
     for path, is_whole in reversed(found):
         its_step = step_of(path)
         assert its_step is not None
         if its_step > step:
             continue
-        if len(kept) >= keep or its_step in kept:  # the latter: replaced by the one of the same step
+        if is_whole and its_step in protected and its_step not in spared:
+            spared.add(its_step)
+            if len(kept) < keep:
+                kept.add(its_step)
+        elif len(kept) >= keep or its_step in kept:  # the latter: replaced by the one of the same step
             removed.append(path)
         elif is_whole:
             kept.add(its_step)
@@ -119,9 +128,9 @@ def _put_in_place(temporary: Path, target: Path) -> None:
     fsync_directory(target.parent)
 
 
-def _prune(root: Path, step: int, keep: int) -> None:
+def _prune(root: Path, step: int, keep: int, protected: Collection[int]) -> None:
     found = [(path, looks_whole(path)) for path in list_checkpoints(root)]
-    for path in superfluous(found, step, keep):
+    for path in superfluous(found, step, keep, protected):
         _remove(path)
 
 

@@ -167,6 +167,8 @@ class Checkpoint(Section, frozen=True, kw_only=True):
 
     every_steps: int = 200  # 0: only at the end
     keep: int = 3
+    keep_best: bool = False  # also save and keep the one that was best when it was evaluated
+    asynchronous: bool = True  # write a copy while training goes on; needs memory for it
 
     def __post_init__(self) -> None:
         _at_least("checkpoint.every_steps", self.every_steps, 0)

@@ -64,7 +64,7 @@ class ProgressSink:
             tracker.note_epoch(fields.get("epoch"))
             tracker.loss = fields.get("loss", tracker.loss)
         elif event.type == "checkpoint":
-            tracker.pause(fields.get("seconds") or 0.0, now_s)
+            tracker.pause(fields.get("stall_s") or 0.0, now_s)
         elif event.type == "evaluation":
             tracker.pause(fields.get("seconds") or 0.0, now_s)
             tracker.test_accuracy = fields.get("test_accuracy")

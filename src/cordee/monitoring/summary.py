@@ -29,6 +29,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_second: float | None = None
     step_seconds: float | None = None  # the mean of a step, without evaluating and saving
     predicted_step_seconds: float | None = None  # where the planner knew the model
+    checkpoint_stall_seconds: float | None = None  # that training stood still for checkpoints
+    best_step: int | None = None  # of the best evaluation
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None  # from 0 to 1

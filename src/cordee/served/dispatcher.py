@@ -82,6 +82,7 @@ class Outcome:
     weights_sha256: str = ""
     ages: tuple[int, ...] = ()
     problem: str = ""  # why the last checkpoint is missing
+    stall_s: float = 0.0  # that nothing was handed out for checkpoints
     last_step_loss: float | None = None
 
 
@@ -118,6 +119,8 @@ class Dispatcher:
         self._deciding = False  # training waits for what the evaluation says
         self._ordered_step = -1
         self._has_ordered_last = False  # the order that ends the run is given
+        self._paused_s: float | None = None  # since when nothing is handed out for a snapshot
+        self._stall_s = 0.0  # of the last snapshot
         self._saved_step = -1  # of the job: its checkpoint is there
         self._sums: dict[int, _StepSum] = {}
         self._settle = (-1, 1.0)
@@ -220,6 +223,7 @@ class Dispatcher:
             case SnapshotTaken(ages=ages):
                 self.outcome.ages = ages
                 self._reading = False
+                self._stall_s = time.perf_counter() - (self._paused_s or time.perf_counter())
             case OrderDone():
                 self._finish_order(message)
                 self.channel.reply(received, Joined(self.failure_timeout_s))
@@ -319,6 +323,7 @@ class Dispatcher:
         if self.is_over or not self.is_ready:
             return
         if ledger.committed_steps >= self._barrier:
+            self._paused_s = self._paused_s or time.perf_counter()
             is_last = self._is_final or ledger.is_complete
             is_ordered = self._has_ordered_last if is_last else self._ordered_step == self._barrier
             if not is_ordered:
@@ -326,6 +331,7 @@ class Dispatcher:
             if is_last or self._reading or self._deciding or self._ordered_step != self._barrier:
                 return
             self._barrier = self.plan.next_barrier(ledger.committed_steps)
+            self._paused_s = None
         self._hand_out()
 
     def _hand_out(self) -> None:
@@ -396,7 +402,8 @@ class Dispatcher:
             self.emit("warning", message=f"checkpoint at step {done.step} was not saved: {done.problem}")
         elif done.path:
             self._saved_step = done.step
-            self.emit("checkpoint", step=done.step, path=done.path, seconds=done.seconds)
+            self.emit("checkpoint", step=done.step, path=done.path, seconds=done.seconds, stall_s=self._stall_s)
+            outcome.stall_s += self._stall_s
         if done.metrics:
             metrics = msgspec.json.decode(done.metrics, type=Metrics)
             outcome.metrics = progress.metrics = metrics
@@ -414,6 +421,8 @@ class Dispatcher:
             )
             reason = plan.policy.after_evaluation(metrics.loss, metrics.accuracy)
             progress.patience = plan.policy.patience
+            if progress.patience.evaluations_since == 0:
+                progress.best_step = done.step
             if reason is not None and not self._is_final and not self.ledger.is_complete:
                 self.stop(reason)  # what is begun meanwhile is finished; where training waited, nothing is
         self._deciding = False

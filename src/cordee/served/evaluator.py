@@ -9,7 +9,6 @@ import contextlib
 import logging
 import signal
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ from cordee.checkpoint import State, model_state
 from cordee.cluster import Team
 from cordee.communication.buffers import Buffer
 from cordee.communication.messages import Message
-from cordee.compute import evaluate
+from cordee.compute import Metrics, evaluate
 from cordee.core import Job
 from cordee.core.errors import StorageError
+from cordee.core.stopping import StopPolicy
 from cordee.monitoring import setup_logging
 from cordee.served.link import DispatchLink, ProcessOrder
 from cordee.served.messages import AskOrder, Leave, Order, OrderDone, SnapshotTaken
@@ -34,6 +34,7 @@ from cordee.strategies.parameter_server.layout import make_layout
 from cordee.strategies.parameter_server.messages import Extras, Snapped, Snapshot, SnapshotExtras
 from cordee.strategies.parameter_server.state import adopt_flat, decode_plain, flatten_parameters, join_pieces
 from cordee.strategies.parameter_server.strategy import can_split, settings_of
+from cordee.trainer import Progress
 
 log = logging.getLogger("cordee.evaluator")
 
@@ -79,25 +80,36 @@ class Desk:
         started = time.perf_counter()
         optimizer = self._read(order)
         state = State.join(model=State(model_state(self._parts.model), {}), optimizer=optimizer)
-        metrics = self._measure() if order.evaluate else ""
+        metrics = self._measure() if order.evaluate else None
+        progress = msgspec.json.decode(order.progress, type=Progress)
+        is_best = metrics is not None and self._note_best(progress, metrics)
         path, problem = "", ""
-        if order.save:
-            progress = msgspec.json.decode(order.progress)
+        if order.save or is_best:
+            values = {**state.values, "progress": msgspec.to_builtins(progress)}
             try:
-                saved = checkpoint.save(
-                    self._checkpoints,
-                    progress["step"],
-                    State(state.tensors, {**state.values, "progress": progress}),
-                    keep=self._parts.job.checkpoint.keep,
-                )
-                path = str(saved)
+                path = self._save(progress, State(state.tensors, values))
             except StorageError as error:
                 problem = str(error)
         sha = checkpoint.weights_sha256(self._parts.model.state_dict())
-        return OrderDone(order.step, metrics, sha, path, time.perf_counter() - started, problem)
+        found = msgspec.json.encode(metrics).decode() if metrics else ""
+        return OrderDone(order.step, found, sha, path, time.perf_counter() - started, problem)
 
     def close(self) -> None:
         self._wire.close()
+
+    def _note_best(self, progress: Progress, metrics: Metrics) -> bool:
+        """Return whether this is the best yet and to be kept for it; then the checkpoint says so too."""
+        policy = StopPolicy(self._parts.job.stop, progress.patience)
+        policy.after_evaluation(metrics.loss, metrics.accuracy)
+        if not self._parts.job.checkpoint.keep_best or policy.patience.evaluations_since:
+            return False
+        progress.patience, progress.best_step = policy.patience, progress.step
+        return True
+
+    def _save(self, progress: Progress, state: State) -> str:
+        settings = self._parts.job.checkpoint
+        protected = (progress.best_step,) if settings.keep_best else ()
+        return str(checkpoint.save(self._checkpoints, progress.step, state, keep=settings.keep, protected=protected))
 
     def _read(self, order: Order) -> State:
         """Bring the model to the servers' state, and return that of their optimizers."""
@@ -137,11 +149,11 @@ class Desk:
         ages: tuple[int, ...] = self._wire.call(0, SnapshotExtras(), receive=receive, reply_bytes=room)
         return ages
 
-    def _measure(self) -> str:
+    def _measure(self) -> Metrics | None:
         parts = self._parts
         if parts.test is None:
-            return ""
+            return None
         with contextlib.closing(parts.test.batches(0)) as batches:
             metrics = evaluate(parts.model, batches, parts.computation, num_classes=parts.splits.num_classes)
         assert metrics is not None
-        return msgspec.json.encode(asdict(metrics)).decode()
+        return metrics

@@ -381,6 +381,8 @@ class ServedRun:
             samples=progress.samples,
             wall_seconds=progress.elapsed_s,
             samples_per_second=samples_per_second,
+            checkpoint_stall_seconds=outcome.stall_s,
+            best_step=progress.best_step if progress.best_step >= 0 else None,
             train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else None,
             test_loss=metrics.loss if metrics else None,
             test_accuracy=metrics.accuracy if metrics else None,

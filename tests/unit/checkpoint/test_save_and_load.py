@@ -178,6 +178,14 @@ def test_what_is_superfluous(found: str, step: int, keep: int, removed: str) -> 
     assert set(superfluous(paths(found), step, keep)) == {path for path, _ in paths(removed)}
 
 
+def test_what_is_protected_stays() -> None:
+    found = [(Path(f"step-{name}"), True) for name in ("1", "2.previous", "2", "3", "4")]
+    assert [path.name for path in superfluous(found, 4, 2, [2])] == ["step-2.previous", "step-1"]
+    assert [path.name for path in superfluous(found, 4, 2, [4])] == ["step-2", "step-2.previous", "step-1"]
+    damaged = [(Path("step-1"), False), (Path("step-2"), True), (Path("step-3"), True)]
+    assert [path.name for path in superfluous(damaged, 3, 2, [1])] == ["step-1"]
+
+
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 5, State({}, {"version": 1}), keep=3)
     save(tmp_path, 5, State({}, {"version": 2}), keep=3)
