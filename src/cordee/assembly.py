@@ -241,6 +241,11 @@ def _check_stop_settings(job: Job, splits: Splits) -> None:
             f"stop.{wants_test[0]} is measured on a test set, and data {splits.name!r} has none: "
             "set data.test_fraction = 0.1, say, to set a part of the training set aside"
         )
+    if job.checkpoint.keep_best and splits.test is None:
+        raise JobError(
+            f"checkpoint.keep_best = true needs a test set, and data {splits.name!r} has none: "
+            "set data.test_fraction = 0.1, say, or remove the setting"
+        )
     if job.stop.accuracy is not None and splits.num_classes is None:
         raise JobError("stop.accuracy needs classes, and the targets are numbers: use stop.loss instead")
 

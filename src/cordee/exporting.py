@@ -12,20 +12,30 @@ from cordee import checkpoint
 from cordee.assembly import build_model
 from cordee.checkpoint import State
 from cordee.core import Job
-from cordee.core.errors import CheckpointError, DataError, RunDirectoryError
+from cordee.core.errors import CheckpointError, DataError, JobError, RunDirectoryError
 from cordee.data import load_data
 
 
-def export_run(run: Path, outputs: Sequence[Path], *, step: int | None = None) -> list[Path]:
+def export_run(run: Path, outputs: Sequence[Path], *, step: int | None = None, takes_best: bool = False) -> list[Path]:
     """Write the weights of `run` to each of `outputs` (.safetensors, .pt, .onnx) and return their paths.
 
-    Takes the checkpoint of `step`, or the newest that is whole. Nothing of the run is changed.
+    Takes the checkpoint of `step`, that of the best evaluation, or the newest whole one. Nothing of the run is changed.
     """
     if not (run / "job.toml").is_file():
         raise RunDirectoryError(f"{run} is not a run directory: it has no job.toml")
-    state = _state(run, step)
+    if takes_best and step is not None:
+        raise JobError(f"--best and --step {step} contradict each other: give one of them")
+    state = _state(run, _best_step(run) if takes_best else step)
     model, example = _model_and_example(run) if any(o.suffix == ".onnx" for o in outputs) else (None, None)
     return [checkpoint.export(state, output, model=model, example=example) for output in outputs]
+
+
+def _best_step(run: Path) -> int:
+    loaded = checkpoint.load_newest(run / "checkpoints")
+    step = loaded.state.values["progress"].get("best_step", -1) if loaded else -1
+    if step < 0 or not Job.load(run / "job.toml").checkpoint.keep_best:
+        raise RunDirectoryError(f"{run} has kept no best checkpoint: train with checkpoint.keep_best = true")
+    return int(step)
 
 
 def _state(run: Path, step: int | None) -> State:

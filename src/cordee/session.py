@@ -75,7 +75,7 @@ class Session:
         return self._outcome is not None
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written: to be called before the process ends, unless it is in a hurry."""
+        """Wait for a checkpoint that is being written. For before the process ends, unless it is in a hurry."""
         self._trainer.settle()
 
     @property

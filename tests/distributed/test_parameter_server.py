@@ -67,7 +67,9 @@ def events(run: Run, kind: str) -> list[dict[str, Any]]:
 
 def test_one_worker_gives_the_bits_of_single_and_of_its_metrics(tmp_path: Path) -> None:
     alone = go(tmp_path / "alone", strategy={"name": "single"})
-    one = go(tmp_path / "one", strategy=served(1, servers=2))
+    settings = {"every_steps": 9, "keep": 1, "keep_best": True}
+    evaluation = {"every_steps": 4}
+    one = go(tmp_path / "one", strategy=served(1, servers=2), checkpoint=settings, evaluation=evaluation)
     assert one.summary.weights_sha256 == alone.summary.weights_sha256
     assert one.summary.test_loss == alone.summary.test_loss
     assert (one.summary.steps, one.summary.samples) == (alone.summary.steps, alone.summary.samples)
@@ -75,6 +77,11 @@ def test_one_worker_gives_the_bits_of_single_and_of_its_metrics(tmp_path: Path) 
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
     roles = {(event["role"], event["worker"]) for event in events(one, "worker_started")}
     assert roles == {("worker", 0), ("server", 0), ("server", 1), ("evaluator", 0)}
+    stalls = [event["stall_s"] for event in events(one, "checkpoint")]
+    assert one.summary.checkpoint_stall_seconds == pytest.approx(sum(stalls)) and min(stalls) > 0
+    best = max(events(one, "evaluation"), key=lambda event: (event["test_accuracy"], -event["step"]))["step"]
+    kept = {path.name for path in (one.directory / "checkpoints").iterdir()}
+    assert (one.summary.best_step, kept) == (best, {f"step-{best}", f"step-{NUM_STEPS}"})
 
 
 def test_workers_in_step_equal_single_and_lost_messages_change_nothing(tmp_path: Path) -> None:

@@ -8,17 +8,23 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from cordee.checkpoint import State, export, list_checkpoints, load, load_newest, save
+from cordee.core import Job, Use
 from cordee.core.errors import CheckpointError, StorageError
+from cordee.launch import train
 
 TRIALS = int(os.environ.get("CORDEE_FAULT_TRIALS", "0"))
 
@@ -28,7 +34,7 @@ KILLER = r"""
 import json, os, random, select, signal, sys, time
 from pathlib import Path
 import torch
-from cordee.checkpoint import State, load_newest, save
+from cordee.checkpoint import CheckpointWriter, Request, State, load_newest, save
 
 torch.set_num_threads(1)
 mode, root, trials, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
@@ -56,7 +62,24 @@ def die_at_call(number):
         setattr(os, name, wrap(getattr(os, name)))
 
 
+def write_apart(version, report):
+    live = state(version)
+
+    def done(saved):
+        assert saved.problem is None
+        os.writev(report, [saved.step.to_bytes(8, "little")])
+
+    writer = CheckpointWriter(root, done)
+    while True:
+        for tensor in live.tensors.values():
+            tensor.fill_(version)  # while the one before is being written
+        writer.start(Request(version, State(live.tensors, {"version": version}), 2, (), 0.0))
+        version += 1
+
+
 def child(version, report, call):
+    if mode == "thread":
+        write_apart(version, report)
     if call is not None:
         die_at_call(call)
     while True:
@@ -137,6 +160,14 @@ def kill_writers(mode: str, root: Path, trials: int, seed: int) -> dict[str, int
 def test_a_writer_killed_at_random_moments(tmp_path: Path) -> None:
     trials = TRIALS or 40
     result = kill_writers("random", tmp_path / "checkpoints", trials, seed=0)
+    assert result["finished"] == trials
+    assert result["leftovers"] > trials // 10, "hardly any writer was killed in the middle of its work"
+
+
+@pytest.mark.timeout(600)
+def test_a_thread_killed_while_the_state_goes_on_changing(tmp_path: Path) -> None:
+    trials = TRIALS or 15
+    result = kill_writers("thread", tmp_path / "checkpoints", trials, seed=1)
     assert result["finished"] == trials
     assert result["leftovers"] > trials // 10, "hardly any writer was killed in the middle of its work"
 
@@ -237,6 +268,52 @@ def test_a_full_disk_leaves_all_that_was_there(small_disk: Path) -> None:
     newest = load_newest(small_disk)
     assert newest is not None
     assert (newest.step, newest.damaged) == (2, [])
+
+
+class DiskNet(nn.Module):
+    """Has its run's checkpoints on a disk that is full in steps 4 to 8."""
+
+    disk = run_dir = Path()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.layers = nn.Sequential(nn.Linear(8, 6000), nn.ReLU(), nn.Linear(6000, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.steps += 1
+            filler = self.disk / "filler"
+            if self.steps in (4, 9):
+                while any(thread.name == "cordee-checkpoint" for thread in threading.enumerate()):
+                    time.sleep(0.01)  # the one before is being written
+            if self.steps == 1:
+                (self.run_dir / "checkpoints").rmdir()
+                (self.run_dir / "checkpoints").symlink_to(self.disk)
+            elif self.steps == 4:
+                filler.write_bytes(bytes(shutil.disk_usage(self.disk).free))
+            elif self.steps == 9:
+                filler.unlink()
+        outputs: Tensor = self.layers(inputs)
+        return outputs
+
+
+def test_training_goes_on_over_a_disk_that_is_full_for_a_while(small_disk: Path, tmp_path: Path) -> None:
+    DiskNet.disk, DiskNet.run_dir = small_disk, tmp_path / "run"
+    job = Job(
+        model=Use(DiskNet),
+        data={"use": "synthetic", "shape": [8], "num_classes": 3, "size": 80, "test_size": 10},
+        optimizer={"use": "sgd", "lr": 0.01},
+        training={"batch_size": 8, "steps": 10, "threads": 1},
+        checkpoint={"every_steps": 3},
+    )
+    run = train(job, run_dir=tmp_path / "run", quiet=True)
+    assert (run.status, run.summary.steps) == ("completed", 10)
+    (warning,) = [event["message"] for event in run.events() if event["type"] == "warning"]
+    assert re.match(r"checkpoint at step 6 was not saved: cannot save .*No space left on device", warning)
+    assert [path.name for path in list_checkpoints(small_disk)] == ["step-3", "step-9", "step-10"]
+    assert {path.name for path in small_disk.iterdir()} == {"step-3", "step-9", "step-10"}
+    assert all(load(path) for path in list_checkpoints(small_disk))
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])

@@ -19,7 +19,8 @@ from torch import nn
 
 from cordee import checkpoint
 from cordee.core import Job, Use
-from cordee.core.errors import DataError, JobError, StorageError, TrainingError
+from cordee.core.errors import DataError, JobError, RunDirectoryError, StorageError, TrainingError
+from cordee.exporting import export_run
 from cordee.monitoring.summary import read_summary
 
 # How long ---------------------------------------------------------------------------------------------------
@@ -229,6 +230,18 @@ def test_the_best_is_kept(tmp_path: Path) -> None:
     assert saved_steps(result.directory) == [best["step"], 30]
     kept = checkpoint.load(result.directory / "checkpoints" / f"step-{best['step']}")
     assert kept.values["progress"]["best_step"] == best["step"]
+    (weights,) = export_run(result.directory, [tmp_path / "best.pt"], takes_best=True)
+    assert checkpoint.weights_sha256(torch.load(weights)) == checkpoint.weights_sha256(kept.part("model").tensors)
+
+
+def test_the_best_needs_a_test_set_and_to_be_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"checkpoint\.keep_best = true needs a test set"):
+        run(small_job(data=small_jobs.samples(), model="mlp", checkpoint={"keep_best": True}), tmp_path / "a")
+    run(small_job(), tmp_path / "b")
+    with pytest.raises(RunDirectoryError, match=r"kept no best checkpoint: train with checkpoint\.keep_best = true"):
+        export_run(tmp_path / "b", [tmp_path / "best.pt"], takes_best=True)
+    with pytest.raises(JobError, match="--best and --step 3 contradict each other"):
+        export_run(tmp_path / "b", [tmp_path / "best.pt"], step=3, takes_best=True)
 
 
 # Ends that went well ----------------------------------------------------------------------------------------

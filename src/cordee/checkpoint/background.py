@@ -55,7 +55,7 @@ class CheckpointWriter:
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._step: int | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     @property
     def step(self) -> int | None:
@@ -103,7 +103,7 @@ class CheckpointWriter:
     def _write_apart(self, request: Request, stall_s: float) -> None:
         try:
             self._write(request, stall_s)
-        except BaseException as error:  # for the thread that trains
+        except Exception as error:  # noqa: BLE001 - for the thread that trains
             self._error = error
 
     def _stage(self, state: State) -> State:

@@ -81,7 +81,8 @@ def superfluous(
 ) -> list[Path]:
     """Return which of the checkpoints (oldest first, each with whether it is whole) to remove after saving `step`.
 
-    Those of later steps stay, and whole ones of `protected` steps. A damaged one stays for the user to look at until `keep` newer ones are whole.
+    Those of later steps stay, and whole ones of `protected` steps. A damaged one stays for the user to look at until
+    `keep` newer ones are whole.
     """
     kept: set[int] = set()
     spared: set[int] = set()

@@ -58,6 +58,7 @@ def export(
         ),
     ] = None,
     step: Annotated[int | None, typer.Option(help="The checkpoint to take; else the newest whole one.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Take that of the best evaluation.")] = False,
 ) -> None:
     """Write the trained weights of a run for use elsewhere.
 
@@ -66,7 +67,7 @@ def export(
     """
     from cordee.exporting import export_run
 
-    for path in export_run(run, output or [run / "model.safetensors"], step=step):
+    for path in export_run(run, output or [run / "model.safetensors"], step=step, takes_best=best):
         print_text(str(path))
 
 
