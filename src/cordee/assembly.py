@@ -109,6 +109,17 @@ class Assembly:
         }
 
 
+def bare_strategy(job: Job) -> Strategy:
+    """Return the job's strategy without its parts: enough to ask what it requires. Raises JobError."""
+    computation = Computation(
+        loss=make_loss(job.loss, job.python_path),
+        device=choose_device(job.training.device, 0),
+        precision=job.training.precision,
+        counts_classes=False,
+    )
+    return make_strategy(job, computation)
+
+
 def assemble(job: Job, team: Team) -> Assembly:
     """Build all parts of `job` for one member of `team`. Raises a CordeeError that says what to change. Local."""
     device = choose_device(job.training.device, team.local_rank)

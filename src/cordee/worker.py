@@ -67,7 +67,7 @@ class LinkSink:
     def refresh(self, step: int, loss: SupportsFloat | None) -> None:
         self._link.step = step
         if self.is_first:
-            self._link.emit("progress", {"step": step, "loss": None if loss is None else float(loss)})
+            self._link.show(step, None if loss is None else float(loss))
 
     def close(self) -> None:
         pass

@@ -131,7 +131,9 @@ def test_a_worker_killed_within_a_hook_of_ddp_is_trained_around(tmp_path: Path) 
     with started("train", str(path), "--run-dir", str(tmp_path / "run"), "-q") as command:
         wait_until(lambda: (tmp_path / "run" / "events.jsonl").exists() and '"step":30' in _text(tmp_path))
         command.note_family()
-        pids = {event["worker"]: event["pid"] for event in events_of(tmp_path / "run") if "pid" in event}
+        pids = {
+            event["worker"]: event["pid"] for event in events_of(tmp_path / "run") if event["type"] == "worker_started"
+        }
         os.kill(pids[1], signal.SIGKILL)
         ended = command.finish(timeout_s=60)
         assert ended.code == 0, ended.stderr

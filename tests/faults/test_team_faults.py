@@ -323,3 +323,18 @@ def test_a_worker_that_exits_early_is_named(tmp_path: Path) -> None:
     code, stderr = run.finish(timeout_s=60)
     assert code == 1
     assert "worker 0 exited with code 3" in stderr
+
+
+def test_a_killed_coordinator_comes_back(tmp_path: Path, undisturbed: str) -> None:
+    """Killed while all train, with a worker at the same moment, and frozen: each time another takes up."""
+    with launch(tmp_path) as run:
+        for step, number in ((10, signal.SIGKILL), (60, signal.SIGKILL), (110, signal.SIGSTOP)):
+            run.wait_for_step(step)
+            if step == 60:
+                os.kill(run.pids()[1], signal.SIGKILL)
+            os.kill(run.of("coordinator_started")[-1]["pid"], number)
+        check_held(run, undisturbed, recoveries=1)
+        assert len(run.of("coordinator_lost")) == 3
+        steps = [event["step"] for event in run.of("step")]
+        assert steps == list(range(1, STEPS + 1)), "each step is reported once"
+        assert not (run.run_dir / "coordinator.sqlite").exists()

@@ -32,6 +32,7 @@ RANKS: dict[str, int] = {
     "session": 7,
     "worker": 8,
     "served": 8,
+    "team_coordinator": 9,
     "team_run": 9,
     "launch": 11,
     "own_loop": 10,

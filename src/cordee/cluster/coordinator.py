@@ -1,10 +1,17 @@
-"""The coordinator: registers workers, hears their heartbeats, gathers their events, tells them what to do."""
+"""The coordinator's channel: registers workers, hears their heartbeats, gathers their events, tells them what to do.
+
+Nothing is sent before `flush`, so that what it follows from can be written down first. A coordinator that comes back is
+given its `State`; workers say again what was not noted, and ask again for what they did not hear.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import msgspec
 
 from cordee.cluster.control import CONTROL_NAME
 from cordee.cluster.membership import Membership, Trouble
@@ -19,6 +26,8 @@ from cordee.communication.messages import (
     Hello,
     Leaving,
     Member,
+    Message,
+    Noted,
     Ready,
     Refused,
     Scale,
@@ -27,6 +36,23 @@ from cordee.communication.messages import (
 from cordee.core.errors import CommunicationError, JobError
 
 WORKER_PREFIX = "worker-"
+
+
+class WorkerState(msgspec.Struct):
+    """What is known of the present process of a worker."""
+
+    incarnation: int
+    member: Member
+    num_noted: int = 0  # of its numbered messages
+    ready: int = 0  # the number of its last `Ready`
+    answer: Directive | None = None  # to the last `Ready` that was answered
+
+
+class State(msgspec.Struct):
+    """What a coordinator that comes back must know."""
+
+    workers: dict[int, WorkerState] = {}
+    least: dict[int, int] = {}  # worker -> incarnations below are refused
 
 
 class Coordinator:
@@ -38,6 +64,7 @@ class Coordinator:
         membership: Membership,
         on_event: Callable[[str, dict[str, Any]], None],
         on_scale: Callable[[int], str] | None = None,
+        state: State | None = None,
     ) -> None:
         """`on_scale` takes a wish for another number of workers and says what it does; it may raise JobError."""
         self._channel = channel
@@ -45,8 +72,12 @@ class Coordinator:
         self._on_event = on_event
         self._on_scale = on_scale
         self._peers: dict[int, Peer] = {}
-        self._members: dict[int, Member] = {}
-        self._incarnations: dict[int, int] = {}
+        self._replies: list[tuple[Received, Message]] = []
+        self._directives: list[tuple[int, Directive]] = []
+        self.state = state or State()
+        channel.generation = membership.generation
+        for index, incarnation in self.state.least.items():
+            channel.fence(f"{WORKER_PREFIX}{index}", incarnation - 1)
 
     def serve(self, timeout_s: float) -> None:
         """Handle what has come in, waiting at most `timeout_s` for the first message."""
@@ -55,30 +86,57 @@ class Coordinator:
             self._handle(received)
             received = self._channel.receive(0.0)
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether anything waits to be sent."""
+        return bool(self._replies or self._directives)
+
+    def flush(self) -> None:
+        """Send what is to be sent. One that is gone by now is passed over: its exit will be heard of."""
+        replies, self._replies = self._replies, []
+        directives, self._directives = self._directives, []
+        for received, message in replies:
+            with contextlib.suppress(CommunicationError):
+                self._channel.reply(received, message)
+        for index, directive in directives:
+            if index not in self._peers:  # not heard since this coordinator came back: it asks again when it does
+                continue
+            try:
+                self._channel.send(self._peers[index], directive)
+            except CommunicationError as error:
+                warning = f"worker {index} could not be told to {directive.action}: {error}"
+                self._on_event("warning", {"message": warning})
+
     def direct(self, action: str, workers: Iterable[int], reason: str = "") -> None:
-        """Tell workers what to do. One that is gone by now is passed over: its exit will be heard of."""
+        """Tell workers what to do."""
         for index in workers:
-            self._send(index, Directive(action, (), reason))  # type: ignore[arg-type]
+            directive = Directive(action, (), reason, self._membership.generation)  # type: ignore[arg-type]
+            if action in ("finish", "leave"):
+                directive = self._answer(index, directive)
+            self._directives.append((index, directive))
 
     def form(self, members: list[int]) -> None:
         """Begin the next generation with these workers, in this order. Refuse what belongs to an earlier one."""
         self._membership.form(members)
-        self._channel.generation = self._membership.generation
-        team = tuple(self._members[index] for index in members)
+        generation = self._channel.generation = self._membership.generation
+        team = tuple(self.state.workers[index].member for index in members)
         for index in members:
-            self._send(index, Directive("new_generation", team))
+            directive = self._answer(index, Directive("new_generation", team, "", generation))
+            self._directives.append((index, directive))
+
+    def _answer(self, index: int, directive: Directive) -> Directive:
+        """Make a directive the answer to what a worker asked, to be given again if it asks again."""
+        known = self.state.workers[index]
+        known.answer = msgspec.structs.replace(directive, answers=known.ready)
+        return known.answer
 
     def fence(self, index: int) -> None:
         """Refuse whatever the present process of a worker still says: another takes its place."""
-        if index in self._incarnations:
-            self._channel.fence(f"{WORKER_PREFIX}{index}", self._incarnations.pop(index))
-
-    def _send(self, index: int, directive: Directive) -> None:
-        try:
-            self._channel.send(self._peers[index], directive)
-        except (CommunicationError, KeyError) as error:  # it died a moment ago, which its exit will tell
-            action = directive.action
-            self._on_event("warning", {"message": f"worker {index} could not be told to {action}: {error}"})
+        known = self.state.workers.pop(index, None)
+        self._peers.pop(index, None)
+        if known is not None:
+            self.state.least[index] = known.incarnation + 1
+            self._channel.fence(f"{WORKER_PREFIX}{index}", known.incarnation)
 
     def _handle(self, received: Received) -> None:
         if received.envelope.sender == CONTROL_NAME and isinstance(received.message, Scale):
@@ -86,44 +144,80 @@ class Coordinator:
             return
         index = self._index_of(received.envelope.sender)
         if index is None:
-            self._channel.reply(received, Refused("unknown-member", received.envelope.sender))
+            self._reply(received, Refused("unknown-member", received.envelope.sender))
             return
+        if isinstance(received.message, Hello):
+            self._welcome(received, index, received.message)
+            return
+        known = self.state.workers.get(index)
+        if known is None:
+            self._reply(received, Refused("unexpected", f"{type(received.message).__name__} before Hello"))
+            return
+        self._peers[index] = received.peer  # another one after each connection
         now_s, membership = time.monotonic(), self._membership
         membership.hear(index, now_s)
         match received.message:
-            case Hello(role=role, pid=pid, host=host):
-                self._welcome(received, index, Member(received.envelope.sender, role, host, index))
-                self._on_event("worker_started", {"worker": index, "pid": pid, "host": host, "role": role})
             case Heartbeat(step=step):
                 membership.hear(index, now_s, step)
-            case Event(type=kind, fields=fields):
-                self._on_event(kind, dict(fields))
-            case Ready(step=step, has_dropped=has_dropped, reason=reason):
-                membership.wait(index, step, has_dropped=has_dropped, reason=reason)
+                self._reply(received, Noted(known.num_noted))
+            case Ready() as ready:
+                self._take_ready(index, known, ready)
             case Leaving():
                 membership.records[index].is_leaving = True
-            case Failure(step=step, error=error, traceback=text, is_consequence=is_consequence):
-                membership.report(Trouble(index, step, error, text, is_consequence, at_s=now_s))
-            case Goodbye():
-                membership.finish(index)
+            case Event(number=0, type=kind, fields=fields):
+                self._on_event(kind, dict(fields))
+            case Event() | Failure() | Goodbye() as told:
+                self._take_note(received, index, known, told)
             case other:
-                self._channel.reply(received, Refused("unexpected", type(other).__name__))
+                self._reply(received, Refused("unexpected", type(other).__name__))
+
+    def _take_note(self, received: Received, index: int, known: WorkerState, told: Event | Failure | Goodbye) -> None:
+        """Take what must not be lost: once, and in order. The worker sends again what is missing."""
+        if told.number == known.num_noted + 1:
+            known.num_noted += 1
+            match told:
+                case Event(type=kind, fields=fields):
+                    self._on_event(kind, dict(fields))
+                case Failure(step=step, error=error, traceback=text, is_consequence=is_consequence):
+                    self._membership.report(Trouble(index, step, error, text, is_consequence, at_s=time.monotonic()))
+                case Goodbye():
+                    self._membership.finish(index)
+        if not isinstance(told, Event):  # the worker waits for it before it ends
+            self._reply(received, Noted(known.num_noted))
+
+    def _take_ready(self, index: int, known: WorkerState, ready: Ready) -> None:
+        if known.answer is not None and ready.number <= known.answer.answers:
+            if ready.number == known.answer.answers:  # it has not heard
+                self._directives.append((index, known.answer))
+            return
+        known.ready = ready.number
+        self._membership.wait(index, ready.step, has_dropped=ready.has_dropped, reason=ready.reason)
 
     def _scale(self, received: Received, num_workers: int) -> None:
         if self._on_scale is None:
-            self._channel.reply(received, Refused("unexpected", "this run cannot be scaled"))
+            self._reply(received, Refused("unexpected", "this run cannot be scaled"))
             return
         try:
-            self._channel.reply(received, Accepted(self._on_scale(num_workers)))
+            self._reply(received, Accepted(self._on_scale(num_workers)))
         except JobError as error:
-            self._channel.reply(received, Refused("refused", str(error)))
+            self._reply(received, Refused("refused", str(error)))
 
-    def _welcome(self, received: Received, index: int, member: Member) -> None:
+    def _welcome(self, received: Received, index: int, hello: Hello) -> None:
         timeout_s = self._membership.failure_timeout_s
-        self._channel.reply(received, Welcome(failure_timeout_s=timeout_s, heartbeat_s=timeout_s / 5))
-        self._peers[index], self._members[index] = received.peer, member
-        self._incarnations[index] = received.envelope.incarnation
+        self._reply(received, Welcome(failure_timeout_s=timeout_s, heartbeat_s=timeout_s / 5))
+        self._peers[index] = received.peer
+        incarnation = received.envelope.incarnation
+        known = self.state.workers.get(index)
+        if known is not None and known.incarnation == incarnation:
+            return  # it has not heard the first time
+        member = Member(received.envelope.sender, hello.role, hello.host, index)
+        self.state.workers[index] = WorkerState(incarnation, member)
+        self.state.least[index] = incarnation
         self._membership.register(index, time.monotonic())
+        self._on_event("worker_started", {"worker": index, "pid": hello.pid, "host": hello.host, "role": hello.role})
+
+    def _reply(self, received: Received, message: Message) -> None:
+        self._replies.append((received, message))
 
     def _index_of(self, sender: str) -> int | None:
         number = sender.removeprefix(WORKER_PREFIX)

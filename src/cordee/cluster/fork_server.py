@@ -27,6 +27,7 @@ PRELOADED = (
     "torch",
     "torch.distributed",
     "cordee.worker",
+    "cordee.team_coordinator",
     "cordee.own_loop",
     "cordee.served.worker",
     "cordee.served.server",

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
 import threading
 import time
 import traceback
+from collections import deque
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import msgspec
+
 from cordee.cluster.coordinator import WORKER_PREFIX
-from cordee.communication.channel import ClientChannel
+from cordee.communication.channel import ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
 from cordee.communication.messages import (
@@ -24,6 +28,8 @@ from cordee.communication.messages import (
     Heartbeat,
     Hello,
     Leaving,
+    Message,
+    Noted,
     Ready,
     Welcome,
 )
@@ -31,6 +37,8 @@ from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 
 LONGEST_NAP_S = 0.25  # between two looks at whether this worker wants to leave
+RETRY_S = 0.05
+LONGEST_ABSENCE_S = 30.0  # of the coordinator, before a worker that is done ends without being heard
 
 
 class Answer(NamedTuple):
@@ -41,13 +49,22 @@ class Answer(NamedTuple):
 
 
 class CoordinatorLink:
-    """A worker's connection to the coordinator. A thread keeps it alive from `join` to `leave`."""
+    """A worker's connection to the coordinator. A thread keeps it alive from `join` to `leave`.
+
+    The coordinator may die and come back: what it has not noted is said again, what it has not answered is asked again.
+    """
 
     def __init__(self, address: str, run: str, worker_index: int, keys: ClientKeys) -> None:
         name = f"{WORKER_PREFIX}{worker_index}"
         speaker = Speaker(run=run, name=name, incarnation=time.time_ns())
         self._channel = ClientChannel(address, speaker, Codec(COORDINATION), keys)
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._ready: Ready | None = None  # asked and not answered
+        self._num_asked = 0
+        self._outbox: deque[Event | Failure | Goodbye] = deque()  # told and not noted
+        self._num_told = 0
+        self._last_beat = (0, 0)  # its sequence, and what had been told before it
+        self._telling = threading.Condition()
         self._is_stop_asked = False
         self._is_pause_asked = False
         self._wants_to_leave = False
@@ -68,7 +85,7 @@ class CoordinatorLink:
     def join(self, timeout_s: float) -> None:
         """Register, and show signs of life from now on."""
         hello = Hello(role="worker", pid=os.getpid(), host=socket.gethostname())
-        reply = self._channel.request(hello, timeout_s=timeout_s).message
+        reply = self._request(hello, timeout_s)
         assert isinstance(reply, Welcome), reply
         self._timeout_s = reply.failure_timeout_s
         self._thread = threading.Thread(
@@ -76,12 +93,27 @@ class CoordinatorLink:
         )
         self._thread.start()
 
+    def _request(self, message: Message, timeout_s: float) -> Message:
+        """Ask until there is an answer: a coordinator that dies before it answers comes back."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self._channel.request(message, timeout_s=max(0.1, deadline_s - time.monotonic())).message
+            except RefusedError:
+                raise
+            except CommunicationError:
+                if time.monotonic() >= deadline_s:
+                    raise
+                time.sleep(RETRY_S)
+
     def await_generation(self, step: int, *, has_dropped: bool, reason: str = "") -> Answer:
         """Say that this worker is ready, with `step` steps taken or -1 for nothing, and wait for what to do.
 
         Waits as long as it takes: the others may still be loading their data. If the launcher dies, so do we.
         """
-        self._channel.send(Ready(step, has_dropped, reason[:4000]), timeout_s=self._timeout_s)
+        self._num_asked += 1
+        ready = self._ready = Ready(step, has_dropped, reason[:4000], self._num_asked)
+        self._say(ready)
         return self._answers.get()
 
     def ask_to_leave(self) -> None:
@@ -89,18 +121,25 @@ class CoordinatorLink:
         self._wants_to_leave = True
 
     def emit(self, kind: str, fields: dict[str, Any]) -> None:
-        self._channel.send(Event(kind, fields), timeout_s=self._timeout_s)
+        """Pass an event on. It reaches the coordinator, now or when it is back."""
+        self._tell(Event(kind, fields))
+
+    def show(self, step: int, loss: float | None) -> None:
+        """Tell where training is, if somebody listens."""
+        self._say(Event("progress", {"step": step, "loss": loss}))
 
     def fail(self, error: BaseException, step: int) -> None:
         """Report the error this worker ends with; the loss of a peer is a consequence, anything else a cause."""
         text = "".join(traceback.format_exception(error))[-60_000:]
         line = f"raised {type(error).__name__}: {error}"[:4000]
         is_consequence = isinstance(error, CommunicationError)
-        self._channel.send(Failure(step, line, text, is_consequence), timeout_s=self._timeout_s)
+        self._tell(Failure(step, line, text, is_consequence))
+        self._await_noted(2 * self._timeout_s)
 
     def leave(self) -> None:
-        """Say goodbye: this worker is done."""
-        self._channel.send(Goodbye(), timeout_s=self._timeout_s)
+        """Say goodbye: this worker is done. Returns when it has been heard."""
+        self._tell(Goodbye())
+        self._await_noted(max(LONGEST_ABSENCE_S, 4 * self._timeout_s))
 
     def close(self) -> None:
         self._is_leaving.set()
@@ -108,33 +147,72 @@ class CoordinatorLink:
         if self._thread is not None:
             self._thread.join(timeout=1.0)
 
+    def _say(self, message: Message) -> None:
+        """Send without waiting; whatever matters is said again."""
+        with contextlib.suppress(CommunicationError):
+            self._channel.send(message, timeout_s=0.0)
+
+    def _tell(self, message: Event | Failure | Goodbye) -> None:
+        with self._telling:
+            self._num_told += 1
+            message = msgspec.structs.replace(message, number=self._num_told)
+            self._outbox.append(message)
+            self._say(message)
+
+    def _await_noted(self, timeout_s: float) -> None:
+        with self._telling:
+            self._telling.wait_for(lambda: not self._outbox, timeout_s)
+
     def _keep_alive(self, heartbeat_s: float) -> None:
         next_s, has_asked = 0.0, False
         while not self._is_leaving.is_set():
             try:
-                if self._wants_to_leave and not has_asked:
-                    self._channel.send(Leaving(), timeout_s=heartbeat_s)
-                    has_asked = True
-                if time.monotonic() >= next_s:
-                    self._channel.send(Heartbeat(self.step), timeout_s=heartbeat_s)
+                if time.monotonic() >= next_s or self._wants_to_leave > has_asked:
+                    has_asked = self._wants_to_leave
+                    self._beat()
                     next_s = time.monotonic() + heartbeat_s
                 received = self._channel.receive(min(heartbeat_s / 2, LONGEST_NAP_S))
             except CommunicationError:
-                if self._is_leaving.wait(heartbeat_s):
+                if self._is_leaving.wait(min(heartbeat_s, RETRY_S)):
                     return
                 continue  # the coordinator may come back; if the launcher died, so do we
             if received is not None and isinstance(received.message, Directive):
                 self._obey(received.message, received.envelope.generation)
+            elif received is not None and isinstance(received.message, Noted):
+                self._take_note(received.message.number, received.envelope.reply_to)
+
+    def _beat(self) -> None:
+        """Show that this worker lives, and say again what was not answered."""
+        with self._telling:
+            num_told = self._num_told
+            sent = self._channel.send(Heartbeat(self.step), timeout_s=0.0)
+            self._last_beat = (sent.sequence, num_told)
+        if self._wants_to_leave:
+            self._say(Leaving())
+        if (ready := self._ready) is not None:
+            self._say(ready)
+
+    def _take_note(self, number: int, reply_to: int) -> None:
+        """Forget what has been noted; say again what was said before the last heartbeat and was not."""
+        with self._telling:
+            while self._outbox and self._outbox[0].number <= number:
+                self._outbox.popleft()
+            beat, num_told = self._last_beat
+            if reply_to == beat and number < num_told:
+                for message in self._outbox:
+                    self._say(message)
+            self._telling.notify_all()
 
     def _obey(self, directive: Directive, generation: int) -> None:
         if directive.action == "stop":
             self._is_stop_asked = True
         elif directive.action == "pause":
             self._is_pause_asked = generation >= self._channel.generation  # not one of an earlier generation
-        else:
+        elif self._ready is not None and directive.answers == self._ready.number:
+            self._ready = None
             self._is_pause_asked = False
-            self._channel.generation = max(self._channel.generation, generation)
-            self._answers.put(Answer(directive, generation))
+            self._channel.generation = max(self._channel.generation, directive.generation)
+            self._answers.put(Answer(directive, directive.generation))
 
     def __enter__(self) -> CoordinatorLink:
         return self

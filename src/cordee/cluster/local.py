@@ -33,7 +33,7 @@ class LocalEngine:
         self._control = ours
         self._received = b""
         self._pids: dict[int, int] = {}  # index -> pid, of living workers
-        self._processor_s: dict[int, float] = {}  # what each had used when last asked
+        self._watch = ProcessorWatch()
         # A session of its own: Ctrl-C in the terminal is for the launcher, which then asks the workers.
         # -P: a file in the working folder that is called like a module of Python's is not that module.
         self._server = subprocess.Popen(
@@ -86,17 +86,7 @@ class LocalEngine:
 
     def is_working(self, index: int) -> bool:
         """Whether a worker has had processor time since this was last asked of it. A stopped one has not."""
-        try:
-            process = psutil.Process(self._pids[index])
-            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE):
-                return False
-            times = process.cpu_times()
-        except (KeyError, psutil.Error):
-            return False
-        used_s = float(times.user + times.system)
-        before_s = self._processor_s.get(index, 0.0)
-        self._processor_s[index] = used_s
-        return used_s > before_s
+        return index in self._pids and self._watch.is_working(self._pids[index])
 
     def signal(self, index: int, number: signal.Signals) -> None:
         """Send a signal to a worker that may have ended."""
@@ -137,6 +127,27 @@ class LocalEngine:
             self.stop(GRACE_S if error is None else 0.2)
         finally:
             self.close()
+
+
+class ProcessorWatch:
+    """Tells processes that are busy from those that are stopped."""
+
+    def __init__(self) -> None:
+        self._processor_s: dict[int, float] = {}  # what each had used when last asked
+
+    def is_working(self, pid: int) -> bool:
+        """Whether a process has had processor time since this was last asked of it. A stopped one has not."""
+        try:
+            process = psutil.Process(pid)
+            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE):
+                return False
+            times = process.cpu_times()
+        except psutil.Error:
+            return False
+        used_s = float(times.user + times.system)
+        before_s = self._processor_s.get(pid, 0.0)
+        self._processor_s[pid] = used_s
+        return used_s > before_s
 
 
 def describe_exit(report: Exited) -> str:

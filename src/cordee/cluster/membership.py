@@ -66,7 +66,7 @@ class Membership:
     losses: list[Trouble] = field(default_factory=list)  # not yet taken care of
 
     def __post_init__(self) -> None:
-        for index in range(self.num_workers):
+        for index in range(0 if self.records else self.num_workers):
             self.expect(index, self.started_s)
 
     def expect(self, index: int, now_s: float) -> None:

@@ -18,7 +18,7 @@ class Restarts:
     num_restarts: int = 0
     num_recoveries: int = 0
     num_in_step: int = 0  # recoveries since the last step that was taken
-    _last_step: int = -2
+    last_step: int = -2
 
     def may_replace(self) -> bool:
         """Return whether there is a replacement left, and count it."""
@@ -30,8 +30,8 @@ class Restarts:
     def recover(self, step: int, losses: Sequence[Trouble], reason: str = "") -> str | None:
         """Take note that a team ended after `step` steps (-1 for none); return why the run must end, if it must."""
         self.num_recoveries += 1
-        self.num_in_step = self.num_in_step + 1 if step <= self._last_step else 1
-        self._last_step = max(step, self._last_step)
+        self.num_in_step = self.num_in_step + 1 if step <= self.last_step else 1
+        self.last_step = max(step, self.last_step)
         if self.num_in_step < MOST_LOSSES_IN_ONE_STEP:
             return None
         if not losses:

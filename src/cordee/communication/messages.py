@@ -61,11 +61,19 @@ class Welcome(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """The sender lives and has got as far as `step`. Not answered."""
+    """The sender lives and has got as far as `step`. A coordinator answers by `Noted`, others do not."""
 
     is_generational = False
 
     step: Count
+
+
+class Noted(Message, frozen=True):
+    """Numbered messages of the peer up to this one are taken note of for good; later ones may have been lost."""
+
+    is_generational = False
+
+    number: Count
 
 
 class Barrier(Message, frozen=True):
@@ -81,12 +89,13 @@ class BarrierDone(Message, frozen=True):
 
 
 class Event(Message, frozen=True):
-    """Something for the events file and the progress bar. Not answered."""
+    """Something for the events file and the progress bar."""
 
     is_generational = False
 
     type: Name
     fields: Annotated[dict[str, Json], Meta(max_length=1024)]
+    number: Count = 0  # counts up with each message that must not be lost; 0 for one that may
 
 
 class Failure(Message, frozen=True):
@@ -98,16 +107,21 @@ class Failure(Message, frozen=True):
     error: Text  # one line
     traceback: Text
     is_consequence: bool = False  # the loss of a peer, which has a cause of its own
+    number: Count = 0
 
 
 class Ready(Message, frozen=True):
-    """The sender waits for a generation, or for the next one. Answered by a `Directive` when it is time."""
+    """The sender waits for a generation, or for the next one. Answered by a `Directive` when it is time.
+
+    Said again and again until it is answered, since an answer may be lost.
+    """
 
     is_generational = False
 
     step: Annotated[int, Meta(ge=-1, le=2**63 - 1)]  # steps it has taken; -1 when it has nothing to go on from
     has_dropped: bool = False  # a step was under way and could not be finished
     reason: Text = ""  # why its last generation ended, unless it was asked to halt
+    number: Count = 0  # counts up with each answer
 
 
 class Leaving(Message, frozen=True):
@@ -126,6 +140,8 @@ class Directive(Message, frozen=True):
     action: Literal["stop", "pause", "new_generation", "finish", "leave"]
     members: Members = ()  # of the new generation
     reason: Text = ""
+    generation: Count = 0
+    answers: Count = 0  # the number of the `Ready` it answers
 
 
 class Scale(Message, frozen=True):
@@ -150,6 +166,7 @@ class Goodbye(Message, frozen=True):
     is_generational = False
 
     reason: Text = ""
+    number: Count = 0
 
 
 class Refused(Message, frozen=True):
@@ -166,6 +183,7 @@ COORDINATION: tuple[type[Message], ...] = (
     Hello,
     Welcome,
     Heartbeat,
+    Noted,
     Barrier,
     BarrierDone,
     Event,

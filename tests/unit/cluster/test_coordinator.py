@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
-from cordee.cluster.coordinator import Coordinator
+from cordee.cluster.coordinator import Coordinator, State
 from cordee.cluster.link import Answer, CoordinatorLink
 from cordee.cluster.membership import Membership
 from cordee.communication.channel import ClientChannel, RefusedError, ServerChannel
@@ -25,15 +26,23 @@ TIMEOUT_S = 2.0
 
 
 class Served:
-    """A coordinator of two workers that is served by a thread."""
+    """A coordinator of two workers that is served by a thread; the next one knows what `before` knew."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Served | None = None) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.membership = Membership(2, TIMEOUT_S, startup_timeout_s=10.0, started_s=time.monotonic())
-        speaker = Speaker(run="run", name="coordinator", incarnation=1)
-        self._channel = ServerChannel("tcp://127.0.0.1:*", speaker, Codec(COORDINATION), SERVER_KEYS)
+        if before is not None:
+            self.membership = msgspec.convert(msgspec.to_builtins(before.membership), Membership)
+        speaker = Speaker(run="run", name="coordinator", incarnation=time.time_ns())
+        address = before.address if before else "tcp://127.0.0.1:*"
+        self._channel = ServerChannel(address, speaker, Codec(COORDINATION), SERVER_KEYS)
         self.coordinator = Coordinator(
-            self._channel, self.membership, lambda kind, fields: self.events.append((kind, fields))
+            self._channel,
+            self.membership,
+            lambda kind, fields: self.events.append((kind, fields)),
+            state=msgspec.msgpack.decode(msgspec.msgpack.encode(before.coordinator.state), type=State)
+            if before
+            else None,
         )
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -42,6 +51,7 @@ class Served:
     def _serve(self) -> None:
         while not self._is_over.is_set():
             self.coordinator.serve(0.01)
+            self.coordinator.flush()
 
     @property
     def address(self) -> str:
@@ -190,6 +200,64 @@ def test_a_stop_for_a_worker_that_is_gone_is_told_and_no_error(served: Served) -
         wait_until(lambda: served.coordinator.direct("stop", [0, 1]) or "warning" in served.kinds())
         wait_until(lambda: first.is_stop_asked)
     assert "worker 1 could not be told to stop" in dict(served.events)["warning"]["message"]
+
+
+def test_another_coordinator_takes_up_where_one_was(served: Served) -> None:
+    with served.link(0) as first, served.link(1) as second:
+        joined(served, first, second)
+        first.emit("step", {"step": 1})
+        wait_until(lambda: "step" in served.kinds())
+        served.close()
+        # Nobody listens: what is said now waits, and who asks waits for the answer.
+        for step in (2, 3):
+            first.emit("step", {"step": step})
+        answers: list[Answer] = []
+        waiting = [
+            threading.Thread(target=lambda: answers.append(first.await_generation(3, has_dropped=False))),
+            threading.Thread(target=lambda: answers.append(second.await_generation(3, has_dropped=False))),
+        ]
+        for thread in waiting:
+            thread.start()
+        again = Served(served)
+        try:
+            wait_until(lambda: again.membership.next_members() is not None)
+            again.coordinator.form(again.membership.next_members() or [])
+            for thread in waiting:
+                thread.join(10)
+            assert [answer.generation for answer in answers] == [2, 2]
+            wait_until(lambda: len(again.events) == 2)
+            assert [fields["step"] for _, fields in again.events] == [2, 3], "each once, and in order"
+            leaving = threading.Thread(target=first.leave)
+            leaving.start()
+            second.leave()
+            leaving.join(10)
+            assert again.membership.is_over
+        finally:
+            again.close()
+
+
+def test_an_answer_that_was_lost_is_given_again(served: Served) -> None:
+    with served.link(0) as first, served.link(1) as second:
+        for link in (first, second):
+            link.join(10.0)
+        answers: list[Answer] = []
+        waiting = [
+            threading.Thread(target=lambda: answers.append(first.await_generation(-1, has_dropped=False))),
+            threading.Thread(target=lambda: answers.append(second.await_generation(-1, has_dropped=False))),
+        ]
+        for thread in waiting:
+            thread.start()
+        wait_until(lambda: served.membership.next_members() is not None)
+        served.close()  # decides, writes down, and dies before it has told anybody
+        served.coordinator.form(served.membership.next_members() or [])
+        again = Served(served)
+        try:
+            for thread in waiting:
+                thread.join(10)
+            assert [answer.generation for answer in answers] == [1, 1]
+            assert again.membership.members == [0, 1]
+        finally:
+            again.close()
 
 
 @pytest.mark.parametrize("name", ["worker-2", "worker-x", "worker--1", "server-0", "worker-"])

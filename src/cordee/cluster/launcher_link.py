@@ -1,0 +1,205 @@
+"""The coordinator's line to its launcher: looks like an engine, a monitor and a journal, and keeps them in step.
+
+What is asked for during a turn is held back until `commit` has written it down with the state it follows from.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from cordee.cluster.errands import (
+    Alive,
+    Emit,
+    Ended,
+    Errand,
+    Numbered,
+    Post,
+    Show,
+    Signal,
+    Stop,
+    ToCoordinator,
+    Unjournalled,
+    connect,
+)
+from cordee.cluster.fork_server import Exited, Report, Start, Started
+from cordee.cluster.journal import JOURNAL_FILE, Journal
+from cordee.cluster.local import ProcessorWatch
+from cordee.communication.channel import ServerChannel
+from cordee.communication.endpoint import Speaker
+from cordee.communication.keys import ServerKeys
+from cordee.communication.wire import Codec
+from cordee.core.errors import CommunicationError, CordeeError, StorageError
+
+log = logging.getLogger("cordee.coordinator")
+
+SHOW_EVERY_S = 0.1
+REBIND_TIMEOUT_S = 10.0
+
+
+class LauncherOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher tells every coordinator alike."""
+
+    folder: str  # where the launcher listens
+    run_dir: str
+    run_id: str
+    alive_every_s: float
+
+
+class _Effects(msgspec.Struct, frozen=True):
+    num_errands: int  # so far
+    errands: list[Numbered]
+
+
+class LauncherLink:
+    """One coordinator's line. `restored` is what the last `commit` of an earlier one said, if there was one."""
+
+    def __init__(self, order: LauncherOrder) -> None:
+        self._order = order
+        self._post = Post(connect(Path(order.folder)), ToCoordinator)
+        self._pids: dict[int, int] = {}
+        self._watch = ProcessorWatch()
+        self._pending: list[Numbered] = []
+        self._num_errands = 0
+        self._is_stop_asked = False
+        self._next_alive_s = self._next_show_s = 0.0
+        self._journal: Journal | None = None
+        self.restored: bytes | None = None
+        try:
+            self._journal = Journal(Path(order.run_dir) / JOURNAL_FILE, order.run_id)
+            self._restore(self._journal)
+        except StorageError as error:
+            self._give_up_journal(error)
+
+    def _restore(self, journal: Journal) -> None:
+        entry = journal.load()
+        if entry is None:
+            return
+        effects = msgspec.msgpack.decode(entry.effects, type=_Effects)
+        self.restored = entry.state
+        self._num_errands = effects.num_errands
+        for errand in effects.errands:  # they may not all have been sent
+            self._post.send(errand)
+
+    def commit(self, state: bytes) -> None:
+        """Write the state down with what was asked for since the last commit, then send that off."""
+        if self._journal is not None:
+            effects = _Effects(self._num_errands, self._pending)
+            try:
+                self._journal.commit(state, msgspec.msgpack.encode(effects))
+            except StorageError as error:
+                self._give_up_journal(error)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send off what was asked for, as it is."""
+        errands, self._pending = self._pending, []
+        for errand in errands:
+            self._post.send(errand)
+
+    def _give_up_journal(self, error: StorageError) -> None:
+        log.warning("%s", error)
+        if self._journal is not None:
+            self._journal.close()
+        self._journal = None
+        self._post.send(Unjournalled(str(error)))
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether anything waits for a commit."""
+        return bool(self._pending)
+
+    def should_stop(self) -> bool:
+        """Whether the user wants the run to end."""
+        return self._is_stop_asked
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        self._ask(Emit(kind, fields))
+
+    def progress(self, step: int, loss: float | None) -> None:
+        """Show where training is, now and then. Not written down."""
+        now_s = time.monotonic()
+        if now_s >= self._next_show_s:
+            self._next_show_s = now_s + SHOW_EVERY_S
+            self._post.send(Show(step, None if loss is None or math.isnan(loss) else loss))
+
+    def start(
+        self, index: int, target: str, argument: dict[str, Any], environment: Mapping[str, str], log: Path | None
+    ) -> None:
+        """Ask for process `index`; `reports` tells its pid."""
+        self._ask(Start(index, target, argument, dict(environment), str(log) if log else None))
+
+    def signal(self, index: int, number: signal.Signals) -> None:
+        """Have a signal sent to a process that may have ended."""
+        self._ask(Signal(index, int(number)))
+
+    def is_working(self, index: int) -> bool:
+        """Whether a process has had processor time since this was last asked of it. A stopped one has not."""
+        return index in self._pids and self._watch.is_working(self._pids[index])
+
+    def reports(self) -> Iterator[Report]:
+        """Yield what happened to processes. One that comes back hears of each process once more."""
+        now_s = time.monotonic()
+        if now_s >= self._next_alive_s:
+            self._next_alive_s = now_s + self._order.alive_every_s
+            self._post.send(Alive())
+        for message in self._post.receive():
+            if isinstance(message, Stop):
+                self._is_stop_asked = True
+            else:
+                self._take(message)
+                yield message
+
+    def _take(self, report: Report) -> None:
+        if isinstance(report, Started):
+            self._pids[report.index] = report.pid
+        elif isinstance(report, Exited) and self._pids.get(report.index) == report.pid:
+            del self._pids[report.index]
+
+    def end(self, result: Any) -> None:
+        self._post.send(Ended(result))
+
+    def fail(self, error: CordeeError) -> None:
+        """Have the launcher raise the error."""
+        self._post.send(Ended(error_kind=type(error).__name__, error=str(error)))
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+        self._post.close()
+
+    def _ask(self, errand: Errand) -> None:
+        self._num_errands += 1
+        self._pending.append(Numbered(self._num_errands, errand))
+
+    def __enter__(self) -> LauncherLink:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_channel(address: str, run_id: str, codec: Codec, keys: ServerKeys) -> ServerChannel:
+    """Listen at the address of an earlier coordinator, or at a new one. Raises CommunicationError.
+
+    The port of one that was killed is free at once, unless somebody else took it meanwhile.
+    """
+    deadline_s = time.monotonic() + REBIND_TIMEOUT_S
+    speaker = Speaker(run=run_id, name="coordinator", incarnation=time.time_ns())
+    while True:
+        try:
+            return ServerChannel(address, speaker, codec, keys)
+        except CommunicationError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.05)

@@ -1,0 +1,215 @@
+"""The launcher's side of a coordinator: starts it, does its errands, and brings it back when it is killed.
+
+The coordinator is a process of its own, forked like the workers. What it must know is in its journal, so another
+takes up where it was; workers connect again by themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from signal import SIGKILL, Signals
+from typing import Any
+
+import msgspec
+
+from cordee.cluster.control import remove_control
+from cordee.cluster.errands import (
+    Emit,
+    Ended,
+    Errand,
+    Numbered,
+    Post,
+    Show,
+    Signal,
+    Stop,
+    ToLauncher,
+    Unjournalled,
+    listen,
+)
+from cordee.cluster.fork_server import Exited, Report, Start, Started
+from cordee.cluster.journal import JOURNAL_FILE, remove_journal
+from cordee.cluster.launcher_link import LauncherOrder
+from cordee.cluster.local import LocalEngine, describe_exit
+from cordee.core import errors
+from cordee.core.errors import CordeeError, TrainingError
+from cordee.monitoring import Monitor
+
+log = logging.getLogger("cordee.supervisor")
+
+COORDINATOR = -1  # its number at the engine; those of others are its own choice
+STARTUP_TIMEOUT_S = 120.0  # the fork server may still be importing torch
+TICK_S = 0.05
+MOST_DEATHS, DEATHS_WITHIN_S = 5, 10.0  # more in so short a time are no accident
+
+
+class Supervisor:
+    """Has a coordinator lead a run, through as many processes as it takes."""
+
+    def __init__(
+        self, engine: LocalEngine, monitor: Monitor, should_stop: Callable[[], bool], *, failure_timeout_s: float
+    ) -> None:
+        self._engine = engine
+        self._monitor = monitor
+        self._should_stop = should_stop
+        self._failure_timeout_s = failure_timeout_s
+        self._post: Post | None = None
+        self._reports: dict[int, list[Report]] = {}  # what is known of the newest process of each number
+        self._num_done = 0  # errands
+        self._deaths: deque[float] = deque(maxlen=MOST_DEATHS)
+        self._num_deaths = 0
+        self._is_stop_told = False
+        self._unjournalled = ""
+        self._heard_s = 0.0
+        self._ended: Ended | None = None
+
+    @property
+    def num_deaths(self) -> int:
+        """How often the coordinator was killed."""
+        return self._num_deaths
+
+    def run(self, target: str, run_dir: Path, run_id: str, argument: dict[str, Any]) -> Any:
+        """Run `target` with `argument` and a `LauncherOrder` under "launcher"; return the result it ends with.
+
+        Raises the error that it ends with, and TrainingError if it cannot be kept alive.
+        """
+        with tempfile.TemporaryDirectory(prefix="cordee-") as folder, listen(Path(folder)) as listener:
+            order = LauncherOrder(
+                folder=folder, run_dir=str(run_dir), run_id=run_id, alive_every_s=self._failure_timeout_s / 5
+            )
+            self._order = {**argument, "launcher": msgspec.to_builtins(order)}
+            self._target, self._log = target, run_dir / "logs" / "coordinator.log"
+            try:
+                self._start()
+                while self._ended is None:
+                    self._turn(listener)
+            finally:
+                if self._post is not None:
+                    self._post.close()
+                remove_control(run_dir)
+                remove_journal(run_dir / JOURNAL_FILE)
+        if self._ended.error_kind:
+            raise getattr(errors, self._ended.error_kind, CordeeError)(self._ended.error)
+        return self._ended.result
+
+    def _start(self) -> None:
+        self._heard_s = time.monotonic()
+        self._engine.start(COORDINATOR, self._target, self._order, {}, self._log)
+
+    def _turn(self, listener: socket.socket) -> None:
+        waiting: list[Any] = [self._engine, self._post or listener]
+        readable, _, _ = select.select(waiting, [], [], TICK_S)
+        if self._post is not None and self._post in readable:
+            self._hear(self._post)
+        if listener in readable:
+            self._welcome(listener)
+        if self._ended is not None:
+            return
+        if self._engine in readable:
+            for report in self._engine.reports():
+                self._take_report(report)
+        if self._should_stop() and not self._is_stop_told and self._post is not None:
+            self._is_stop_told = True
+            self._tell(Stop())
+        self._check_silence()
+
+    def _welcome(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        self._post = Post(connection, ToLauncher)
+        self._heard_s = time.monotonic()
+        self._is_stop_told = False
+        for reports in list(self._reports.values()):
+            for report in reports:
+                self._tell(report)
+
+    def _hear(self, post: Post) -> None:
+        try:
+            for message in post.receive():
+                self._heard_s = time.monotonic()
+                match message:
+                    case Numbered(number=number, errand=errand):
+                        if number > self._num_done:
+                            self._num_done = number
+                            self._do(errand)
+                    case Show(step=step, loss=loss):
+                        self._monitor.progress(step=step, loss=loss)
+                    case Unjournalled(problem=problem):
+                        self._unjournalled = problem
+                        note = f"{problem}: if the coordinator dies now, the run ends with it; training goes on"
+                        self._monitor.emit("warning", message=note)
+                    case Ended():
+                        self._ended = message
+        except EOFError:
+            post.close()
+            self._post = None
+
+    def _do(self, errand: Errand) -> None:
+        match errand:
+            case Start(index=index, target=target, argument=argument, environment=environment, log=log_file):
+                self._reports.pop(index, None)
+                self._engine.start(index, target, argument, environment, Path(log_file) if log_file else None)
+            case Signal(index=index, number=number):
+                self._engine.signal(index, Signals(number))
+            case Emit(kind=kind, fields=fields):
+                self._monitor.emit(kind, **fields)
+
+    def _tell(self, message: Report | Stop) -> None:
+        if self._post is None:
+            return  # the next coordinator is told
+        try:
+            self._post.send(message)
+        except OSError:
+            log.info("the coordinator is gone: %s waits for the next", message)
+
+    def _take_report(self, report: Report) -> None:
+        if report.index != COORDINATOR:
+            known = self._reports.get(report.index, [])
+            self._reports[report.index] = [report] if isinstance(report, Started) else [*known, report]
+            self._tell(report)
+        elif isinstance(report, Started):
+            self._monitor.emit("coordinator_started", pid=report.pid)
+        else:
+            self._bring_back(report)
+
+    def _bring_back(self, exited: Exited) -> None:
+        """The coordinator is dead: start another, unless that is of no use."""
+        if self._post is not None:  # its last words
+            self._hear(self._post)
+        if self._ended is not None:
+            return
+        if self._post is not None:
+            self._post.close()
+            self._post = None
+        how = describe_exit(exited)
+        if exited.status >= 0:
+            raise TrainingError(f"the coordinator {how}; its log is {self._log}")
+        self._num_deaths += 1
+        now_s = time.monotonic()
+        self._deaths.append(now_s)
+        if self._unjournalled:
+            raise TrainingError(f"the coordinator {how}, and it has no journal to go on from ({self._unjournalled})")
+        if len(self._deaths) == MOST_DEATHS and now_s - self._deaths[0] < DEATHS_WITHIN_S:
+            raise TrainingError(
+                f"the coordinator {how}, the {MOST_DEATHS}th time within {DEATHS_WITHIN_S:g} s; its log is {self._log}"
+            )
+        self._monitor.emit("coordinator_lost", pid=exited.pid, reason=how)
+        self._monitor.emit("warning", message=f"the coordinator {how}: another takes up where it was")
+        self._start()
+
+    def _check_silence(self) -> None:
+        """Kill a coordinator that has frozen: its exit then brings it back."""
+        now_s = time.monotonic()
+        limit_s = STARTUP_TIMEOUT_S if self._post is None else self._failure_timeout_s
+        if now_s - self._heard_s <= limit_s:
+            return
+        self._heard_s = now_s
+        if self._post is None:
+            raise TrainingError(f"the coordinator did not start within {STARTUP_TIMEOUT_S:g} s; its log is {self._log}")
+        if not self._engine.is_working(COORDINATOR):
+            self._engine.signal(COORDINATOR, SIGKILL)

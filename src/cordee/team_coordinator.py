@@ -1,0 +1,372 @@
+"""The coordinator of a run with several workers: starts them, looks after them, trains around losses, reports.
+
+A process of its own. Each turn it hears what has come in, decides, writes down what it knows and what it is about to
+do, and does it; killed at any moment, another goes on from there (`cluster/journal.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cordee.assembly import bare_strategy
+from cordee.cluster.control import Control, write_control
+from cordee.cluster.coordinator import Coordinator, State
+from cordee.cluster.fork_server import Exited, Started
+from cordee.cluster.launcher_link import LauncherLink, LauncherOrder, open_channel
+from cordee.cluster.local import describe_exit
+from cordee.cluster.membership import ACTIVE, Membership, Record, Trouble
+from cordee.cluster.restarts import Restarts
+from cordee.communication.keys import ServerKeys
+from cordee.communication.messages import COORDINATION
+from cordee.communication.wire import Codec
+from cordee.core import Job
+from cordee.core.errors import CordeeError, JobError, TrainingError
+from cordee.monitoring import Summary, setup_logging
+from cordee.worker import WorkerOrder
+
+log = logging.getLogger("cordee.coordinator")
+
+# Importing torch in the fork server takes seconds on a busy machine.
+STARTUP_TIMEOUT_S = 120.0
+TICK_S = 0.02
+
+
+class TeamOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher tells the coordinator. Travels through a private socket."""
+
+    run_dir: str
+    run_id: str
+    server_keys: str
+    client_keys: str
+    control_keys: str
+    store: str  # folder where the groups find themselves
+    resume: bool
+    launcher: LauncherOrder
+
+
+def main(argument: dict[str, Any]) -> int:
+    """Lead the run to its end; return the exit code. Called in a fresh fork of the fork server."""
+    order = msgspec.convert(argument, TeamOrder)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher says when the user wants an end
+    with setup_logging(Path(order.run_dir) / "logs" / "coordinator.log"), LauncherLink(order.launcher) as launcher:
+        try:
+            launcher.end(msgspec.to_builtins(TeamCoordinator(order, launcher).lead()))
+        except CordeeError as error:
+            launcher.flush()
+            launcher.fail(error)
+    return 0
+
+
+class _Recovery(msgspec.Struct, frozen=True):
+    """What is under way between a loss and the first step of those left."""
+
+    lost: list[int]
+    started_s: float
+    reached_step: int  # steps that were taken or under way when the team was lost
+
+
+class _Memory(msgspec.Struct, kw_only=True):
+    """What a coordinator must know to take up where another was."""
+
+    address: str
+    membership: Membership
+    restarts: Restarts
+    workers: State = msgspec.field(default_factory=State)
+    pids: dict[int, int] = {}
+    summaries: dict[int, Summary] = {}
+    lost: list[Trouble] = []  # since the last generation was formed
+    recovery: _Recovery | None = None  # that is not complete
+    steps_redone: int = 0
+    stall_s: float = 0.0  # that training stood still for checkpoints
+    verdict: str | None = None  # why the run ends early although its workers end well
+    is_stop_told: bool = False
+    is_pause_told: bool = False
+
+
+class TeamCoordinator:
+    """One run with local workers. `lead` takes it from where it is to its end."""
+
+    def __init__(self, order: TeamOrder, launcher: LauncherLink) -> None:
+        self._team = order
+        self._launcher = launcher
+        self._run_dir = Path(order.run_dir)
+        job = self._job = Job.load(self._run_dir / "job.toml")
+        self._strategy = bare_strategy(job)
+        self._is_new = launcher.restored is None
+        if launcher.restored is not None:
+            self._memory = msgspec.msgpack.decode(launcher.restored, type=_Memory)
+            for record in self._memory.membership.records.values():
+                record.heard_s = time.monotonic()  # nobody could be heard meanwhile
+        else:
+            membership = Membership(
+                num_workers=job.strategy.workers,
+                failure_timeout_s=job.cluster.failure_timeout_s,
+                startup_timeout_s=STARTUP_TIMEOUT_S,
+                started_s=time.monotonic(),
+                min_workers=job.cluster.min_workers,
+                is_elastic=self._strategy.requirements(job).is_elastic,
+            )
+            restarts = Restarts(job.cluster.max_restarts)
+            self._memory = _Memory(address="tcp://127.0.0.1:*", membership=membership, restarts=restarts)
+        self._membership = self._memory.membership
+        self._restarts = self._memory.restarts
+
+    def lead(self) -> Summary:
+        """Return the summary of the worker that spoke for the last team.
+
+        Raises TrainingError that names the worker that failed first, its step and its error.
+        """
+        memory, team, job = self._memory, self._team, self._job
+        keys = ServerKeys.from_text(team.server_keys)
+        with open_channel(memory.address, team.run_id, Codec(COORDINATION), keys) as channel:
+            memory.address = channel.address
+            self._order = WorkerOrder(
+                run_dir=team.run_dir,
+                run_id=team.run_id,
+                worker_index=0,
+                num_workers=job.strategy.workers,
+                address=channel.address,
+                keys=team.client_keys,
+                store=team.store,
+                resume=team.resume,
+                failure_timeout_s=job.cluster.failure_timeout_s,
+                join_timeout_s=STARTUP_TIMEOUT_S,
+            )
+            self._coordinator = Coordinator(channel, self._membership, self._take_event, self._scale, memory.workers)
+            if self._is_new:
+                for index in range(job.strategy.workers):
+                    self._start(index)
+            else:
+                self._tell_again()
+            self._commit()
+            write_control(self._run_dir, Control(channel.address, team.run_id, team.control_keys))
+            while not self._membership.is_over:
+                self._coordinator.serve(TICK_S)
+                self._look_after()
+                self._direct()
+                self._commit()
+        return self._settle()
+
+    def _commit(self) -> None:
+        """Write down what is known and what follows, then do it."""
+        if self._launcher.has_pending or self._coordinator.has_pending:
+            self._launcher.commit(msgspec.msgpack.encode(self._memory))
+            self._coordinator.flush()
+
+    def _tell_again(self) -> None:
+        """Repeat what workers do not ask for again by themselves, and may not have heard."""
+        memory, members = self._memory, self._membership.members
+        log.warning("taking up at step %d, generation %d", self._membership.step, self._membership.generation)
+        memory.is_pause_told = False
+        if memory.is_stop_told:
+            memory.is_stop_told = not members  # those that have halted are told to finish
+
+    def _worker_log(self, index: int) -> Path:
+        return self._run_dir / "logs" / f"worker-{index}.log"
+
+    def _scale(self, num_workers: int) -> str:
+        """Change the number of workers: start new ones, or let the last ones go. Returns at once what will happen."""
+        membership, job = self._membership, self._job
+        if not membership.is_elastic:
+            raise JobError(f"strategy '{job.strategy.name}' has a fixed number of workers: end the run and --resume it")
+        if num_workers < job.cluster.min_workers:
+            raise JobError(f"cluster.min_workers = {job.cluster.min_workers} is more than {num_workers}")
+        wanted = msgspec.structs.replace(job.strategy, workers=num_workers)
+        self._strategy.requirements(msgspec.structs.replace(job, strategy=wanted))  # raises what it cannot do
+        before = membership.active
+        for index in sorted(before)[num_workers:]:
+            membership.records[index].is_leaving = True
+        unused = (index for index in itertools.count() if membership.is_free(index))
+        for index in itertools.islice(unused, max(0, num_workers - len(before))):
+            self._start(index)
+        membership.num_workers = num_workers
+        self._launcher.emit("scale", workers=num_workers, before=len(before), step=membership.step)
+        return f"from {len(before)} to {num_workers} workers"
+
+    def _start(self, index: int) -> None:
+        """Start a process for a worker, and listen to no earlier one."""
+        own = msgspec.structs.replace(self._order, worker_index=index)
+        self._coordinator.fence(index)
+        self._membership.expect(index, time.monotonic())
+        self._memory.pids.pop(index, None)
+        self._launcher.start(index, "cordee.worker:main", msgspec.to_builtins(own), {}, self._worker_log(index))
+
+    def _look_after(self) -> None:
+        """Hear who ended, end who is frozen, replace who is lost; raise for what the run cannot go on after."""
+        now_s, membership = time.monotonic(), self._membership
+        for report in self._launcher.reports():
+            if isinstance(report, Started):
+                self._memory.pids[report.index] = report.pid
+            elif isinstance(report, Exited) and self._memory.pids.get(report.index) == report.pid:
+                membership.exit(report.index, describe_exit(report), now_s, is_killed=report.status < 0)
+        for index in membership.check_silence(now_s, self._launcher.is_working):
+            self._launcher.signal(index, signal.SIGKILL)
+        if (culprit := membership.culprit(now_s)) is not None:
+            self._fail(culprit)
+        for loss in membership.take_losses():
+            self._bear(loss)
+
+    def _bear(self, loss: Trouble) -> None:
+        """Take a loss: start a replacement if there is one left; otherwise go on with fewer, or give up."""
+        membership = self._membership
+        self._memory.lost.append(loss)
+        self._launcher.emit("worker_lost", worker=loss.worker_index, step=membership.step, reason=loss.reason)
+        is_replaced = self._restarts.may_replace()
+        if is_replaced and membership.is_elastic:
+            self._start(loss.worker_index)
+            what = "it is being replaced"
+        elif is_replaced:
+            for index, record in list(membership.records.items()):
+                if record.state in ACTIVE:
+                    self._launcher.signal(index, signal.SIGKILL)
+                self._start(index)
+            what = "the team starts again from the last checkpoint"
+        elif membership.is_too_small:
+            self._give_up(loss)
+            return
+        else:
+            what = f"no replacement is left (cluster.max_restarts = {self._restarts.max_restarts})"
+        self._launcher.emit("warning", message=f"{loss.describe()}; {what}")
+
+    def _give_up(self, loss: Trouble) -> None:
+        """End the run because too few workers are left; those that are left save what they have."""
+        cluster = self._job.cluster
+        left = len(self._membership.active)
+        needed = cluster.min_workers if self._membership.is_elastic else self._membership.num_workers
+        self._memory.verdict = (
+            f"{loss.describe()}; {left} of at least {needed} workers are left, and all "
+            f"{cluster.max_restarts} replacements are used up (cluster.max_restarts); "
+            f"its log is {self._worker_log(loss.worker_index)}"
+        )
+        if not (left and self._membership.is_elastic and self._membership.generation):
+            raise TrainingError(self._memory.verdict)
+        self._membership.min_workers = 1
+        self._launcher.emit("warning", message=f"{self._memory.verdict}; saving and ending")
+
+    def _direct(self) -> None:
+        """Tell the workers what to do next."""
+        membership = self._membership
+        if membership.troubles:
+            return  # the run is about to fail
+        for index in membership.dismiss_late():
+            self._launcher.signal(index, signal.SIGKILL)
+        leaving = [i for i, r in membership.records.items() if r.is_leaving and r.state == "ready"]
+        if leaving and not membership.is_complete:
+            self._let_go(leaving)
+        members = membership.next_members()
+        if members is not None:
+            self._form(members)
+        elif membership.needs_pause and not self._memory.is_pause_told:
+            self._memory.is_pause_told = True
+            self._coordinator.direct("pause", membership.members)
+        wants_stop = self._launcher.should_stop() or self._memory.verdict is not None
+        if wants_stop and membership.is_complete and not self._memory.is_stop_told:
+            self._memory.is_stop_told = True
+            self._coordinator.direct("stop", membership.members, "interrupted")
+
+    def _let_go(self, leaving: list[int]) -> None:
+        membership = self._membership
+        if membership.is_too_small and self._memory.verdict is None:
+            # Nobody could go on: the leaving ones stay for as long as it takes to save.
+            self._memory.verdict = f"workers {leaving} were told to leave, and too few are left to go on"
+            for index in leaving:
+                membership.records[index].is_leaving = False
+            membership.min_workers = 1
+            return
+        self._coordinator.direct("leave", leaving)
+        for index in leaving:
+            membership.finish(index)
+            self._launcher.emit("worker_left", worker=index, step=membership.step)
+
+    def _form(self, members: list[int]) -> None:
+        """Begin the next generation, or end the run if that is what the members halted for."""
+        membership = self._membership
+        first = membership.records[members[0]]
+        is_halt = all(
+            (r := membership.records[i]).ready_step == first.ready_step >= 0 and not r.has_dropped for i in members
+        )
+        if self._memory.is_stop_told and is_halt and not self._memory.lost and self._memory.recovery is None:
+            self._coordinator.direct("finish", members)
+            for index in members:
+                membership.records[index].state = "member"
+            return
+        reason = next((r.reason for i in members if (r := membership.records[i]).reason), "")
+        if self._memory.lost or reason:
+            self._recover(first, reason)
+        self._coordinator.form(members)
+        self._memory.is_pause_told = self._memory.is_stop_told = False
+        self._launcher.emit(
+            "generation",
+            generation=membership.generation,
+            members=members,
+            step=first.ready_step if first.ready_step >= 0 else None,
+        )
+
+    def _recover(self, first: Record, reason: str) -> None:
+        """Take note that a team was lost; raise if that happens again and again in one step."""
+        reached = first.ready_step + first.has_dropped if first.ready_step >= 0 else self._membership.step
+        verdict = self._restarts.recover(first.ready_step, self._memory.lost, reason)
+        if verdict is not None:
+            where = f"; its log is {self._worker_log(self._memory.lost[-1].worker_index)}" if self._memory.lost else ""
+            raise TrainingError(f"{verdict}{where}")
+        now_s = time.monotonic()
+        started_s = min([now_s, *(loss.at_s for loss in self._memory.lost)])
+        self._memory.recovery = _Recovery([loss.worker_index for loss in self._memory.lost], started_s, reached)
+        self._memory.lost = []
+
+    def _take_event(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind in ("progress", "step"):
+            self._membership.told_step = max(self._membership.told_step, fields["step"])
+        self._memory.stall_s += fields.get("stall_s", 0.0)
+        if kind == "progress":
+            self._launcher.progress(step=fields["step"], loss=fields["loss"])
+        elif kind == "outcome":
+            self._memory.summaries[fields["worker"]] = msgspec.convert(fields["summary"], Summary)
+        elif kind == "first_step":
+            self._complete_recovery(fields["step"])
+        else:
+            self._launcher.emit(kind, **fields)
+
+    def _complete_recovery(self, step: int) -> None:
+        recovery, self._memory.recovery = self._memory.recovery, None
+        if recovery is None:
+            return
+        redone = max(0, recovery.reached_step - (step - 1))
+        self._memory.steps_redone += redone
+        self._launcher.emit(
+            "recovery",
+            generation=self._membership.generation,
+            lost=recovery.lost,
+            seconds=time.monotonic() - recovery.started_s,
+            step=step,
+            steps_redone=redone,
+        )
+
+    def _fail(self, trouble: Trouble) -> None:
+        log_file = self._worker_log(trouble.worker_index)
+        self._launcher.emit("worker_lost", worker=trouble.worker_index, step=trouble.step, reason=trouble.reason)
+        if trouble.traceback:
+            log.error("worker %d failed:\n%s", trouble.worker_index, trouble.traceback)
+        raise TrainingError(f"{trouble.describe()}; its log is {log_file}")
+
+    def _settle(self) -> Summary:
+        """Return the summary, having checked that all workers ended with the same weights."""
+        hashes = {summary.weights_sha256 for summary in self._memory.summaries.values()}
+        if len(hashes) > 1:
+            raise TrainingError(f"the workers ended with different weights: {sorted(map(str, hashes))}")
+        summary = next(iter(self._memory.summaries.values()))
+        if self._memory.verdict is not None:
+            raise TrainingError(f"{self._memory.verdict}. Step {summary.steps} is saved: --resume goes on from it")
+        return msgspec.structs.replace(
+            summary,
+            recoveries=self._restarts.num_recoveries,
+            steps_redone=self._memory.steps_redone,
+            checkpoint_stall_seconds=self._memory.stall_s,
+        )

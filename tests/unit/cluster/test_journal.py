@@ -1,0 +1,72 @@
+"""The coordinator's journal, and the socket between it and its launcher."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from cordee.cluster.errands import Emit, Numbered, Post, Show, Stop, ToCoordinator, ToLauncher, connect, listen
+from cordee.cluster.fork_server import Exited, Started
+from cordee.cluster.journal import Journal, remove_journal
+from cordee.core.errors import StorageError
+
+
+def test_the_newest_entry_is_there_for_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "coordinator.sqlite"
+    with Journal(path, "run") as journal:
+        assert journal.load() is None
+        journal.commit(b"one", b"a")
+        journal.commit(b"two", b"b")
+        with Journal(path, "run") as next_one:  # as when the first was killed: nothing was closed
+            assert next_one.load() == (b"two", b"b") and next_one.num_entries == 2
+    with Journal(path, "another run") as other:
+        assert other.load() is None
+    remove_journal(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_no_journal_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "coordinator.sqlite"
+    path.write_bytes(b"no database, but long enough to be read as one" * 100)
+    with Journal(path, "run") as journal:
+        assert journal.load() is None
+        journal.commit(b"state", b"")
+
+
+def test_where_nothing_can_be_written_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"cannot write .*coordinator\.sqlite"):
+        Journal(tmp_path / "missing" / "coordinator.sqlite", "run")
+
+
+def test_what_was_said_before_the_end_is_heard(tmp_path: Path) -> None:
+    folder = tmp_path / ("deep" * 40)  # longer than the address of a socket may be
+    folder.mkdir()
+    said = [Numbered(1, Emit("step", {"step": 3, "loss": float("inf")})), Show(4, None)]
+    with listen(folder) as listener:
+        theirs = Post(connect(folder), ToCoordinator)
+        ours = Post(listener.accept()[0], ToLauncher)
+        for report in (Started(0, 11), Exited(0, 11, -9), Stop()):
+            ours.send(report)
+        assert list(theirs.receive()) == [Started(0, 11), Exited(0, 11, -9), Stop()]
+        assert list(theirs.receive()) == []
+        for message in said:
+            theirs.send(message)
+        theirs.close()
+        heard = []
+        with pytest.raises(EOFError):
+            for message in ours.receive():
+                heard.append(message)
+        assert heard == said
+        ours.close()
+
+
+def test_a_message_that_was_cut_off_is_not_heard() -> None:
+    left, right = socket.socketpair()
+    post = Post(right, ToLauncher)
+    left.sendall(b"\x40\x00\x00\x00only the beginning")
+    left.close()
+    with pytest.raises(EOFError):
+        assert list(post.receive()) == []
+    post.close()
