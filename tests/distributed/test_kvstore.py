@@ -259,3 +259,38 @@ def test_the_commands_say_what_is_wrong(arguments: list[str], message: str, tmp_
     )
     assert result.returncode in (1, 2) and result.stderr.count("\n") == 1, result.stderr
     assert message in result.stderr
+
+
+def test_keys_may_have_updaters_of_their_own(store: cordee.KVStore, name: str) -> None:
+    weights, counter = f"{name} weights", f"{name} counter"
+    store.init([weights, counter], [np.zeros(4, np.float32), np.zeros(2, np.int64)])
+    with pytest.raises(StoreError, match="needs floating-point values, .* is int64: give it one of its own first"):
+        store.set_updater("adam", keys=[weights, counter])
+    store.set_updater("sgd", keys=weights, lr=0.5)
+    store.set_updater("assign", keys=[counter])
+    for _ in range(2):
+        assert store.push_pull(counter, np.array([3, 4])).value.tolist() == [3, 4]
+        store.push(weights, np.ones(4, np.float32))
+    assert store.pull(weights).value.tolist() == [-1.0] * 4
+    store.set_updater("add")  # of the others
+    assert store.push_pull(counter, np.array([5, 6])).value.tolist() == [5, 6]
+
+
+def test_a_list_with_one_bad_value_initialises_nothing(store: cordee.KVStore, name: str) -> None:
+    for keys, values in (([name, f"{name} b"], [1.0, "x"]), ([name, name], [1.0, 2.0]), ([name], [1.0, 2.0])):
+        with pytest.raises(StoreError):
+            store.init(keys, values)
+        with pytest.raises(StoreError, match="has not been initialised"):
+            store.pull(name)
+
+
+def test_limits_that_cannot_be(store: cordee.KVStore, name: str) -> None:
+    store.init(name, np.zeros((3, 2), np.float32))
+    with pytest.raises(StoreError, match="timeout_s = -1 must be at least 0"):
+        store.pull(name, timeout_s=-1)
+    with pytest.raises(StoreError, match="timeout_s = nan"):
+        store.barrier(float("nan"))
+    with pytest.raises(StoreError, match="has no row 9223372036854775813"):
+        store.pull_rows(name, np.array([2**63 + 5], np.uint64))
+    with pytest.raises(StoreError, match="has been initialised before"):
+        store.init(name, np.zeros(5))

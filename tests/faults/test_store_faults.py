@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -63,6 +64,38 @@ def test_a_killed_server_is_named(servers: LocalServers, shared_memory: bool) ->
             store.push("w", np.ones(1_000_000, np.float32))
         with pytest.raises(CommunicationError, match="server 1 of the store is gone"):
             store.push_async("w", np.ones(1_000_000, np.float32)).wait(60)
+
+
+def test_a_frozen_server_is_named_within_the_failure_timeout(servers: LocalServers) -> None:
+    with cordee.KVStore(failure_timeout="3s") as store:
+        store.init("w", np.zeros(8_000_000, np.float32))  # in many pieces
+        os.kill(servers.pids[1], signal.SIGSTOP)
+        began_s = time.monotonic()
+        with pytest.raises(
+            CommunicationError, match=r"server 1 of the store is gone: .* is frozen: no sign of life for 3"
+        ):
+            store.push("w", np.ones(8_000_000, np.float32))
+        waited_s = time.monotonic() - began_s
+        os.kill(servers.pids[1], signal.SIGKILL)
+    assert waited_s < 6, "more than twice the failure timeout"
+
+
+def test_what_a_lost_client_says_when_it_wakes_up_is_refused(servers: LocalServers) -> None:
+    with cordee.KVStore(failure_timeout="3s") as store:
+        store.init("w", np.zeros(1000, np.float32))
+        client = subprocess.Popen([sys.executable, "-c", CLIENT], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert client.stdout is not None and client.stdout.readline() == b"joined\n"
+        store.pull("w", min_version=50, timeout_s=20)
+        client.send_signal(signal.SIGSTOP)
+        with pytest.raises(StoreError, match="worker 1"):
+            store.barrier(timeout_s=2)
+        store.barrier(timeout_s=20)  # by now it is given up
+        time.sleep(1.5)  # for the other server to hear of it
+        version = store.pull("w").version
+        client.send_signal(signal.SIGCONT)
+        _, problem = client.communicate(timeout=20)
+        assert b"this worker was given up" in problem
+        assert store.pull("w").version <= version + 1, "only what was in the lane already may count"
 
 
 def test_a_killed_client_leaves_whole_pushes_and_is_named_at_the_barrier(servers: LocalServers) -> None:

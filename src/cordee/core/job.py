@@ -221,10 +221,16 @@ def read_section(section: str, value: Any, into: type[Any]) -> Any:
     return msgspec.convert(dict(table), into, strict=True)
 
 
+_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
 def _choices(given: Any, annotation: Any) -> str:
-    if get_origin(annotation) is not Literal:
+    """Return which words may be given, where the annotation, or a member of its union, has some."""
+    members = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
+    names = [str(choice) for member in members if get_origin(member) is Literal for choice in get_args(member)]
+    if not names:
         return ""
-    names = [str(choice) for choice in get_args(annotation)]
+    names += [_KINDS[member] for member in members if member in _KINDS]
     return f"{nearest(str(given), names)} (one of: {', '.join(names)})"
 
 

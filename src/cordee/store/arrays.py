@@ -60,7 +60,7 @@ def take(value: Any) -> Taken:
     try:
         specs, views, _, _ = outgoing((plain,))
     except WireError as error:
-        raise StoreError(f"this array cannot be stored: {error}") from error
+        raise StoreError(f"this array cannot be stored: {str(error).removeprefix('buffer 0 is ')}") from error
     spec = specs[0]
     return Taken(views[0], spec.dtype, spec.shape, origin)
 

@@ -100,6 +100,10 @@ class Directory:
             participant.is_lost = True
         return silent
 
+    @property
+    def lost_workers(self) -> list[str]:
+        return [name for name, one in self.participants.items() if one.is_lost and one.role == "worker"]
+
     def present(self, role: Role) -> list[Participant]:
         return [participant for participant in self.participants.values() if participant.role == role]
 
@@ -134,13 +138,14 @@ class Directory:
             owner = name if not self.num_workers else self._first_worker()
             record = KeyRecord(len(self.keys), kind, shape, place(kind, shape, loads), owner, now_s)
             self.keys[key] = record
+        if record.declared_by.get(name, sequence) != sequence:
+            raise StoreError(f"key '{key}' has been initialised before: init each key once, then push to it")
         if (kind, shape) != (record.kind, record.shape):
             raise StoreError(
                 f"key '{key}' is {record.kind} of shape {record.shape} for another worker, and {kind} of shape {shape} "
                 "here: all workers must initialise it alike"
             )
-        if record.declared_by.setdefault(name, sequence) != sequence:
-            raise StoreError(f"key '{key}' has been initialised before: init each key once, then push to it")
+        record.declared_by[name] = sequence
         if not record.is_ready and record.owner != name and now_s - record.placed_s > self.failure_timeout_s:
             record.owner, record.placed_s = name, now_s
         return record, record.owner == name and not record.is_ready

@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -16,7 +17,7 @@ from cordee.core import env
 from cordee.core.durations import parse_duration
 from cordee.core.errors import JobError, StoreError
 from cordee.store import transfer
-from cordee.store.arrays import NUMPY, TORCH, Origin, Target, make_target, take
+from cordee.store.arrays import NUMPY, TORCH, Origin, Taken, Target, make_target, take
 from cordee.store.local import LocalServers
 from cordee.store.membership import Membership
 from cordee.store.messages import Create, Done, Locate, Located, Meet, Place, Placed, Ready, SetUpdater
@@ -146,11 +147,19 @@ class KVStore:
         All workers may do so. With a known number of workers the value of worker 0 counts, else the first that comes;
         the others wait for it.
         """
-        if isinstance(key, (list, tuple)):
-            self._each(lambda one, its: self.init(one, its), key, value)
-            return
         self._check_open()
-        name, taken = _name(key), take(value)
+        if not isinstance(key, (list, tuple)):
+            self._init(key, _name(key), take(value))
+            return
+        values = list(value)
+        _check_count(key, values)
+        prepared = [(one, _name(one), take(its)) for one, its in zip(key, values, strict=True)]
+        if twice := [name for name, count in Counter(name for _, name, _ in prepared).items() if count > 1]:
+            raise StoreError(f"key '{twice[0]}' comes twice in the list: init each key once")
+        for one in prepared:  # all of them are good as far as can be told here
+            self._init(*one)
+
+    def _init(self, key: Key, name: str, taken: Taken) -> None:
         asked = Place(name, taken.kind, taken.shape, next(self._sequence))  # type: ignore[arg-type]
         placed: Placed = self._wire.ask(asked)
         entry = Entry(name, placed.number, taken.kind, taken.shape, placed.cuts, self._wire.piece_bytes(placed.cuts))
@@ -231,16 +240,26 @@ class KVStore:
         entry = self._settled(key)
         return pull_rows(self._wire, entry, rows, self._origins.get(entry.key) or _default(entry.kind))
 
-    def set_updater(self, name: str, **settings: Json) -> None:
-        """Choose what servers make of pushes, for all keys: "add" (at first), "assign", any optimizer of torch by name
-        with its settings, or "module:function" of a module that the servers were started with.
+    def set_updater(self, name: str, *, keys: Key | Keys | None = None, **settings: Json) -> None:
+        """Choose what servers make of pushes: "add" (at first), "assign", any optimizer of torch by name with its
+        settings, or "module:function" of a module that the servers were started with.
 
-        The same choice made again, by other workers say, changes nothing.
+        For these keys, or for all that have no choice of their own. The same choice made again, by other workers say,
+        changes nothing.
         """
         self._check_open()
         self._queue.settle()
-        for server in range(self.num_servers):
-            self._wire.call(server, SetUpdater(name, settings))
+        if keys is None:
+            for server in range(self.num_servers):
+                self._wire.call(server, SetUpdater(name, settings))
+            return
+        at: dict[int, list[int]] = {}
+        for key in keys if isinstance(keys, (list, tuple)) else [keys]:
+            entry = self._entry(key)
+            for cut in entry.cuts:
+                at.setdefault(cut.server, []).append(entry.number)
+        for server, numbers in at.items():
+            self._wire.call(server, SetUpdater(name, settings, tuple(numbers)))
 
     def wait(self, handle: Handle, timeout_s: float | None = None) -> Any:
         """Wait for an operation, and return what it does."""
@@ -257,7 +276,7 @@ class KVStore:
         """
         self._check_open()
         self._queue.settle()
-        reply = self._wire.ask(Meet(next(self._meetings), float(timeout_s)))
+        reply = self._wire.ask(Meet(next(self._meetings), _waiting(timeout_s)))
         assert isinstance(reply, Done)
 
     def close(self) -> None:
@@ -286,7 +305,7 @@ class KVStore:
 
     def _pull(self, entry: Entry, out: Any, min_version: int | None, timeout_s: float | None) -> Pulled:
         target = self._target(entry, out)
-        limit_s = self._membership.failure_timeout_s if timeout_s is None else timeout_s
+        limit_s = self._membership.failure_timeout_s if timeout_s is None else _waiting(timeout_s)
         if min_version is not None and not 0 <= min_version < 2**63:
             raise StoreError(f"min_version = {min_version} must be at least 0 and below 2**63")
         version = transfer.pull(self._wire, entry, target.view, min_version or 0, limit_s)
@@ -382,6 +401,12 @@ def _check_fits(entry: Entry, kind: str, shape: tuple[int, ...]) -> None:
 
 def _default(kind: str) -> Origin:
     return TORCH if kind == "bfloat16" else NUMPY
+
+
+def _waiting(timeout_s: float) -> float:
+    if not 0 <= timeout_s < float("inf"):
+        raise StoreError(f"timeout_s = {timeout_s!r} must be at least 0 and finite")
+    return float(timeout_s)
 
 
 def _seconds(failure_timeout: str | float) -> float:

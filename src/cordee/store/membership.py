@@ -127,6 +127,7 @@ class Heartbeats:
         self._link = link
         self.is_over = False
         self.problem = ""
+        self.lost: frozenset[str] = frozenset()  # workers that were given up, as the directory tells servers
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cordee-store-alive", daemon=True)
         self._thread.start()
@@ -144,6 +145,7 @@ class Heartbeats:
                 assert isinstance(standing, Standing)
                 heard_s = time.monotonic()
                 self.is_over = standing.is_over
+                self.lost = frozenset(standing.lost)
             except CommunicationError as error:
                 self.problem = str(error)
                 # A connection to a directory that died stays broken; a refusal means that it has given this process up.

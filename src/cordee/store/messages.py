@@ -57,9 +57,10 @@ class Alive(_StoreMessage, frozen=True):
 
 
 class Standing(_StoreMessage, frozen=True):
-    """Whether the store is coming to its end."""
+    """Whether the store is coming to its end, and the workers that are lost: nothing of theirs is taken any more."""
 
     is_over: bool
+    lost: Annotated[tuple[Name, ...], Meta(max_length=1 << 16)] = ()
 
 
 class Place(_StoreMessage, frozen=True):
@@ -171,10 +172,14 @@ class PullRows(_StoreMessage, frozen=True):
 
 
 class SetUpdater(_StoreMessage, frozen=True):
-    """What becomes of pushes from now on. Answered by `Done`."""
+    """What becomes of pushes from now on: to these parts, or to all that have no updater of their own.
+
+    Answered by `Done`.
+    """
 
     name: Name
     settings: Annotated[dict[str, Json], Meta(max_length=256)]
+    numbers: Annotated[tuple[Count, ...], Meta(max_length=1 << 16)] = ()
 
 
 class Done(_StoreMessage, frozen=True):

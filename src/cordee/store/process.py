@@ -176,6 +176,7 @@ def serve_member(
             next_s = now_s + _TICK_S
             with server.lock:
                 service.tick(now_s)
+                service.lost = heartbeats.lost
             return heartbeats.is_over or is_told_to_end()
 
         server.run(is_over)

@@ -94,11 +94,11 @@ def _row_numbers(entry: Entry, rows: Any) -> Rows:
         if taken.shape != (0,):
             raise StoreError(f"rows are a list of whole numbers, not {taken.kind} of shape {taken.shape}")
         return np.empty(0, np.int64)
-    numbers = np.frombuffer(taken.view, taken.kind).astype(np.int64)
-    wrong = numbers[(numbers < 0) | (numbers >= entry.shape[0])]
+    given = np.frombuffer(taken.view, taken.kind)
+    wrong = given[(given < 0) | (given >= entry.shape[0])]
     if len(wrong):
         raise StoreError(f"key '{entry.key}' has no row {wrong[0]}: it has {entry.shape[0]} rows, from 0")
-    return numbers
+    return given.astype(np.int64)
 
 
 def _row_bytes(entry: Entry) -> int:

@@ -50,6 +50,7 @@ class StoreService:
     def __init__(self, directory: Directory | None, shard: Shard | None) -> None:
         self.directory, self.shard = directory, shard
         self.is_over = False
+        self.lost: frozenset[str] = frozenset()  # workers that were given up: what they say is too late
         self._pulls: dict[int, list[_Waiting]] = {}  # part -> pulls that want a later version
         self._meets: dict[str, _Waiting] = {}
         self._places: dict[str, list[tuple[Call, Place]]] = {}
@@ -77,6 +78,9 @@ class StoreService:
         self._handlers[Bye] = self._bye
 
     def handle(self, call: Call) -> None:
+        if call.caller in self.lost and type(call.message) is not Bye:
+            call.refuse("failed", "this worker was given up: it was silent for longer than the failure timeout")
+            return
         handler = self._handlers.get(type(call.message))
         if handler is None:
             what = "the directory" if self.shard is None else "a server"
@@ -91,6 +95,7 @@ class StoreService:
             return []
         lost = self.directory.lose_silent(now_s)
         if lost:
+            self.lost = frozenset(self.directory.lost_workers)
             for name in list(self._meets):
                 self._try_meet(name)
         return [
@@ -172,7 +177,7 @@ class StoreService:
 
     def _set_updater(self, call: Call, chosen: SetUpdater) -> None:
         assert self.shard is not None
-        self.shard.set_updater(chosen.name, chosen.settings)
+        self.shard.set_updater(chosen.name, chosen.settings, chosen.numbers)
         call.reply(Done())
 
     def _bye(self, call: Call, bye: Bye) -> None:
@@ -210,7 +215,7 @@ class StoreService:
         participant = self._directory().hear(call.caller, time.monotonic())
         if self.is_over and participant.role == "server":
             participant.has_left = True
-        call.reply(Standing(self.is_over))
+        call.reply(Standing(self.is_over, tuple(self.lost) if participant.role == "server" else ()))
 
     def _place(self, call: Call, place: Place) -> None:
         record, is_owner = self._directory().declare(

@@ -27,6 +27,9 @@ class Journal:
     staged: Tensor | None = None  # those, until the push is whole
 
 
+Choice = tuple[str, dict[str, Json]]  # an updater's name and settings
+
+
 class Part:
     """The part of one array that this server has."""
 
@@ -37,6 +40,8 @@ class Part:
         self.length = self.flat.numel()
         self.is_cut = is_cut
         self.version = 0
+        self.updater: Updater | None = None  # its own; None: that of the store
+        self.chosen: Choice | None = None
         self.state: dict[str, Any] = {}  # the updater's
         self.journals: dict[str, Journal] = {}
         self._whole: Parcel | None = None
@@ -59,20 +64,30 @@ class Shard:
         self.parts: dict[int, Part] = {}
         self._functions = dict(functions or {})
         self._updater: Updater = Add()
-        self._chosen: tuple[str, dict[str, Json]] = ("add", {})
+        self._chosen: Choice = ("add", {})
         self._spare: dict[tuple[torch.dtype, int], Tensor] = {}
 
-    def set_updater(self, name: str, settings: Mapping[str, Json]) -> None:
-        """Use another updater from now on; one that is in use already goes on with its state."""
-        chosen = (name, dict(settings))
-        if chosen == self._chosen:
+    def set_updater(self, name: str, settings: Mapping[str, Json], numbers: Sequence[int] = ()) -> None:
+        """Use another updater from now on, for these parts or for all that have none of their own.
+
+        One that is in use already goes on with its state.
+        """
+        chosen: Choice = (name, dict(settings))
+        if numbers:
+            parts = [part for part in map(self.part, numbers) if part.chosen != chosen]
+        elif chosen == self._chosen:
             return
+        else:
+            parts = [part for part in self.parts.values() if part.updater is None]
         updater = make_updater(name, settings, self._functions)
-        for part in self.parts.values():
+        for part in parts:
             updater.check(part)
-        for part in self.parts.values():
+        for part in parts:
             part.state = {}
-        self._updater, self._chosen = updater, chosen
+            if numbers:
+                part.updater, part.chosen = updater, chosen
+        if not numbers:
+            self._updater, self._chosen = updater, chosen
 
     def create(self, number: int, key: str, kind: str, shape: Sequence[int], is_cut: bool) -> None:
         """Make room for a part; again for one that is there does nothing."""
@@ -106,10 +121,11 @@ class Shard:
         if journal is None or start in journal.starts:
             return part
         count = pushed.numel()
-        if self._updater.is_immediate:
-            self._updater.apply(part, start, pushed)
+        updater = part.updater or self._updater
+        if updater.is_immediate:
+            updater.apply(part, start, pushed)
         elif count == part.length:
-            self._updater.apply(part, 0, pushed.view(part.values.shape))
+            updater.apply(part, 0, pushed.view(part.values.shape))
         else:
             self._stage(part, journal, start, pushed)
         journal.starts.add(start)
@@ -121,7 +137,7 @@ class Shard:
     def is_whole(self, part: Part, client: str, sequence: int) -> bool:
         """Whether a push of a client has been applied entirely, or may be looked at as far as it has come."""
         journal = part.journals.get(client)
-        return self._updater.is_immediate or journal is None or journal.num_elements >= part.length
+        return (part.updater or self._updater).is_immediate or journal is None or journal.num_elements >= part.length
 
     def push_rows(
         self, number: int, client: str, incarnation: int, sequence: int, rows: Tensor, pushed: Tensor
@@ -131,7 +147,7 @@ class Shard:
         journal = self._open(part, client, incarnation, sequence)
         if journal is None or journal.starts:
             return part
-        self._updater.apply_rows(part, rows, pushed)
+        (part.updater or self._updater).apply_rows(part, rows, pushed)
         journal.starts.add(0)
         journal.num_elements = part.length
         part.version += 1
@@ -167,7 +183,7 @@ class Shard:
         journal.staged[start : start + pushed.numel()].copy_(pushed)
         if journal.num_elements + pushed.numel() >= part.length:
             staged, journal.staged = journal.staged, None
-            self._updater.apply(part, 0, staged.view(part.values.shape))
+            (part.updater or self._updater).apply(part, 0, staged.view(part.values.shape))
             self._spare[part.flat.dtype, part.length] = staged
 
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from cordee.communication.buffers import ITEM_BYTES, Buffer, BufferSpec, Parcel, padded
-from cordee.communication.calls import Connection, Pending, ServerDiedError
+from cordee.communication.calls import Connection, Pending, ServerDiedError, ServerFrozenError
 from cordee.communication.channel import RefusedError
 from cordee.communication.messages import Message
 from cordee.core.errors import CommunicationError, StoreError
@@ -123,8 +123,9 @@ class Wire:
                 self._drop(server, connection)
                 if isinstance(error, ServerDiedError):
                     self._dead[server] = error
-                if server in self._dead or time.monotonic() > deadline:
-                    raise CommunicationError(f"{_describe_server(server)} of the store is gone: {error}") from error
+                # Whoever is silent for the failure timeout has had its time.
+                if server in self._dead or isinstance(error, ServerFrozenError) or time.monotonic() > deadline:
+                    raise gone(server, error) from error
                 log.info("%s: %s; trying again", _describe_server(server), error)
                 time.sleep(_RETRY_S)
 
@@ -144,11 +145,15 @@ class Wire:
             return
         under_way: deque[tuple[Task, Pending]] = deque()
         failed: list[Task] = []
+        lost: set[int] = set()  # servers that could not be called: one attempt is enough for all tasks
         limit = WINDOW * len({task.server for task in tasks})
         try:
             for task in tasks:
                 if len(under_way) >= limit:
                     self._finish(*under_way.popleft(), failed)
+                if task.server in lost:
+                    failed.append(task)
+                    continue
                 connection = None
                 try:
                     connection = self.connection(task.server)
@@ -157,6 +162,7 @@ class Wire:
                     raise as_store_error(error) from error
                 except CommunicationError:
                     self._drop(task.server, connection)
+                    lost.add(task.server)
                     failed.append(task)
             while under_way:
                 self._finish(*under_way.popleft(), failed)
@@ -195,6 +201,8 @@ class Wire:
             pending.finish(task.receive)
         except RefusedError as error:
             raise as_store_error(error) from error
+        except ServerFrozenError as error:
+            raise gone(task.server, error) from error
         except CommunicationError:
             failed.append(task)
 
@@ -354,6 +362,10 @@ def _write(
 
 def _ignore(message: Message, buffers: tuple[Buffer, ...]) -> None:
     pass
+
+
+def gone(server: int, error: CommunicationError) -> CommunicationError:
+    return CommunicationError(f"{_describe_server(server)} of the store is gone: {error}")
 
 
 def _describe_server(server: int) -> str:

@@ -32,7 +32,7 @@ UpdateFunction = Callable[..., None]
 
 
 class Updater(Protocol):
-    """How pushes change a part. One for the whole server; what it keeps of a part is in `part.state`."""
+    """How pushes change a part. One serves many parts; what it keeps of a part is in `part.state`."""
 
     is_immediate: bool
     """Whether pieces of a push may be applied one by one as they come."""
@@ -99,7 +99,8 @@ class OptimizerUpdater:
         if not part.values.is_floating_point():
             raise StoreError(
                 f"updater '{self._name}' needs floating-point values, and key '{part.key}' is "
-                f"{str(part.values.dtype).removeprefix('torch.')}: use 'add' or 'assign'"
+                f"{str(part.values.dtype).removeprefix('torch.')}: give it one of its own first, "
+                f"set_updater('add', keys='{part.key}') or 'assign'"
             )
         if part.is_cut and self._name not in ELEMENTWISE:
             raise StoreError(

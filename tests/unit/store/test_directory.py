@@ -59,7 +59,7 @@ def test_a_key_gets_the_value_of_worker_0() -> None:
     with pytest.raises(StoreError, match="key 'a' has been initialised before"):
         directory.declare("w0", "a", "float32", (2,), 2, 0)
     with pytest.raises(StoreError, match=r"float32 of shape \(2,\) for another worker, and int8 of shape \(2,\) here"):
-        directory.declare("w1", "a", "int8", (2,), 5, 0)
+        directory.declare("w2", "a", "int8", (2,), 5, 0)
     with pytest.raises(StoreError, match="key 'aa' has not been initialised; did you mean 'a'"):
         directory.locate("aa")
 

@@ -1,6 +1,6 @@
 """Calls: a request to a server process and its reply, through shared memory on one host and the channel between."""
 
-from cordee.communication.calls.client import Connection, Pending, ServerDiedError
+from cordee.communication.calls.client import Connection, Pending, ServerDiedError, ServerFrozenError
 from cordee.communication.calls.server import Call, CallServer
 
-__all__ = ["Call", "CallServer", "Connection", "Pending", "ServerDiedError"]
+__all__ = ["Call", "CallServer", "Connection", "Pending", "ServerDiedError", "ServerFrozenError"]

@@ -71,6 +71,10 @@ class ServerDiedError(CommunicationError):
     """The process of a server on this host has ended, and so has what it held."""
 
 
+class ServerFrozenError(CommunicationError):
+    """A server on this host has shown no sign of life for the failure timeout."""
+
+
 class Connection:
     """Calls to one server. Safe to use from several threads; each call blocks its own."""
 
@@ -395,7 +399,7 @@ class _ServerWatch:
                 return
             silent_s = self._silence.observe(self._words[LIFE], stat.cpu_ticks, step_s)
         if silent_s >= self._limit_s:
-            raise CommunicationError(
+            raise ServerFrozenError(
                 f"the server at {self.address} (process {self._pid}) is frozen: no sign of life for {silent_s:.1f} s, "
                 f"process state {stat.state}"
             )
