@@ -264,7 +264,7 @@ def test_the_commands_say_what_is_wrong(arguments: list[str], message: str, tmp_
 def test_keys_may_have_updaters_of_their_own(store: cordee.KVStore, name: str) -> None:
     weights, counter = f"{name} weights", f"{name} counter"
     store.init([weights, counter], [np.zeros(4, np.float32), np.zeros(2, np.int64)])
-    with pytest.raises(StoreError, match="needs floating-point values, .* is int64: give it one of its own first"):
+    with pytest.raises(StoreError, match=r"needs floating-point values, .* is int64: give it one of its own first"):
         store.set_updater("adam", keys=[weights, counter])
     store.set_updater("sgd", keys=weights, lr=0.5)
     store.set_updater("assign", keys=[counter])
