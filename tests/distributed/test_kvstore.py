@@ -294,3 +294,11 @@ def test_limits_that_cannot_be(store: cordee.KVStore, name: str) -> None:
         store.pull_rows(name, np.array([2**63 + 5], np.uint64))
     with pytest.raises(StoreError, match="has been initialised before"):
         store.init(name, np.zeros(5))
+
+
+def test_an_updater_may_take_longer_than_the_failure_timeout() -> None:
+    with cordee.KVStore.local(2, updaters=["updates"], failure_timeout="2s") as store:
+        store.init("w", np.zeros(1_000_000, np.float32))  # on both servers
+        store.set_updater("updates:take_time", seconds=4.0)
+        assert store.push_pull("w", np.ones(1_000_000, np.float32)).value.sum() == 1_000_000
+        store.barrier(timeout_s=20)

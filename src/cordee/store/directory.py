@@ -10,6 +10,8 @@ from cordee.core.errors import StoreError, nearest
 from cordee.store.messages import Cut, Role
 from cordee.store.placement import place
 
+_DEAF_S = 1.0  # between two looks at who is silent: more means that nobody was listening
+
 
 @dataclass
 class Participant:
@@ -56,6 +58,7 @@ class Directory:
         self.participants: dict[str, Participant] = {}
         self.keys: dict[str, KeyRecord] = {}
         self._at_barrier: dict[str, int] = {}  # worker -> the number of its barrier
+        self._looked_s: float | None = None
 
     def enlist(self, name: str, role: Role, *, pid: int, host: str, address: str, now_s: float) -> Participant:
         """Register a process; again for one that is known. Raises StoreError if there is no place for it."""
@@ -90,7 +93,15 @@ class Directory:
             self._at_barrier.pop(name, None)
 
     def lose_silent(self, now_s: float) -> list[Participant]:
-        """Give up those that have not been heard of for the failure timeout, and return them."""
+        """Give up those that have not been heard of for the failure timeout, and return them.
+
+        To be called several times a second. Time in which this process was busy, and heard nobody, does not count.
+        """
+        deaf_s = now_s - self._looked_s if self._looked_s is not None else 0.0
+        self._looked_s = now_s
+        if deaf_s > _DEAF_S:
+            for participant in self.participants.values():
+                participant.heard_s += deaf_s
         silent = [
             participant
             for participant in self.participants.values()

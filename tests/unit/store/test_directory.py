@@ -46,6 +46,15 @@ def test_the_silent_are_given_up() -> None:
         directory.meet("w0", 1)
 
 
+def test_nobody_is_lost_while_nobody_listens() -> None:
+    directory = made()
+    assert directory.lose_silent(4.0) == []
+    assert directory.lose_silent(30.0) == [], "this process was busy in between"
+    directory.hear("w0", 30.5)
+    lost = [participant for tenth in range(301, 330) for participant in directory.lose_silent(tenth / 10)]
+    assert [str(one) for one in lost] == ["server 0 (process 0 on h)", "worker 1 (process 11 on h)"]
+
+
 def test_a_key_gets_the_value_of_worker_0() -> None:
     directory = made()
     record, is_owner = directory.declare("w1", "a", "float32", (2,), 1, 0)
