@@ -23,6 +23,7 @@ from cordee.cluster.launcher_link import LauncherLink, LauncherOrder, open_chann
 from cordee.cluster.local import describe_exit
 from cordee.cluster.membership import ACTIVE, Membership, Record, Trouble
 from cordee.cluster.restarts import Restarts
+from cordee.cluster.stragglers import Stragglers
 from cordee.communication.keys import ServerKeys
 from cordee.communication.messages import COORDINATION
 from cordee.communication.wire import Codec
@@ -117,6 +118,7 @@ class TeamCoordinator:
             self._memory = _Memory(address="tcp://127.0.0.1:*", membership=membership, restarts=restarts)
         self._membership = self._memory.membership
         self._restarts = self._memory.restarts
+        self._stragglers = Stragglers()  # not remembered: it is soon known again
 
     def lead(self) -> Summary:
         """Return the summary of the worker that spoke for the last team.
@@ -301,6 +303,7 @@ class TeamCoordinator:
         if self._memory.lost or reason:
             self._recover(first, reason)
         self._coordinator.form(members)
+        self._stragglers.forget()
         self._memory.is_pause_told = self._memory.is_stop_told = False
         self._launcher.emit(
             "generation",
@@ -329,10 +332,19 @@ class TeamCoordinator:
             self._launcher.progress(step=fields["step"], loss=fields["loss"])
         elif kind == "outcome":
             self._memory.summaries[fields["worker"]] = msgspec.convert(fields["summary"], Summary)
+        elif kind == "pace":
+            self._note_pace(fields["worker"], fields["step"], fields["seconds"])
         elif kind == "first_step":
             self._complete_recovery(fields["step"])
         else:
             self._launcher.emit(kind, **fields)
+
+    def _note_pace(self, worker: int, step: int, seconds: float) -> None:
+        if (slow := self._stragglers.hear(f"worker {worker}", step, seconds)) is not None:
+            self._launcher.emit(
+                "straggler", worker=worker, step=step, seconds=slow.seconds, median_seconds=slow.median_s
+            )
+            self._launcher.emit("warning", message=slow.describe())
 
     def _complete_recovery(self, step: int) -> None:
         recovery, self._memory.recovery = self._memory.recovery, None

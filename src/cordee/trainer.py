@@ -23,6 +23,7 @@ from cordee.core.shards import Block, add_up
 from cordee.core.stopping import Patience, StopPolicy
 from cordee.monitoring import Monitor
 
+PACE_EVERY_S = 0.02  # at most so often a worker tells how long its own computing takes: about 0.2 % of the time
 WORTH_SAYING_S = 0.5  # that a checkpoint waited for the one before
 
 
@@ -76,6 +77,9 @@ class Trainer:
         self._should_pause = should_pause
         self._is_stepping = False
         self._is_new_team = False  # no step was taken in it yet
+        self._agreed_s: float | None = None  # when this worker last had what the others computed, on its own clock
+        self._own_s = 0.0  # what it computed since took
+        self._next_pace_s = 0.0
         self._policy = StopPolicy(parts.job.stop)
         self._writer = CheckpointWriter(checkpoints, self._report_saved)
         self._saved_at = -1  # also of a checkpoint that is being written
@@ -107,6 +111,7 @@ class Trainer:
         if state is not None:
             self.resume(state)
         self._votes, self._is_stopping, self._is_stepping, self._is_new_team = NO_VOTES, False, False, True
+        self._agreed_s = None
         # Who writes checkpoints may be another now. What counts is what is on the disk, or on the way there; the first
         # says, for others may look a moment earlier or later.
         step = self._progress.step
@@ -228,6 +233,7 @@ class Trainer:
         self._seed_step(progress.step)
         self._is_stepping = True
         loss = strategy.forward_backward(self._cut(batch), measure=measure, vote=self._vote)
+        self._note_pace()
         if not math.isfinite(loss.mean):
             raise TrainingError(self._not_finite("the loss", f"is {loss.mean}", progress.step + 1, progress.epoch + 1))
         update = strategy.update(progress.step)
@@ -246,6 +252,15 @@ class Trainer:
             self._monitor.emit("warning", message=update.warning)
         if measure:
             self._report_step(loss, update.lr, update.gradient_norm)
+
+    def _note_pace(self) -> None:
+        """Tell how long this worker's own part of the step took; the launcher names those who hold the others up."""
+        now_s = time.perf_counter()
+        is_known, self._agreed_s = self._agreed_s is not None, now_s - self._away_s
+        # Where a model is spread over workers, waiting for neighbours is in the middle of the computing.
+        if is_known and now_s >= self._next_pace_s and self._parts.team.num_workers > 1 and self._parts.is_elastic:
+            self._next_pace_s = now_s + PACE_EVERY_S
+            self._monitor.emit("pace", step=self._progress.step + 1, seconds=self._own_s)
 
     def _cut(self, batch: Batch) -> list[Batch]:
         """Return the parts to compute one after the other: those of the first shard, then of the next."""
@@ -427,6 +442,7 @@ class Trainer:
 
     def _vote(self) -> Votes:
         """Return whether this worker wants the run to end after the present step. Asked once in each."""
+        self._own_s = time.perf_counter() - self._away_s - (self._agreed_s or 0.0)
         wants_halt = self._should_stop() or self._should_pause()
         return Votes(interrupt=int(wants_halt), time=int(self._policy.is_time_up(self._elapsed_s())))
 

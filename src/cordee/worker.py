@@ -57,7 +57,7 @@ class LinkSink:
         self.is_first = False
 
     def emit(self, event: Event) -> None:
-        if event.type == "commit":
+        if event.type in ("commit", "pace"):
             self._link.emit(event.type, {**event.fields, "worker": self._worker})
         elif self.is_first or event.type == "checkpoint":  # which may be finished by one that was the first
             self._link.emit(event.type, event.fields)

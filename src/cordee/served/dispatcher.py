@@ -14,11 +14,12 @@ from typing import Any
 
 import msgspec
 
+from cordee.cluster.stragglers import Stragglers
 from cordee.communication.channel import Received, ServerChannel
 from cordee.communication.messages import Event, Failure, Heartbeat, Refused
 from cordee.compute import Metrics
 from cordee.core.errors import CommunicationError
-from cordee.data import Ledger
+from cordee.data import Ledger, Unit
 from cordee.served.messages import (
     AskOrder,
     AskServers,
@@ -125,6 +126,7 @@ class Dispatcher:
         self._sums: dict[int, _StepSum] = {}
         self._settle = (-1, 1.0)
         self._taken_s: dict[int, float] = {}
+        self._stragglers = Stragglers()
         self._window = (self.progress.samples, time.perf_counter())
         self.first_work_s: float | None = None  # when training proper began
         self._refused_in_a_row = 0
@@ -179,9 +181,10 @@ class Dispatcher:
             begun += 1
         self._barrier = min(self._barrier, max(begun, ledger.committed_steps))
 
-    def lose(self, name: str) -> int:
-        """Forget a process that ended; return how many units of work it had in hand."""
+    def lose(self, name: str) -> list[Unit]:
+        """Forget a process that ended; return the units of work it had in hand."""
         hearing = self.hearings.pop(name, None)
+        self._stragglers.forget(name)
         self._waiting.pop(name, None)
         units = self.ledger.put_back(name)
         for post in self._posts:
@@ -197,7 +200,7 @@ class Dispatcher:
             if self._reading or self._deciding:  # its order is given again to the next one
                 self._reading = self._deciding = self._has_ordered_last = False
                 self._ordered_step = -1
-        return len(units)
+        return units
 
     def _handle(self, received: Received) -> None:
         name = received.envelope.sender
@@ -272,7 +275,7 @@ class Dispatcher:
             self._refused_in_a_row = 0
         if not self.ledger.commit(done.done):
             return
-        self._taken_s.pop(done.done, None)
+        self._note_pace(worker, done.done)
         before = self._counted
         sums = self._sums.setdefault(done.done // self.ledger.num_shares, _StepSum())
         if math.isfinite(done.loss_sum):
@@ -285,6 +288,17 @@ class Dispatcher:
         sums.num_units += 1
         for step in range(before, self.ledger.committed_steps):
             self._close_step(step, self._sums.pop(step))
+
+    def _note_pace(self, worker: str, number: int) -> None:
+        taken_s = self._taken_s.pop(number, None)
+        if taken_s is None:
+            return
+        step = self.plan.steps_after(number // self.ledger.num_shares + 1)
+        slow = self._stragglers.hear(worker, step, time.monotonic() - taken_s)
+        if slow is not None:
+            index = self.hearings[worker].index
+            self.emit("straggler", worker=index, step=step, seconds=slow.seconds, median_seconds=slow.median_s)
+            self.emit("warning", message=slow.describe())
 
     def _close_step(self, step: int, sums: _StepSum) -> None:
         plan, progress = self.plan, self.progress

@@ -7,7 +7,8 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from cordee import checkpoint
 from cordee.assembly import Assembly
 from cordee.cluster.fork_server import Exited
 from cordee.cluster.local import LocalEngine, describe_exit
+from cordee.cluster.restarts import MOST_LOSSES_IN_ONE_STEP
 from cordee.communication.calls import Connection
 from cordee.communication.channel import ServerChannel
 from cordee.communication.endpoint import Speaker
@@ -24,7 +26,7 @@ from cordee.communication.keys import make_keys
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError, JobError, StorageError, TrainingError
 from cordee.core.stopping import StopPolicy
-from cordee.data import Ledger
+from cordee.data import Ledger, Unit
 from cordee.monitoring import Monitor, RunDirectory, Summary
 from cordee.monitoring.summary import Status
 from cordee.served.dispatcher import Dispatcher, Outcome
@@ -74,6 +76,7 @@ class ServedRun:
         self._num_replicas: dict[int, int] = {}  # the newest replica of each server
         self._numbers = 0
         self._num_replaced = 0
+        self._num_lost_over: Counter[int] = Counter()  # workers lost over each unit of work
         self._recoveries = 0
         self._recovering: list[tuple[str, str, float, int]] = []  # role, name, when and at which step it was lost
         self._next_worker = self._job.strategy.workers
@@ -221,10 +224,11 @@ class ServedRun:
         name, role, index = order.name, order.role, order.index
         hearing = dispatcher.hearings.get(name)
         step, incarnation = (hearing.step, hearing.incarnation) if hearing else (0, 0)
-        num_units = dispatcher.lose(name)
+        units = dispatcher.lose(name)
         self._monitor.emit("worker_lost", worker=index, role=role, step=step, reason=how)
         if status >= 0:  # it ended by itself, which it may not: the next would do the same
             raise TrainingError(f"{name} {how} (in step {step + 1}); its log is {self._log_file(name)}")
+        self._refuse_deadly(units, f"{name} {how}")
         limit = self._job.cluster.max_restarts
         if self._num_replaced >= limit:
             raise TrainingError(
@@ -239,13 +243,23 @@ class ServedRun:
             successor = self._start(engine, address, role, self._next_worker)
             self._next_worker += 1
             self._fence(dispatcher, name, incarnation)
-            message = f"{num_units} units of its work go to others, {successor} takes its place"
+            message = f"{len(units)} units of its work go to others, {successor} takes its place"
         elif role == "server":
             message = self._replace_server(engine, dispatcher, index)
         else:
             self._start(engine, address, role, 0)
             message = "another takes its place"
         self._monitor.emit("warning", message=f"{name} {how}: {message}")
+
+    def _refuse_deadly(self, units: Sequence[Unit], last: str) -> None:
+        """Raise TrainingError for work that every worker is lost over: the next one would be, too."""
+        for unit in units:
+            self._num_lost_over[unit.number] += 1
+            if self._num_lost_over[unit.number] >= MOST_LOSSES_IN_ONE_STEP:
+                raise TrainingError(
+                    f"a worker was lost in each of {MOST_LOSSES_IN_ONE_STEP} attempts at samples {unit.start} to "
+                    f"{unit.stop - 1} of epoch {unit.epoch + 1} (step {unit.step + 1}); last {last}"
+                )
 
     def _replace_server(self, engine: LocalEngine, dispatcher: Dispatcher, index: int) -> str:
         is_served = dispatcher.is_served(index)
