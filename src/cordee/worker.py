@@ -57,7 +57,9 @@ class LinkSink:
         self.is_first = False
 
     def emit(self, event: Event) -> None:
-        if event.type in ("commit", "pace"):
+        if event.type == "pace":
+            self._link.mention(event.type, {**event.fields, "worker": self._worker})
+        elif event.type == "commit":
             self._link.emit(event.type, {**event.fields, "worker": self._worker})
         elif self.is_first or event.type == "checkpoint":  # which may be finished by one that was the first
             self._link.emit(event.type, event.fields)
@@ -67,7 +69,7 @@ class LinkSink:
     def refresh(self, step: int, loss: SupportsFloat | None) -> None:
         self._link.step = step
         if self.is_first:
-            self._link.show(step, None if loss is None else float(loss))
+            self._link.mention("progress", {"step": step, "loss": None if loss is None else float(loss)})
 
     def close(self) -> None:
         pass

@@ -124,9 +124,9 @@ class CoordinatorLink:
         """Pass an event on. It reaches the coordinator, now or when it is back."""
         self._tell(Event(kind, fields))
 
-    def show(self, step: int, loss: float | None) -> None:
-        """Tell where training is, if somebody listens."""
-        self._say(Event("progress", {"step": step, "loss": loss}))
+    def mention(self, kind: str, fields: dict[str, Any]) -> None:
+        """Pass on what is soon out of date, if somebody listens."""
+        self._say(Event(kind, fields))
 
     def fail(self, error: BaseException, step: int) -> None:
         """Report the error this worker ends with; the loss of a peer is a consequence, anything else a cause."""
