@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from cordee.planner.pipelines import cut, slots
+from cordee.planner.pipelines import cut, last_pass_s
 from cordee.planner.prediction import Candidate, Prediction, Work
 from cordee.planner.profile import Timing
 
@@ -90,7 +90,6 @@ def _parameter_server(candidate: Candidate, work: Work) -> Prediction:
     steps, _ = _shares(work, members)
     computes = [step.step_s - step.optimizer_s for step in steps]
     exchange_s = site.serve_s(profile.parameter_bytes, members, servers)
-    exchange_s += site.overhead_s("data_parallel", candidate.workers)  # its own is not measured: about the same calls
     update_s = max(step.optimizer_s for step in steps) / servers
     slowest, mean = max(computes), sum(computes) / len(computes)
     pace = slowest if staleness != "unbounded" else len(computes) / sum(1 / seconds for seconds in computes)
@@ -136,7 +135,10 @@ def _mesh(
     samples = work.batch_size / num_data / num_micro
     per_stage = num_data * num_slices
     first = [stage * per_stage for stage in range(num_stages)]  # a device of each stage
-    timings = [site.step(profile, samples, member, candidate.workers) for member in first]
+    # Stages that wait for each other leave their cores to others: what counts is how many compute at once.
+    num_lanes = site.num_lanes(candidate.workers)
+    num_busy = candidate.workers if num_stages == 1 else num_lanes
+    timings = [site.step(profile, samples, member, num_busy) for member in first]
     weights = [[(f + b) for f, b in zip(timing.forward_s, timing.backward_s, strict=True)] for timing in timings]
     bounds = cut(weights, num_stages)
     slices = list(range(num_slices))
@@ -154,8 +156,9 @@ def _mesh(
         if stage + 1 < num_stages:
             size = profile.blocks[end - 1].output_bytes * samples
             sends = max(sends, site.send_s(size, first[stage], first[stage + 1]))
-    passes_s = slots(forward, backward, sends, num_micro, schedule)
-    other_s = sum(t.other_s for t in timings) / num_stages * (num_micro if num_stages > 1 else 1)
+    lanes_each = num_lanes / per_stage if num_stages > 1 else 1.0  # of one pipeline, a slice of a stage on each
+    passes_s = last_pass_s(forward, backward, sends, num_micro, schedule, lanes_each)
+    other_s = max(site.step(profile, samples * num_micro, member, candidate.workers).other_s for member in first)
     optimizer_s = max(t.optimizer_s for t in timings) / (num_stages * num_slices)
     largest = max(sum(profile.blocks[i].parameter_bytes for i in range(a, b)) for a, b in bounds) / num_slices
     gradient_s = site.all_reduce_s(largest, range(num_data)) if num_data > 1 else 0.0
@@ -174,7 +177,7 @@ def _mesh(
         acts = sum(b.activation_bytes for b in profile.blocks[start:end]) * samples * in_flight[stage]
         memory = max(memory, state + acts * beyond + profile.buffer_bytes)
     memory += profile.fixed_bytes + site.process_bytes + profile.input_bytes * work.batch_size / num_data
-    idle = 1 - sum(busy) / (num_stages * passes_s) if passes_s else 0.0
+    idle = 1 - sum(busy) / (min(num_stages, lanes_each) * passes_s) if passes_s and num_stages > 1 else 0.0
     stage_traffic = max((profile.blocks[end - 1].output_bytes for _, end in bounds[:-1]), default=0.0)
     traffic = stage_traffic * work.batch_size / num_data * 2
     traffic += _ring_traffic(largest, num_data) * (1.5 if is_sharded else 1)

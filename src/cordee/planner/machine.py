@@ -42,7 +42,8 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str
     num_processes: int
     step_s: float
-    part_s: float = 0.0  # more for each micro-batch of pipeline, each unit of sharded, each sliced layer of tensor
+    # More for each micro-batch of pipeline, unit of sharded, sliced layer of tensor, byte of parameters on servers.
+    part_s: float = 0.0
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,13 +72,16 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         known = [exchange for exchange in self.exchanges if exchange.kind == kind]
         return min(known, key=lambda exchange: abs(exchange.num_processes - num_processes), default=None)
 
-    def overhead_s(self, strategy: str, num_processes: int, num_parts: int) -> float:
+    def overhead_s(self, strategy: str, num_processes: int, num_parts: float) -> float:
         """Return what `strategy` adds to a step of `num_parts` parts; 0 where it was not measured."""
         known = [overhead for overhead in self.overheads if overhead.strategy == strategy]
         if not known:
             return 0.0
         nearest = min(known, key=lambda overhead: abs(overhead.num_processes - num_processes))
         return nearest.step_s + nearest.part_s * num_parts
+
+    def knows_overhead(self, strategy: str) -> bool:
+        return any(overhead.strategy == strategy for overhead in self.overheads)
 
     def has_exchanges(self, num_processes: int) -> bool:
         return any(exchange.num_processes == num_processes for exchange in self.exchanges)

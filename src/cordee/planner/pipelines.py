@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 CHUNKS_PER_STAGE = 2  # of `interleaved`
+TINY_S = 1e-12  # differences of times that are only rounding
+MOST_PLAYED = 256  # passes of a schedule that is played through; a formula does for longer ones
 
 
 def cut(weights: Sequence[Sequence[float]], num_stages: int) -> list[tuple[int, int]]:
@@ -45,20 +49,127 @@ def _fill(weights: Sequence[Sequence[float]], num_stages: int, limit: float) -> 
     return bounds if start == num_blocks else None
 
 
-def slots(forward: Sequence[float], backward: Sequence[float], send_s: float, num_micro: int, schedule: str) -> float:
-    """Return the seconds from the first forward pass of a step to its last backward pass.
+def last_pass_s(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    send_s: float,
+    num_micro: int,
+    schedule: str,
+    num_lanes: float = math.inf,
+) -> float:
+    """Return the seconds from the first forward pass of a step to the end of its last backward pass.
 
-    The longest stage is busy for all micro-batches; before and after it the pipeline fills and drains. Interleaved
-    stages have two chunks each, so that filling takes half the time at twice the messages.
+    `forward` and `backward` are of one micro-batch on each stage, on a core of its own; `num_lanes` is how many stages
+    can compute at once. A stage that waits leaves its core to the others.
     """
     num_stages = len(forward)
-    busiest = max(f + b for f, b in zip(forward, backward, strict=True))
-    whole = sum(forward) + sum(backward)
     if num_stages == 1:
-        return num_micro * whole
-    fill = whole - busiest  # the other stages' passes of the first and the last micro-batch
-    hops = 2 * (num_stages - 1) * send_s
-    if schedule in ("interleaved", "zero-bubble"):
+        return num_micro * (forward[0] + backward[0]) / min(1.0, num_lanes)
+    if num_stages * num_micro <= MOST_PLAYED:
+        return _play(forward, backward, send_s, num_micro, schedule, num_lanes)
+    together_s = num_micro * (sum(forward) + sum(backward)) / min(num_stages, num_lanes)
+    return max(together_s, _estimate(forward, backward, send_s, num_micro, schedule))
+
+
+def _estimate(
+    forward: Sequence[float], backward: Sequence[float], send_s: float, num_micro: int, schedule: str
+) -> float:
+    """Return the seconds where every stage has a core: the longest stage is busy, before and after it others are."""
+    busiest = max(f + b for f, b in zip(forward, backward, strict=True))
+    fill = sum(forward) + sum(backward) - busiest  # the other stages' passes of the first and the last micro-batch
+    hops = 2 * (len(forward) - 1) * send_s
+    if schedule in ("interleaved", "zero-bubble"):  # two chunks each: filling takes half the time, at twice the messages
         return num_micro * busiest + fill / CHUNKS_PER_STAGE + hops * CHUNKS_PER_STAGE
     # A message is on its way while its sender goes on; in 1f1b each micro-batch waits for one now and then.
     return num_micro * busiest + fill + hops + (num_micro * send_s if schedule == "1f1b" else 0.0)
+
+
+class Pass(NamedTuple):
+    """One micro-batch through one chunk of the model."""
+
+    is_backward: bool
+    chunk: int  # of all, in the order of the model; chunk c is on worker c modulo the workers
+    micro: int
+
+    def needs(self, last_chunk: int) -> tuple[Pass, bool] | None:
+        """Return the pass that comes before this one, and whether it is another chunk's; None for the very first."""
+        if not self.is_backward:
+            return None if self.chunk == 0 else (Pass(False, self.chunk - 1, self.micro), True)
+        if self.chunk == last_chunk:
+            return Pass(False, self.chunk, self.micro), False
+        return Pass(True, self.chunk + 1, self.micro), True
+
+
+def order_of(schedule: str, worker: int, num_workers: int, num_micro: int) -> list[Pass]:
+    """Return the passes of a worker in the order that torch's schedules have."""
+    if schedule in ("interleaved", "zero-bubble"):
+        return _interleaved(worker, num_workers, num_micro)
+    ahead = num_micro if schedule == "gpipe" else min(num_micro, num_workers - worker)
+    forward = [Pass(False, worker, micro) for micro in range(num_micro)]
+    backward = [Pass(True, worker, micro) for micro in range(num_micro)]
+    return _merged(forward, backward, ahead)
+
+
+def _interleaved(worker: int, num_workers: int, num_micro: int) -> list[Pass]:
+    per_round = num_micro // max(1, num_micro // num_workers)
+    forward, backward = [], []
+    for first in range(0, num_micro, per_round):
+        micros = range(first, min(first + per_round, num_micro))
+        for number in range(CHUNKS_PER_STAGE):
+            forward += [Pass(False, number * num_workers + worker, micro) for micro in micros]
+            late = CHUNKS_PER_STAGE - 1 - number
+            backward += [Pass(True, late * num_workers + worker, micro) for micro in micros]
+    ahead = (CHUNKS_PER_STAGE - 1) * per_round + 2 * (num_workers - 1 - worker) + 1
+    return _merged(forward, backward, min(ahead, len(forward)))
+
+
+def _merged(forward: list[Pass], backward: list[Pass], ahead: int) -> list[Pass]:
+    """Return `ahead` forward passes, then a backward and a forward one in turn, then what is left."""
+    order = forward[:ahead]
+    for index, back in enumerate(backward):
+        order.append(back)
+        order += forward[ahead + index : ahead + index + 1]
+    return order
+
+
+def _play(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    send_s: float,
+    num_micro: int,
+    schedule: str,
+    num_lanes: float,
+) -> float:
+    """Play the schedule through, event by event, on cores that are shared evenly."""
+    num_workers = len(forward)
+    num_chunks = num_workers * (CHUNKS_PER_STAGE if schedule in ("interleaved", "zero-bubble") else 1)
+    share = num_workers / num_chunks
+    orders = [order_of(schedule, worker, num_workers, num_micro) for worker in range(num_workers)]
+    places, ended_s = [0] * num_workers, {}
+    left: dict[int, float] = {}  # what a worker still has to compute of its present pass, in seconds of a core
+    now_s = 0.0
+    while True:
+        wake_s = math.inf
+        for worker, order in enumerate(orders):
+            if worker in left or places[worker] == len(order):
+                continue
+            task = order[places[worker]]
+            begin_s = now_s
+            if (need := task.needs(num_chunks - 1)) is not None:
+                begin_s = ended_s.get(need[0], math.inf) + (send_s if need[1] else 0.0)
+            if begin_s <= now_s + TINY_S:
+                left[worker] = share * (backward if task.is_backward else forward)[worker]
+            else:
+                wake_s = min(wake_s, begin_s)
+        if not left and wake_s == math.inf:
+            assert all(place == len(order) for place, order in zip(places, orders, strict=True)), "a schedule is stuck"
+            return now_s
+        pace = min(1.0, num_lanes / len(left)) if left else 1.0
+        spent_s = min([wake_s - now_s, *(rest / pace for rest in left.values())])
+        now_s += spent_s
+        for worker in list(left):
+            left[worker] -= spent_s * pace
+            if left[worker] <= TINY_S:
+                del left[worker]
+                ended_s[orders[worker][places[worker]]] = now_s
+                places[worker] += 1

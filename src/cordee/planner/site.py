@@ -42,6 +42,9 @@ class Site(Protocol):
     def step(self, profile: ModelProfile, samples: float, member: int, num_members: int) -> Timing:
         """Return a step over `samples` on one device while `num_members` devices in all compute."""
 
+    def num_lanes(self, num_members: int) -> int:
+        """Return how many of `num_members` devices can compute at once, each as fast as one of so many does."""
+
     def all_reduce_s(self, num_bytes: float, members: Sequence[int]) -> float: ...
 
     def all_gather_s(self, num_bytes: float, members: Sequence[int]) -> float:
@@ -57,7 +60,7 @@ class Site(Protocol):
     def serve_s(self, num_bytes: float, workers: Sequence[int], num_servers: int) -> float:
         """All workers send `num_bytes` to servers that have a share each, and get as many back."""
 
-    def overhead_s(self, strategy: str, num_members: int, num_parts: int = 1) -> float:
+    def overhead_s(self, strategy: str, num_members: int, num_parts: float = 1) -> float:
         """What a strategy itself takes in a step, beside computing and exchanging."""
 
     def memory_limit(self, num_members: int) -> float:
@@ -85,6 +88,9 @@ class ThisMachine:
             return profile.step(samples, num_members)
         return slowed(profile.step(samples), self._machine.slowdown(num_members))
 
+    def num_lanes(self, num_members: int) -> int:
+        return min(num_members, self._machine.cores)
+
     def all_reduce_s(self, num_bytes: float, members: Sequence[int]) -> float:
         return self._exchange_s("all_reduce", num_bytes, len(members))
 
@@ -102,11 +108,13 @@ class ThisMachine:
         return exchange.at(num_bytes) if exchange is not None else num_bytes / COPY_BYTES_PER_S
 
     def serve_s(self, num_bytes: float, workers: Sequence[int], num_servers: int) -> float:
-        # Every byte is copied by the worker, added by a server, and copied back, all on the cores of this host.
+        if self._machine.knows_overhead("parameter_server"):
+            return self._machine.overhead_s("parameter_server", len(workers), num_bytes)
+        # Not measured: every byte is copied by the worker, added by a server, and copied back, all on these cores.
         lanes = min(self._machine.cores, num_servers + len(workers))
         return 3 * self.copy_s(num_bytes, len(workers)) * len(workers) / lanes
 
-    def overhead_s(self, strategy: str, num_members: int, num_parts: int = 1) -> float:
+    def overhead_s(self, strategy: str, num_members: int, num_parts: float = 1) -> float:
         return self._machine.overhead_s(strategy, num_members, num_parts)
 
     def memory_limit(self, num_members: int) -> float:
@@ -138,6 +146,9 @@ class DescribedCluster:
     def step(self, profile: ModelProfile, samples: float, member: int, num_members: int) -> Timing:
         return slowed(profile.step(samples), 1.0 / self.devices[member].speed)
 
+    def num_lanes(self, num_members: int) -> int:
+        return num_members
+
     def all_reduce_s(self, num_bytes: float, members: Sequence[int]) -> float:
         return 2 * self._ring_s(num_bytes, members)
 
@@ -159,7 +170,7 @@ class DescribedCluster:
         per_server = num_bytes * len(workers) / num_servers
         return 2 * (slowest.latency_s + max(per_server, num_bytes) / slowest.bytes_per_s)
 
-    def overhead_s(self, strategy: str, num_members: int, num_parts: int = 1) -> float:
+    def overhead_s(self, strategy: str, num_members: int, num_parts: float = 1) -> float:
         return 0.0  # next to the steps that such clusters are for
 
     def memory_limit(self, num_members: int) -> float:

@@ -9,7 +9,7 @@ from made_up import MB, cluster, here, profile, work
 from cordee.core.errors import JobError
 from cordee.planner import Candidate, choose, search
 from cordee.planner.costs import in_bytes, in_time, predict
-from cordee.planner.pipelines import cut, slots
+from cordee.planner.pipelines import cut, last_pass_s, order_of
 from cordee.planner.plan import refuse_without_room
 from cordee.planner.search import candidates, degrees
 
@@ -110,7 +110,30 @@ def test_cuts_are_as_even_as_the_blocks_allow() -> None:
 
 
 def test_one_stage_has_nobody_to_wait_for() -> None:
-    assert slots([1.0], [2.0], 9.0, 4, "gpipe") == 12.0
+    assert last_pass_s([1.0], [2.0], 9.0, 4, "gpipe") == 12.0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_stages_on_shared_cores_take_what_their_work_takes(schedule: str) -> None:
+    alone = last_pass_s([1.0] * 4, [2.0] * 4, 0.0, 8, schedule)
+    assert alone == pytest.approx({"gpipe": 33.0, "1f1b": 33.0, "interleaved": 28.5}[schedule])  # (8 + 3) passes of 3
+    one = last_pass_s([1.0] * 4, [2.0] * 4, 0.0, 8, schedule, num_lanes=1)
+    assert one == pytest.approx(4 * 8 * 3.0)  # somebody always has something to do
+    two = last_pass_s([1.0] * 4, [2.0] * 4, 0.0, 8, schedule, num_lanes=2)
+    assert 4 * 8 * 3.0 / 2 < two < 2 * alone  # those who wait leave their core to the others
+
+
+def test_a_long_schedule_is_estimated_as_a_short_one_is_played() -> None:
+    for schedule in ("gpipe", "interleaved"):
+        played, estimated = (last_pass_s([1.0] * 4, [2.0] * 4, 0.1, count, schedule) for count in (64, 72))
+        assert estimated - played == pytest.approx(8 * 3.0, abs=3.0)
+
+
+def test_orders_have_every_pass_once() -> None:
+    for schedule in ("gpipe", "1f1b", "interleaved"):
+        order = order_of(schedule, 1, 4, 8)
+        assert len(order) == len(set(order)) == (32 if schedule == "interleaved" else 16)
+    assert [int(task.is_backward) for task in order_of("1f1b", 2, 4, 4)] == [0, 0, 1, 0, 1, 0, 1, 1]
 
 
 def test_the_search_of_64_devices__the_fastest() -> None:
