@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import msgspec
+
 from cordee.assembly import Assembly, assemble
 from cordee.cluster import Team
 from cordee.compute import NO_VOTES
-from cordee.core import Job
+from cordee.core import Job, Use
 from cordee.core.errors import CordeeError
 from cordee.planner.machine import Overhead
+from cordee.planner.measuring import typical_s
 from cordee.strategies import STRATEGIES
 
 NUM_LAYERS = 8
-NUM_STEPS = 12
+NUM_STEPS = 24
+NUM_SERVED_STEPS = 60
 # Settings to try, and how many parts a step then has: micro-batches, units that are gathered one by one, sliced layers.
 TRIALS: Mapping[str, tuple[tuple[dict[str, Any], int], ...]] = {
     "data_parallel": (({}, 1),),
@@ -48,6 +51,25 @@ def measure_overheads(index: int, num_workers: int) -> Iterator[Overhead]:
         yield Overhead(strategy=strategy, num_processes=num_workers, step_s=step_s, part_s=part_s)
 
 
+def served_jobs(num_workers: int) -> tuple[Job, Job]:
+    """Return jobs with a server and next to nothing to compute: of few parameters, and of 8 MB."""
+    small = _tiny_job("parameter_server", num_workers, {})
+    large = msgspec.structs.replace(small, model=Use("mlp", args={"hidden": [1024, 1024, 1024]}))
+    return (
+        msgspec.structs.replace(small, training=msgspec.structs.replace(small.training, steps=NUM_SERVED_STEPS)),
+        msgspec.structs.replace(large, training=msgspec.structs.replace(large.training, steps=NUM_SERVED_STEPS // 2)),
+    )
+
+
+def measure_bare(index: int, num_workers: int) -> tuple[float, ...]:
+    """Return the seconds of a step of `served_jobs` while all members take one and nobody exchanges anything."""
+    times = []
+    for job in served_jobs(num_workers):
+        strategy = msgspec.structs.replace(job.strategy, name="data_parallel")
+        times.append(_step_s(msgspec.structs.replace(job, strategy=strategy), index, num_workers, is_bare=True))
+    return tuple(times)
+
+
 def _tiny_job(strategy: str, num_workers: int, settings: dict[str, Any]) -> Job:
     return Job.from_dict(
         {
@@ -56,6 +78,7 @@ def _tiny_job(strategy: str, num_workers: int, settings: dict[str, Any]) -> Job:
             "optimizer": {"use": "sgd", "lr": 0.001},
             "training": {"batch_size": 8 * num_workers, "steps": NUM_STEPS, "device": "cpu"},
             "strategy": {"name": strategy, "workers": num_workers, **settings},
+            "checkpoint": {"every_steps": 0},
         }
     )
 
@@ -70,7 +93,7 @@ def _step_s(job: Job, index: int, num_workers: int, *, is_bare: bool) -> float:
             started = time.perf_counter()
             take(batch, step)
             times.append(time.perf_counter() - started)
-    return statistics.quantiles(times[2:], n=4)[0]  # the quieter moments of a machine that has other things to do
+    return typical_s(times[4:])
 
 
 def _whole_step(parts: Assembly) -> Callable[[Any, int], None]:

@@ -26,6 +26,7 @@ from cordee.planner.profile import ModelProfile
 from cordee.planner.search import CLOSE, is_candidate
 from cordee.planner.site import Site, ThisMachine
 from cordee.profiling import BUDGET_S, assemble_alone, profile_key, take_profile
+from cordee.serving_cost import measure_serving
 from cordee.strategies import STRATEGIES, make_strategy
 
 log = logging.getLogger("cordee.planning")
@@ -176,6 +177,8 @@ def _measure(parts: Assembly, most_workers: int, *, fresh: bool, budget_s: float
                 reports = measure_crew(engine, size, job=job, has_machine=has_machine, budget_s=budget_s)
                 if not has_machine:
                     machine = add_to_machine(machine, reports)
+                    serving = measure_serving(engine, size, reports[0].bare_s)
+                    machine = msgspec.structs.replace(machine, overheads=(*machine.overheads, serving))
                     machine = msgspec.structs.replace(machine, was_busy=machine.was_busy or busy)
                     keep("machines", machine_key(), machine)
                 if job is not None:

@@ -17,14 +17,13 @@ from cordee.cluster import Team
 from cordee.communication.shared_memory import register
 from cordee.compute import usable_cores
 from cordee.core import Job
-from cordee.overheads import measure_overheads
+from cordee.overheads import measure_bare, measure_overheads
 from cordee.planner.machine import Exchange, Overhead
 from cordee.planner.measuring import time_call
 from cordee.planner.profile import Timing
 from cordee.profiling import sharing, take_timings
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23, 1 << 25)  # bytes
-EXCHANGE_BUDGET_S = 0.1  # for each kind and size
 
 
 class CrewOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +43,7 @@ class CrewReport(msgspec.Struct, frozen=True, kw_only=True):
     timings: tuple[Timing, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     overheads: tuple[Overhead, ...] = ()
+    bare_s: tuple[float, ...] = ()  # steps of what servers are measured with
     slowdown: float = 1.0
     process_bytes: int = 0
 
@@ -63,6 +63,7 @@ def main(argument: dict[str, Any]) -> int:
             exchanges=tuple(_exchange(kind, num_bytes_of) for kind, num_bytes_of in _KINDS.items()),
             slowdown=_slowdown(order.index),
             overheads=tuple(measure_overheads(order.index, size)),
+            bare_s=measure_bare(order.index, size),
         )
     if order.job_file is not None:
         team = Team(order.index, size, num_local_workers=size, local_rank=order.index)
@@ -81,7 +82,7 @@ def _exchange(kind: str, make: Callable[[int], Callable[[], object]]) -> Exchang
     for num_bytes in SIZES:
         call = make(num_bytes)
         # Collectives need equally many calls everywhere; the sizes say how many, not the clock.
-        num_calls = max(3, min(100, (1 << 23) // num_bytes))
+        num_calls = max(4, min(100, (1 << 23) // num_bytes))
         dist.barrier()
         seconds.append(time_call(call, budget_s=float("inf"), most_calls=num_calls))
     return Exchange(kind=kind, num_processes=dist.get_world_size(), sizes=SIZES, seconds=tuple(seconds))

@@ -94,7 +94,7 @@ def take_profile(parts: Assembly, *, budget_s: float = BUDGET_S) -> ModelProfile
 
 
 def take_timings(parts: Assembly, *, num_processes: int, budget_s: float) -> tuple[list[Timing], int]:
-    """Return timings at this worker's share of the batch and at a quarter of it, and the optimizer's bytes.
+    """Return timings at this worker's share of the batch and at small parts of it, and the optimizer's bytes.
 
     `num_processes` is how many processes do this at the same time. Whole steps are taken as the trainer takes them,
     on batches from the loader; the blocks' times are then scaled so that their sum is the step's.
@@ -124,14 +124,13 @@ def take_timings(parts: Assembly, *, num_processes: int, budget_s: float) -> tup
     )
     optimizer.zero_grad()
     piece = split_batch(whole, accumulate)[0]
-    sizes = [piece.num_samples]
-    if piece.num_samples >= 8:
-        sizes.append(piece.num_samples // 4)
+    # Micro-batches are small, and small batches take longer than their share: three sizes, a quarter each.
+    sizes = [piece.num_samples // part for part in (1, 4, 16) if piece.num_samples // part >= (2 if part > 1 else 1)]
     timings: list[Timing] = []
     scale, other_s = 1.0, 0.0
     for samples in sizes:
         some = Batch(piece.inputs[:samples], piece.targets[:samples])
-        times = time_blocks(model, parts.computation, some, budget_s * 0.2)
+        times = time_blocks(model, parts.computation, some, budget_s * 0.15)
         if not timings:
             in_blocks = sum(times.forward_s) + sum(times.backward_s)
             left_s = step_s - optimizer_s

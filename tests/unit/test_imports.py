@@ -23,9 +23,10 @@ RANKS: dict[str, int] = {
     "overheads": 6,
     "profile_worker": 7,
     "crew": 8,
-    "planning": 9,
-    "deciding": 10,
-    "simulating": 10,
+    "serving_cost": 9,
+    "planning": 10,
+    "deciding": 11,
+    "simulating": 11,
     "interrupts": 5,
     "run": 5,
     "trainer": 6,
@@ -34,18 +35,18 @@ RANKS: dict[str, int] = {
     "served": 8,
     "team_coordinator": 9,
     "team_run": 9,
-    "launch": 11,
+    "launch": 12,
     "own_loop": 10,
     "script_run": 10,
     "script_worker": 11,
     "exporting": 10,
     "doctor": 10,
     "auditing": 11,
-    "chaos": 12,
-    "bench": 12,
-    "cli": 13,
-    "__init__": 14,  # the public surface
-    "__main__": 14,
+    "chaos": 13,
+    "bench": 13,
+    "cli": 14,
+    "__init__": 15,  # the public surface
+    "__main__": 15,
 }
 
 

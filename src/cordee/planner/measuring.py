@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -175,11 +175,7 @@ def time_blocks(model: nn.Module, computation: Computation, batch: Batch, budget
 def time_steps(
     batches: Iterator[Batch], take_step: Callable[[Batch], None], *, budget_s: float, most_steps: int = 200
 ) -> float:
-    """Return the mean seconds from one step to the next, waiting for the batch included, without the slowest tenth.
-
-    The mean, for batches are gathered several at a time: one step in many waits for all of them. The slowest ones are
-    those in which the machine did something else.
-    """
+    """Return the typical seconds from one step to the next, waiting for the batch included."""
     times: list[float] = []
     deadline = time.perf_counter() + budget_s
     before = 0.0
@@ -191,11 +187,22 @@ def time_steps(
         before = now
         if len(times) >= most_steps or (len(times) >= LEAST_STEPS and now > deadline):
             break
-    return statistics.fmean(sorted(times)[: max(1, math.ceil(0.9 * len(times)))]) if times else 0.0
+    return typical_s(times) if times else 0.0
+
+
+def typical_s(times: Sequence[float]) -> float:
+    """Return the median of the means of eight windows: as the windows of a run are looked at.
+
+    Means, for what happens once in several steps counts (batches are gathered several at a time, processes that share
+    a core take turns); a median, so that a moment in which the machine did something else does not.
+    """
+    num_windows = min(8, len(times))
+    bounds = [len(times) * index // num_windows for index in range(num_windows + 1)]
+    return statistics.median(statistics.fmean(times[a:b]) for a, b in itertools.pairwise(bounds))
 
 
 def time_call(call: Callable[[], object], *, budget_s: float, most_calls: int = 50) -> float:
-    """Return the median seconds of a call, after one that does not count."""
+    """Return the typical seconds of a call, after one that does not count."""
     call()
     times: list[float] = []
     deadline = time.perf_counter() + budget_s
@@ -203,7 +210,7 @@ def time_call(call: Callable[[], object], *, budget_s: float, most_calls: int = 
         started = time.perf_counter()
         call()
         times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return typical_s(times)
 
 
 def _time_chain(model: nn.Module, modules: Sequence[nn.Module], computation: Computation, batch: Batch) -> BlockTimes:

@@ -78,7 +78,10 @@ def _estimate(
     busiest = max(f + b for f, b in zip(forward, backward, strict=True))
     fill = sum(forward) + sum(backward) - busiest  # the other stages' passes of the first and the last micro-batch
     hops = 2 * (len(forward) - 1) * send_s
-    if schedule in ("interleaved", "zero-bubble"):  # two chunks each: filling takes half the time, at twice the messages
+    if schedule in (
+        "interleaved",
+        "zero-bubble",
+    ):  # two chunks each: half the filling, twice the messages
         return num_micro * busiest + fill / CHUNKS_PER_STAGE + hops * CHUNKS_PER_STAGE
     # A message is on its way while its sender goes on; in 1f1b each micro-batch waits for one now and then.
     return num_micro * busiest + fill + hops + (num_micro * send_s if schedule == "1f1b" else 0.0)
@@ -145,7 +148,8 @@ def _play(
     num_chunks = num_workers * (CHUNKS_PER_STAGE if schedule in ("interleaved", "zero-bubble") else 1)
     share = num_workers / num_chunks
     orders = [order_of(schedule, worker, num_workers, num_micro) for worker in range(num_workers)]
-    places, ended_s = [0] * num_workers, {}
+    places = [0] * num_workers
+    ended_s: dict[Pass, float] = {}
     left: dict[int, float] = {}  # what a worker still has to compute of its present pass, in seconds of a core
     now_s = 0.0
     while True:
