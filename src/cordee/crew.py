@@ -63,7 +63,6 @@ def add_to_machine(machine: Machine, reports: Sequence[CrewReport]) -> Machine:
         machine,
         exchanges=(*machine.exchanges, *exchanges),
         slowdowns={**machine.slowdowns, num_processes: max(1.0, reports[0].slowdown)},
-        overheads=(*machine.overheads, *reports[0].overheads),
         process_bytes=max(machine.process_bytes, reports[0].process_bytes),
     )
 

@@ -23,6 +23,7 @@ from cordee import checkpoint
 from cordee.assembly import Assembly, assemble
 from cordee.cluster import Team
 from cordee.cluster.local import LocalEngine
+from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
 from cordee.core.components import LIVE_PREFIX
 from cordee.core.env import runs_folder
@@ -68,6 +69,7 @@ def train(
     The first Ctrl-C ends the run after the step, saved, with the status 'interrupted'. Raises a CordeeError
     if the job cannot be run or the training fails; what was saved before stays, and `resume` goes on from it.
     """
+    memory = MemoryWatch()
     asked = _as_job(job, overrides)
     strategy = msgspec.structs.replace(asked.strategy, name=choose_strategy(asked))
     job = msgspec.structs.replace(asked, strategy=strategy)
@@ -105,7 +107,7 @@ def train(
                 )
                 with flag:
                     if engine is None:
-                        summary = _run_alone(parts, directory, monitor, flag, resume, decision)
+                        summary = _run_alone(parts, directory, monitor, flag, resume, decision, memory)
                     else:
                         run_kind = ServedRun if is_served else TeamRun
                         team_run = run_kind(parts, directory, monitor, flag)
@@ -124,10 +126,11 @@ def _run_alone(
     flag: InterruptFlag,
     resume: bool,
     decision: Decision,
+    memory: MemoryWatch,
 ) -> Summary:
     """Train in this process."""
     parts.setup()
-    session = Session(parts, monitor, directory.path, should_stop=flag)
+    session = Session(parts, monitor, directory.path, should_stop=flag, memory=memory)
     error: BaseException | None = None
     try:
         monitor.emit("worker_started", worker=0, pid=os.getpid(), host=socket.gethostname(), role="worker")
@@ -178,8 +181,13 @@ def _run_team(
 
 def _with_prediction(summary: Summary, decision: Decision) -> Summary:
     """Return the summary with what was predicted, and what a step took beside it."""
-    predicted_s = decision.prediction.step_s if decision.prediction else None
-    return msgspec.structs.replace(summary, predicted_step_seconds=predicted_s)
+    if decision.prediction is None:
+        return summary
+    return msgspec.structs.replace(
+        summary,
+        predicted_step_seconds=decision.prediction.step_s,
+        predicted_memory_bytes=round(decision.prediction.memory_bytes),
+    )
 
 
 def _log_decision(asked: Job, decision: Decision) -> None:

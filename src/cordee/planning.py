@@ -26,8 +26,8 @@ from cordee.planner.profile import ModelProfile
 from cordee.planner.search import CLOSE, is_candidate
 from cordee.planner.site import Site, ThisMachine
 from cordee.profiling import BUDGET_S, assemble_alone, profile_key, take_profile
-from cordee.serving_cost import measure_serving
 from cordee.strategies import STRATEGIES, make_strategy
+from cordee.trials import measure_trials
 
 log = logging.getLogger("cordee.planning")
 
@@ -41,13 +41,15 @@ def plan(
     workers: int | None = None,
     cluster: str | Path | None = None,
     fresh: bool = False,
+    fresh_profile: bool = False,
     budget_s: float = BUDGET_S,
 ) -> Plan:
     """Predict what `job` would take on every strategy, and choose one that this version has.
 
     Looks at up to `workers` workers; without it at as many as the job has, or this machine has cores for, or
-    `cluster` (a cluster file) has devices. Profiles the model unless the cache has it; `fresh` measures anew, and
-    `budget_s` is about how long each number of processes is measured.
+    `cluster` (a cluster file) has devices. Profiles the model unless the cache has it; `fresh` measures anew,
+    `fresh_profile` only what belongs to the model, and `budget_s` is about how long each number of processes is
+    measured.
     Raises a CordeeError for a job that cannot be run, and JobError if it fits into memory nowhere.
     """
     job = _as_job(job, overrides)
@@ -58,7 +60,13 @@ def plan(
     parts = assemble_alone(job)
     most = min(most, job.training.batch_size)
     started = time.perf_counter()
-    profile, machine, is_cached = _measure(parts, most if site is None else 1, fresh=fresh, budget_s=budget_s)
+    profile, machine, is_cached = _measure(
+        parts,
+        most if site is None else 1,
+        fresh=fresh,
+        fresh_profile=fresh or fresh_profile,
+        budget_s=budget_s,
+    )
     profile_s = time.perf_counter() - started
     where = f"on {_cluster_name(site, cluster)}" if site is not None else f"here ({usable_cores()} cores)"
     here = ThisMachine(machine, most, free_memory_bytes())
@@ -112,7 +120,7 @@ def refusal(asked: Job, parts: Assembly, prediction: Prediction) -> str | None:
 
 def profile_of(job: Job) -> ModelProfile:
     """Return the profile of the job's model in one process, from the cache or measured."""
-    profile, _, _ = _measure(assemble_alone(job), 1, fresh=False, budget_s=BUDGET_S)
+    profile, _, _ = _measure(assemble_alone(job), 1, budget_s=BUDGET_S)
     return profile
 
 
@@ -150,10 +158,12 @@ def _accepted(job: Job, parts: Assembly, predictions: Sequence[Prediction]) -> t
     return accepted, refusals
 
 
-def _measure(parts: Assembly, most_workers: int, *, fresh: bool, budget_s: float) -> tuple[ModelProfile, Machine, bool]:
+def _measure(
+    parts: Assembly, most_workers: int, *, fresh: bool = False, fresh_profile: bool = False, budget_s: float
+) -> tuple[ModelProfile, Machine, bool]:
     """Return the profile and the machine, from the cache as far as it has them."""
     key, is_cached = profile_key(parts), True
-    profile = None if fresh else read_kept("profiles", key, ModelProfile)
+    profile = None if fresh_profile else read_kept("profiles", key, ModelProfile)
     machine = Machine(cores=usable_cores()) if fresh else kept_machine()
     sizes = crew_sizes(most_workers)
     is_complete = profile is not None and all(profile.has_timings(n) and machine.has_exchanges(n) for n in sizes)
@@ -177,8 +187,8 @@ def _measure(parts: Assembly, most_workers: int, *, fresh: bool, budget_s: float
                 reports = measure_crew(engine, size, job=job, has_machine=has_machine, budget_s=budget_s)
                 if not has_machine:
                     machine = add_to_machine(machine, reports)
-                    serving = measure_serving(engine, size, reports[0].bare_s)
-                    machine = msgspec.structs.replace(machine, overheads=(*machine.overheads, serving))
+                    overheads = measure_trials(engine, size, reports[0].bare_s)
+                    machine = msgspec.structs.replace(machine, overheads=(*machine.overheads, *overheads))
                     machine = msgspec.structs.replace(machine, was_busy=machine.was_busy or busy)
                     keep("machines", machine_key(), machine)
                 if job is not None:

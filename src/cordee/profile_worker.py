@@ -17,8 +17,8 @@ from cordee.cluster import Team
 from cordee.communication.shared_memory import register
 from cordee.compute import usable_cores
 from cordee.core import Job
-from cordee.overheads import measure_bare, measure_overheads
-from cordee.planner.machine import Exchange, Overhead
+from cordee.overheads import measure_bare
+from cordee.planner.machine import Exchange
 from cordee.planner.measuring import time_call
 from cordee.planner.profile import Timing
 from cordee.profiling import sharing, take_timings
@@ -42,8 +42,7 @@ class CrewReport(msgspec.Struct, frozen=True, kw_only=True):
 
     timings: tuple[Timing, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
-    overheads: tuple[Overhead, ...] = ()
-    bare_s: tuple[float, ...] = ()  # steps of what servers are measured with
+    bare_s: tuple[float, ...] = ()  # steps of the models of `trials`
     slowdown: float = 1.0
     process_bytes: int = 0
 
@@ -62,7 +61,6 @@ def main(argument: dict[str, Any]) -> int:
             process_bytes=int(psutil.Process().memory_full_info().uss),
             exchanges=tuple(_exchange(kind, num_bytes_of) for kind, num_bytes_of in _KINDS.items()),
             slowdown=_slowdown(order.index),
-            overheads=tuple(measure_overheads(order.index, size)),
             bare_s=measure_bare(order.index, size),
         )
     if order.job_file is not None:

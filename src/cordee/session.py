@@ -15,6 +15,7 @@ from cordee.assembly import Assembly
 from cordee.checkpoint import State
 from cordee.cluster import Team
 from cordee.communication.lost_peer import find_lost_peer
+from cordee.compute.memory import MemoryWatch
 from cordee.core.errors import CordeeError, TrainingError
 from cordee.monitoring import Monitor, Summary
 from cordee.monitoring.summary import Status
@@ -34,8 +35,10 @@ class Session:
         run_dir: Path,
         should_stop: Callable[[], bool],
         should_pause: Callable[[], bool] = lambda: False,
+        memory: MemoryWatch | None = None,
     ) -> None:
         self._parts = parts
+        self._memory = memory or MemoryWatch()
         self._monitor = monitor
         self._run_dir = run_dir
         self._trainer = Trainer(
@@ -153,6 +156,7 @@ class Session:
             step_seconds=_step_s(outcome),
             checkpoint_stall_seconds=outcome.stall_s if outcome else None,
             best_step=progress.best_step if progress.best_step >= 0 else None,
+            peak_memory_bytes=self._memory.peak_bytes() or None,
             train_loss=outcome.train_loss if outcome else None,
             test_loss=metrics.loss if metrics else None,
             test_accuracy=metrics.accuracy if metrics else None,

@@ -376,8 +376,10 @@ class TeamCoordinator:
         summary = next(iter(self._memory.summaries.values()))
         if self._memory.verdict is not None:
             raise TrainingError(f"{self._memory.verdict}. Step {summary.steps} is saved: --resume goes on from it")
+        peaks = [summary.peak_memory_bytes or 0 for summary in self._memory.summaries.values()]
         return msgspec.structs.replace(
             summary,
+            peak_memory_bytes=max(peaks) or None,
             recoveries=self._restarts.num_recoveries,
             steps_redone=self._memory.steps_redone,
             checkpoint_stall_seconds=self._memory.stall_s,

@@ -20,6 +20,7 @@ from cordee.cluster.link import Answer, CoordinatorLink
 from cordee.communication.keys import ClientKeys
 from cordee.communication.lost_peer import find_lost_peer
 from cordee.communication.shared_memory import BackendSettings, register
+from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CommunicationError
 from cordee.monitoring import Event, Monitor, setup_logging
@@ -78,6 +79,7 @@ class LinkSink:
 def main(argument: dict[str, Any]) -> int:
     """Work until the run ends; return the exit code. Called in a fresh fork of the fork server."""
     order = msgspec.convert(argument, WorkerOrder)
+    memory = MemoryWatch()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
     keys = ClientKeys.from_text(order.keys)
     log_file = Path(order.run_dir) / "logs" / f"worker-{order.worker_index}.log"
@@ -85,7 +87,7 @@ def main(argument: dict[str, Any]) -> int:
         setup_logging(log_file),
         CoordinatorLink(order.address, order.run_id, order.worker_index, keys) as link,
     ):
-        member = _Member(order, link, log_file)
+        member = _Member(order, link, log_file, memory)
         try:
             link.join(order.join_timeout_s)
             with _leaving_in_order(link):
@@ -102,8 +104,8 @@ def main(argument: dict[str, Any]) -> int:
 class _Member:
     """This worker, from one generation to the next."""
 
-    def __init__(self, order: WorkerOrder, link: CoordinatorLink, log_file: Path) -> None:
-        self._order, self._link, self._log_file = order, link, log_file
+    def __init__(self, order: WorkerOrder, link: CoordinatorLink, log_file: Path, memory: MemoryWatch) -> None:
+        self._order, self._link, self._log_file, self._memory = order, link, log_file, memory
         self._run_dir = Path(order.run_dir)
         self._session: Session | None = None
         self._answer: Answer | None = None
@@ -127,6 +129,7 @@ class _Member:
                 self._run_dir,
                 should_stop=lambda: link.is_stop_asked,
                 should_pause=lambda: link.is_pause_asked,
+                memory=self._memory,
             )
             with contextlib.closing(session):
                 if not self._train_on(session, sink):

@@ -1,32 +1,45 @@
 """What the planner predicts beside what runs then take: every model, strategy and number of workers.
 
 Each model is profiled anew, and right after that run by `cordee.train` in each of the ways that were predicted, with
-the settings the planner thought best. A step's time is the median over windows of the run, the first left out.
+the settings the planner thought best. A step's time is the median over windows of the run, the first left out. Before
+and after each run a fixed piece of computing is timed: where it takes another time than it took beside the profile, the
+machine had other work, the run is made again, and at last its time is divided by that ratio.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
+import multiprocessing
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
+from torch import nn
 
+from cordee.bench.planner_rows import Measured, make_rows
 from cordee.bench.report import Report, describe_machine
+from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
-from cordee.core.errors import CordeeError
+from cordee.core.errors import CordeeError, JobError
 from cordee.launch import train
 from cordee.planner import Plan, Prediction
-from cordee.planner.search import OTHER_TRAINING
-from cordee.planning import plan
+from cordee.planner.measuring import time_call
+from cordee.planning import kept_machine, plan
 
+ROUNDS = 1
+STRATEGIES = ("single", "data_parallel", "parameter_server", "sharded", "pipeline", "tensor")
 WORKERS = (1, 2, 4)
-WINDOWS = 6  # that a run is cut into
-RUN_S = 4.0  # that a run should train for
-LEAST_STEPS, MOST_STEPS = 12, 600
-NEAR = 0.05  # a choice this near to the best one measured is as good
+WINDOWS = 8  # that a run is cut into
+RUN_S = 3.0  # that a run should train for
+LEAST_STEPS, MOST_STEPS = 16, 600
+REFERENCE_S = 0.25
+MOST_ATTEMPTS = 3
+DISTURBED = 0.15  # the machine is slower or faster by this than beside the profile
 
 
 class Case(NamedTuple):
@@ -50,51 +63,57 @@ CASES = (
 )
 
 
-def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
-    """Predict and run all cases; for `cordee bench planner`. `rounds` runs of each way, their median counts."""
-    return run(rounds=min(rounds, 3), say=say)
-
-
-def run(
+def measure(
     *,
-    rounds: int = 1,
-    cases: Sequence[Case] = CASES,
+    rounds: int,
+    say: Callable[[str], None],
+    cases: Sequence[str] = (),
+    journal: Path | None = None,
     workers: Sequence[int] = WORKERS,
-    strategies: Sequence[str] | None = None,
     run_s: float = RUN_S,
     budget_s: float = 4.0,
-    say: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Return the report. A way that fails is told and left out."""
-    rows: list[dict[str, Any]] = []
-    raw: dict[str, list[float]] = {}
-    near = []
-    for case in cases:
-        job = job_of(case)
+    """Predict and run what `cases` names, or everything; for `cordee bench planner`. `rounds` runs of each way.
+
+    `cases` are patterns of "model/strategy/workers", of which the last parts may be left out. What is done is kept in
+    `journal`, if there is one, and not done again when the benchmark is called again. A way that fails is told and
+    left out.
+    """
+    wanted = [pattern.strip() for pattern in cases]
+    _refuse_unknown(wanted, workers)
+    found = _read_journal(journal, say)
+    is_first = not found
+    for case in CASES:
+        done = {(one.prediction.strategy, one.prediction.workers) for one in found if one.model == case.name}
+        names = [f"{case.name}/{strategy}/{number}" for strategy in STRATEGIES for number in workers]
+        if not any(_is_wanted(name, wanted) for name in names):
+            continue
         say(f"{case.name}: profiling")
-        made = plan(job, workers=max(workers), fresh=True, budget_s=budget_s)
-        found: dict[tuple[str, int], float] = {}
-        for prediction in _to_run(made, workers, strategies):
-            key = f"{case.name}, {prediction.strategy}, {prediction.workers}"
-            try:
-                figures = [_run_one(job, prediction, run_s) for _ in range(rounds)]
-            except CordeeError as error:
-                say(f"{key}: left out: {error}")
+        before_s = reference_s()
+        made = _profile(case, workers, is_new=not done, is_first=is_first, budget_s=budget_s)
+        is_first, profile_s = False, (before_s + reference_s()) / 2
+        for prediction in _to_run(made, workers):
+            name = f"{case.name}/{prediction.strategy}/{prediction.workers}"
+            if (prediction.strategy, prediction.workers) in done or not _is_wanted(name, wanted):
                 continue
-            measured_s = statistics.median(figures)
-            found[prediction.strategy, prediction.workers] = measured_s
-            raw[key] = [1e3 * figure for figure in figures]
-            rows.append(_row(case, prediction, measured_s))
-            say(f"{key}: {1e3 * prediction.step_s:.3g} ms predicted, {1e3 * measured_s:.3g} ms measured")
-        near.append(_is_near(made, found))
-    rows += _verdicts(rows, near)
+            try:
+                runs = [_run_calmly(case, prediction, run_s, profile_s) for _ in range(rounds)]
+            except CordeeError as error:
+                say(f"{name}: left out: {error}")
+                continue
+            one = Measured.of(case.name, prediction, runs, base_bytes=kept_machine().process_bytes)
+            found.append(one)
+            _write_journal(journal, one)
+            say(one.describe())
     settings = {
         "rounds": rounds,
         "workers": list(workers),
         "run_seconds": run_s,
-        "cases": [msgspec.to_builtins(case._asdict()) for case in cases],
+        "cases": [msgspec.to_builtins(case._asdict()) for case in CASES],
     }
-    return Report("planner", describe_machine(), settings, raw, "ms", rows)
+    raw = {one.name: [1e3 * seconds for seconds in one.step_s] for one in found}
+    raw |= {f"{one.name}, ratio of the reference": list(one.load) for one in found}
+    return Report("planner", describe_machine(), settings, raw, "ms", make_rows(found))
 
 
 def job_of(case: Case) -> Job:
@@ -111,21 +130,63 @@ def job_of(case: Case) -> Job:
     )
 
 
-def _to_run(made: Plan, workers: Sequence[int], strategies: Sequence[str] | None) -> list[Prediction]:
-    """Return the predictions of ways that can be run, the smallest crowds first."""
+def reference_s() -> float:
+    """Return how long a fixed piece of computing takes now, on one core."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(12544, 16))
+    inputs = torch.ones(16, 3, 32, 32)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return time_call(lambda: model(inputs).sum().backward(), budget_s=REFERENCE_S, most_calls=1000)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _profile(case: Case, workers: Sequence[int], *, is_new: bool, is_first: bool, budget_s: float) -> Plan:
+    """Return the plan; the machine is measured anew with the first model, and each model where nothing was run yet."""
+    job = job_of(case)
+    if is_first:
+        return plan(job, workers=max(workers), fresh=True, budget_s=budget_s)
+    return plan(job, workers=max(workers), fresh_profile=is_new, budget_s=budget_s)
+
+
+def _to_run(made: Plan, workers: Sequence[int]) -> list[Prediction]:
+    """Return the predictions of ways to run, the smallest crowds first."""
     able = [
         p
         for p in made.predictions
-        if p.strategy in (strategies or made.available)
+        if p.strategy in STRATEGIES
         and p.strategy in made.available
-        and p.strategy not in OTHER_TRAINING
         and p.workers in workers
+        and p.settings.get("staleness", 0) == 0
     ]
     return sorted(able, key=lambda p: (p.workers, p.strategy))
 
 
-def _run_one(job: Job, prediction: Prediction, run_s: float) -> float:
-    """Return the seconds of a step in a run of its own."""
+class Run(NamedTuple):
+    """What a run took."""
+
+    step_s: float
+    peak_bytes: int  # beyond what the process had before
+    load: float  # the reference beside it over the one beside the profile
+
+
+def _run_calmly(case: Case, prediction: Prediction, run_s: float, profile_s: float) -> Run:
+    """Run, again where the machine was busier or less busy than beside the profile; return the calmest run."""
+    attempts: list[Run] = []
+    before_s = reference_s()
+    while len(attempts) < MOST_ATTEMPTS:
+        step_s, peak_bytes = run_once(job_of(case), prediction, run_s)
+        after_s = reference_s()
+        attempts.append(Run(step_s, peak_bytes, (before_s + after_s) / 2 / profile_s))
+        before_s = after_s
+        if abs(attempts[-1].load - 1) <= DISTURBED:
+            break
+    return min(attempts, key=lambda run: abs(run.load - 1))
+
+
+def run_once(job: Job, prediction: Prediction, run_s: float) -> tuple[float, int]:
+    """Return the seconds of a step in a run of its own, and its peak of memory in bytes (0 where it is not known)."""
     steps = max(LEAST_STEPS, min(MOST_STEPS, round(run_s / prediction.step_s)))
     changes = {
         "training": msgspec.structs.replace(job.training, steps=steps),
@@ -134,61 +195,79 @@ def _run_one(job: Job, prediction: Prediction, run_s: float) -> float:
             job.strategy, name=prediction.strategy, workers=prediction.workers, settings=prediction.settings
         ),
     }
+    job = msgspec.structs.replace(job, **changes)
     with tempfile.TemporaryDirectory(prefix="cordee-bench-") as folder:
-        done = train(msgspec.structs.replace(job, **changes), run_dir=Path(folder) / "run", quiet=True)
-        rates = [event["samples_per_second"] for event in done.events() if event["type"] == "step"]
+        if prediction.workers > 1:
+            step_s, peak_bytes = _train(job, folder)
+            return step_s, peak_bytes - kept_machine().process_bytes if peak_bytes else 0
+        # In a process of its own: this one has grown already.
+        with _alone(job, folder) as results:
+            return results
+
+
+def _train(job: Job, folder: str) -> tuple[float, int]:
+    done = train(job, run_dir=Path(folder) / "run", quiet=True)
+    rates = [event["samples_per_second"] for event in done.events() if event["type"] == "step"]
     # The first event is that of the first step, the second window has what warms up.
-    steady = rates[2:] or rates
-    if not steady:
-        assert done.summary.step_seconds is not None
-        return done.summary.step_seconds
-    return float(job.training.batch_size / statistics.median(steady))
+    step_s = job.training.batch_size / statistics.median(rates[2:] or rates)
+    return step_s, done.summary.peak_memory_bytes or 0
 
 
-def _row(case: Case, prediction: Prediction, measured_s: float) -> dict[str, Any]:
-    return {
-        "model": case.name,
-        "strategy": prediction.label,
-        "workers": prediction.workers,
-        "predicted_ms": 1e3 * prediction.step_s,
-        "measured_ms": 1e3 * measured_s,
-        "error": prediction.step_s / measured_s - 1,
-        "goal": None,
-        "outcome": "",
-    }
+@contextlib.contextmanager
+def _alone(job: Job, folder: str) -> Iterator[tuple[float, int]]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_train_alone, args=(job.to_toml(), folder, theirs))
+    process.start()
+    theirs.close()
+    try:
+        yield ours.recv()
+    except EOFError:
+        raise CordeeError("the process that trains alone ended without a result") from None
+    finally:
+        ours.close()
+        process.join()
 
 
-def _is_near(made: Plan, found: dict[tuple[str, int], float]) -> bool | None:
-    """Return whether the way that was chosen is as good as the best one that was run."""
-    if made.choice is None or (made.choice.strategy, made.choice.workers) not in found:
-        return None
-    return found[made.choice.strategy, made.choice.workers] <= min(found.values()) * (1 + NEAR)
+def _train_alone(toml: str, folder: str, results: Any) -> None:
+    path = Path(folder) / "job.toml"
+    path.write_text(toml, encoding="utf-8")
+    job = Job.load(path)
+    memory = MemoryWatch()
+    step_s, peak_bytes = _train(job, folder)
+    results.send((step_s, peak_bytes - memory.start_bytes if peak_bytes else 0))
 
 
-def _verdicts(rows: Sequence[dict[str, Any]], near: Sequence[bool | None]) -> list[dict[str, Any]]:
-    errors = sorted(abs(row["error"]) for row in rows)
-    known = [is_near for is_near in near if is_near is not None]
-    if not errors:
+def _is_wanted(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(
+        fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name, f"{pattern}/*") for pattern in patterns
+    )
+
+
+def _refuse_unknown(patterns: Sequence[str], workers: Sequence[int]) -> None:
+    names = [f"{case.name}/{strategy}/{number}" for case in CASES for strategy in STRATEGIES for number in workers]
+    for pattern in patterns:
+        if not any(_is_wanted(name, [pattern]) for name in names):
+            raise JobError(
+                f"--cases {pattern!r} names no case: write model/strategy/workers, as in 'lenet', 'gpt/tensor' or "
+                f"'*/pipeline/4' (models: {', '.join(case.name for case in CASES)}; "
+                f"strategies: {', '.join(STRATEGIES)}; workers: {', '.join(map(str, workers))})"
+            )
+
+
+def _read_journal(journal: Path | None, say: Callable[[str], None]) -> list[Measured]:
+    if journal is None or not journal.exists():
         return []
-    at_90 = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
-    verdicts = [
-        _verdict("median error", statistics.median(errors), 0.10, is_most=True),
-        _verdict("error at 90 %", at_90, 0.25, is_most=True),
-    ]
-    if known:
-        verdicts.append(_verdict("choices within 5 % of the best", sum(known) / len(known), 0.90, is_most=False))
-    return verdicts
+    try:
+        found = [msgspec.json.decode(line, type=Measured) for line in journal.read_bytes().splitlines() if line]
+    except (OSError, msgspec.DecodeError) as error:
+        raise JobError(f"cannot go on from {journal}: {error}; remove it to begin anew") from None
+    say(f"{len(found)} cases are in {journal} already")
+    return found
 
 
-def _verdict(what: str, value: float, goal: float, *, is_most: bool) -> dict[str, Any]:
-    is_reached = value <= goal if is_most else value >= goal
-    return {
-        "model": "all",
-        "strategy": what,
-        "workers": None,
-        "predicted_ms": None,
-        "measured_ms": None,
-        "error": value,
-        "goal": goal,
-        "outcome": "reached" if is_reached else "MISSED",
-    }
+def _write_journal(journal: Path | None, one: Measured) -> None:
+    if journal is not None:
+        journal.parent.mkdir(parents=True, exist_ok=True)
+        with journal.open("ab") as file:
+            file.write(msgspec.json.encode(one) + b"\n")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -18,7 +20,7 @@ BENCHMARKS = {
     "overhead": "what the training loop costs beside a hand-written one, Accelerate and Lightning",
     "accuracy": "what the shipped job files reach",
     "data_parallel": "two workers beside DDP on gloo, Accelerate, Lightning; FSDP2 on our backend and on gloo",
-    "planner": "predicted beside measured step time: every model, strategy and number of workers",
+    "planner": "predicted beside measured step time and memory: every model, strategy and number of workers",
     "pipeline": "two stages beside hand-written torch.distributed.pipelining on gloo, and how much they idle",
     "staleness": "parameter servers with unlike workers, and what free-running workers learn",
     "allreduce": "the backend beside gloo and OpenMPI, and what the memory allows",
@@ -27,13 +29,27 @@ BENCHMARKS = {
 }
 
 
-def run_benchmark(name: str, *, rounds: int, output: Path | None) -> Report:
-    """Measure, print the table, and write the raw figures where asked."""
+ROUNDS = 7  # where a benchmark does not say otherwise
+
+
+def run_benchmark(name: str, *, rounds: int | None, output: Path | None, cases: Sequence[str] = ()) -> Report:
+    """Measure, print the table, and write the raw figures where asked.
+
+    A benchmark of many cases keeps those that are done beside `output`, and goes on from there when called again.
+    """
     if name not in BENCHMARKS:
         known = "; ".join(f"{known}: {what}" for known, what in BENCHMARKS.items())
         raise JobError(f"no benchmark '{name}'{nearest(name, BENCHMARKS)} ({known})")
-    measure: Callable[..., Report] = import_module(f"cordee.bench.{name}").measure
-    report = measure(rounds=rounds, say=lambda line: print(line, file=sys.stderr, flush=True))
+    module = import_module(f"cordee.bench.{name}")
+    measure: Callable[..., Report] = module.measure
+    options: dict[str, Any] = {}
+    journal = output.with_name(f"{output.name}.part") if output is not None else None
+    if "cases" in inspect.signature(measure).parameters:
+        options = {"cases": cases, "journal": journal}
+    elif cases:
+        raise JobError(f"--cases is for benchmarks that have several, and '{name}' has not: leave it out")
+    rounds = rounds or getattr(module, "ROUNDS", ROUNDS)
+    report = measure(rounds=rounds, say=lambda line: print(line, file=sys.stderr, flush=True), **options)
     Console(highlight=False).print(_table(report))
     if output is not None:
         try:
@@ -42,6 +58,8 @@ def run_benchmark(name: str, *, rounds: int, output: Path | None) -> Report:
         except OSError as error:
             raise StorageError(f"cannot write {output}: {error.strerror}") from error
         print(f"raw figures: {output}")
+        assert journal is not None
+        journal.unlink(missing_ok=True)
     return report
 
 

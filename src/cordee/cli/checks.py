@@ -81,9 +81,24 @@ def bench(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write the raw figures to this JSON file.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds; the medians are compared.", min=1)] = 7,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            help="Interleaved rounds; the medians are compared. 7, or 1 for planner, unless given.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    cases: Annotated[
+        str,
+        typer.Option(
+            help="Only these cases of planner, as in 'lenet,gpt/tensor,*/pipeline/4'.",
+            metavar="LIST",
+            show_default=False,
+        ),
+    ] = "",
 ) -> None:
     """Measure Cordée: against its peers, interleaved in one run, or against the goals of the shipped jobs."""
     from cordee.bench import run_benchmark
 
-    run_benchmark(name, rounds=rounds, output=output)
+    run_benchmark(name, rounds=rounds, output=output, cases=[case for case in cases.split(",") if case.strip()])

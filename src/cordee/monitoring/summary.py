@@ -31,6 +31,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     predicted_step_seconds: float | None = None  # where the planner knew the model
     checkpoint_stall_seconds: float | None = None  # that training stood still for checkpoints
     best_step: int | None = None  # of the best evaluation
+    peak_memory_bytes: int | None = None  # of the worker that took most, what it shares with others not counted
+    predicted_memory_bytes: int | None = None
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None  # from 0 to 1

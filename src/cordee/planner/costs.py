@@ -6,9 +6,9 @@ one (docs/planner.md has the formulas).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
+from cordee.planner.footprint import part_bytes, replica_bytes, sharded_bytes
 from cordee.planner.pipelines import cut, last_pass_s
 from cordee.planner.prediction import Candidate, Prediction, Work
 from cordee.planner.profile import Timing
@@ -24,7 +24,7 @@ def predict(candidate: Candidate, work: Work) -> Prediction:
 
 def _single(candidate: Candidate, work: Work) -> Prediction:
     step = _passes(work, work.batch_size, 0, 1)
-    memory = _replica_bytes(work, work.batch_size)
+    memory = replica_bytes(candidate, work)
     return _prediction(candidate, work, step.step_s, step.step_s, 0.0, 0.0, memory, 0.0, "no exchange")
 
 
@@ -40,7 +40,7 @@ def _data_parallel(candidate: Candidate, work: Work) -> Prediction:
         hidden_s = max(sum(step.backward_s) for step in steps)
         exposed_s = max(exchange_s - hidden_s, exchange_s / 25)
     idle = _waiting([step.step_s for step in steps], slowest + exposed_s)
-    memory = _replica_bytes(work, math.ceil(work.batch_size / candidate.workers)) + gradient_bytes  # the flat buffer
+    memory = replica_bytes(candidate, work, flat_copies=1)
     traffic = _ring_traffic(gradient_bytes, candidate.workers)
     note = (
         f"all-reduce of {in_bytes(gradient_bytes)} takes {in_time(exposed_s)} of a {in_time(slowest + exposed_s)} step"
@@ -61,9 +61,7 @@ def _sharded(candidate: Candidate, work: Work) -> Prediction:
     if site.overlaps:
         exposed_s = max(exchange_s - max(sum(s.forward_s) + sum(s.backward_s) for s in steps), exchange_s / 10)
     slowest = max(computes)
-    state = (2 * profile.parameter_bytes + profile.optimizer_state_bytes) / candidate.workers
-    memory = state + 2 * max(units, default=0) + profile.buffer_bytes
-    memory += _activations(work, math.ceil(work.batch_size / candidate.workers)) + site.process_bytes
+    memory = sharded_bytes(candidate, work, units)
     traffic = 1.5 * _ring_traffic(profile.parameter_bytes, candidate.workers)
     note = f"gathers {in_bytes(profile.parameter_bytes)} of parameters twice a step"
     idle = _waiting(computes, slowest + exposed_s)
@@ -76,7 +74,7 @@ def _local_sgd(candidate: Candidate, work: Work) -> Prediction:
     steps, _ = _shares(work, members)
     slowest = max(step.step_s for step in steps)
     exposed_s = work.site.all_reduce_s(work.profile.parameter_bytes, members) / every
-    memory = _replica_bytes(work, math.ceil(work.batch_size / candidate.workers)) + work.profile.parameter_bytes
+    memory = replica_bytes(candidate, work, flat_copies=1)
     traffic = _ring_traffic(work.profile.parameter_bytes, candidate.workers) / every
     idle = _waiting([step.step_s for step in steps], slowest + exposed_s)
     note = f"averages the parameters every {every} steps, so it is not the same training"
@@ -96,8 +94,7 @@ def _parameter_server(candidate: Candidate, work: Work) -> Prediction:
     update_s *= 1 if staleness == 0 else candidate.workers  # in step one update for all, else one for each push
     step_s = pace + exchange_s + update_s
     idle = _waiting(computes, step_s) if staleness != "unbounded" else 0.0
-    memory = 2 * profile.parameter_bytes + profile.buffer_bytes + site.process_bytes
-    memory += _activations(work, math.ceil(work.batch_size / candidate.workers))
+    memory = replica_bytes(candidate, work)
     note = f"each worker sends and gets {in_bytes(profile.parameter_bytes)} a step through {_plural(servers, 'server')}"
     traffic = float(profile.parameter_bytes)
     compute_s = max(mean, pace)
@@ -169,14 +166,15 @@ def _mesh(
         overhead_s += site.overhead_s("tensor", candidate.workers, sum(b.sliceable for b in profile.blocks) * num_micro)
     step_s = passes_s + other_s + optimizer_s + gradient_s + overhead_s
     in_flight = [_in_flight(schedule, stage, num_stages, num_micro) for stage in range(num_stages)]
-    memory, beyond = 0.0, profile.peak_bytes / max(1.0, profile.activation_bytes)
-    for stage, (start, end) in enumerate(bounds):
-        share = sum(b.parameter_bytes for b in profile.blocks[start:end]) / num_slices
-        state = share * (2 + profile.optimizer_state_bytes / max(1, profile.parameter_bytes))
-        state /= num_data if is_sharded else 1
-        acts = sum(b.activation_bytes for b in profile.blocks[start:end]) * samples * in_flight[stage]
-        memory = max(memory, state + acts * beyond + profile.buffer_bytes)
-    memory += profile.fixed_bytes + site.process_bytes + profile.input_bytes * work.batch_size / num_data
+    memory = part_bytes(
+        candidate,
+        work,
+        bounds,
+        [samples * count for count in in_flight],
+        num_slices=num_slices,
+        num_data=num_data,
+        is_sharded=is_sharded,
+    )
     idle = 1 - sum(busy) / (min(num_stages, lanes_each) * passes_s) if passes_s and num_stages > 1 else 0.0
     stage_traffic = max((profile.blocks[end - 1].output_bytes for _, end in bounds[:-1]), default=0.0)
     traffic = stage_traffic * work.batch_size / num_data * 2
@@ -245,18 +243,6 @@ def _units(sizes: Sequence[int]) -> list[int]:
     """Return the bytes that `sharded` gathers at once: blocks that are large enough, and what is left, together."""
     large = [size for size in sizes if size >= UNIT_BYTES]
     return [*large, sum(size for size in sizes if size < UNIT_BYTES)]
-
-
-def _replica_bytes(work: Work, samples: float) -> float:
-    profile = work.profile
-    state = 2 * profile.parameter_bytes + profile.optimizer_state_bytes + profile.buffer_bytes
-    return state + _activations(work, samples) + work.site.process_bytes
-
-
-def _activations(work: Work, samples: float) -> float:
-    """Return what the passes over `samples` take at their worst, and the input."""
-    part = math.ceil(samples / work.accumulate)
-    return part * work.profile.peak_bytes + work.profile.fixed_bytes + samples * work.profile.input_bytes
 
 
 def _sliced(splittable: float, num_slices: int) -> float:

@@ -44,6 +44,7 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     # More for each micro-batch of pipeline, unit of sharded, sliced layer of tensor, byte of parameters on servers.
     part_s: float = 0.0
+    worker_bytes: int = 0  # a worker's own memory, with that model; 0 where it is not known
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,14 +75,20 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     def overhead_s(self, strategy: str, num_processes: int, num_parts: float) -> float:
         """Return what `strategy` adds to a step of `num_parts` parts; 0 where it was not measured."""
-        known = [overhead for overhead in self.overheads if overhead.strategy == strategy]
-        if not known:
-            return 0.0
-        nearest = min(known, key=lambda overhead: abs(overhead.num_processes - num_processes))
-        return nearest.step_s + nearest.part_s * num_parts
+        nearest = self._overhead(strategy, num_processes)
+        return 0.0 if nearest is None else nearest.step_s + nearest.part_s * num_parts
 
     def knows_overhead(self, strategy: str) -> bool:
-        return any(overhead.strategy == strategy for overhead in self.overheads)
+        return self._overhead(strategy, 1) is not None
+
+    def worker_bytes(self, strategy: str, num_processes: int) -> int:
+        """Return what a worker takes that trains this way but has next to no model."""
+        nearest = self._overhead(strategy, num_processes)
+        return nearest.worker_bytes or self.process_bytes if nearest is not None else self.process_bytes
+
+    def _overhead(self, strategy: str, num_processes: int) -> Overhead | None:
+        known = [overhead for overhead in self.overheads if overhead.strategy == strategy]
+        return min(known, key=lambda overhead: abs(overhead.num_processes - num_processes), default=None)
 
     def has_exchanges(self, num_processes: int) -> bool:
         return any(exchange.num_processes == num_processes for exchange in self.exchanges)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -16,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cordee.compute import Computation
+from cordee.compute.memory import forget_peak, peak_bytes, release_unused
 from cordee.core import Batch
 from cordee.planner.profile import Block
 
@@ -115,39 +113,18 @@ def measure_pass_memory(take_pass: Callable[[int], None], samples: int) -> tuple
     process had and does not use hides some of it: this is best asked early.
     """
     few = samples // 4
-    _release_unused()
-    if few < 1 or not _forget_peak():
+    release_unused()
+    if few < 1 or not forget_peak():
         return 0.0, 0.0
     before = psutil.Process().memory_info().rss
     peaks = []
     for count in (few, samples):
         for _ in range(2):
             take_pass(count)
-        peaks.append(_peak_bytes())
+        peaks.append(peak_bytes())
     # Where the first passes fitted into memory that was there already, the difference alone would be too much.
     per_sample = max(0.0, min((peaks[1] - peaks[0]) / (samples - few), (peaks[1] - before) / samples))
     return per_sample, max(0.0, peaks[0] - before - per_sample * few)
-
-
-def _release_unused() -> None:
-    """Give memory that is not used back to the system, so that it does not hide what a pass takes."""
-    with contextlib.suppress(AttributeError, OSError):  # glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _forget_peak() -> bool:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # not Linux, or not allowed
-        return False
-    return True
-
-
-def _peak_bytes() -> int:
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def time_blocks(model: nn.Module, computation: Computation, batch: Batch, budget_s: float) -> BlockTimes:

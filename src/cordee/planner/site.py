@@ -66,9 +66,8 @@ class Site(Protocol):
     def memory_limit(self, num_members: int) -> float:
         """What the worker with the least memory may take when there are `num_members`."""
 
-    @property
-    def process_bytes(self) -> float:
-        """What a worker takes before it has a model."""
+    def worker_bytes(self, strategy: str, num_members: int) -> float:
+        """Return what a worker takes that trains this way, less its model and what it computes."""
 
 
 class ThisMachine:
@@ -120,9 +119,8 @@ class ThisMachine:
     def memory_limit(self, num_members: int) -> float:
         return self._free_bytes / num_members
 
-    @property
-    def process_bytes(self) -> float:
-        return self._machine.process_bytes
+    def worker_bytes(self, strategy: str, num_members: int) -> float:
+        return self._machine.worker_bytes(strategy, num_members)
 
     def _exchange_s(self, kind: str, num_bytes: float, num_members: int) -> float:
         if num_members < 2:
@@ -134,8 +132,6 @@ class ThisMachine:
 
 class DescribedCluster:
     """Machines from a cluster file. Every worker has a device of its own; what is shared is a host's network."""
-
-    process_bytes = 0.0  # a device's memory in the file is what it has for a model
 
     def __init__(self, devices: Sequence[Device], inside: Link, networks: dict[str, Link], *, overlaps: bool) -> None:
         self.devices = devices
@@ -175,6 +171,9 @@ class DescribedCluster:
 
     def memory_limit(self, num_members: int) -> float:
         return min(device.memory_bytes for device in self.devices[:num_members])
+
+    def worker_bytes(self, strategy: str, num_members: int) -> float:
+        return 0.0  # a device's memory in the file is what it has for a model
 
     def link(self, source: int, target: int) -> Link:
         """Return the link between two devices: inside a host, or the slower of two hosts' networks."""

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -83,6 +84,7 @@ class ServedRun:
         self._run_id = secrets.token_hex(8)
         self._server_keys, (self._client_keys,) = make_keys()
         self._progress = Progress()
+        self._peak_memory_bytes = 0  # of the worker that took most
         self._begun_s = time.perf_counter()
 
     def lead(self, engine: LocalEngine, *, resume: bool) -> Summary:
@@ -102,7 +104,7 @@ class ServedRun:
                 plan,
                 ledger,
                 self._progress,
-                emit=lambda kind, **fields: self._monitor.emit(kind, **fields),
+                emit=self._take_event,
                 show=lambda step, loss: self._monitor.progress(step=step, loss=loss),
                 failure_timeout_s=self._job.cluster.failure_timeout_s,
                 num_servers=self._settings.servers,
@@ -126,6 +128,11 @@ class ServedRun:
                 f"{dispatcher.outcome.problem}"
             )
         return self._summarise(dispatcher, plan, samples_before)
+
+    def _take_event(self, kind: str, **fields: Any) -> None:
+        if kind == "worker_ended":
+            self._peak_memory_bytes = max(self._peak_memory_bytes, fields.get("peak_memory_bytes") or 0)
+        self._monitor.emit(kind, **fields)
 
     def _plan(self) -> RunPlan:
         parts = self._parts
@@ -397,6 +404,8 @@ class ServedRun:
             samples_per_second=samples_per_second,
             checkpoint_stall_seconds=outcome.stall_s,
             best_step=progress.best_step if progress.best_step >= 0 else None,
+            step_seconds=progress.samples / progress.step / samples_per_second if samples_per_second else None,
+            peak_memory_bytes=self._peak_memory_bytes or None,
             train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else None,
             test_loss=metrics.loss if metrics else None,
             test_accuracy=metrics.accuracy if metrics else None,

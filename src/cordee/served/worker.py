@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from cordee.assembly import Assembly, assemble
 from cordee.cluster import Team
 from cordee.compute import Loss, split_batch
+from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
 from cordee.core.seeds import derive_seed
 from cordee.monitoring import setup_logging
@@ -36,6 +37,7 @@ log = logging.getLogger("cordee.worker")
 def main(argument: dict[str, Any]) -> int:
     """Work until the run ends; return the exit code. Called in a fresh fork of the fork server."""
     order = msgspec.convert(argument, ProcessOrder)
+    memory = MemoryWatch()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
     run_dir = Path(order.run_dir)
     with setup_logging(run_dir / "logs" / f"{order.name}.log"), DispatchLink(order) as link:
@@ -46,7 +48,7 @@ def main(argument: dict[str, Any]) -> int:
                 num_workers=job.strategy.workers,
                 num_local_workers=order.num_local,
             )
-            loop = WorkLoop(assemble(job, team), link, order)
+            loop = WorkLoop(assemble(job, team), link, order, memory)
             link.join()
             loop.run()
             link.leave()
@@ -104,7 +106,8 @@ class PushWatch:
 class WorkLoop:
     """One worker's way from unit to unit. It keeps no optimizer state."""
 
-    def __init__(self, parts: Assembly, link: DispatchLink, order: ProcessOrder) -> None:
+    def __init__(self, parts: Assembly, link: DispatchLink, order: ProcessOrder, memory: MemoryWatch) -> None:
+        self._memory = memory
         self._parts = parts
         self._job = parts.job
         self._link = link
@@ -147,7 +150,13 @@ class WorkLoop:
         seconds = time.perf_counter() - began_s
         self._link.emit(
             "worker_ended",
-            {"worker": self._index, "units": self._num_units, "seconds": seconds, "waited_seconds": waited_s},
+            {
+                "worker": self._index,
+                "units": self._num_units,
+                "seconds": seconds,
+                "waited_seconds": waited_s,
+                "peak_memory_bytes": self._memory.peak_bytes() or None,
+            },
         )
         self._client.close()
 

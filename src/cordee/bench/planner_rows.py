@@ -1,0 +1,139 @@
+"""What the planner benchmark makes of its figures: errors, verdicts, choices. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from cordee.planner import Prediction, choose
+
+NEAR = 0.05  # a choice this near to the best one measured is as good
+CALM = 0.05  # a ratio of the reference that is only noise
+MB = 1e6
+
+
+class RunLike(Protocol):
+    """What a run took: see `planner.Run`."""
+
+    @property
+    def step_s(self) -> float: ...
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    @property
+    def load(self) -> float: ...
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """A way to run a job: as predicted, and as it was."""
+
+    model: str
+    prediction: Prediction
+    step_s: tuple[float, ...]  # of each run
+    load: tuple[float, ...]  # how much longer a fixed piece of computing took beside the run than beside the profile
+    peak_bytes: int  # of the worker that took most, beyond what its process had to begin with; 0: not known
+    base_bytes: int  # what the planner takes that to be
+
+    @classmethod
+    def of(cls, model: str, prediction: Prediction, runs: Sequence[RunLike], *, base_bytes: int) -> Measured:
+        return cls(
+            model=model,
+            prediction=prediction,
+            step_s=tuple(run.step_s for run in runs),
+            load=tuple(run.load for run in runs),
+            peak_bytes=max(run.peak_bytes for run in runs),
+            base_bytes=base_bytes,
+        )
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}/{self.prediction.strategy}/{self.prediction.workers}"
+
+    @property
+    def measured_s(self) -> float:
+        """The median of the runs, each as it would have been on a machine as busy as beside the profile."""
+        pairs = zip(self.step_s, self.load, strict=True)
+        return statistics.median(step / load if abs(load - 1) > CALM else step for step, load in pairs)
+
+    @property
+    def error(self) -> float:
+        return self.prediction.step_s / self.measured_s - 1
+
+    @property
+    def predicted_bytes(self) -> float:
+        return self.prediction.memory_bytes - self.base_bytes
+
+    @property
+    def memory_error(self) -> float | None:
+        return self.predicted_bytes / self.peak_bytes - 1 if self.peak_bytes else None
+
+    def describe(self) -> str:
+        memory = (
+            "" if self.memory_error is None else f", {self.predicted_bytes / MB:.3g} and {self.peak_bytes / MB:.3g} MB"
+        )
+        return (
+            f"{self.name}: {1e3 * self.prediction.step_s:.3g} ms predicted, {1e3 * self.measured_s:.3g} ms measured "
+            f"({self.error:+.0%}){memory}, load {statistics.median(self.load):.2f}"
+        )
+
+
+def make_rows(found: Sequence[Measured]) -> list[dict[str, Any]]:
+    """Return the rows of all ways, and below them those that hold them against the goals."""
+    rows = [_row(one) for one in found]
+    if not found:
+        return [_verdict("cases", 0.0, 1.0, is_most=False)]
+    errors = [abs(one.error) for one in found]
+    rows.append(_verdict("median error", statistics.median(errors), 0.10, is_most=True))
+    rows.append(_verdict("error at 90 %", _at_90(errors), 0.25, is_most=True))
+    if memory := [abs(one.memory_error) for one in found if one.memory_error is not None]:
+        rows.append(_verdict("median error of the memory", statistics.median(memory), 0.10, is_most=True))
+    if choices := list(_are_near(found)):
+        rows.append(_verdict("choices within 5 % of the best", sum(choices) / len(choices), 0.90, is_most=False))
+    return rows
+
+
+def _are_near(found: Sequence[Measured]) -> Iterable[bool]:
+    """Yield for each model, and each number of workers it was run with, and all of them together, whether the way that
+    the planner would choose is as good as the best that was run."""
+    for model in dict.fromkeys(one.model for one in found):
+        own = [one for one in found if one.model == model]
+        crowds = sorted({one.prediction.workers for one in own if one.prediction.workers > 1})
+        for among in [own, *([one for one in own if one.prediction.workers == size] for size in crowds)]:
+            predictions = sorted((one.prediction for one in among), key=lambda p: p.step_s)
+            best, _ = choose(predictions, {p.strategy for p in predictions})
+            if best is not None and len(among) > 1:
+                chosen = next(one for one in among if one.prediction is best)
+                yield chosen.measured_s <= min(one.measured_s for one in among) * (1 + NEAR)
+
+
+def _at_90(errors: Sequence[float]) -> float:
+    """Return the error that nine tenths do not exceed."""
+    return sorted(errors)[max(0, -(-9 * len(errors) // 10) - 1)]
+
+
+def _row(one: Measured) -> dict[str, Any]:
+    return {
+        "model": one.model,
+        "strategy": one.prediction.label,
+        "workers": one.prediction.workers,
+        "predicted_ms": 1e3 * one.prediction.step_s,
+        "measured_ms": 1e3 * one.measured_s,
+        "error": one.error,
+        "predicted_mb": one.predicted_bytes / MB if one.peak_bytes else None,
+        "measured_mb": one.peak_bytes / MB if one.peak_bytes else None,
+        "memory_error": one.memory_error,
+        "load": statistics.median(one.load),
+        "goal": None,
+        "outcome": "",
+    }
+
+
+def _verdict(what: str, value: float, goal: float, *, is_most: bool) -> dict[str, Any]:
+    is_reached = value <= goal if is_most else value >= goal
+    empty = ("workers", "predicted_ms", "measured_ms", "error", "predicted_mb", "measured_mb", "memory_error", "load")
+    row: dict[str, Any] = {"model": "all", "strategy": what, **dict.fromkeys(empty)}
+    return {**row, "error": value, "goal": goal, "outcome": "reached" if is_reached else "MISSED"}

@@ -1,0 +1,75 @@
+"""How much memory a worker takes at its worst: while it computes, or while it saves. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from cordee.planner.prediction import Candidate, Work
+
+
+def replica_bytes(candidate: Candidate, work: Work, *, flat_copies: int = 0) -> float:
+    """Return what a worker with the whole model takes; `flat_copies` are further buffers as large as the parameters."""
+    profile = work.profile
+    has_optimizer = candidate.strategy != "parameter_server"  # which is where the parameters are
+    state = (2 + flat_copies) * profile.parameter_bytes + profile.buffer_bytes
+    state += profile.optimizer_state_bytes if has_optimizer else 0
+    samples = math.ceil(work.batch_size / candidate.workers)
+    return _base(candidate, work) + state + _computing(work, samples)
+
+
+def sharded_bytes(candidate: Candidate, work: Work, units: Sequence[int]) -> float:
+    """Return what a worker with a slice of everything takes; units are gathered one after the other."""
+    profile, workers = work.profile, candidate.workers
+    own = (2 * profile.parameter_bytes + profile.optimizer_state_bytes) / workers
+    # The next unit is gathered while one is computed, and its gradient is whole until it is scattered.
+    gathered = 3 * max(units, default=0)
+    samples = math.ceil(work.batch_size / workers)
+    computing = own + gathered + _computing(work, samples)
+    return _base(candidate, work) + profile.buffer_bytes + max(computing, own + _whole(work))
+
+
+def part_bytes(
+    candidate: Candidate,
+    work: Work,
+    bounds: Sequence[tuple[int, int]],
+    kept: Sequence[float],
+    *,
+    num_slices: int,
+    num_data: int,
+    is_sharded: bool,
+) -> float:
+    """Return what the worker with the largest part of the model takes: stage `i` has the blocks `bounds[i]`.
+
+    `kept[i]` is of how many samples it keeps activations at once.
+    """
+    profile = work.profile
+    beyond = profile.peak_bytes / max(1.0, profile.activation_bytes)
+    worst = 0.0
+    for (start, end), samples in zip(bounds, kept, strict=True):
+        blocks = profile.blocks[start:end]
+        share = sum(block.parameter_bytes for block in blocks) / num_slices
+        own = share * (2 + profile.optimizer_state_bytes / max(1, profile.parameter_bytes))
+        own /= num_data if is_sharded else 1
+        worst = max(worst, own + sum(block.activation_bytes for block in blocks) * samples * beyond)
+        saving = own + _whole(work)
+        worst = max(worst, saving)
+    reading = profile.input_bytes * work.batch_size / num_data
+    return _base(candidate, work) + worst + profile.buffer_bytes + profile.fixed_bytes + reading
+
+
+def _base(candidate: Candidate, work: Work) -> float:
+    """Return what a worker takes without its model; one on a mesh is a worker of the strategy that splits the model."""
+    inner = [axis for axis, size in candidate.settings.get("mesh", {}).items() if axis != "data" and size > 1]
+    return work.site.worker_bytes(inner[0] if inner else candidate.strategy, candidate.workers)
+
+
+def _computing(work: Work, samples: float) -> float:
+    """Return what the passes over `samples` take at their worst, and the input."""
+    part = math.ceil(samples / work.accumulate)
+    return part * work.profile.peak_bytes + work.profile.fixed_bytes + samples * work.profile.input_bytes
+
+
+def _whole(work: Work) -> float:
+    """Return the model and the optimizer's state, put together to be saved."""
+    return work.profile.parameter_bytes + work.profile.optimizer_state_bytes
