@@ -134,6 +134,29 @@ class TwoBranches(nn.Module):
         return self.head(hidden)
 
 
+class Dropped(nn.Module):
+    """Dropout that keeps the masks it drew while training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.masks: list[Tensor] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mask = self.dropout(torch.ones_like(inputs))
+        if self.training:
+            self.masks.append(mask.detach())
+        return inputs * mask
+
+
+def with_dropout(*, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Dropout on slices, between layers of the styles column and row, and on whole activations before and after."""
+    (width,) = input_shape
+    return nn.Sequential(
+        Dropped(), nn.Linear(width, 16), Dropped(), nn.Linear(16, 16), Dropped(), nn.Linear(16, num_classes)
+    )
+
+
 def partly_frozen(*, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """The first layer is not trained, so that nothing is to be sent back to it."""
     (width,) = input_shape

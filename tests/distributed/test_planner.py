@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cordee.bench.planner import CASES, job_of, run
+from cordee.bench.planner import CASES, job_of, measure
 from cordee.planning import kept_machine, plan
 from cordee.strategies import STRATEGIES
 
@@ -16,13 +17,18 @@ def test_the_planner_benchmark_at_its_smallest(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("CORDEE_CACHE", str(tmp_path))
     monkeypatch.setattr("cordee.planning.is_busy", lambda: False)
     lenet = [case for case in CASES if case.name == "lenet"]
-    strategies = ("single", "data_parallel")
-    report = run(cases=lenet, workers=(1, 2), strategies=strategies, run_s=0.3, budget_s=0.3)
+    journal = tmp_path / "report.json.part"
+    lines: list[str] = []
+    options: dict[str, Any] = {"workers": (1, 2), "run_s": 0.3, "budget_s": 0.3, "say": lines.append}
+    report = measure(rounds=1, cases=["lenet/single", "lenet/data_parallel/2"], journal=journal, **options)
     rows = {(row["strategy"], row["workers"]): row for row in report.rows}
     for way in (("single", 1), ("data_parallel", 2)):
         assert rows[way]["predicted_ms"] > 0 and rows[way]["measured_ms"] > 0
         assert rows[way]["error"] == pytest.approx(rows[way]["predicted_ms"] / rows[way]["measured_ms"] - 1)
+        assert rows[way]["predicted_mb"] > 0 and rows[way]["measured_mb"] > 0
     assert ("median error", None) in rows
+    measure(rounds=1, cases=["lenet/single"], journal=journal, **options)  # is there already
+    assert f"2 cases are in {journal} already" in lines and len([line for line in lines if "single" in line]) == 1
     again = plan(job_of(lenet[0]), workers=2)
     assert again.is_cached and not again.was_busy
     monkeypatch.setattr("cordee.planning.is_busy", lambda: True)
@@ -40,5 +46,6 @@ def test_the_planner_benchmark_at_its_smallest(tmp_path: Path, monkeypatch: pyte
         if exchange.kind != "copy":
             assert exchange.at(1 << 25) > exchange.at(1 << 10)
     measured = {overhead.strategy for overhead in machine.overheads}
-    assert measured == {"data_parallel", "sharded", "pipeline", "tensor"} & STRATEGIES.keys()
+    assert measured == {"data_parallel", "sharded", "pipeline", "tensor", "parameter_server"} & STRATEGIES.keys()
+    assert all(overhead.worker_bytes > machine.process_bytes for overhead in machine.overheads)
     assert machine.slowdowns[2] >= 1.0 and machine.process_bytes > 1 << 20

@@ -5,9 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from crew import CaseError, Crew
 from driving import Table, job, train_together
+from networks import Dropped
 from splitting import JOBS, TOKENS, References, check_equal
+from torch import Tensor
+
+from cordee.assembly import assemble
+from cordee.cluster import Team
+from cordee.compute import NO_VOTES
+from cordee.core import Job
+from cordee.strategies.tensor import TensorParallel
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -48,3 +57,29 @@ def test_a_plan_that_changes_the_model_is_refused(two: Crew, tmp_path: Path) -> 
     for plan in ({"linear1": "column"}, {"linear1": "column", "linear2": "gather", "classifier": "scatter"}):
         with pytest.raises(CaseError, match=r"JobError: strategy.plan (changes what|does not fit)"):
             train_together(two, {**table, "strategy": {"name": "tensor", "plan": plan}}, tmp_path)
+
+
+def masks_of_three_steps(index: int, size: int, table: Table) -> list[list[Tensor]]:
+    """Return the masks of each dropout of `networks:with_dropout`, step by step."""
+    team = Team(index, size, num_local_workers=size, local_rank=index)
+    parts = assemble(Job.from_dict({**table, "strategy": {**table["strategy"], "workers": size}}), team)
+    parts.setup()
+    strategy = parts.strategy
+    assert isinstance(strategy, TensorParallel)
+    for step in range(3):
+        torch.manual_seed(step)
+        strategy.forward_backward([parts.example], measure=False, vote=lambda: NO_VOTES)
+        strategy.update(step)
+    return [module.masks for module in strategy._working.modules() if isinstance(module, Dropped)]
+
+
+def test_slices_have_masks_of_their_own_and_whole_activations_have_one(two: Crew) -> None:
+    plan = {"1": "column", "3": "row"}
+    table = job(model={"use": "networks:with_dropout"}, strategy={"name": "tensor", "plan": plan})
+    first, second = two.run(masks_of_three_steps, table)
+    for step in range(3):
+        before, inside, after = ((ours[step], theirs[step]) for ours, theirs in zip(first, second))
+        assert inside[0].shape == (2, 8)  # of two samples, half of the 16 units
+        assert not torch.equal(*inside)
+        assert torch.equal(*before) and torch.equal(*after)
+    assert not torch.equal(first[1][0], first[1][1])  # and other ones in every step

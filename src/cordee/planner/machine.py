@@ -84,7 +84,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     def worker_bytes(self, strategy: str, num_processes: int) -> int:
         """Return what a worker takes that trains this way but has next to no model."""
         nearest = self._overhead(strategy, num_processes)
-        return nearest.worker_bytes or self.process_bytes if nearest is not None else self.process_bytes
+        if nearest is None:  # as much as any worker: what it loads when it first computes
+            return min([one.worker_bytes for one in self.overheads if one.worker_bytes], default=self.process_bytes)
+        return nearest.worker_bytes or self.process_bytes
 
     def _overhead(self, strategy: str, num_processes: int) -> Overhead | None:
         known = [overhead for overhead in self.overheads if overhead.strategy == strategy]

@@ -25,6 +25,7 @@ from cordee.strategies.elementwise import require_elementwise
 from cordee.strategies.slices import Holdings, hold
 from cordee.strategies.split import SplitModel, copy_buffers, cut_weights, gather_weights
 from cordee.strategies.strategy import Requirements
+from cordee.strategies.tensor.streams import SliceStreams
 from cordee.strategies.whole import WholeModel
 
 _TOLERANCE = 1e-3  # of outputs, relative to the largest: in bf16 a sum in another order differs by as much
@@ -77,6 +78,7 @@ class TensorParallel(SplitModel):
         mesh = DeviceMesh.from_group(axes.parts, self._computation.device.type)
         self._working = slice_model(copy.deepcopy(model), mesh, plan)
         self._check_same(model, example.inputs.to(self._computation.device))
+        self._streams = SliceStreams(self._working, plan, axes.part_index, self._computation.device)
         held = Holdings(
             [
                 hold(name, parameter, num_holders=team.num_workers, num_slice_holders=self._num_replicas)
@@ -98,6 +100,7 @@ class TensorParallel(SplitModel):
         count = self._computation.loss.count
         own_count = sum(count(part.targets) for part in parts)
         divisor = own_count if self._num_replicas == 1 else self._nominal_count
+        self._streams.begin()
         return self._computation.forward_backward(self._working, parts, total_count=divisor, measure=measure)
 
     def _spread(self) -> None:

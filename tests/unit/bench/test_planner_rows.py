@@ -1,0 +1,56 @@
+"""What the planner benchmark makes of its figures, and the cases it may be asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from cordee.bench.planner import Run, measure
+from cordee.bench.planner_rows import MB, Measured, make_rows
+from cordee.bench.registry import run_benchmark
+from cordee.core.errors import JobError
+from cordee.planner import Prediction
+
+
+def measured(strategy: str, workers: int, predicted_s: float, *runs: Run, memory: float = 30 * MB) -> Measured:
+    prediction = Prediction(
+        strategy=strategy,
+        workers=workers,
+        settings={},
+        step_s=predicted_s,
+        compute_s=predicted_s,
+        communication_s=0.0,
+        idle_share=0.0,
+        memory_bytes=memory,
+        memory_limit_bytes=1e12,
+        traffic_bytes=0.0,
+        samples_per_second=1.0,
+    )
+    return Measured.of("net", prediction, runs, base_bytes=int(10 * MB))
+
+
+def test_errors_are_of_runs_on_a_machine_as_busy_as_beside_the_profile() -> None:
+    one = measured("single", 1, 0.10, Run(0.24, int(25 * MB), 2.0), Run(0.125, int(20 * MB), 1.0))
+    assert one.measured_s == pytest.approx(0.1225)  # 0.24 / 2 and 0.125
+    assert one.memory_error == pytest.approx(20 / 25 - 1)
+    calm = measured("single", 1, 0.10, Run(0.1, 0, 1.04))
+    assert calm.measured_s == 0.1 and calm.memory_error is None
+    assert calm.describe() == "net/single/1: 100 ms predicted, 100 ms measured (+0%), load 1.04"
+
+
+def test_goals_and_choices() -> None:
+    figures = {("single", 1): (0.10, 0.10), ("data_parallel", 2): (0.05, 0.06), ("pipeline", 2): (0.06, 0.055)}
+    found = [measured(*way, predicted, Run(took, int(20 * MB), 1.0)) for way, (predicted, took) in figures.items()]
+    verdicts = {row["strategy"]: row for row in make_rows(found) if row["model"] == "all"}
+    assert verdicts["median error"]["error"] == pytest.approx(0.06 / 0.055 - 1)
+    assert verdicts["error at 90 %"]["error"] == pytest.approx(1 - 0.05 / 0.06)
+    assert verdicts["median error of the memory"]["outcome"] == "reached"
+    # data_parallel was chosen, of all and of those with two workers, and a pipeline was 9 % faster.
+    assert verdicts["choices within 5 % of the best"]["error"] == 0.0
+    assert verdicts["choices within 5 % of the best"]["outcome"] == "MISSED"
+
+
+def test_a_case_that_there_is_not() -> None:
+    with pytest.raises(JobError, match=r"--cases 'lennet' names no case: write model/strategy/workers"):
+        measure(rounds=1, say=lambda _: None, cases=["lennet"])
+    with pytest.raises(JobError, match=r"--cases is for benchmarks that have several, and 'pipeline' has not"):
+        run_benchmark("pipeline", rounds=None, output=None, cases=["gpt"])
