@@ -148,6 +148,7 @@ def assemble(job: Job, team: Team) -> Assembly:
     )
     model = build_model(job, splits)
     _check_fit(job, splits, model, computation)
+    recipe.make(model.named_parameters())  # what it refuses is said now; it holds no memory before the first step
     strategy.check(model, recipe, _example(splits))
     return Assembly(
         job=job,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import shlex
@@ -11,7 +10,7 @@ import socket
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +95,7 @@ def train(
         if is_served:
             check_served(parts)
         directory = RunDirectory.open_existing(path) if resume else RunDirectory.create(path, job.to_toml())
+        stack.enter_context(_telling_how_to_go_on(directory, quiet))
         with directory, setup_logging(directory.launcher_log if engine else directory.worker_log()):
             if resume:
                 directory.write_job(job.to_toml())
@@ -111,8 +111,10 @@ def train(
                     else:
                         run_kind = ServedRun if is_served else TeamRun
                         team_run = run_kind(parts, directory, monitor, flag)
-                        lead = functools.partial(team_run.lead, engine, resume=resume)
-                        summary = _run_team(parts, directory, monitor, lead, decision)
+                        with _telling_failure(parts, directory, monitor):
+                            summary = _with_prediction(team_run.lead(engine, resume=resume), decision)
+                        _close_run(directory, monitor, summary)
+                        _load_weights(parts, directory)
     run = Run(directory.path, summary, parts.model)
     if not quiet:
         _console().print(render_result(run.summary, run.directory, _hints(run)), soft_wrap=True)
@@ -129,10 +131,10 @@ def _run_alone(
     memory: MemoryWatch,
 ) -> Summary:
     """Train in this process."""
-    parts.setup()
     session = Session(parts, monitor, directory.path, should_stop=flag, memory=memory)
     error: BaseException | None = None
     try:
+        parts.setup()
         monitor.emit("worker_started", worker=0, pid=os.getpid(), host=socket.gethostname(), role="worker")
         session.run(resume=resume, log_file=directory.worker_log())
     except BaseException as problem:
@@ -146,23 +148,27 @@ def _run_alone(
     return summary
 
 
-def _run_team(
-    parts: Assembly, directory: RunDirectory, monitor: Monitor, lead: Callable[[], Summary], decision: Decision
-) -> Summary:
-    """Train in worker processes, and put the trained weights into the model of `parts`."""
+@contextlib.contextmanager
+def _telling_failure(parts: Assembly, directory: RunDirectory, monitor: Monitor) -> Iterator[None]:
+    """Write how far a run with worker processes came, if it ends with an error or a second Ctrl-C."""
     started = time.time()
     try:
-        summary = _with_prediction(lead(), decision)
+        yield
     except BaseException as error:
         status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        steps = max((event.get("step") or 0 for event in read_events(directory.events_file)), default=0)
+        last: dict[str, Any] = {"step": 0, "epoch": 1, "samples": 0}
+        for event in read_events(directory.events_file):
+            last = event if event["type"] == "step" else last
         summary = Summary(
             status=status,
             name=parts.job.name,
             strategy=parts.job.strategy.name,
             workers=parts.team.num_workers,
+            device=str(parts.computation.device),
             parameters=parts.num_parameters,
-            steps=steps,
+            steps=last["step"],
+            epochs=last["epoch"] - 1,
+            samples=last["samples"],
             stopped_by="interrupt" if status == "interrupted" else "error",
             error=str(error) if status == "failed" else None,
             cordee_version=__version__,
@@ -173,10 +179,12 @@ def _run_team(
         )
         _close_run(directory, monitor, summary)
         raise
-    _close_run(directory, monitor, summary)
+
+
+def _load_weights(parts: Assembly, directory: RunDirectory) -> None:
+    """Put the weights that worker processes have trained into the model of `parts`."""
     if (loaded := checkpoint.load_newest(directory.checkpoints)) is not None:
         checkpoint.load_model_state(parts.model, loaded.state.part("model").tensors)
-    return summary
 
 
 def _with_prediction(summary: Summary, decision: Decision) -> Summary:
@@ -280,10 +288,26 @@ def _console() -> Console:
 
 
 def _hints(run: Run) -> list[str]:
-    where = shlex.quote(str(run.directory))
     if run.status == "interrupted":
-        return [f"cordee train {shlex.quote(str(run.directory / 'job.toml'))} --resume --run-dir {where}"]
-    return [f"cordee export {where}", "cordee runs"]
+        return [_resume_command(run.directory)]
+    return [f"cordee export {shlex.quote(str(run.directory))}", "cordee runs"]
+
+
+def _resume_command(path: Path) -> str:
+    return f"cordee train {shlex.quote(str(path / 'job.toml'))} --resume --run-dir {shlex.quote(str(path))}"
+
+
+@contextlib.contextmanager
+def _telling_how_to_go_on(directory: RunDirectory, quiet: bool) -> Iterator[None]:
+    """After a second Ctrl-C: print what is kept and the command that goes on from it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = checkpoint.list_checkpoints(directory.checkpoints)
+        start = f"goes on from {kept[-1].name}" if kept else "starts again: there is no checkpoint yet"
+        if not quiet:
+            _console().print(f"stopped at once; this {start}\n  {_resume_command(directory.path)}", soft_wrap=True)
+        raise
 
 
 @contextlib.contextmanager

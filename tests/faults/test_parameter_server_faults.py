@@ -171,6 +171,28 @@ def test_ctrl_c_saves_and_resume_ends_with_the_same_weights(tmp_path: Path, undi
     assert json.loads((launched.run_dir / "summary.json").read_text())["weights_sha256"] == undisturbed
 
 
+def test_ctrl_c_twice_ends_at_once_and_tells_how_far_it_came(tmp_path: Path) -> None:
+    launched = Launched(tmp_path)
+    launched.wait_for_step(60)
+    for pid in launched.pids("worker"):
+        os.kill(pid, signal.SIGSTOP)  # so that the first one cannot be obeyed
+    family = psutil.Process(launched.process.pid).children(recursive=True)
+    for _ in range(2):
+        launched.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    output, _ = launched.process.communicate(timeout=20)
+    assert launched.process.returncode == 130, output
+    assert not psutil.wait_procs(family, timeout=5)[1]
+    summary = json.loads((launched.run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["device"]) == ("interrupted", "cpu")
+    assert (
+        summary["steps"] >= 60
+        and summary["epochs"] == (summary["steps"] - 1) // 30
+        and summary["samples"] == 32 * summary["steps"]
+    )
+    assert "goes on from step-50\n  cordee train" in output or "goes on from step-100" in output
+
+
 def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
     launched = Launched(tmp_path)
     launched.wait_for_step(10)

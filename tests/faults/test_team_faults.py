@@ -275,6 +275,9 @@ def test_ctrl_c_twice_ends_at_once(launched: Launched) -> None:
     code, _ = launched.finish(timeout_s=5)
     assert code == 130
     assert not launched.survivors()
+    summary = launched.summary()
+    assert (summary["status"], summary["device"]) == ("interrupted", "cpu")
+    assert summary["steps"] >= 5 and summary["samples"] >= 5
 
 
 def test_no_orphans_when_the_launcher_is_killed(launched: Launched) -> None:

@@ -18,10 +18,10 @@ with atheris.instrument_imports(include=["cordee.communication"]):
     from cordee.communication.buffers import ITEM_BYTES, outgoing
     from cordee.communication.messages import (
         COORDINATION,
-        Barrier,
         Directive,
         Event,
         Failure,
+        Goodbye,
         Hello,
         Member,
         Message,
@@ -87,7 +87,7 @@ def encode(message: Message, specs: tuple[object, ...] = ()) -> bytes:
 SEEDS: list[tuple[Message, list[object]]] = [
     (Hello("worker", 1, "host"), []),
     (Welcome(5.0, 1.0), []),
-    (Barrier("b"), [np.arange(6, dtype=np.float32).reshape(2, 3), np.array([True, False])]),
+    (Goodbye("b"), [np.arange(6, dtype=np.float32).reshape(2, 3), np.array([True, False])]),
     (Event("step", {"loss": 0.5, "list": [1, {"a": None}], "map": {"x": [True]}}), []),
     (Failure(3, "error", "traceback"), [np.zeros((0, 2), np.int64)]),
     (Directive("new_generation", (Member("w", "worker", "host", 0),), "why"), []),

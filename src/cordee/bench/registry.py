@@ -38,8 +38,7 @@ def run_benchmark(name: str, *, rounds: int | None, output: Path | None, cases: 
     A benchmark of many cases keeps those that are done beside `output`, and goes on from there when called again.
     """
     if name not in BENCHMARKS:
-        known = "; ".join(f"{known}: {what}" for known, what in BENCHMARKS.items())
-        raise JobError(f"no benchmark '{name}'{nearest(name, BENCHMARKS)} ({known})")
+        raise JobError(f"no benchmark '{name}'{nearest(name, BENCHMARKS)} (there are: {', '.join(BENCHMARKS)})")
     module = import_module(f"cordee.bench.{name}")
     measure: Callable[..., Report] = module.measure
     options: dict[str, Any] = {}

@@ -1,5 +1,5 @@
 """The command `cordee`: parsing and printing only."""
 
-from cordee.cli.app import main
+from cordee.cli.entry import main
 
 __all__ = ["main"]

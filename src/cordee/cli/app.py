@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 from typing import Annotated, Any
 
@@ -11,7 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from cordee.cli import checks, planning, scripts, training
-from cordee.cli.output import INTERRUPTED, print_error
+from cordee.cli.output import end_interrupted, print_error
 from cordee.core.env import wants_traceback
 from cordee.core.errors import CordeeError
 from cordee.version import __version__
@@ -24,13 +22,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            print_error("interrupted")
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError):  # nobody reads it any more
-                    stream.flush()
-            # All files and processes are closed by now. Taking torch down as well takes half a second, and on a
-            # busy machine (load 7 on 2 cores) 2-4 s, in which it would look as if Ctrl-C had not been heard.
-            os._exit(INTERRUPTED)
+            end_interrupted()
 
 
 class Command(TyperCommand):
@@ -65,8 +57,8 @@ app = typer.Typer(
 )
 
 
-def main() -> None:
-    """Run the command line and exit."""
+def run_command() -> None:
+    """Run what the command line says; exit with 2 or 1 if it cannot be done."""
     try:
         app()
     except CordeeError as error:

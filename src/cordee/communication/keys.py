@@ -11,10 +11,11 @@ import base64
 import binascii
 import os
 import stat
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
-import msgspec
 import zmq
 from zmq.utils import z85
 
@@ -24,7 +25,8 @@ _KEY_BYTES = 32
 _MAX_FILE_BYTES = 1 << 16
 
 
-class Keys(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Keys(ABC):
     """What both kinds of keys can do: become text and a file, and come back."""
 
     kind: ClassVar[str]
@@ -32,13 +34,14 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:  # logs and tracebacks must not show secrets
         return f"<{type(self).__name__}>"
 
+    @abstractmethod
     def parts(self) -> list[bytes]:
         """Return the keys, of 32 bytes each, in the order `from_parts` takes them."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def from_parts(cls, parts: list[bytes]) -> Self:
-        raise NotImplementedError
+        """Read what `parts` returned. Raises ValueError if their number is wrong."""
 
     def to_text(self) -> str:
         """Return one line of letters, digits, '-', '_', '=' and ':', fit for an environment variable."""
@@ -88,7 +91,8 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
         return cls.from_text(text)
 
 
-class ClientKeys(Keys, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ClientKeys(Keys):
     """What a member needs to connect to the servers of its run."""
 
     kind: ClassVar[str] = "client"
@@ -106,7 +110,8 @@ class ClientKeys(Keys, frozen=True, kw_only=True):
         return cls(server_public=server_public, public=public, secret=secret)
 
 
-class ServerKeys(Keys, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ServerKeys(Keys):
     """What a server of the run needs: its own pair, and the public keys of those it lets in."""
 
     kind: ClassVar[str] = "server"

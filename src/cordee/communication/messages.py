@@ -76,18 +76,6 @@ class Noted(Message, frozen=True):
     number: Count
 
 
-class Barrier(Message, frozen=True):
-    """The sender has come to the barrier of this name. Answered when all members of the generation have."""
-
-    name: Name
-
-
-class BarrierDone(Message, frozen=True):
-    """All members of the generation have come to the barrier."""
-
-    name: Name
-
-
 class Event(Message, frozen=True):
     """Something for the events file and the progress bar."""
 
@@ -184,8 +172,6 @@ COORDINATION: tuple[type[Message], ...] = (
     Welcome,
     Heartbeat,
     Noted,
-    Barrier,
-    BarrierDone,
     Event,
     Failure,
     Ready,

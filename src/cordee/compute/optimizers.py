@@ -65,6 +65,8 @@ def make_optimizer_recipe(
     if target is torch.optim.LBFGS:
         raise JobError("optimizer.use = 'lbfgs' evaluates the model many times a step, which this trainer does not do")
     bound = bind("optimizer", target, part.args, _first(target))
+    if target in known.values():
+        _check_numbers(target, part)
     can_fuse = target in known.values() and "fused" in inspect.signature(target).parameters
     # One kernel over all parameters instead of one per parameter and operation: LeNet with Adam takes
     # 226 instead of 1,246 µs in the optimizer (one thread, a busy 2-core host, 2026-11-15), with the same formula.
@@ -86,6 +88,15 @@ def make_optimizer_recipe(
         return built
 
     return OptimizerRecipe(build, schedule, LR_SCALES[lr_scale](num_workers))
+
+
+def _check_numbers(target: Callable[..., Any], part: Use) -> None:
+    """Raise JobError for text where torch's optimizer has a number; its own complaint names neither."""
+    parameters = inspect.signature(target).parameters
+    for key, value in part.args.items():
+        has_number = key in parameters and type(parameters[key].default) in (int, float)
+        if has_number and isinstance(value, (str, bool)):
+            raise JobError(f"optimizer.{key} = {value!r} does not fit: expected a number, got '{type(value).__name__}'")
 
 
 def _first(target: Callable[..., Any]) -> dict[str, Any]:

@@ -228,6 +228,7 @@ def _is_plain(annotation: Any) -> bool:
 def describe(error: msgspec.ValidationError) -> str:
     """Return msgspec's complaint in this project's words, without its path notation."""
     text = str(error).split(" - at `$")[0]
+    text = text.replace(" | null", "")  # TOML has no such value
     return text.replace("`", "'").replace("Expected", "expected").replace("Invalid enum value", "unknown value")
 
 

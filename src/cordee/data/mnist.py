@@ -80,13 +80,16 @@ _TRAIN_LABELS = {
 
 
 def find_idx_files(folder: Path, wanted: FileSet) -> list[Path] | PassedOver | None:
-    """Return the paths of the four files, None if the folder lacks one; files of the other set are not taken."""
-    found = []
+    """Return the paths of the four files, None if the folder has none; files of the other set are not taken."""
+    found, missing = [], []
     for name in _FILE_NAMES:
         path = next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
         if path is None:
-            return None
-        found.append(path)
+            missing.append(name)
+        else:
+            found.append(path)
+    if missing:
+        return PassedOver(f"{folder} lacks {', '.join(missing)}") if found else None
     with contextlib.suppress(DataError):  # damaged files are reported when they are read
         labels = hashlib.sha256(read_idx(found[1], 1).numpy().tobytes()).hexdigest()
         held = _TRAIN_LABELS.get(labels, wanted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -22,7 +23,8 @@ KEY_VARIABLE = "CORDEE_STORE_KEY"
 KEY_FILE_VARIABLE = "CORDEE_STORE_KEY_FILE"
 
 
-class StoreKey(Keys, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class StoreKey(Keys):
     """The secret of one store."""
 
     kind: ClassVar[str] = "store"

@@ -13,7 +13,8 @@ import pytest
 from small_jobs import run, small_job
 from typer.testing import CliRunner
 
-from cordee.cli.app import app, main
+from cordee.cli import main
+from cordee.cli.app import app
 from cordee.core.errors import JobError, TrainingError
 from cordee.version import __version__
 
@@ -35,6 +36,17 @@ def train(*arguments, **options):
     raise KeyboardInterrupt
 
 sys.modules["cordee.launch"] = types.SimpleNamespace(train=train)
+main()
+"""
+INTERRUPTED_EARLY = """
+import sys, types
+from cordee.cli import main
+
+class Interrupted(types.ModuleType):
+    def __getattr__(self, name):
+        raise KeyboardInterrupt
+
+sys.modules["typer"] = Interrupted("typer")
 main()
 """
 
@@ -158,6 +170,13 @@ def test_an_interrupt_is_one_message_and_exit_code_130(tmp_path: Path) -> None:
         text=True,
         timeout=60,
         check=False,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "cordee: interrupted\n")
+
+
+def test_ctrl_c_while_the_command_is_imported_is_one_line() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_EARLY], capture_output=True, text=True, timeout=60, check=False
     )
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "cordee: interrupted\n")
 

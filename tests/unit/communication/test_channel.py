@@ -18,7 +18,7 @@ import zmq
 from cordee.communication.channel import ClientChannel, Peer, Received, RefusedError, ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys
-from cordee.communication.messages import COORDINATION, Barrier, BarrierDone, Directive, Goodbye, Heartbeat, Refused
+from cordee.communication.messages import COORDINATION, Accepted, Directive, Goodbye, Heartbeat, Refused
 from cordee.communication.wire import PROTOCOL_VERSION, Codec, Envelope, Limits, WireError
 from cordee.core.errors import CommunicationError
 
@@ -92,11 +92,11 @@ def test_messages_and_buffers_go_both_ways(scheme: str, curve: bool, tmp_path: P
         assert "*" not in server.address
 
         def answer(received: Received) -> None:
-            server.reply(received, BarrierDone("b"), [buffer.torch() for buffer in received.buffers])
+            server.reply(received, Accepted("b"), [buffer.torch() for buffer in received.buffers])
 
         with serving(server, answer), open_client(server.address, curve=curve) as client:
-            reply = client.request(Barrier("b"), tensors, timeout_s=5)
-            assert reply.message == BarrierDone("b")
+            reply = client.request(Directive("stop"), tensors, timeout_s=5)
+            assert reply.message == Accepted("b")
             assert reply.peer.name == "coordinator"
             for sent, buffer in zip(tensors, reply.buffers):
                 assert torch.equal(sent, buffer.torch())
@@ -105,7 +105,7 @@ def test_messages_and_buffers_go_both_ways(scheme: str, curve: bool, tmp_path: P
 def test_a_large_buffer_goes_without_a_copy_and_tells_when_it_has_left() -> None:
     array = np.arange(1 << 20, dtype=np.float32)
     with open_server() as server, serving(server) as received, open_client(server.address) as client:
-        sent = client.send(Barrier("b"), [array], timeout_s=5, copy=False)
+        sent = client.send(Directive("stop"), [array], timeout_s=5, copy=False)
         sent.wait(5)
         assert sent.has_left
         until(lambda: received)
@@ -118,10 +118,10 @@ def test_a_request_keeps_other_messages_for_receive() -> None:
 
         def answer(received: Received) -> None:
             server.send(received.peer, Directive("pause"))
-            server.reply(received, BarrierDone("b"))
+            server.reply(received, Accepted("b"))
 
         with serving(server, answer), open_client(server.address) as client:
-            assert client.request(Barrier("b"), timeout_s=5).message == BarrierDone("b")
+            assert client.request(Directive("stop"), timeout_s=5).message == Accepted("b")
             set_aside = client.receive(0)
             assert set_aside is not None
             assert set_aside.message == Directive("pause")
@@ -132,13 +132,13 @@ def test_stale_generations_are_refused_but_heartbeats_are_heard() -> None:
     with open_server() as server, serving(server) as received, open_client(server.address) as client:
         server.generation, client.generation = 3, 2
         with pytest.raises(RefusedError, match="the current generation is 3") as caught:
-            client.request(Barrier("b"), timeout_s=5)
+            client.request(Directive("stop"), timeout_s=5)
         assert caught.value.reason == "stale-generation"
         client.send(Heartbeat(7), timeout_s=5)
         until(lambda: received)
         assert [item.message for item in received] == [Heartbeat(7)]
         client.generation = 3
-        client.send(Barrier("b"), timeout_s=5)
+        client.send(Directive("stop"), timeout_s=5)
         until(lambda: len(received) == 2)
         assert server.refusals == {"stale-generation": 1}
 
@@ -216,7 +216,7 @@ def test_a_server_that_talks_rubbish_is_an_error_of_the_client() -> None:
             open_client(server.address) as client,
             pytest.raises(WireError),
         ):
-            client.request(Barrier("b"), timeout_s=5)
+            client.request(Directive("stop"), timeout_s=5)
 
 
 def test_nobody_listens() -> None:
@@ -233,7 +233,7 @@ def test_nobody_listens() -> None:
 
 def test_a_server_that_does_not_serve() -> None:
     with open_server() as server, open_client(server.address) as client, pytest.raises(CommunicationError) as caught:
-        client.request(Barrier("b"), timeout_s=0.3)
+        client.request(Directive("stop"), timeout_s=0.3)
     assert "does not answer our handshake" in str(caught.value)
 
 
@@ -242,9 +242,9 @@ def test_no_reply() -> None:
         open_server() as server,
         serving(server),
         open_client(server.address) as client,
-        pytest.raises(CommunicationError, match=rf"no reply to Barrier from {server.address} within 0\.2 s$"),
+        pytest.raises(CommunicationError, match=rf"no reply to Directive from {server.address} within 0\.2 s$"),
     ):
-        client.request(Barrier("b"), timeout_s=0.2)
+        client.request(Directive("stop"), timeout_s=0.2)
 
 
 def test_a_request_fails_as_soon_as_the_server_dies_and_the_client_finds_the_next_one() -> None:
@@ -257,12 +257,12 @@ def test_a_request_fails_as_soon_as_the_server_dies_and_the_client_finds_the_nex
         closer.start()
         started = time.monotonic()
         with pytest.raises(CommunicationError, match="was lost before the reply came"):
-            client.request(Barrier("b"), timeout_s=20)
+            client.request(Directive("stop"), timeout_s=20)
         assert time.monotonic() - started < 5
         closer.join()
         second = open_server(server.address, incarnation=2)
-        with second, serving(second, lambda received: second.reply(received, BarrierDone("b")) and None):
-            assert client.request(Barrier("b"), timeout_s=10).message == BarrierDone("b")
+        with second, serving(second, lambda received: second.reply(received, Accepted("b")) and None):
+            assert client.request(Directive("stop"), timeout_s=10).message == Accepted("b")
 
 
 def test_a_client_that_is_gone_is_named() -> None:
@@ -320,8 +320,8 @@ def test_threads_may_send_while_another_receives() -> None:
     with open_server() as server:
 
         def answer(received: Received) -> None:
-            if isinstance(received.message, Barrier):
-                server.reply(received, BarrierDone("b"))
+            if isinstance(received.message, Directive):
+                server.reply(received, Accepted("b"))
 
         with serving(server, answer) as received, open_client(server.address) as client:
             is_over = threading.Event()
@@ -337,7 +337,7 @@ def test_threads_may_send_while_another_receives() -> None:
             slowest_s = 0.0
             for _ in range(300):
                 started = time.monotonic()
-                client.request(Barrier("b"), timeout_s=10)
+                client.request(Directive("stop"), timeout_s=10)
                 slowest_s = max(slowest_s, time.monotonic() - started)
             is_over.set()
             for thread in threads:

@@ -19,7 +19,7 @@ from cordee.communication.channel import ClientChannel, ServerChannel
 from cordee.communication.doorman import DOMAIN, Doorman
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys, make_keys
-from cordee.communication.messages import COORDINATION, Barrier, BarrierDone, Heartbeat
+from cordee.communication.messages import COORDINATION, Accepted, Directive, Heartbeat
 from cordee.communication.wire import PROTOCOL_VERSION, Codec, Envelope, Limits
 from cordee.core.errors import CommunicationError
 
@@ -39,7 +39,7 @@ class CountingCodec(Codec):
 
 
 class Guarded:
-    """A server that answers barriers, and a count of what it has looked at."""
+    """A server that answers directives, and a count of what it has looked at."""
 
     def __init__(self) -> None:
         self.codec = CountingCodec(COORDINATION, Limits(max_buffers=4, max_buffer_bytes=1 << 20))
@@ -54,7 +54,7 @@ class Guarded:
         while not self._is_over.is_set():
             received = self.channel.receive(0.02)
             if received is not None:
-                self.channel.reply(received, BarrierDone("b"))
+                self.channel.reply(received, Accepted("b"))
 
     def close(self) -> None:
         self._is_over.set()
@@ -68,7 +68,7 @@ class Guarded:
     def serves_members(self) -> bool:
         speaker = Speaker(run="run", name="member", incarnation=time.monotonic_ns())
         with ClientChannel(self.address, speaker, Codec(COORDINATION), CLIENT_KEYS) as client:
-            return client.request(Barrier("b"), timeout_s=5).message == BarrierDone("b")
+            return client.request(Directive("stop"), timeout_s=5).message == Accepted("b")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordee.communication.buffers import outgoing
-from cordee.communication.messages import COORDINATION, Barrier, Directive, Event, Hello, Member, Message, Refused
+from cordee.communication.messages import COORDINATION, Directive, Event, Goodbye, Hello, Member, Message, Refused
 from cordee.communication.wire import PROTOCOL_VERSION, Codec, Envelope, Limits, WireError
 from cordee.core.errors import CommunicationError
 
@@ -85,17 +85,17 @@ def test_changed_messages_are_messages_or_a_wire_error(edits: list[tuple[int, by
         pytest.param([b"\x99"], id="one byte"),
         pytest.param([bytes([0x99, PROTOCOL_VERSION]) + b"\x91" * 4000], id="nested deeply"),
         pytest.param([bytes([0x99, PROTOCOL_VERSION]) + b"\xdb\xff\xff\xff\xff"], id="text of 4 GB"),
-        pytest.param([frames_of(Barrier("b"))[0] + b"\0"], id="trailing byte"),
-        pytest.param([frames_of(Barrier("b"))[0][:-1]], id="cut"),
-        pytest.param([frames_of(Barrier("b"))[0], b"1234"], id="a buffer nobody described"),
-        pytest.param(frames_of(Barrier("b"), [np.zeros(4)])[:1], id="a buffer that is missing"),
-        pytest.param([frames_of(Barrier("b"), [np.zeros(4)])[0], b"1234"], id="a buffer that is short"),
+        pytest.param([frames_of(Goodbye("b"))[0] + b"\0"], id="trailing byte"),
+        pytest.param([frames_of(Goodbye("b"))[0][:-1]], id="cut"),
+        pytest.param([frames_of(Goodbye("b"))[0], b"1234"], id="a buffer nobody described"),
+        pytest.param(frames_of(Goodbye("b"), [np.zeros(4)])[:1], id="a buffer that is missing"),
+        pytest.param([frames_of(Goodbye("b"), [np.zeros(4)])[0], b"1234"], id="a buffer that is short"),
         pytest.param([msgspec.msgpack.encode([1, "r", "s", 1, 1, 1, 0, [], ["pickle", "x"]])], id="unknown type"),
-        pytest.param([msgspec.msgpack.encode([1, "r", "s", -1, 1, 1, 0, [], ["barrier", "x"]])], id="negative"),
-        pytest.param([msgspec.msgpack.encode([1, "r", "", 1, 1, 1, 0, [], ["barrier", "x"]])], id="no name"),
-        pytest.param([msgspec.msgpack.encode([1, "r", "s", 1, 1, 1, 0, [], ["barrier", "x", 1]])], id="extra field"),
-        pytest.param([b"\x99\x01\xa1r\xa1s\x01\x01\x01\x00\xdd\xff\xff\xff\xff\x92\xa7barrier\xa1x"], id="4 G buffers"),
-        pytest.param([b"\x99\x01\xa1r\xa1\xff\x01\x01\x01\x00\x90\x92\xa7barrier\xa1x"], id="bad UTF-8"),
+        pytest.param([msgspec.msgpack.encode([1, "r", "s", -1, 1, 1, 0, [], ["goodbye", "x"]])], id="negative"),
+        pytest.param([msgspec.msgpack.encode([1, "r", "", 1, 1, 1, 0, [], ["goodbye", "x"]])], id="no name"),
+        pytest.param([msgspec.msgpack.encode([1, "r", "s", 1, 1, 1, 0, [], ["goodbye", "x", 1]])], id="extra field"),
+        pytest.param([b"\x99\x01\xa1r\xa1s\x01\x01\x01\x00\xdd\xff\xff\xff\xff\x92\xa7goodbye\xa1x"], id="4 G buffers"),
+        pytest.param([b"\x99\x01\xa1r\xa1\xff\x01\x01\x01\x00\x90\x92\xa7goodbye\xa1x"], id="bad UTF-8"),
     ],
 )
 def test_broken_headers_are_a_wire_error(frames: list[bytes]) -> None:
@@ -119,7 +119,7 @@ def test_broken_headers_are_a_wire_error(frames: list[bytes]) -> None:
     ],
 )
 def test_buffers_that_cannot_be_are_refused_from_their_description(dtype: Any, shape: list[Any]) -> None:
-    header = [1, "r", "s", 1, 1, 1, 0, [[dtype, shape]], ["barrier", "x"]]
+    header = [1, "r", "s", 1, 1, 1, 0, [[dtype, shape]], ["goodbye", "x"]]
     try:
         encoded = msgspec.msgpack.encode(header)
     except OverflowError:
@@ -129,7 +129,7 @@ def test_buffers_that_cannot_be_are_refused_from_their_description(dtype: Any, s
 
 
 def test_a_header_of_another_version_says_so() -> None:
-    header = bytearray(frames_of(Barrier("b"))[0])
+    header = bytearray(frames_of(Goodbye("b"))[0])
     assert header[1] == PROTOCOL_VERSION  # where every version keeps it
     header[1] = PROTOCOL_VERSION + 1
     with pytest.raises(WireError, match=r"version 2: this side speaks version 1"):
@@ -140,15 +140,15 @@ def test_the_sender_learns_of_limits_and_types() -> None:
     with pytest.raises(WireError, match=r"at most 4096"):
         frames_of(Refused("r", "x" * 5000))
     with pytest.raises(WireError, match=r"4 buffers: at most 3"):
-        frames_of(Barrier("b"), [np.zeros(1)] * 4)
+        frames_of(Goodbye("b"), [np.zeros(1)] * 4)
     with pytest.raises(WireError, match=r"at most 1024"):
-        frames_of(Barrier("b"), [np.zeros(1000)])
+        frames_of(Goodbye("b"), [np.zeros(1000)])
     with pytest.raises(WireError, match="Event cannot be sent"):
         CODEC.encode_message(Event("step", {"worker": object()}))  # type: ignore[dict-item]
     with pytest.raises(WireError, match="Hello cannot be sent"):
         CODEC.encode_message(Hello("worker", -1, "host"))
-    with pytest.raises(WireError, match="Barrier does not belong"):
-        Codec((Hello,)).encode_message(Barrier("b"))
+    with pytest.raises(WireError, match="Goodbye does not belong"):
+        Codec((Hello,)).encode_message(Goodbye("b"))
 
 
 def test_another_service_brings_its_own_messages() -> None:

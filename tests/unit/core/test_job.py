@@ -219,7 +219,7 @@ def test_overriding_keeps_arguments_that_are_none() -> None:
         ({"checkpoint": {"kep": 1}}, r"\[checkpoint\] has no key 'kep'; did you mean 'keep'\?"),
         ({"monitoring": {"tensorbord": 1}}, r"\[monitoring\] has no key 'tensorbord'; did you mean 'tensorboard'\?"),
         ({"training": {"zzz": 1}}, r"\[training\] has no key 'zzz' \(it has:"),
-        ({"training": {"epochs": "3"}}, "training.epochs = '3' does not fit: expected 'int | null', got 'str'"),
+        ({"training": {"epochs": "3"}}, "training.epochs = '3' does not fit: expected 'int', got 'str'"),
         ({"training": {"epochs": 2.5}}, "training.epochs = 2.5 does not fit"),
         ({"training": {"epochs": True}}, "training.epochs = True does not fit"),
         ({"training": {"batch_size": [1]}}, "training.batch_size = .1. does not fit"),
@@ -262,7 +262,7 @@ def test_overriding_keeps_arguments_that_are_none() -> None:
     ],
 )
 def test_mistakes_name_the_key_the_value_and_a_way_out(table: dict[str, Any], message: str) -> None:
-    with pytest.raises(JobError, match=message.replace("int | null", r"int \| null")):
+    with pytest.raises(JobError, match=message):
         Job.from_dict({"model": "mlp", "data": "iris", **table})
 
 
