@@ -38,6 +38,7 @@ from cordee.core.errors import CommunicationError
 _log = logging.getLogger(__name__)
 MALFORMED = "malformed"
 UNKNOWN_KEY = "unknown-key"
+_DOOR_S = 0.01  # handshakes may wait so long while messages keep coming
 
 
 class RefusedError(CommunicationError):
@@ -80,11 +81,14 @@ class ServerChannel(Endpoint):
         super().__init__(zmq.ROUTER, address, speaker, codec, curve)
         self._refusals: Counter[str] = Counter()
         self._doorman: Doorman | None = None
+        self._door = -1  # its descriptor
+        self._doorman_next_s = 0.0  # when to look for handshakes, without a signal of one
         # Sending to a peer that is gone, or that does not read, is an error and not a silent loss.
         self._socket.router_mandatory = True
         if curve and keys is not None:
             self._doorman = Doorman(self._context, keys.admitted)
-            self._signals.register(descriptor(self._doorman.socket), select.POLLIN)
+            self._door = descriptor(self._doorman.socket)
+            self._signals.register(self._door, select.POLLIN)
             self._socket.curve_server = True
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
             self._socket.zap_domain = DOMAIN
@@ -120,8 +124,9 @@ class ServerChannel(Endpoint):
             while True:
                 with self._using:
                     self._check_usable()
-                    if self._doorman is not None:
+                    if self._doorman is not None and time.monotonic() >= self._doorman_next_s:
                         self._doorman.serve()
+                        self._doorman_next_s = time.monotonic() + _DOOR_S
                     frames = self._take_frames(num_heads=2)
                     self._is_waiting = frames is None
                     outcome = self._open(frames) if frames else None
@@ -198,6 +203,10 @@ class ServerChannel(Endpoint):
             self.send(refusal.peer, refused, reply_to=refusal.sequence)
         except CommunicationError as error:  # it is gone or does not read: nobody is waiting for the answer
             _log.debug("the refusal was not delivered: %s", error)
+
+    def _note_signal(self, ready: int) -> None:
+        if ready == self._door:
+            self._doorman_next_s = 0.0
 
     def _close_sockets(self) -> None:
         if self._doorman is not None:

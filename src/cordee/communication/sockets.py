@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from typing import Any
 
 import zmq
 
@@ -34,9 +35,13 @@ def check_address(address: str, is_encrypted: bool) -> None:
         )
 
 
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # working with the enums takes longer than asking
+
+
 def can_receive(socket: zmq.Socket[bytes]) -> bool:
     """Tell whether a message waits. Takes the signal of the socket's descriptor away, as every use does."""
-    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+    events: Any = socket.get(_EVENTS)
+    return bool(int(events) & _POLLIN)
 
 
 def descriptor(socket: zmq.Socket[bytes]) -> int:
