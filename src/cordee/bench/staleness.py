@@ -22,7 +22,7 @@ from cordee.launch import train
 from cordee.monitoring import read_events
 from cordee.run import Run
 
-PACE_S = 0.02
+PACE_S = 0.05
 NUM_WORKERS = 4
 STEPS = 150
 SEEDS = 3
