@@ -6,6 +6,7 @@ second, and else the plain rule decides.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -43,22 +44,18 @@ def plans_first(asked: Job) -> bool:
     return asked.strategy.name == "auto" and workers > 1 and kept_machine().has_exchanges(workers)
 
 
-def decide(asked: Job, parts: Assembly) -> Decision:
+def decide(asked: Job, parts: Assembly, *, may_measure: bool = True) -> Decision:
     """Return what `asked`, the job before 'auto' was replaced, should run as.
 
-    `parts` are those of the plain rule's job, which is what stays where there is nothing better. Cheap: see above.
+    `parts` are those of the plain rule's job, which is what stays where there is nothing better. Cheap: see above;
+    without `may_measure` nothing is measured at all.
     """
     is_auto = asked.strategy.name == "auto"
-    profile, why_not = _profile(parts, may_measure=plans_first(asked))
-    if profile is None:
+    work, is_sure, why_not = _work(parts, may_measure=may_measure and plans_first(asked))
+    if work is None:
         return Decision(parts.job, None, why_not)
-    workers, machine = parts.job.strategy.workers, kept_machine()
-    if workers > 1 and not machine.has_exchanges(workers):
-        return Decision(parts.job, None, f"exchanges of {workers} workers were not measured: `cordee plan` does so")
-    site = ThisMachine(machine, workers, free_memory_bytes())
-    work = Work(profile, parts.job.training.batch_size, site, parts.job.training.accumulate)
+    workers = parts.job.strategy.workers
     predictions = [p for p in search(work, workers) if p.workers == workers]
-    is_sure = not profile.was_busy and not machine.was_busy
     if not is_auto:
         return Decision(parts.job, _as_asked(parts.job, work), "the strategy is the one that the job says")
     usual = next((p for p in predictions if p.strategy == parts.job.strategy.name), None)
@@ -72,9 +69,30 @@ def decide(asked: Job, parts: Assembly) -> Decision:
     return Decision(parts.job, usual, f"{usual.strategy}, {in_time(usual.step_s)} a step: {usual.note}")
 
 
+def predict_as(job: Job, parts: Assembly) -> Prediction | None:
+    """Return what `job`, with its own strategy and numbers, is predicted to take; None where too little is known."""
+    work, _, _ = _work(dataclasses.replace(parts, job=job), may_measure=False)
+    return None if work is None else _as_asked(job, work)
+
+
+def _work(parts: Assembly, *, may_measure: bool) -> tuple[Work | None, bool, str]:
+    """Return what is to be predicted, whether it was measured on a quiet machine, or why nothing can be predicted."""
+    profile, why_not = _profile(parts, may_measure=may_measure)
+    if profile is None:
+        return None, False, why_not
+    workers, machine = parts.job.strategy.workers, kept_machine()
+    if workers > 1 and not machine.has_exchanges(workers):
+        return None, False, f"exchanges of {workers} workers were not measured: `cordee plan` does so"
+    site = ThisMachine(machine, workers, free_memory_bytes())
+    work = Work(profile, parts.job.training.batch_size, site, parts.job.training.accumulate)
+    return work, not profile.was_busy and not machine.was_busy, ""
+
+
 def _as_asked(job: Job, work: Work) -> Prediction | None:
     """Return the prediction for the strategy with the job's own numbers, or its defaults."""
     name, workers, settings = job.strategy.name, job.strategy.workers, dict(job.strategy.settings)
+    if workers == 1 and name == "data_parallel":  # what is left of a team
+        name = "single"
     if name == "pipeline":
         settings["microbatches"] = settings.get("microbatches") or min(4 * workers, work.batch_size)
         if workers > len(work.profile.blocks):

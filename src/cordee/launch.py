@@ -45,6 +45,7 @@ from cordee.monitoring import (
     setup_logging,
 )
 from cordee.monitoring.summary import Status
+from cordee.replanning import Replanner
 from cordee.run import Run
 from cordee.served import ServedRun, check_served
 from cordee.session import Session
@@ -102,6 +103,8 @@ def train(
                 directory.summary_file.unlink(missing_ok=True)
             _log_decision(asked, decision)
             with Monitor(_sinks(job, directory, quiet)) as monitor:
+                if asked.strategy.name == "auto":
+                    monitor.add(Replanner(asked, parts, monitor.emit))
                 flag = InterruptFlag(
                     lambda: monitor.emit("warning", message="stopping after this step; Ctrl-C again stops at once")
                 )

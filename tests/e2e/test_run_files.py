@@ -12,6 +12,7 @@ from workspace import STEPS, Workspace, assert_ended_well, events, settings, sum
 pytestmark = pytest.mark.timeout(300)
 
 EVENT_TYPES = {
+    "plan",
     "run_started",
     "worker_started",
     "worker_lost",

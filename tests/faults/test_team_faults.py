@@ -202,7 +202,7 @@ def test_sigterm_makes_a_worker_leave_in_order(tmp_path: Path, undisturbed: str)
 
 
 def test_a_run_is_scaled_up_and_down(tmp_path: Path, undisturbed: str) -> None:
-    with launch(tmp_path) as run:
+    with launch(tmp_path, "--strategy", "auto") as run:
         run.wait_for_step(10)
         assert (run.run_dir / "control.json").stat().st_mode & 0o777 == 0o600
         for num_workers in (4, 1):
@@ -214,6 +214,9 @@ def test_a_run_is_scaled_up_and_down(tmp_path: Path, undisturbed: str) -> None:
         with pytest.raises(JobError, match=r"training.shards = 8 has no shard for each of 9 workers"):
             scale_run(run.run_dir, 9)
         check_held(run, undisturbed, recoveries=0)
+        plans = run.of("plan")
+        assert [plan["workers"] for plan in plans][-1] == 1 and 4 in [plan["workers"] for plan in plans]
+        assert all(plan["strategy"] == "data_parallel" and "cordee plan" in plan["reason"] for plan in plans)
     with pytest.raises(RunDirectoryError, match="it has ended"):
         scale_run(run.run_dir, 2)
 

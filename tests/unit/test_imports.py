@@ -26,6 +26,7 @@ RANKS: dict[str, int] = {
     "trials": 10,
     "planning": 11,
     "deciding": 12,
+    "replanning": 13,
     "simulating": 12,
     "interrupts": 5,
     "run": 5,
@@ -35,18 +36,18 @@ RANKS: dict[str, int] = {
     "served": 8,
     "team_coordinator": 9,
     "team_run": 9,
-    "launch": 13,
+    "launch": 14,
     "own_loop": 10,
     "script_run": 10,
     "script_worker": 11,
     "exporting": 10,
     "doctor": 10,
     "auditing": 11,
-    "chaos": 14,
-    "bench": 14,
-    "cli": 15,
-    "__init__": 16,  # the public surface
-    "__main__": 16,
+    "chaos": 15,
+    "bench": 15,
+    "cli": 16,
+    "__init__": 17,  # the public surface
+    "__main__": 17,
 }
 
 

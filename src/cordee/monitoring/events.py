@@ -58,6 +58,10 @@ class Monitor:
         self._displays = [sink for sink in self._sinks if isinstance(sink, ProgressDisplay)]
         self._next_refresh_s = 0.0 if self._displays else float("inf")
 
+    def add(self, sink: Sink) -> None:
+        """Hand events to another sink as well, from now on."""
+        self._sinks.append(sink)
+
     def emit(self, type: str, **fields: Any) -> None:  # noqa: A002 - the name of the field in the file
         """Stamp an event with the time and hand it to every sink."""
         event = Event(type, time.time(), fields)

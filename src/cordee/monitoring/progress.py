@@ -56,6 +56,8 @@ class ProgressSink:
                 self._screen.line(line)
         elif event.type == "warning":
             self._screen.line(f"warning: {fields.get('message', '')}", "yellow")
+        elif event.type == "plan":
+            self._screen.line(wording.plan_line(fields))
         elif event.type == "run_ended":
             self.close()
         elif tracker is None:

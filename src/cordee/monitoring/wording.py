@@ -89,6 +89,14 @@ def evaluation_line(fields: Mapping[str, Any], train_loss: float | None, elapsed
     return line
 
 
+def plan_line(fields: Mapping[str, Any]) -> str:
+    """Return what a team of another size is predicted to take."""
+    team = f"{plural(fields['workers'], 'worker')} now"
+    if fields.get("predicted_step_seconds") is None:
+        return f"{team}; nothing is predicted: {fields.get('reason', '')}"
+    return f"{team}: {fields['strategy']} is predicted to take {1e3 * fields['predicted_step_seconds']:.3g} ms a step"
+
+
 def header_lines(run: Mapping[str, Any]) -> list[str]:
     """Return what is trained, on what, and where, from the fields of `run_started`."""
     workers, threads = run.get("workers") or 1, run.get("threads")

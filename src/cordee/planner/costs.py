@@ -164,6 +164,11 @@ def _mesh(
     overhead_s = site.overhead_s("pipeline", candidate.workers, num_micro) if num_stages > 1 else 0.0
     if num_slices > 1:
         overhead_s += site.overhead_s("tensor", candidate.workers, sum(b.sliceable for b in profile.blocks) * num_micro)
+    if is_sharded:
+        num_units = len(_units([block.parameter_bytes for block in profile.blocks]))
+        overhead_s += site.overhead_s("sharded", candidate.workers, num_units)
+    elif num_data > 1:
+        overhead_s += site.copy_s(largest, candidate.workers)  # into one flat buffer
     step_s = passes_s + other_s + optimizer_s + gradient_s + overhead_s
     in_flight = [_in_flight(schedule, stage, num_stages, num_micro) for stage in range(num_stages)]
     memory = part_bytes(

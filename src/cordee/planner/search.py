@@ -57,25 +57,21 @@ def _schedules(num_stages: int, num_blocks: int, samples: int) -> Iterator[tuple
 
 
 def _meshes(workers: int, num_blocks: int, batch_size: int, can_slice: bool) -> Iterator[Candidate]:
-    """Yield meshes of two or three axes, each of 2 or more."""
-    for num_stages in degrees(workers):
-        if workers % num_stages or num_stages > num_blocks:
+    """Yield the meshes that `hybrid` has: data with one way to split a model, each of 2 or more."""
+    for num_parts in degrees(workers):
+        num_data = workers // num_parts
+        if workers % num_parts or num_parts < 2 or num_data < 2:
             continue
-        for num_slices in degrees(workers // num_stages) if can_slice else [1]:
-            if workers % (num_stages * num_slices):
-                continue
-            num_data = workers // (num_stages * num_slices)
-            sizes = {"data": num_data, "pipeline": num_stages, "tensor": num_slices}
-            mesh = {axis: size for axis, size in sizes.items() if size > 1}
-            if len(mesh) < 2:
-                continue
-            if num_stages == 1:
-                yield Candidate(strategy="hybrid", workers=workers, settings={"mesh": mesh})
-                continue
-            num_micro = min(4 * num_stages, batch_size // num_data)
-            if num_micro >= num_stages:
-                settings = {"mesh": mesh, "microbatches": num_micro, "schedule": "1f1b"}
-                yield Candidate(strategy="hybrid", workers=workers, settings=settings)
+        yield Candidate(strategy="hybrid", workers=workers, settings={"mesh": {"data": num_data, "sharded": num_parts}})
+        if can_slice:
+            yield Candidate(
+                strategy="hybrid", workers=workers, settings={"mesh": {"data": num_data, "tensor": num_parts}}
+            )
+        num_micro = min(4 * num_parts, batch_size // num_data)
+        if num_parts <= num_blocks and num_micro >= num_parts:
+            mesh = {"data": num_data, "pipeline": num_parts}
+            settings = {"mesh": mesh, "microbatches": num_micro, "schedule": "1f1b"}
+            yield Candidate(strategy="hybrid", workers=workers, settings=settings)
 
 
 def search(work: Work, most_workers: int) -> list[Prediction]:
