@@ -231,13 +231,10 @@ def _sinks(job: Job, directory: RunDirectory, quiet: bool) -> list[Sink]:
 
 
 def _as_job(job: Job | Mapping[str, Any] | str | Path, overrides: Iterable[str]) -> Job:
-    if isinstance(job, (str, Path)):
-        return Job.load(job, overrides)
-    if isinstance(job, Mapping):
-        job = Job.from_dict(job)
-    if not isinstance(job, Job):
-        raise JobError(f"a job is a cordee.Job, a table or the path of a job file, not {type(job).__name__}")
-    job = job.replace(overrides) if overrides else job
+    is_file = isinstance(job, (str, Path))
+    job = Job.coerce(job, overrides)
+    if is_file:
+        return job  # which knows its own folder
     return msgspec.structs.replace(job, python_path=tuple(dict.fromkeys([*job.python_path, *_program_folders()])))
 
 

@@ -52,7 +52,7 @@ def plan(
     measured.
     Raises a CordeeError for a job that cannot be run, and JobError if it fits into memory nowhere.
     """
-    job = _as_job(job, overrides)
+    job = Job.coerce(job, overrides)
     site: Site | None = None if cluster is None else load_cluster(Path(cluster))
     most = workers or (max(job.strategy.workers, usable_cores()) if site is None else len(site.devices))
     if site is not None and most > len(site.devices):
@@ -196,16 +196,6 @@ def _measure(
                     profile = msgspec.structs.replace(profile, timings=timings, was_busy=profile.was_busy or busy)
                     keep("profiles", key, profile)
     return profile, machine, is_cached
-
-
-def _as_job(job: Job | Mapping[str, Any] | str | Path, overrides: Iterable[str]) -> Job:
-    if isinstance(job, (str, Path)):
-        return Job.load(job, overrides)
-    if isinstance(job, Mapping):
-        job = Job.from_dict(job)
-    if not isinstance(job, Job):
-        raise JobError(f"a job is a cordee.Job, a table or the path of a job file, not {type(job).__name__}")
-    return job.replace(overrides) if overrides else job
 
 
 def _cluster_name(site: Site, path: str | Path | None) -> str:

@@ -54,13 +54,7 @@ class GradientExchange:
         none; one with a gradient on some members gets their sum.
         """
         assert self._tail is not None
-        gradients = [_dense(parameter.grad) for parameter in self._parameters]
-        flags = [0.0 if gradient is None else 1.0 for gradient in gradients]
-        if all(flags):
-            torch._foreach_copy_(self._views, gradients)  # type: ignore[arg-type]
-        else:
-            for view, gradient in zip(self._views, gradients, strict=True):
-                view.zero_() if gradient is None else view.copy_(gradient)
+        flags = copy_gradients(self._views, [parameter.grad for parameter in self._parameters])
         self._tail.copy_(torch.tensor([*flags, *extras], device=self._tail.device))
         for flat in self._flats:
             dist.all_reduce(flat, group=self._group)
@@ -92,8 +86,16 @@ class GradientExchange:
         self._aside.clear()
 
 
-def _dense(gradient: Tensor | None) -> Tensor | None:
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+def copy_gradients(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[float]:
+    """Fill the views with the gradients; one that is missing counts as zero, and its flag is 0 instead of 1."""
+    dense = [gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient for gradient in gradients]
+    flags = [0.0 if gradient is None else 1.0 for gradient in dense]
+    if all(flags):
+        torch._foreach_copy_(views, dense)  # type: ignore[arg-type]
+    else:
+        for view, gradient in zip(views, dense, strict=True):
+            view.zero_() if gradient is None else view.copy_(gradient)
+    return flags
 
 
 def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:

@@ -34,6 +34,22 @@ class Loss:
     num_samples: int = 0
     votes: Votes = NO_VOTES
 
+    def summands(self) -> list[float]:
+        """Return what has to be added up over the workers, beside their votes, for `from_totals`."""
+        return [self.mean * self.count, float(self.count), float(self.num_correct or 0), float(self.num_samples)]
+
+    @classmethod
+    def from_totals(cls, totals: Sequence[float], *, has_accuracy: bool) -> Loss:
+        """Return the loss of all workers: `totals` are their summands and behind them their votes."""
+        loss_sum, count, num_correct, num_samples, *votes = totals
+        return cls(
+            loss_sum / count if count else 0.0,
+            int(count),
+            int(num_correct) if has_accuracy else None,
+            int(num_samples),
+            Votes(*(int(vote) for vote in votes)),
+        )
+
     @property
     def accuracy(self) -> float | None:
         return None if self.num_correct is None or not self.count else self.num_correct / self.count

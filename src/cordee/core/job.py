@@ -97,18 +97,21 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             raise JobError(f"name = {self.name!r} names a folder as well: leave out '/', '\\' and control characters")
 
     @classmethod
+    def coerce(cls, job: Job | Mapping[str, Any] | str | Path, overrides: Iterable[str] = ()) -> Job:
+        """Return `job` as a Job: it may be one, a table in the shape of the job file, or the path of one."""
+        if isinstance(job, (str, Path)):
+            return cls.load(job, overrides)
+        if isinstance(job, Mapping):
+            job = cls.from_dict(job)
+        if not isinstance(job, Job):
+            raise JobError(f"a job is a cordee.Job, a table or the path of a job file, not {type(job).__name__}")
+        return job.replace(overrides) if overrides else job
+
+    @classmethod
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> Job:
         """Read a job file and apply `overrides` of the form "a.b=c", where c is a TOML value or a bare text."""
         path = Path(path)
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            beside = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-            raise JobError(f"no job file {str(path)!r}{nearest(path.name, beside)}") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise JobError(f"cannot read the job file {str(path)!r}: {error}") from None
-        except tomllib.TOMLDecodeError as error:
-            raise JobError(f"{path} is not valid TOML: {error}") from None
+        table = read_toml(path, "job file")
         for override in overrides:
             apply_override(table, override)
         table.setdefault("name", path.stem)
@@ -232,6 +235,19 @@ def _choices(given: Any, annotation: Any) -> str:
         return ""
     names += [_KINDS[member] for member in members if member in _KINDS]
     return f"{nearest(str(given), names)} (one of: {', '.join(names)})"
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """Return the table in a file. Raises JobError that names it, and a neighbour with nearly its name."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        beside = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        raise JobError(f"no {what} {str(path)!r}{nearest(path.name, beside)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"cannot read the {what} {str(path)!r}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"{path} is not valid TOML: {error}") from None
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:

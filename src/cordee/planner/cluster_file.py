@@ -17,7 +17,6 @@ between = { latency = "20us", bandwidth = "25 Gbit/s" }
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import msgspec
 
 from cordee.core.errors import JobError, nearest
-from cordee.core.job import read_section
+from cordee.core.job import read_section, read_toml
 from cordee.core.settings import Section
 from cordee.planner.amounts import parse_latency, parse_rate, parse_size
 from cordee.planner.site import DescribedCluster, Device, Link
@@ -74,15 +73,7 @@ class ClusterFile(Section, frozen=True, kw_only=True):
 
 def load_cluster(path: Path) -> DescribedCluster:
     """Read a cluster file. Raises JobError that names the file, the key and what contradicts what."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        beside = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        raise JobError(f"no cluster file {str(path)!r}{nearest(path.name, beside)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"cannot read the cluster file {str(path)!r}: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise JobError(f"{path} is not valid TOML: {error}") from None
+    table = read_toml(path, "cluster file")
     try:
         return read_cluster(table)
     except JobError as error:

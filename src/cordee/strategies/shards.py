@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cordee.cluster import Team
+from cordee.communication.exchange import copy_gradients
 from cordee.communication.tree_sum import TreeSum, add_in_place
 from cordee.compute import Computation, Loss, Votes
 from cordee.core import Batch
@@ -83,8 +84,7 @@ class ShardReducer:
         )
         self._buffers.collect(shard, has_samples=loss.num_samples > 0)
         row = self._spare.pop() if self._spare else self._layout.row()
-        extras = [loss.mean * loss.count, float(loss.count), float(loss.num_correct or 0), float(loss.num_samples)]
-        row.fill([parameter.grad for parameter in self._parameters], [*extras, *Votes()])
+        row.fill([parameter.grad for parameter in self._parameters], [*loss.summands(), *Votes()])
         return row
 
     def _add(self, one: _Row, other: _Row) -> _Row:
@@ -93,20 +93,13 @@ class ShardReducer:
         return one
 
     def _finish(self, summed: _Row, users: list[float], totals: list[float], measure: bool) -> Loss:
-        loss_sum, count, num_correct, num_samples, *votes = totals
+        loss = Loss.from_totals(totals, has_accuracy=measure and self._computation.counts_classes)
         used = [view for view, num in zip(summed.views, users, strict=True) if num]
-        if count and count != self._nominal_count and used:
-            torch._foreach_mul_(used, self._nominal_count / count)
+        if loss.count and loss.count != self._nominal_count and used:
+            torch._foreach_mul_(used, self._nominal_count / loss.count)
         for parameter, view, num in zip(self._parameters, summed.views, users, strict=True):
             parameter.grad = view if num else None
-        has_accuracy = measure and self._computation.counts_classes
-        return Loss(
-            loss_sum / count if count else 0.0,
-            int(count),
-            int(num_correct) if has_accuracy else None,
-            int(num_samples),
-            Votes(*(int(vote) for vote in votes)),
-        )
+        return loss
 
 
 def aligned(batch: Batch) -> Batch:
@@ -122,13 +115,7 @@ class _Row:
 
     def fill(self, gradients: Sequence[Tensor | None], extras: Sequence[float]) -> None:
         """Take gradients over; a parameter without one counts as zero, and a flag says so."""
-        dense = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
-        flags = [0.0 if gradient is None else 1.0 for gradient in dense]
-        if all(flags):
-            torch._foreach_copy_(self.views, dense)  # type: ignore[arg-type]
-        else:
-            for view, gradient in zip(self.views, dense, strict=True):
-                view.zero_() if gradient is None else view.copy_(gradient)
+        flags = copy_gradients(self.views, gradients)
         self.tail.copy_(torch.tensor([*flags, *extras]))
 
 

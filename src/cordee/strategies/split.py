@@ -85,22 +85,15 @@ class SplitModel(ABC):
         if self._exchange is not None:
             self._exchange.reduce([float(local.count)], count_at=0, nominal_count=self._nominal_count)
         own_square = square_norm(self._held) if self._clip_norm else 0.0
-        report = [local.mean * local.count, local.count, local.num_correct or 0, local.num_samples]
+        report = local.summands()
         own_report = report if self._is_speaker else [0.0] * len(report)
-        totals = self._team.sum([*own_report, own_square, *vote()])
-        loss_sum, count, correct, num_samples, square, *votes = totals
-        scale = self._divisor(int(count)) / count if count else 1.0
+        square, *totals = self._team.sum([own_square, *own_report, *vote()])
+        loss = Loss.from_totals(totals, has_accuracy=measure and self._computation.counts_classes)
+        scale = self._divisor(loss.count) / loss.count if loss.count else 1.0
         if scale != 1.0 and (gradients := self._gradients()):
             torch._foreach_mul_(gradients, scale)
         self._norm = math.sqrt(square) * scale
-        has_accuracy = measure and self._computation.counts_classes
-        return Loss(
-            loss_sum / count if count else 0.0,
-            int(count),
-            int(correct) if has_accuracy else None,
-            int(num_samples),
-            Votes(*(int(number) for number in votes)),
-        )
+        return loss
 
     def update(self, step: int) -> Update:
         norm = None

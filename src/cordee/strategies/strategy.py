@@ -12,6 +12,7 @@ from cordee.checkpoint import State
 from cordee.cluster import Team
 from cordee.compute import Loss, OptimizerRecipe, Votes
 from cordee.core import Batch, Job
+from cordee.core.errors import JobError
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,15 @@ class Requirements:
     def data_shard(self, worker_index: int) -> int:
         """Return which part of each batch a worker computes. Neighbours in number share one."""
         return worker_index * self.num_data_shards // self.num_workers
+
+
+def require_samples(job: Job, number: int, kind: str = "workers") -> None:
+    """Raise JobError if a batch has fewer samples than there are workers, or replicas of the model."""
+    if job.training.batch_size < number:
+        raise JobError(
+            f"training.batch_size = {job.training.batch_size} has no sample for each of {number} {kind}: "
+            f"set batch_size to at least {number}, or use fewer {kind}"
+        )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +10,7 @@ import msgspec
 
 from cordee.core.durations import parse_duration
 from cordee.core.errors import JobError, nearest
-from cordee.core.job import apply_override, read_section
+from cordee.core.job import apply_override, read_section, read_toml
 from cordee.core.settings import Section
 from cordee.planner.amounts import parse_latency, parse_rate, parse_size
 
@@ -120,14 +119,7 @@ class Scenario(Section, frozen=True, kw_only=True):
 
 def load_scenario(path: Path, overrides: Iterable[str] = ()) -> Scenario:
     """Read a scenario file. Raises JobError that names the file and the key."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise JobError(f"no scenario file {str(path)!r}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"cannot read the scenario file {str(path)!r}: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise JobError(f"{path} is not valid TOML: {error}") from None
+    table = read_toml(path, "scenario file")
     table.setdefault("name", path.stem)
     return read_scenario(table, overrides)
 

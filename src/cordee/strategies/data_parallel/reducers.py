@@ -64,8 +64,10 @@ class FlatReducer:
         local = self._computation.forward_backward(
             self._model, parts, total_count=self._nominal_count, measure=measure, join=self._join
         )
-        totals = self._exchange.reduce(_extras(local, vote()), count_at=COUNT_AT, nominal_count=self._nominal_count)
-        return _whole(totals, measure and self._computation.counts_classes)
+        totals = self._exchange.reduce(
+            [*local.summands(), *vote()], count_at=COUNT_AT, nominal_count=self._nominal_count
+        )
+        return Loss.from_totals(totals, has_accuracy=measure and self._computation.counts_classes)
 
     def unused(self) -> list[str]:
         return names_without_gradient(self._model)
@@ -104,11 +106,11 @@ class DdpReducer:
             with self._ddp.no_sync():
                 losses.append(self._compute(parts[:-1], measure))
         losses.append(self._compute(parts[-1:], measure))  # communicates: the other parts' gradients are in it
-        totals = self._team.sum(_extras(joined(losses), vote()))
+        totals = self._team.sum([*joined(losses).summands(), *vote()])
         if totals[COUNT_AT] and totals[COUNT_AT] != self._nominal_count:
             gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, self._nominal_count / totals[COUNT_AT])
-        return _whole(totals, measure and self._computation.counts_classes)
+        return Loss.from_totals(totals, has_accuracy=measure and self._computation.counts_classes)
 
     def unused(self) -> list[str]:
         return names_without_gradient(self._model)
@@ -162,18 +164,3 @@ def joined(losses: Sequence[Loss]) -> Loss:
     mean = sum(loss.mean * loss.count for loss in losses) / count if count else 0.0
     num_correct = sum(loss.num_correct or 0 for loss in losses)
     return Loss(mean, count, num_correct, sum(loss.num_samples for loss in losses))
-
-
-def _extras(loss: Loss, votes: Votes) -> list[float]:
-    return [loss.mean * loss.count, float(loss.count), float(loss.num_correct or 0), float(loss.num_samples), *votes]
-
-
-def _whole(totals: Sequence[float], has_accuracy: bool) -> Loss:
-    loss_sum, count, num_correct, num_samples, *votes = totals
-    return Loss(
-        loss_sum / count if count else 0.0,
-        int(count),
-        int(num_correct) if has_accuracy else None,
-        int(num_samples),
-        Votes(*(int(vote) for vote in votes)),
-    )

@@ -19,7 +19,7 @@ from cordee.strategies.data_parallel.batch_norm import average_buffers, synchron
 from cordee.strategies.data_parallel.reducers import AloneReducer, DdpReducer, FlatReducer, Reducer
 from cordee.strategies.replica import Replica
 from cordee.strategies.shards import ShardReducer
-from cordee.strategies.strategy import Requirements, Update
+from cordee.strategies.strategy import Requirements, Update, require_samples
 
 
 class DataParallelSettings(Section, frozen=True, kw_only=True):
@@ -47,12 +47,8 @@ class DataParallel(Replica):
         self._has_named_unused = False
 
     def requirements(self, job: Job) -> Requirements:
-        workers, batch_size = job.strategy.workers, job.training.batch_size
-        if batch_size < workers:
-            raise JobError(
-                f"training.batch_size = {batch_size} has no sample for each of {workers} workers: "
-                f"set batch_size to at least {workers}, or use fewer workers"
-            )
+        workers = job.strategy.workers
+        require_samples(job, workers)
         if self._settings.reducer == "flat" and self._settings.compression != "none":
             raise JobError("strategy.compression works with strategy.reducer = 'ddp' (or 'auto'), not 'flat'")
         if self._num_shards is not None:

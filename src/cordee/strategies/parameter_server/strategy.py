@@ -12,7 +12,7 @@ from cordee.core.job import read_section
 from cordee.strategies.parameter_server.layout import ELEMENTWISE, make_layout
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 from cordee.strategies.parameter_server.shard import FixedSum
-from cordee.strategies.strategy import Requirements
+from cordee.strategies.strategy import Requirements, require_samples
 
 
 class ParameterServer:
@@ -24,12 +24,8 @@ class ParameterServer:
         self._can_split = can_split(job)
 
     def requirements(self, job: Job) -> Requirements:
-        workers, batch_size = job.strategy.workers, job.training.batch_size
-        if batch_size < workers:
-            raise JobError(
-                f"training.batch_size = {batch_size} has no sample for each of {workers} workers: "
-                f"set batch_size to at least {workers}, or use fewer workers"
-            )
+        workers = job.strategy.workers
+        require_samples(job, workers)
         if job.training.clip_norm and self.settings.clip_norm:
             raise JobError("training.clip_norm and strategy.clip_norm are both set: keep one of them")
         if self._computation.device.type != "cpu":

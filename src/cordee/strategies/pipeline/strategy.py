@@ -30,7 +30,7 @@ from cordee.strategies.pipeline.stages import Ownership, Stage, make_stages, sha
 from cordee.strategies.pipeline.timing import measure_blocks
 from cordee.strategies.slices import Holdings, WholeParameter
 from cordee.strategies.split import SplitModel
-from cordee.strategies.strategy import Requirements
+from cordee.strategies.strategy import Requirements, require_samples
 from cordee.strategies.whole import WholeModel
 
 log = logging.getLogger("cordee.pipeline")
@@ -245,11 +245,7 @@ class Pipeline(SplitModel):
 
     def _check_microbatches(self, job: Job, num_parts: int, num_stages: int) -> None:
         number, schedule = self._choose_microbatches(num_parts), self._settings.schedule
-        if job.training.batch_size < self._num_replicas:
-            raise JobError(
-                f"training.batch_size = {job.training.batch_size} has no sample for each of {self._num_replicas} "
-                f"replicas: set batch_size to at least {self._num_replicas}"
-            )
+        require_samples(job, self._num_replicas, "replicas")
         if number > self._share_size:
             raise JobError(
                 f"strategy.microbatches = {number} cuts {self._share_size} samples into empty parts: set it to at most "

@@ -24,7 +24,7 @@ from cordee.strategies.elementwise import require_elementwise
 from cordee.strategies.sharded.units import choose_units
 from cordee.strategies.slices import Holdings, hold
 from cordee.strategies.split import SplitModel, copy_buffers, cut_weights, gather_weights
-from cordee.strategies.strategy import Requirements
+from cordee.strategies.strategy import Requirements, require_samples
 from cordee.strategies.whole import WholeModel
 
 
@@ -55,14 +55,10 @@ class Sharded(SplitModel):
         self._is_speaker = True
 
     def requirements(self, job: Job) -> Requirements:
-        workers, batch_size = job.strategy.workers, job.training.batch_size
+        workers = job.strategy.workers
         if workers == 1:
             raise JobError("strategy 'sharded' needs 2 workers or more, the job has 1: set strategy.workers = 2")
-        if batch_size < workers:
-            raise JobError(
-                f"training.batch_size = {batch_size} has no sample for each of {workers} workers: "
-                f"set batch_size to at least {workers}, or use fewer workers"
-            )
+        require_samples(job, workers)
         if self._settings.offload and self._computation.device.type == "cpu":
             raise JobError(
                 "strategy.offload = true moves parameters from a GPU to main memory, and this job computes on the CPU: "

@@ -24,7 +24,7 @@ from cordee.strategies.data_parallel.batch_norm import average_tensors
 from cordee.strategies.elementwise import require_elementwise
 from cordee.strategies.slices import Holdings, hold
 from cordee.strategies.split import SplitModel, copy_buffers, cut_weights, gather_weights
-from cordee.strategies.strategy import Requirements
+from cordee.strategies.strategy import Requirements, require_samples
 from cordee.strategies.tensor.streams import SliceStreams
 from cordee.strategies.whole import WholeModel
 
@@ -53,16 +53,12 @@ class TensorParallel(SplitModel):
         self._num_slices = job.strategy.workers // num_replicas
 
     def requirements(self, job: Job) -> Requirements:
-        workers, batch_size = job.strategy.workers, job.training.batch_size
+        workers = job.strategy.workers
         if self._num_slices < 2:
             raise JobError(
                 f"strategy 'tensor' needs 2 workers or more, the job has {workers}: set strategy.workers = 2"
             )
-        if batch_size < self._num_replicas:
-            raise JobError(
-                f"training.batch_size = {batch_size} has no sample for each of {self._num_replicas} replicas: "
-                f"set batch_size to at least {self._num_replicas}"
-            )
+        require_samples(job, self._num_replicas, "replicas")
         return Requirements(num_workers=workers, num_data_shards=self._num_replicas)
 
     def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
