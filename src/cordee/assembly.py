@@ -29,8 +29,10 @@ from cordee.core.components import bind, name_of, resolve
 from cordee.core.errors import CordeeError, JobError, ModelError
 from cordee.core.seeds import derive_seed
 from cordee.core.shards import Shards, share_shards
-from cordee.data import Loader, Splits, load_data
+from cordee.data import ArraySource, GrowingSource, Loader, Place, Source, Splits, load_data
+from cordee.data.augment import Augmentation
 from cordee.data.datasets import IterableSource
+from cordee.data.online import OnlineStream
 from cordee.models import BUILTIN_MODELS
 from cordee.strategies import Requirements, Strategy, make_strategy
 from cordee.version import __version__
@@ -63,6 +65,29 @@ class Assembly:
     def is_elastic(self) -> bool:
         """Whether every worker has all that is needed to go on."""
         return self.strategy.requirements(self.job).is_elastic
+
+    def open_stream(self, place: Place) -> OnlineStream:
+        """Return this worker's batches of a growing training set, from `place` on."""
+        job, source = self.job, self.splits.train
+        assert isinstance(source, GrowingSource)
+        return OnlineStream(
+            source,
+            place,
+            batch_size=job.training.batch_size,
+            holdout=job.data.holdout,
+            shards=self.shards,
+            augmentation=Augmentation(job.data.augment, source.input_shape) if job.data.augment else None,
+            augment_seed=derive_seed(job.seed, "augment", 0),
+        )
+
+    def test_on(self, samples: Batch) -> Loader:
+        """Return this worker's batches of samples to be tested on."""
+        return _test_loader(self.job, ArraySource(samples.inputs, samples.targets), self.test_shards)
+
+    @property
+    def is_online(self) -> bool:
+        """Whether the training set grows."""
+        return isinstance(self.splits.train, GrowingSource)
 
     @property
     def example(self) -> Batch:
@@ -221,22 +246,23 @@ def _loaders(job: Job, splits: Splits, shards: Shards, test_shards: Shards) -> t
         prefetch=job.data.prefetch,
         processes=job.data.processes,
     )
-    if splits.test is None:
-        return train, None
+    return train, None if splits.test is None else _test_loader(job, splits.test, test_shards)
+
+
+def _test_loader(job: Job, source: Source, shards: Shards) -> Loader:
     size = job.evaluation.batch_size
-    if splits.test.num_samples is not None:
-        size = min(size, splits.test.num_samples)
-    test = Loader(
-        splits.test,
+    if source.num_samples is not None:
+        size = min(size, source.num_samples)
+    return Loader(
+        source,
         batch_size=size,
         seed=job.seed,
         shuffle=False,
-        shard=test_shards.first,
-        num_shards=test_shards.total,
-        num_held=test_shards.num_held,
+        shard=shards.first,
+        num_shards=shards.total,
+        num_held=shards.num_held,
         prefetch=job.data.prefetch,
     )
-    return train, test
 
 
 def _total_steps(job: Job, train: Loader) -> int | None:
@@ -248,6 +274,12 @@ def _total_steps(job: Job, train: Loader) -> int | None:
 
 def _check_stop_settings(job: Job, splits: Splits) -> None:
     wants_test = [key for key in ("accuracy", "loss", "patience") if getattr(job.stop, key) is not None]
+    is_online = isinstance(splits.train, GrowingSource)
+    if is_online:
+        _check_online(job, splits, [f"stop.{key}" for key in wants_test])
+        return
+    if job.stop.idle is not None:
+        raise JobError(f"stop.idle = {job.stop.idle!r} is for data that grows, and {splits.name!r} does not: remove it")
     if wants_test and splits.test is None:
         raise JobError(
             f"stop.{wants_test[0]} is measured on a test set, and data {splits.name!r} has none: "
@@ -258,6 +290,22 @@ def _check_stop_settings(job: Job, splits: Splits) -> None:
             f"checkpoint.keep_best = true needs a test set, and data {splits.name!r} has none: "
             "set data.test_fraction = 0.1, say, or remove the setting"
         )
+    if job.stop.accuracy is not None and splits.num_classes is None:
+        raise JobError("stop.accuracy needs classes, and the targets are numbers: use stop.loss instead")
+
+
+def _check_online(job: Job, splits: Splits, wants_test: list[str]) -> None:
+    """Raise JobError for settings that have no meaning where the training set has no end."""
+    if job.training.epochs not in (None, 1):
+        raise JobError(
+            f"training.epochs = {job.training.epochs}, but data that grows is gone through once: set training.steps, "
+            "stop.time or stop.idle, or nothing, and it trains for as long as data comes"
+        )
+    wants_test += ["checkpoint.keep_best"] if job.checkpoint.keep_best else []
+    if wants_test and splits.test is None and not job.data.holdout:
+        raise JobError(f"{wants_test[0]} is measured on a test set: set data.holdout = 0.1, say, to set samples aside")
+    if wants_test and not job.evaluation.every_steps:
+        raise JobError(f"{wants_test[0]} is never measured, as growing data has no epochs: set evaluation.every_steps")
     if job.stop.accuracy is not None and splits.num_classes is None:
         raise JobError("stop.accuracy needs classes, and the targets are numbers: use stop.loss instead")
 
@@ -307,7 +355,7 @@ def _check_fit(job: Job, splits: Splits, model: nn.Module, computation: Computat
 
 
 def _example(splits: Splits) -> Batch:
-    if isinstance(splits.train, IterableSource):
+    if isinstance(splits.train, (IterableSource, GrowingSource)):
         return splits.train.example  # reading on would lose samples
     assert splits.train.num_samples is not None
     return splits.train.gather(torch.arange(min(2, splits.train.num_samples)))

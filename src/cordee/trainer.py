@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from cordee import checkpoint
+from cordee.arrivals import Found, look
 from cordee.assembly import Assembly
 from cordee.checkpoint import CheckpointWriter, Request, Saved, State
 from cordee.compute import NO_VOTES, Loss, Metrics, Votes, evaluate, split_batch
@@ -21,9 +22,12 @@ from cordee.core.errors import DataError, StorageError, TrainingError
 from cordee.core.seeds import derive_seed
 from cordee.core.shards import Block, add_up
 from cordee.core.stopping import Patience, StopPolicy
+from cordee.data import Place
+from cordee.data.online import OnlineStream, Taken, newest
 from cordee.monitoring import Monitor
 
 PACE_EVERY_S = 0.02  # at most so often a worker tells how long its own computing takes: about 0.2 % of the time
+LOOK_EVERY_S = 0.05  # for data that keeps arriving
 WORTH_SAYING_S = 0.5  # that a checkpoint waited for the one before
 
 
@@ -40,6 +44,7 @@ class Progress(msgspec.Struct):
     evaluated_at: int = -1  # step of the last evaluation
     metrics: Metrics | None = None  # what it measured
     best_step: int = -1  # of the best evaluation
+    place: Place = Place()  # in data that grows
     patience: Patience = msgspec.field(default_factory=Patience)
 
 
@@ -88,6 +93,7 @@ class Trainer:
         self._has_waited = False  # for a slow disk, and said so
         self._votes = NO_VOTES  # of all workers, in the last step
         self._is_stopping = False  # agreed on by all workers
+        self._newest: Batch | None = None  # samples of growing data that were set aside
         self._progress = Progress()
         self._base_elapsed_s = 0.0
         self._started_s = time.perf_counter()
@@ -125,8 +131,13 @@ class Trainer:
 
     def state(self) -> State:
         """Return all that another worker needs to be where this one is."""
-        state = self._parts.strategy.state_dict()
-        return State(state.tensors, {**state.values, "progress": msgspec.to_builtins(self._progress)})
+        return self._with_progress(self._parts.strategy.state_dict())
+
+    def _with_progress(self, state: State) -> State:
+        tensors = dict(state.tensors)
+        if self._newest is not None:
+            tensors |= {"stream.inputs": self._newest.inputs, "stream.targets": self._newest.targets}
+        return State(tensors, {**state.values, "progress": msgspec.to_builtins(self._progress)})
 
     def report_commit(self) -> None:
         """Record where this worker is and a hash of its weights, for `cordee doctor --run`. Local."""
@@ -148,6 +159,8 @@ class Trainer:
         self._progress = msgspec.convert(state.values["progress"], Progress)
         self._policy.patience = self._progress.patience
         self._start_samples += self._progress.samples - before
+        stream = state.part("stream").tensors
+        self._newest = Batch(stream["inputs"], stream["targets"]) if stream else None
         self._parts.strategy.load_state_dict(state)
         self._saved_at = self._progress.step
 
@@ -166,7 +179,7 @@ class Trainer:
             stopped_by = self._why_stopped_before()
             if stopped_by is None and not self._is_done():
                 stopped_by = self._after_step() if progress.step else None  # what a lost team left undone
-                stopped_by = stopped_by or self._train()
+                stopped_by = stopped_by or (self._train_online() if self._parts.is_online else self._train())
             if stopped_by == "interrupt" and not is_end():
                 if not self._parts.is_elastic and self._saved_at != progress.step:
                     self._save(at_once=True)  # while those who have the parts of it are together
@@ -227,7 +240,41 @@ class Trainer:
                 return reason
         return None
 
-    def _take_step(self, batch: Batch) -> None:
+    def _train_online(self) -> str | None:
+        """Train on what arrives until it ends, or there is a reason to stop."""
+        progress = self._progress
+        with contextlib.closing(self._parts.open_stream(progress.place)) as stream:
+            while not self._is_done():
+                found = self._await_data(stream)
+                if found.verdict != "take":
+                    return None if found.verdict == "end" else found.verdict
+                if progress.evaluated_at == progress.step:
+                    progress.loss_sum, progress.loss_count = 0.0, 0  # a mean since the last evaluation
+                self._parts.strategy.model.train()
+                taken = stream.take(found.num_samples)
+                self._take_step(taken.part, taken)
+                if (reason := self._after_step()) is not None:
+                    return reason
+        return None
+
+    def _await_data(self, stream: OnlineStream) -> Found:
+        """Wait until all members have the next batch, or there is a reason not to. Collective."""
+        since_s, idle_s = time.perf_counter(), self._job.stop.idle_s
+        with self._away():
+            while True:
+                waited_s = time.perf_counter() - since_s
+                found = look(
+                    stream,
+                    self._parts.team,
+                    wants_halt=self._should_stop() or self._should_pause(),
+                    is_time_up=self._policy.is_time_up(self._elapsed_s()),
+                    is_idle=idle_s is not None and waited_s >= idle_s,
+                )
+                if found.verdict != "wait":
+                    return found
+                time.sleep(LOOK_EVERY_S)
+
+    def _take_step(self, batch: Batch, taken: Taken | None = None) -> None:
         progress, strategy, monitoring = self._progress, self._parts.strategy, self._job.monitoring
         measure = progress.step % monitoring.every_steps == 0
         self._seed_step(progress.step)
@@ -240,6 +287,9 @@ class Trainer:
         progress.step += 1
         self._is_stepping = False
         progress.batch += 1
+        if taken is not None:
+            progress.place = taken.place
+            self._newest = newest(self._newest, taken.aside, self._job.data.holdout_size)
         progress.samples += loss.num_samples
         progress.loss_sum += loss.mean * loss.count
         progress.loss_count += loss.count
@@ -306,9 +356,12 @@ class Trainer:
     def _evaluate(self) -> str | None:
         """Measure on the test set, unless that was just done; return why to stop, if there is a reason."""
         progress, parts = self._progress, self._parts
-        if parts.test is None or progress.evaluated_at == progress.step:
+        test = parts.test
+        if test is None and self._newest is not None:
+            test = parts.test_on(self._newest)
+        if test is None or progress.evaluated_at == progress.step:
             return None
-        with self._away(), contextlib.closing(parts.test.batches(0)) as batches:
+        with self._away(), contextlib.closing(test.batches(0)) as batches:
             parts.strategy.consolidate()
             metrics = evaluate(
                 parts.strategy.model,
@@ -373,9 +426,8 @@ class Trainer:
             if not self._parts.team.is_first:
                 return
             self._refuse_not_finite(state)
-            values = {**state.values, "progress": msgspec.to_builtins(progress)}
             protected = (progress.best_step,) if settings.keep_best else ()
-            request = Request(progress.step, State(state.tensors, values), settings.keep, protected, since_s)
+            request = Request(progress.step, self._with_progress(state), settings.keep, protected, since_s)
             if at_once or not settings.asynchronous:
                 self._writer.write(request)
             else:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,7 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_nothing_is_left_out() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.toml")} == set(NAMES)
+    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {*NAMES, "online"}
     readme = (EXAMPLES / "README.md").read_text()
     for path in EXAMPLES.glob("*.*"):
         assert path.name in readme or path.name == "README.md", f"{path.name} is not in the README of the examples"
@@ -75,6 +77,24 @@ def test_script_and_job_file_are_the_same_job(name: str, monkeypatch: pytest.Mon
         del table["python_path"]
         table["data"]["augment"] = list(table["data"]["augment"])
     assert from_script == from_file
+
+
+def test_training_on_what_arrives(workspace: Workspace) -> None:
+    feeding = subprocess.Popen(
+        [sys.executable, EXAMPLES / "online_feed.py", "incoming", "--files", "12", "--every", "0.2"], cwd=workspace.path
+    )
+    try:
+        while not list(workspace.path.glob("incoming/*.npz")):
+            time.sleep(0.02)
+        done = workspace.run("train", EXAMPLES / "online.toml")
+    finally:
+        feeding.kill()
+        feeding.wait()
+    assert_ended_well(done)
+    (run,) = (workspace.path / "runs").iterdir()
+    found = summary(run)
+    assert (found["status"], found["samples"]) == ("completed", 12 * 90)
+    assert found["test_accuracy"] > 0.8 and found["best_step"]
 
 
 def test_what_a_script_ran_can_be_run_from_its_files(workspace: Workspace) -> None:

@@ -17,6 +17,7 @@ RANKS: dict[str, int] = {
     "cluster": 3,
     "store": 3,
     "strategies": 4,
+    "arrivals": 5,
     "assembly": 5,
     "planner": 5,
     "profiling": 6,

@@ -50,6 +50,7 @@ CHANGEABLE_ON_RESUME = (
     "data.processes",
     "data.root",
     "data.download",
+    "data.holdout_size",
 )
 
 

@@ -33,8 +33,14 @@ class Data(_Named, frozen=True, kw_only=True):
     test_fraction: float = 0.0  # set this share of the training set aside where the source has no test set
     prefetch: int = 2  # batches made ready in the background; 0 makes them when asked for
     processes: int = 0  # processes that read a user's Dataset; 0 reads in the training process
+    online: bool = False  # an IterableDataset keeps delivering: take what is there, wait for more, never start anew
+    holdout: float = 0.0  # share of growing data that is set aside to be tested on
+    holdout_size: int = 1000  # samples of it, the newest, that are tested on
 
     def __post_init__(self) -> None:
+        _at_least("data.holdout_size", self.holdout_size, 1)
+        if not 0.0 <= self.holdout <= 0.5:
+            raise JobError(f"data.holdout = {self.holdout} must be at least 0 and at most 0.5")
         _at_least("data.train_limit", self.train_limit, 1)
         _at_least("data.test_limit", self.test_limit, 1)
         _at_least("data.prefetch", self.prefetch, 0)
@@ -133,6 +139,7 @@ class Stop(Section, frozen=True, kw_only=True):
     time: str | float | None = None  # "10m", or seconds
     steps: int | None = None  # optimizer steps taken
     patience: int | None = None  # evaluations without a better result
+    idle: str | float | None = None  # "10m", or seconds: growing data brought nothing new for so long
 
     def __post_init__(self) -> None:
         _at_least("stop.steps", self.steps, 1)
@@ -141,12 +148,18 @@ class Stop(Section, frozen=True, kw_only=True):
             raise JobError(f"stop.accuracy = {self.accuracy} must be above 0 and at most 1 (0.9 is 90 %)")
         if self.time_s is not None and not self.time_s > 0:
             raise JobError(f"stop.time = {self.time!r} must be longer than nothing")
+        if self.idle_s is not None and not self.idle_s > 0:
+            raise JobError(f"stop.idle = {self.idle!r} must be longer than nothing")
         if self.loss is not None and self.loss != self.loss:
             raise JobError("stop.loss = nan is never reached: give a number")
 
     @property
     def time_s(self) -> float | None:
         return parse_duration(self.time, "stop.time") if isinstance(self.time, str) else self.time
+
+    @property
+    def idle_s(self) -> float | None:
+        return parse_duration(self.idle, "stop.idle") if isinstance(self.idle, str) else self.idle
 
 
 class Evaluation(Section, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """The data layer: data sets by name or of the user's own, and loaders that cut them into batches."""
 
 from cordee.data.builtin import BUILTIN_DATA, FILE_SOURCES, find_files
+from cordee.data.growing import GrowingSource, Place
 from cordee.data.ledger import Ledger, Unit
 from cordee.data.load import load_data
 from cordee.data.loader import Loader
@@ -10,8 +11,10 @@ __all__ = [
     "BUILTIN_DATA",
     "FILE_SOURCES",
     "ArraySource",
+    "GrowingSource",
     "Ledger",
     "Loader",
+    "Place",
     "Scale",
     "Source",
     "Splits",

@@ -8,6 +8,7 @@ from pathlib import Path
 from cordee.data.cifar import CIFAR10, cifar10, find_cifar_files
 from cordee.data.embedded import digits, iris
 from cordee.data.files import locate
+from cordee.data.growing import folder
 from cordee.data.mnist import FASHION_MNIST, MNIST, fashion_mnist, locate_idx_files, mnist
 from cordee.data.source import Splits
 from cordee.data.synthetic import synthetic
@@ -16,6 +17,7 @@ BUILTIN_DATA: Mapping[str, Callable[..., Splits]] = {
     "cifar10": cifar10,
     "digits": digits,
     "fashion-mnist": fashion_mnist,
+    "folder": folder,
     "iris": iris,
     "mnist": mnist,
     "synthetic": synthetic,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from cordee.core.components import bind, name_of, resolve
 from cordee.core.errors import CordeeError, DataError, JobError
 from cordee.core.settings import Data
 from cordee.data.builtin import BUILTIN_DATA
+from cordee.data.datasets import IterableSource
+from cordee.data.growing import GrowingSource, endless
 from cordee.data.source import Splits
 from cordee.data.subset import cut_splits
 from cordee.data.things import is_data, splits_of
@@ -25,7 +28,32 @@ def load_data(data: Data, *, seed: int, python_path: Sequence[str] = ()) -> Spli
     Raises JobError for a setting that is wrong, DataError for data that is missing, damaged or unfit.
     """
     name = data.use if isinstance(data.use, str) else name_of(data.use)
-    return cut_splits(splits_of(_make(data, name, seed, python_path), name), data, seed)
+    splits = _as_growing(splits_of(_make(data, name, seed, python_path), name), data)
+    return cut_splits(splits, data, seed)
+
+
+def _as_growing(splits: Splits, data: Data) -> Splits:
+    """Return the splits with an endless iterable as a growing set; JobError for settings that do not fit such a set."""
+    if data.online and isinstance(splits.train, IterableSource):
+        stream = splits.train
+        grown = endless(stream.dataset, stream.what, splits.num_classes, stream.example)
+        splits = dataclasses.replace(splits, train=grown)
+    if not isinstance(splits.train, GrowingSource):
+        if data.online:
+            raise JobError(
+                f"data.online = true is for an IterableDataset, and {splits.name} is none: remove the setting"
+            )
+        if data.holdout:
+            raise JobError(
+                f"data.holdout = {data.holdout} is for data that grows: set data.test_fraction = {data.holdout} instead"
+            )
+        return splits
+    for key, off in (("train_limit", None), ("test_fraction", 0.0), ("processes", 0)):
+        if getattr(data, key) != off:
+            raise JobError(f"data.{key} = {getattr(data, key)} has no meaning for data that grows: remove it")
+    if data.holdout and splits.test is not None:
+        raise JobError(f"data.holdout = {data.holdout}, but {splits.name} has a test set: remove the setting")
+    return splits
 
 
 def _make(data: Data, name: str, seed: int, python_path: Sequence[str]) -> Any:

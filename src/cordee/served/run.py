@@ -51,7 +51,7 @@ def check_served(parts: Assembly) -> None:
     """Raise JobError for a job that cannot be served, before anything is started."""
     if parts.splits.train.num_samples is None:
         raise JobError(
-            "strategy 'parameter_server' hands out samples by their number, and an IterableDataset has none: "
+            "strategy 'parameter_server' hands out samples by their number, and a stream has none: "
             "use a Dataset with a length, or strategy 'data_parallel'"
         )
 

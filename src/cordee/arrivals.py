@@ -1,0 +1,54 @@
+"""Waiting together for data that keeps arriving: all members take the same batch, or none does."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Literal
+
+from cordee.cluster import Team
+from cordee.core.errors import DataError
+from cordee.data.online import OnlineStream
+
+Verdict = Literal["take", "wait", "end", "interrupt", "time", "idle"]
+
+_HALT, _TIME, _IDLE, _END, _READY = 1, 2, 4, 8, 16
+_MARK_SHIFT = 8
+
+
+@dataclass(frozen=True)
+class Found:
+    """What all members do now, and of how many samples the batch is made where it is to be taken."""
+
+    verdict: Verdict
+    num_samples: int = 0
+
+
+def look(stream: OnlineStream, team: Team, *, wants_halt: bool, is_time_up: bool, is_idle: bool) -> Found:
+    """Return what the team does next. Collective, and does not wait for data.
+
+    Raises DataError when the members see different data at the same place.
+    """
+    num_samples = stream.ready()
+    is_ended = not num_samples and stream.is_ended
+    word = _HALT * wants_halt + _TIME * is_time_up + _IDLE * is_idle + _END * is_ended + _READY * bool(num_samples)
+    mark = zlib.crc32(f"{stream.mark} {num_samples}".encode()) if num_samples else 0
+    words = team.gather(word + (mark << _MARK_SHIFT))
+    return Found(decide(words), num_samples)
+
+
+def decide(words: list[int]) -> Verdict:
+    """Return what follows from what each member said. Pure."""
+    for bit, verdict in ((_HALT, "interrupt"), (_TIME, "time")):
+        if any(word & bit for word in words):
+            return verdict  # type: ignore[return-value]
+    if all(word & _READY for word in words):
+        if len({word >> _MARK_SHIFT for word in words}) > 1:
+            raise DataError(
+                "workers found different files behind the same place: names of new files must come after those that "
+                "are there, and files must not change"
+            )
+        return "take"
+    if all(word & _END for word in words):
+        return "end"
+    return "idle" if any(word & _IDLE for word in words) else "wait"
