@@ -302,3 +302,29 @@ def test_an_updater_may_take_longer_than_the_failure_timeout() -> None:
         store.set_updater("updates:take_time", seconds=4.0)
         assert store.push_pull("w", np.ones(1_000_000, np.float32)).value.sum() == 1_000_000
         store.barrier(timeout_s=20)
+
+
+def test_what_is_read_while_another_pushes_is_whole(servers: LocalServers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CORDEE_STORE_KEY", servers.key.to_text())
+    count, block = 1 << 20, (1 << 20) // 4  # on each of the two servers in two pieces
+    is_over = threading.Event()
+    with cordee.KVStore(servers.address) as writer, cordee.KVStore(servers.address) as reader:
+        writer.init("torn", np.zeros(count, np.float32))
+        writer.set_updater("assign", keys="torn")
+
+        def write() -> None:
+            number = 0
+            while not is_over.is_set():
+                number += 1
+                writer.push("torn", np.full(count, number, np.float32))
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        try:
+            reader.pull("torn", min_version=1)
+            seen = [reader.pull("torn").value.reshape(-1, block) for _ in range(200)]
+        finally:
+            is_over.set()
+            thread.join()
+    assert len({float(value[0, 0]) for value in seen}) > 1, "nothing was pushed meanwhile"
+    assert all((value == value[:, :1]).all() for value in seen)

@@ -146,6 +146,7 @@ class Exchange(_StoreMessage, frozen=True):
     number: Count
     sequence: Count
     start: Count
+    reads_memory: bool = False  # as in `Pull`
 
 
 class Pull(_StoreMessage, frozen=True):
@@ -156,6 +157,7 @@ class Pull(_StoreMessage, frozen=True):
     stop: Count
     min_version: Count = 0
     timeout_s: float = 0.0
+    reads_memory: bool = False  # the client has mapped the part: a stamp may stand for the elements
 
 
 class PushRows(_StoreMessage, frozen=True):
@@ -189,13 +191,32 @@ class Done(_StoreMessage, frozen=True):
 
 
 class Value(_StoreMessage, frozen=True):
-    """Elements of a part; `version` counts the pushes that are in it."""
+    """Elements of a part; `version` counts the pushes that are in it.
+
+    With a stamp they are not sent: the client reads them in shared memory, where that stamp must stand.
+    """
 
     version: Count
+    stamp: Annotated[int, Meta(ge=-1)] = -1
+
+
+class AskMemory(_StoreMessage, frozen=True):
+    """Where is the shared memory of this part? Answered by `Memory`."""
+
+    number: Count
+
+
+class Memory(_StoreMessage, frozen=True):
+    """The shared memory of a part; of 0 bytes if it has none."""
+
+    pid: Count
+    fd: Count
+    num_bytes: Count
 
 
 STORE: tuple[type[Message], ...] = (
     Enlist, Enlisted, Alive, Standing, Place, Placed, Ready, Locate, Located, Meet, Bye,
     Create, Fill, Push, Exchange, Pull, PushRows, PullRows, SetUpdater, Done, Value,
+    AskMemory, Memory,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=1 << 20, max_buffers=2, max_buffer_bytes=1 << 31)

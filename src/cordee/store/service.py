@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from cordee.core.errors import StoreError
 from cordee.store.directory import Directory, join
 from cordee.store.messages import (
     Alive,
+    AskMemory,
     Bye,
     Create,
     Done,
@@ -23,6 +25,7 @@ from cordee.store.messages import (
     Locate,
     Located,
     Meet,
+    Memory,
     Place,
     Placed,
     Pull,
@@ -65,6 +68,7 @@ class StoreService:
                 Create: self._create,
                 Fill: self._fill,
                 SetUpdater: self._set_updater,
+                AskMemory: self._memory,
             }
         if directory is not None:
             self._handlers |= {
@@ -112,7 +116,7 @@ class StoreService:
         assert self.shard is not None
         if self.shard.is_whole(part, call.caller, push.sequence):
             count = call.buffers[0].spec.shape[0]
-            call.reply(Value(part.version), part.piece(push.start, push.start + count))
+            _send(call, part, push.start, push.start + count, push.reads_memory)
         else:
             call.reply(Value(part.version))
 
@@ -143,7 +147,7 @@ class StoreService:
         assert self.shard is not None
         part = self.shard.part(pull.number)
         if part.version >= pull.min_version:
-            call.reply(Value(part.version), part.piece(pull.start, pull.stop))
+            _send(call, part, pull.start, pull.stop, pull.reads_memory)
             return
 
         def problem() -> str:
@@ -160,7 +164,7 @@ class StoreService:
             pull = waiting.call.message
             assert isinstance(pull, Pull)
             if part.version >= pull.min_version:
-                waiting.call.reply(Value(part.version), part.piece(pull.start, pull.stop))
+                _send(waiting.call, part, pull.start, pull.stop, pull.reads_memory)
             else:
                 self._pulls.setdefault(number, []).append(waiting)
 
@@ -179,6 +183,12 @@ class StoreService:
         assert self.shard is not None
         self.shard.set_updater(chosen.name, chosen.settings, chosen.numbers)
         call.reply(Done())
+
+    def _memory(self, call: Call, asked: AskMemory) -> None:
+        assert self.shard is not None
+        memory = self.shard.part(asked.number).memory
+        fd, num_bytes = (0, 0) if memory is None else memory.address
+        call.reply(Memory(os.getpid(), fd, num_bytes))
 
     def _bye(self, call: Call, bye: Bye) -> None:
         if self.shard is not None:
@@ -305,3 +315,11 @@ class StoreService:
     def _directory(self) -> Directory:
         assert self.directory is not None
         return self.directory
+
+
+def _send(call: Call, part: Part, start: int, stop: int, reads_memory: bool) -> None:
+    """Answer with elements of a part, or with the stamp at which the client finds them in shared memory."""
+    if reads_memory and (stamp := part.stamp(start, stop)) >= 0:
+        call.reply(Value(part.version, stamp))
+    else:
+        call.reply(Value(part.version), part.piece(start, stop))

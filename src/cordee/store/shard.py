@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from cordee.communication.buffers import Parcel, outgoing
 from cordee.communication.messages import Json
-from cordee.core.errors import StoreError
+from cordee.core.errors import CommunicationError, StoreError
+from cordee.store.shared_values import SMALLEST_BYTES, SharedValues
 from cordee.store.updaters import Add, UpdateFunction, Updater, make_updater
 
 
@@ -27,14 +29,16 @@ class Journal:
     staged: Tensor | None = None  # those, until the push is whole
 
 
+_NOTHING = contextlib.nullcontext()
 Choice = tuple[str, dict[str, Json]]  # an updater's name and settings
 
 
 class Part:
     """The part of one array that this server has."""
 
-    def __init__(self, key: str, values: Tensor, is_cut: bool) -> None:
+    def __init__(self, key: str, values: Tensor, is_cut: bool, memory: SharedValues | None = None) -> None:
         self.key = key
+        self.memory = memory
         self.values = values
         self.flat = values.view(-1)
         self.length = self.flat.numel()
@@ -45,6 +49,20 @@ class Part:
         self.state: dict[str, Any] = {}  # the updater's
         self.journals: dict[str, Journal] = {}
         self._whole: Parcel | None = None
+
+    def changing(self, start: int, stop: int) -> contextlib.AbstractContextManager[None]:
+        """Elements [start, stop) change in here."""
+        if self.memory is None:
+            return _NOTHING
+        item = self.flat.element_size()
+        return self.memory.changing(start * item, stop * item)
+
+    def stamp(self, start: int, stop: int) -> int:
+        """Return with which stamp clients on this host may read these elements; -1 if they cannot."""
+        if self.memory is None:
+            return -1
+        item = self.flat.element_size()
+        return self.memory.stamp(start * item, stop * item)
 
     def piece(self, start: int, stop: int) -> Parcel:
         """Return elements [start, stop), ready to be sent: views of this part's memory."""
@@ -93,12 +111,16 @@ class Shard:
         """Make room for a part; again for one that is there does nothing."""
         if number in self.parts:
             return
+        dtype: torch.dtype = getattr(torch, kind)
+        num_bytes = prod(shape) * dtype.itemsize
+        memory = None
         try:
-            values = torch.zeros(tuple(shape), dtype=getattr(torch, kind))
-        except RuntimeError as error:
-            num_bytes = prod(shape) * getattr(torch, kind).itemsize
+            if num_bytes >= SMALLEST_BYTES:
+                memory = SharedValues(num_bytes, f"key '{key}'")
+            values = torch.zeros(tuple(shape), dtype=dtype) if memory is None else memory.tensor(tuple(shape), dtype)
+        except (RuntimeError, CommunicationError) as error:
             raise StoreError(f"no memory for key '{key}' on this server: it needs {num_bytes} bytes") from error
-        part = Part(key, values, is_cut)
+        part = Part(key, values, is_cut, memory)
         self._updater.check(part)
         self.parts[number] = part
 
@@ -111,7 +133,8 @@ class Shard:
     def fill(self, number: int, start: int, values: Tensor) -> None:
         part = self.part(number)
         _check_piece(part, start, values)
-        part.flat[start : start + values.numel()].copy_(values)
+        with part.changing(start, start + values.numel()):
+            part.flat[start : start + values.numel()].copy_(values)
 
     def push(self, number: int, client: str, incarnation: int, sequence: int, start: int, pushed: Tensor) -> Part:
         """Take in a piece of a push; it counts once however often it comes. Return the part."""
@@ -123,9 +146,11 @@ class Shard:
         count = pushed.numel()
         updater = part.updater or self._updater
         if updater.is_immediate:
-            updater.apply(part, start, pushed)
+            with part.changing(start, start + count):
+                updater.apply(part, start, pushed)
         elif count == part.length:
-            updater.apply(part, 0, pushed.view(part.values.shape))
+            with part.changing(0, count):
+                updater.apply(part, 0, pushed.view(part.values.shape))
         else:
             self._stage(part, journal, start, pushed)
         journal.starts.add(start)
@@ -147,7 +172,8 @@ class Shard:
         journal = self._open(part, client, incarnation, sequence)
         if journal is None or journal.starts:
             return part
-        (part.updater or self._updater).apply_rows(part, rows, pushed)
+        with part.changing(0, part.length):
+            (part.updater or self._updater).apply_rows(part, rows, pushed)
         journal.starts.add(0)
         journal.num_elements = part.length
         part.version += 1
@@ -183,7 +209,8 @@ class Shard:
         journal.staged[start : start + pushed.numel()].copy_(pushed)
         if journal.num_elements + pushed.numel() >= part.length:
             staged, journal.staged = journal.staged, None
-            (part.updater or self._updater).apply(part, 0, staged.view(part.values.shape))
+            with part.changing(0, part.length):
+                (part.updater or self._updater).apply(part, 0, staged.view(part.values.shape))
             self._spare[part.flat.dtype, part.length] = staged
 
 

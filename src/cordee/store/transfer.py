@@ -23,11 +23,12 @@ from cordee.communication.calls import Connection, Pending, ServerDiedError, Ser
 from cordee.communication.channel import RefusedError
 from cordee.communication.messages import Message
 from cordee.core.errors import CommunicationError, StoreError
-from cordee.store.messages import Bye, Cut, Done, Exchange, Fill, Pull, Push, Value
+from cordee.store.messages import AskMemory, Bye, Cut, Done, Exchange, Fill, Memory, Pull, Push, Value
+from cordee.store.shared_values import BLOCK_BYTES, SMALLEST_BYTES, ValuesView
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 1 << 20  # through shared memory
+PIECE_BYTES = BLOCK_BYTES  # through shared memory
 FAR_PIECE_BYTES = 1 << 18  # through channels, where encrypting takes most of the time, at both ends at once
 DIRECTORY = -1  # in the place of a server's number
 WINDOW = 4  # pieces under way at each server
@@ -64,6 +65,7 @@ class Entry:
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...]
     piece_bytes: int = PIECE_BYTES
+    memories: list[ValuesView | None] | None = None  # of the parts, on this host; None: not asked for yet
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while a push is under way: keeps their order
 
     def __post_init__(self) -> None:
@@ -276,21 +278,37 @@ def push(wire: Wire, entry: Entry, view: memoryview, sequence: int) -> int:
 def pull(wire: Wire, entry: Entry, target: memoryview, min_version: int, timeout_s: float) -> int:
     """Pull a whole array; return its version."""
     versions = Versions(len(entry.cuts))
-    _pull_pieces(wire, entry, entry.pieces, target, versions, min_version, timeout_s)
+    memories = _memories(wire, entry)
+    late: list[Piece] = []
+    wire.run(
+        [
+            Task(
+                piece.server,
+                Pull(entry.number, piece.start, piece.stop, min_version, timeout_s, memories[piece.part] is not None),
+                (),
+                _write(entry, piece, target, versions, late, memories[piece.part]),
+                0 if memories[piece.part] is not None else piece.empty.extent,
+            )
+            for piece in entry.pieces
+        ]
+    )
+    if late:
+        _pull_pieces(wire, entry, late, target, versions, min_version, timeout_s)
     return versions.of_pull
 
 
 def push_pull(wire: Wire, entry: Entry, view: memoryview, target: memoryview, sequence: int) -> int:
     """Push a whole array and pull the value that has it; return the version."""
     versions = Versions(len(entry.cuts))
+    memories = _memories(wire, entry)
     late: list[Piece] = []
     wire.run(
         [
             Task(
                 piece.server,
-                Exchange(entry.number, sequence, piece.start),
+                Exchange(entry.number, sequence, piece.start, memories[piece.part] is not None),
                 _parcel(piece, view),
-                _write(piece, target, versions, late),
+                _write(entry, piece, target, versions, late, memories[piece.part]),
                 piece.empty.extent,
             )
             for piece in entry.pieces
@@ -300,6 +318,28 @@ def push_pull(wire: Wire, entry: Entry, view: memoryview, target: memoryview, se
     if late:
         _pull_pieces(wire, entry, late, target, Versions(len(entry.cuts)), 0, 0.0)
     return version
+
+
+def _memories(wire: Wire, entry: Entry) -> list[ValuesView | None]:
+    """Return, for each part, its shared memory, if this process can read it."""
+    if entry.memories is None:
+        entry.memories = [_map(wire, entry, cut) for cut in entry.cuts]
+    return entry.memories
+
+
+def _map(wire: Wire, entry: Entry, cut: Cut) -> ValuesView | None:
+    num_bytes = (cut.stop - cut.start) * ITEM_BYTES[entry.kind]
+    if num_bytes < SMALLEST_BYTES or not wire.connection(cut.server).is_shared:
+        return None
+    memory = wire.call(cut.server, AskMemory(entry.number))
+    assert isinstance(memory, Memory)
+    if not memory.num_bytes:
+        return None
+    try:
+        return ValuesView(memory.pid, memory.fd, memory.num_bytes, num_bytes)
+    except CommunicationError as error:
+        log.debug("key '%s' is not read in shared memory: %s", entry.key, error)
+        return None
 
 
 def _pull_pieces(
@@ -317,7 +357,7 @@ def _pull_pieces(
                 piece.server,
                 Pull(entry.number, piece.start, piece.stop, min_version, timeout_s),
                 (),
-                _write(piece, target, versions, []),
+                _write(entry, piece, target, versions, [], None),
                 piece.empty.extent,
             )
             for piece in pieces
@@ -339,11 +379,20 @@ def _note(versions: Versions, part: int) -> Callable[[Message, tuple[Buffer, ...
 
 
 def _write(
-    piece: Piece, target: memoryview, versions: Versions, late: list[Piece]
+    entry: Entry,
+    piece: Piece,
+    target: memoryview,
+    versions: Versions,
+    late: list[Piece],
+    memory: ValuesView | None,
 ) -> Callable[[Message, tuple[Buffer, ...]], None]:
     def receive(message: Message, buffers: tuple[Buffer, ...]) -> None:
         assert isinstance(message, Value)
         versions.note(piece.part, message.version)
+        if memory is not None and message.stamp >= 0:
+            first = piece.start * ITEM_BYTES[entry.kind]
+            if memory.read(first, target[piece.first : piece.last], message.stamp):
+                return
         if not buffers:
             late.append(piece)
             return

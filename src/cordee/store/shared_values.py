@@ -1,0 +1,89 @@
+"""The values of a large part in shared memory: clients on the host read them there, instead of being sent a copy.
+
+Each megabyte has a counter that is odd while a server changes it. Who reads compares it before and after with the one
+that the server told: if it is the same, so are the values. As in `rounds.py` this relies on the store order of x86.
+
+    the counters, a word for each block, up to the next page / the values
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from math import prod
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from cordee.communication.shared_memory.segment import Address, Segment, attach_segment, create_segment
+from cordee.core.errors import CommunicationError
+
+BLOCK_BYTES = 1 << 20
+SMALLEST_BYTES = 1 << 18  # below, a copy costs less than the care
+_PAGE = 4096
+
+
+class SharedValues:
+    """The server's side."""
+
+    def __init__(self, num_bytes: int, purpose: str) -> None:
+        """Reserve the memory. Raises CommunicationError if there is not as much: asking the system for it would not
+        fail, but end other programs."""
+        free = psutil.virtual_memory().available
+        if num_bytes > free:
+            raise CommunicationError(f"{purpose} needs {num_bytes} bytes of memory, and {free} are free")
+        self._segment, fd = create_segment(_values_at(num_bytes) + num_bytes, purpose)
+        self.address = (fd, self._segment.num_bytes)  # the file stays open as long as the server lives
+        self._num_bytes = num_bytes
+        self._counters = self._segment.words(0, _num_blocks(num_bytes))
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert prod(shape) * dtype.itemsize == self._num_bytes
+        return self._segment.tensor(_values_at(self._num_bytes), self._num_bytes, dtype).view(shape)
+
+    @contextlib.contextmanager
+    def changing(self, first: int, last: int) -> Iterator[None]:
+        """Bytes [first, last) change in here."""
+        blocks = range(first // BLOCK_BYTES, _num_blocks(last))
+        for block in blocks:
+            self._counters[block] += 1
+        try:
+            yield
+        finally:
+            for block in blocks:
+                self._counters[block] += 1
+
+    def stamp(self, first: int, last: int) -> int:
+        """Return what a client must find to read these bytes as they are now; -1 if they are in several blocks."""
+        block = first // BLOCK_BYTES
+        return self._counters[block] if last <= (block + 1) * BLOCK_BYTES else -1
+
+
+class ValuesView:
+    """A client's side."""
+
+    def __init__(self, pid: int, fd: int, num_bytes: int, num_value_bytes: int) -> None:
+        """Map the values of a server. Raises CommunicationError if that is not possible."""
+        if num_bytes != _values_at(num_value_bytes) + num_value_bytes:
+            raise CommunicationError(f"{num_bytes} bytes of shared memory for {num_value_bytes} bytes of values")
+        self._segment: Segment = attach_segment(Address(pid, fd, num_bytes))
+        self._counters = self._segment.words(0, _num_blocks(num_value_bytes))
+        self._values = np.frombuffer(self._segment.memory, np.uint8)[_values_at(num_value_bytes) :]
+
+    def read(self, first: int, target: memoryview, stamp: int) -> bool:
+        """Copy bytes from `first` on into `target`; False if they are no longer those of the stamp."""
+        block = first // BLOCK_BYTES
+        if self._counters[block] != stamp:
+            return False
+        np.frombuffer(target, np.uint8)[:] = self._values[first : first + target.nbytes]
+        return self._counters[block] == stamp
+
+
+def _num_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES)
+
+
+def _values_at(num_bytes: int) -> int:
+    return -(-8 * _num_blocks(num_bytes) // _PAGE) * _PAGE
