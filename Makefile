@@ -62,7 +62,7 @@ fuzz: $(VENV)/.cordee
 
 docs: $(VENV)/.cordee
 	@$(PIP) -e '.[docs]'
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

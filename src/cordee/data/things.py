@@ -112,7 +112,7 @@ def _num_classes(sources: list[Source]) -> int | None:
         raise DataError("the targets of training and test set differ: whole numbers in one, fractions in the other")
     if kinds == {False}:
         return None
-    return max(_count(source) for source in sources)
+    return max(_count(source, what) for source, what in zip(sources, ("the training set", "the test set")))
 
 
 def _has_classes(source: Source) -> bool:
@@ -121,9 +121,9 @@ def _has_classes(source: Source) -> bool:
     return not source.gather(torch.tensor([0])).targets.is_floating_point()
 
 
-def _count(source: Source) -> int:
+def _count(source: Source, what: str) -> int:
     if isinstance(source, ArraySource):
-        return count_classes(source.targets, "the labels")
+        return count_classes(source.targets, what)
     if not isinstance(source, (DatasetSource, IterableSource)):
         raise DataError("a Source of your own does not tell its classes: return cordee.data.Splits, which does")
     declared = declared_classes(source.dataset)
@@ -135,7 +135,7 @@ def _count(source: Source) -> int:
             f"give the {type(source.dataset).__name__} an attribute num_classes"
         )
     targets = source.gather(torch.arange(source.num_samples or 0)).targets
-    return count_classes(targets, f"the labels of {source.what}")
+    return count_classes(targets, what)
 
 
 def declared_classes(dataset: Any) -> int | None:

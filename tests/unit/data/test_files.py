@@ -103,6 +103,14 @@ def test_files_that_do_not_fit(isolated_places, change, message):
         load_data(Data(use="mnist"), seed=0)
 
 
+def test_the_one_file_that_is_missing_is_named(isolated_places):
+    files = contents()
+    del files["t10k-labels-idx1-ubyte"]
+    write(isolated_places / "data", files)
+    with pytest.raises(DataError, match=f"not used: {isolated_places / 'data'} lacks t10k-labels-idx1-ubyte\n"):
+        load_data(Data(use="mnist"), seed=0)
+
+
 def test_places_are_in_the_documented_order(isolated_places):
     assert standard_places() == [isolated_places / name for name in ("data", "cache/data", "system")]
 
