@@ -161,6 +161,7 @@ def assemble(job: Job, team: Team) -> Assembly:
     )
     strategy = make_strategy(job, computation)
     needs = strategy.requirements(job)
+    _check_autoscale(job, needs)
     shards, test_shards = _shards(job, needs, team)
     train, test = _loaders(job, splits, shards, test_shards)
     total_steps = _total_steps(job, train)
@@ -193,11 +194,24 @@ def assemble(job: Job, team: Team) -> Assembly:
     )
 
 
+def _check_autoscale(job: Job, needs: Requirements) -> None:
+    cluster, workers = job.cluster, job.strategy.workers
+    if not cluster.autoscale:
+        return
+    if not needs.is_elastic or workers < 2:
+        raise JobError(
+            f"cluster.autoscale = true changes the number of workers, which strategy '{job.strategy.name}' with "
+            f"{workers} cannot: use 'data_parallel' and begin with at least 2"
+        )
+    if cluster.max_workers is not None and workers > cluster.max_workers:
+        raise JobError(f"strategy.workers = {workers} is more than cluster.max_workers = {cluster.max_workers}")
+
+
 def _threads(job: Job, team: Team) -> tuple[int, int]:
     """Return the threads that are set, and among how many workers the cores are shared where none are."""
     if job.training.reproducible:  # kernels add in another order with another number of threads
         return job.training.threads or 1, 1
-    return job.training.threads, team.num_local_workers
+    return team.threads or job.training.threads, team.num_local_workers
 
 
 def _shards(job: Job, needs: Requirements, team: Team) -> tuple[Shards, Shards]:

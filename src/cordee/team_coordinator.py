@@ -23,6 +23,7 @@ from cordee.cluster.launcher_link import LauncherLink, LauncherOrder, open_chann
 from cordee.cluster.local import describe_exit
 from cordee.cluster.membership import ACTIVE, Membership, Record, Trouble
 from cordee.cluster.restarts import Restarts
+from cordee.cluster.scaling import Scaling
 from cordee.cluster.stragglers import Stragglers
 from cordee.communication.keys import ServerKeys
 from cordee.communication.messages import COORDINATION
@@ -89,6 +90,8 @@ class _Memory(msgspec.Struct, kw_only=True):
     verdict: str | None = None  # why the run ends early although its workers end well
     is_stop_told: bool = False
     is_pause_told: bool = False
+    threads: int = 0  # of each worker; 0 is what the job says
+    is_reform_wanted: bool = False  # the same workers are to form another generation
 
 
 class TeamCoordinator:
@@ -119,6 +122,7 @@ class TeamCoordinator:
         self._membership = self._memory.membership
         self._restarts = self._memory.restarts
         self._stragglers = Stragglers()  # not remembered: it is soon known again
+        self._scaling = Scaling(job, self._scale) if job.cluster.autoscale else None
 
     def lead(self) -> Summary:
         """Return the summary of the worker that spoke for the last team.
@@ -153,6 +157,8 @@ class TeamCoordinator:
                 self._coordinator.serve(TICK_S)
                 self._look_after()
                 self._direct()
+                if self._scaling is not None:
+                    self._scaling.look(self._membership, self._memory.threads, time.monotonic())
                 self._commit()
         return self._settle()
 
@@ -173,9 +179,14 @@ class TeamCoordinator:
     def _worker_log(self, index: int) -> Path:
         return self._run_dir / "logs" / f"worker-{index}.log"
 
-    def _scale(self, num_workers: int) -> str:
-        """Change the number of workers: start new ones, or let the last ones go. Returns at once what will happen."""
+    def _scale(self, num_workers: int, threads: int = 0, reason: str = "") -> str:
+        """Change the number of workers: start new ones, or let the last ones go. Returns at once what will happen.
+
+        With `threads` their number for each worker is changed, too.
+        """
         membership, job = self._membership, self._job
+        if threads and job.training.reproducible:
+            raise JobError("training.reproducible = true fixes the number of threads: leave --threads out")
         if not membership.is_elastic:
             raise JobError(f"strategy '{job.strategy.name}' has a fixed number of workers: end the run and --resume it")
         if num_workers < job.cluster.min_workers:
@@ -189,8 +200,18 @@ class TeamCoordinator:
         for index in itertools.islice(unused, max(0, num_workers - len(before))):
             self._start(index)
         membership.num_workers = num_workers
-        self._launcher.emit("scale", workers=num_workers, before=len(before), step=membership.step)
-        return f"from {len(before)} to {num_workers} workers"
+        if threads:
+            self._memory.threads, self._memory.is_reform_wanted = threads, True
+        self._launcher.emit(
+            "scale",
+            workers=num_workers,
+            before=len(before),
+            threads=threads or None,
+            step=membership.step,
+            reason=reason or None,
+        )
+        each = f", {threads} threads each" if threads else ""
+        return f"from {len(before)} to {num_workers} workers{each}"
 
     def _start(self, index: int) -> None:
         """Start a process for a worker, and listen to no earlier one."""
@@ -265,13 +286,18 @@ class TeamCoordinator:
         members = membership.next_members()
         if members is not None:
             self._form(members)
-        elif membership.needs_pause and not self._memory.is_pause_told:
+        elif (membership.needs_pause or self._wants_reform) and not self._memory.is_pause_told:
             self._memory.is_pause_told = True
             self._coordinator.direct("pause", membership.members)
         wants_stop = self._launcher.should_stop() or self._memory.verdict is not None
         if wants_stop and membership.is_complete and not self._memory.is_stop_told:
             self._memory.is_stop_told = True
             self._coordinator.direct("stop", membership.members, "interrupted")
+
+    @property
+    def _wants_reform(self) -> bool:
+        """Whether members should stop for a moment to go on with other numbers of threads."""
+        return self._memory.is_reform_wanted and self._membership.is_complete
 
     def _let_go(self, leaving: list[int]) -> None:
         membership = self._membership
@@ -302,7 +328,10 @@ class TeamCoordinator:
         reason = next((r.reason for i in members if (r := membership.records[i]).reason), "")
         if self._memory.lost or reason:
             self._recover(first, reason)
-        self._coordinator.form(members)
+        self._coordinator.form(members, self._memory.threads)
+        self._memory.is_reform_wanted = False
+        if self._scaling is not None:
+            self._scaling.begin(membership.step, time.monotonic())
         self._stragglers.forget()
         self._memory.is_pause_told = self._memory.is_stop_told = False
         self._launcher.emit(
@@ -340,6 +369,8 @@ class TeamCoordinator:
             self._launcher.emit(kind, **fields)
 
     def _note_pace(self, worker: int, step: int, seconds: float) -> None:
+        if self._scaling is not None:
+            self._scaling.hear(worker, seconds)
         if (slow := self._stragglers.hear(f"worker {worker}", step, seconds)) is not None:
             self._launcher.emit(
                 "straggler", worker=worker, step=step, seconds=slow.seconds, median_seconds=slow.median_s

@@ -205,6 +205,7 @@ def _group(order: WorkerOrder, answer: Answer) -> Iterator[Team]:
             num_local_workers=len(members),
             local_rank=rank,
             generation=answer.generation,
+            threads=answer.directive.threads,
         )
     finally:
         dist.destroy_process_group()

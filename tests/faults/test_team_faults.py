@@ -213,12 +213,25 @@ def test_a_run_is_scaled_up_and_down(tmp_path: Path, undisturbed: str) -> None:
                 time.sleep(0.02)
         with pytest.raises(JobError, match=r"training.shards = 8 has no shard for each of 9 workers"):
             scale_run(run.run_dir, 9)
+        with pytest.raises(JobError, match=r"training.reproducible = true fixes the number of threads"):
+            scale_run(run.run_dir, 1, threads=2)
         check_held(run, undisturbed, recoveries=0)
         plans = run.of("plan")
         assert [plan["workers"] for plan in plans][-1] == 1 and 4 in [plan["workers"] for plan in plans]
         assert all(plan["strategy"] == "data_parallel" and "cordee plan" in plan["reason"] for plan in plans)
     with pytest.raises(RunDirectoryError, match="it has ended"):
         scale_run(run.run_dir, 2)
+
+
+@pytest.mark.long
+def test_four_then_two_then_three_workers_end_with_the_weights_of_one(tmp_path: Path, undisturbed: str) -> None:
+    with launch(tmp_path, "--workers", "4") as run:
+        for step, num_workers in ((20, 2), (60, 3)):
+            run.wait_for_step(step)
+            scale_run(run.run_dir, num_workers)
+        check_held(run, undisturbed, recoveries=0)
+        sizes = [len(event["members"]) for event in run.of("generation")]
+        assert (sizes[0], sizes[-1]) == (4, 3) and 2 in sizes
 
 
 def test_too_few_workers_save_and_end(tmp_path: Path) -> None:

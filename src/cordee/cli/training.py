@@ -93,11 +93,14 @@ def runs(
 def scale(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)],
     workers: Annotated[int, typer.Argument(metavar="N", help="How many workers it is to have.", show_default=False)],
+    threads: Annotated[
+        int, typer.Option(help="Kernel threads of each worker; else they stay.", metavar="T", show_default=False)
+    ] = 0,
 ) -> None:
-    """Change the number of workers of a run that is under way, up or down.
+    """Change the number of workers of a run that is under way, up or down, and of their threads.
 
     Returns at once; workers join when they have loaded their data, and leave after a step.
     """
     from cordee.cluster.control import scale_run
 
-    print_text(scale_run(run, workers))
+    print_text(scale_run(run, workers, threads))

@@ -43,19 +43,23 @@ def remove_control(folder: Path) -> None:
         (folder / CONTROL_FILE).unlink(missing_ok=True)
 
 
-def scale_run(folder: Path, num_workers: int) -> str:
+def scale_run(folder: Path, num_workers: int, threads: int = 0) -> str:
     """Ask the run in `folder` for another number of workers; return what it says. Does not wait for them to join.
+
+    `threads` is how many each worker computes with; 0 leaves that as it is.
 
     Raises JobError when the run refuses, and RunDirectoryError when none is under way there.
     """
     if num_workers < 1:
         raise JobError(f"N = {num_workers} must be at least 1; Ctrl-C in the run's terminal ends it, saved")
+    if not 0 <= threads <= 4096:
+        raise JobError(f"--threads {threads} must be from 1 to 4096")
     control = _read_control(folder)
     speaker = Speaker(run=control.run, name=CONTROL_NAME, incarnation=time.time_ns())
     keys = ClientKeys.from_text(control.keys)
     try:
         with ClientChannel(control.address, speaker, Codec(COORDINATION), keys) as channel:
-            reply = channel.request(Scale(num_workers), timeout_s=REPLY_TIMEOUT_S).message
+            reply = channel.request(Scale(num_workers, threads), timeout_s=REPLY_TIMEOUT_S).message
     except RefusedError as error:
         raise JobError(error.detail or str(error)) from error
     except CommunicationError as error:

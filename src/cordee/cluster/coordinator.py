@@ -63,10 +63,10 @@ class Coordinator:
         channel: ServerChannel,
         membership: Membership,
         on_event: Callable[[str, dict[str, Any]], None],
-        on_scale: Callable[[int], str] | None = None,
+        on_scale: Callable[[int, int], str] | None = None,
         state: State | None = None,
     ) -> None:
-        """`on_scale` takes a wish for another number of workers and says what it does; it may raise JobError."""
+        """`on_scale` takes a wish for numbers of workers and of threads and says what it does, or raises JobError."""
         self._channel = channel
         self._membership = membership
         self._on_event = on_event
@@ -115,13 +115,13 @@ class Coordinator:
                 directive = self._answer(index, directive)
             self._directives.append((index, directive))
 
-    def form(self, members: list[int]) -> None:
+    def form(self, members: list[int], threads: int = 0) -> None:
         """Begin the next generation with these workers, in this order. Refuse what belongs to an earlier one."""
         self._membership.form(members)
         generation = self._channel.generation = self._membership.generation
         team = tuple(self.state.workers[index].member for index in members)
         for index in members:
-            directive = self._answer(index, Directive("new_generation", team, "", generation))
+            directive = self._answer(index, Directive("new_generation", team, "", generation, threads=threads))
             self._directives.append((index, directive))
 
     def _answer(self, index: int, directive: Directive) -> Directive:
@@ -140,7 +140,7 @@ class Coordinator:
 
     def _handle(self, received: Received) -> None:
         if received.envelope.sender == CONTROL_NAME and isinstance(received.message, Scale):
-            self._scale(received, received.message.num_workers)
+            self._scale(received, received.message)
             return
         index = self._index_of(received.envelope.sender)
         if index is None:
@@ -193,12 +193,12 @@ class Coordinator:
         known.ready = ready.number
         self._membership.wait(index, ready.step, has_dropped=ready.has_dropped, reason=ready.reason)
 
-    def _scale(self, received: Received, num_workers: int) -> None:
+    def _scale(self, received: Received, scale: Scale) -> None:
         if self._on_scale is None:
             self._reply(received, Refused("unexpected", "this run cannot be scaled"))
             return
         try:
-            self._reply(received, Accepted(self._on_scale(num_workers)))
+            self._reply(received, Accepted(self._on_scale(scale.num_workers, scale.threads)))
         except JobError as error:
             self._reply(received, Refused("refused", str(error)))
 

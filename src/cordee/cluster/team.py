@@ -15,6 +15,7 @@ class Team:
     num_local_workers: int = 1  # on this host: they share its cores
     local_rank: int = 0
     generation: int = 0
+    threads: int = 0  # that each member computes with; 0 is what the job says
 
     @property
     def is_first(self) -> bool:

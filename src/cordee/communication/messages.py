@@ -130,6 +130,7 @@ class Directive(Message, frozen=True):
     reason: Text = ""
     generation: Count = 0
     answers: Count = 0  # the number of the `Ready` it answers
+    threads: Count = 0  # that each member of the new generation computes with; 0 is what the job says
 
 
 class Scale(Message, frozen=True):
@@ -138,6 +139,7 @@ class Scale(Message, frozen=True):
     is_generational = False
 
     num_workers: Annotated[int, Meta(ge=1, le=65536)]
+    threads: Annotated[int, Meta(ge=0, le=4096)] = 0  # of each worker; 0 leaves them as they are
 
 
 class Accepted(Message, frozen=True):

@@ -118,8 +118,18 @@ class Cluster(Section, frozen=True, kw_only=True):
     failure_timeout: str | float = "5s"  # a worker not heard of for so long is lost; all other timeouts follow
     max_restarts: int = 3  # lost processes that are replaced before the run gives up, or goes on with fewer
     min_workers: int = 1  # fewer than this do not go on; the run ends, saved
+    autoscale: bool = False  # change the number of workers, and of their threads, by what is measured
+    max_workers: int | None = None  # to which autoscaling goes; as many as there are cores where it is not set
+    autoscale_every: str | float = "10s"  # for how long a size is measured before the next is decided on
 
     def __post_init__(self) -> None:
+        _at_least("cluster.max_workers", self.max_workers, 1)
+        if self.max_workers is not None and not self.autoscale:
+            raise JobError(f"cluster.max_workers = {self.max_workers} has a meaning only with cluster.autoscale = true")
+        if self.max_workers is not None and self.max_workers < self.min_workers:
+            raise JobError(f"cluster.max_workers = {self.max_workers} is below min_workers = {self.min_workers}")
+        if self.autoscale_every_s < 1:
+            raise JobError(f"cluster.autoscale_every = {self.autoscale_every!r} must be at least 1 s")
         _at_least("cluster.min_workers", self.min_workers, 1)
         _at_least("cluster.max_restarts", self.max_restarts, 0)
         if self.failure_timeout_s < 0.5:
@@ -129,6 +139,11 @@ class Cluster(Section, frozen=True, kw_only=True):
     def failure_timeout_s(self) -> float:
         timeout = self.failure_timeout
         return parse_duration(timeout, "cluster.failure_timeout") if isinstance(timeout, str) else timeout
+
+    @property
+    def autoscale_every_s(self) -> float:
+        every = self.autoscale_every
+        return parse_duration(every, "cluster.autoscale_every") if isinstance(every, str) else every
 
 
 class Stop(Section, frozen=True, kw_only=True):
