@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from cordee.communication.shared_memory.segment import Address, Segment, attach_segment, create_segment
+from cordee.communication.shared_memory.segment import Address, create_segment, map_for_reading
 from cordee.core.errors import CommunicationError
 
 BLOCK_BYTES = 1 << 20
@@ -68,9 +68,9 @@ class ValuesView:
         """Map the values of a server. Raises CommunicationError if that is not possible."""
         if num_bytes != _values_at(num_value_bytes) + num_value_bytes:
             raise CommunicationError(f"{num_bytes} bytes of shared memory for {num_value_bytes} bytes of values")
-        self._segment: Segment = attach_segment(Address(pid, fd, num_bytes))
-        self._counters = self._segment.words(0, _num_blocks(num_value_bytes))
-        self._values = np.frombuffer(self._segment.memory, np.uint8)[_values_at(num_value_bytes) :]
+        memory = map_for_reading(Address(pid, fd, num_bytes))
+        self._counters = memory[: 8 * _num_blocks(num_value_bytes)].cast("q")
+        self._values = np.frombuffer(memory, np.uint8)[_values_at(num_value_bytes) :]
 
     def read(self, first: int, target: memoryview, stamp: int) -> bool:
         """Copy bytes from `first` on into `target`; False if they are no longer those of the stamp."""

@@ -85,24 +85,39 @@ def attach_segment(address: Address) -> Segment:
 
     Raises CommunicationError when it can not be opened: the owner is gone, or belongs to another user.
     """
+    fd = _open(address, os.O_RDWR)
+    try:
+        return Segment(_map(fd, address.num_bytes))
+    finally:
+        os.close(fd)
+
+
+def map_for_reading(address: Address) -> memoryview:
+    """Map a segment of another process without the means to change it. Raises like `attach_segment`."""
+    fd = _open(address, os.O_RDONLY)
+    try:
+        return memoryview(mmap.mmap(fd, address.num_bytes, access=mmap.ACCESS_READ))
+    finally:
+        os.close(fd)
+
+
+def _open(address: Address, flags: int) -> int:
     path = Path(f"/proc/{address.pid}/fd/{address.fd}")
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, flags | os.O_CLOEXEC)
     except OSError as error:
         raise CommunicationError(
             f"cannot open the shared memory of process {address.pid} at {path}: {error.strerror}. Workers of one "
             "host must run as one user and see each other in /proc; otherwise give each its own host_id "
             "in BackendSettings, or use BackendSettings(shared_memory=False)"
         ) from error
-    try:
-        if os.fstat(fd).st_size != address.num_bytes:
-            raise CommunicationError(
-                f"the shared memory of process {address.pid} has {os.fstat(fd).st_size} bytes, not "
-                f"{address.num_bytes}: all workers need the same slot_bytes"
-            )
-        return Segment(_map(fd, address.num_bytes))
-    finally:
+    if (size := os.fstat(fd).st_size) != address.num_bytes:
         os.close(fd)
+        raise CommunicationError(
+            f"the shared memory of process {address.pid} has {size} bytes, not {address.num_bytes}: all workers need "
+            "the same slot_bytes"
+        )
+    return fd
 
 
 def _map(fd: int, num_bytes: int) -> mmap.mmap:
