@@ -14,16 +14,17 @@ from cordee.cluster.local import LocalEngine, describe_exit
 from cordee.core import Job
 from cordee.core.errors import CordeeError
 from cordee.planner.machine import Exchange, Machine
-from cordee.planner.profile import Timing
+from cordee.planner.profile import ModelProfile, Timing
 from cordee.profile_worker import CrewOrder, CrewReport
 
 PATIENCE_S = 300.0  # for all that a crew measures
 
 
-def measure_crew(
-    engine: LocalEngine, num_processes: int, *, job: Job | None, has_machine: bool, budget_s: float
-) -> list[CrewReport]:
-    """Return what each of `num_processes` found. Raises CordeeError with the log of a process that failed."""
+def measure_crew(engine: LocalEngine, num_processes: int, *, job: Job | None, budget_s: float) -> list[CrewReport]:
+    """Return what each of `num_processes` found of a job, or of the machine.
+
+    Raises CordeeError with the log of a process that failed.
+    """
     with tempfile.TemporaryDirectory(prefix="cordee-profile-") as name:
         folder = Path(name)
         if job is not None:
@@ -34,7 +35,6 @@ def measure_crew(
                 num_processes=num_processes,
                 folder=name,
                 job_file=str(folder / "job.toml") if job is not None else None,
-                has_machine=has_machine,
                 budget_s=budget_s,
             )
             log = folder / f"log-{index}"
@@ -64,10 +64,25 @@ def add_to_machine(machine: Machine, reports: Sequence[CrewReport]) -> Machine:
         exchanges=(*machine.exchanges, *exchanges),
         slowdowns={**machine.slowdowns, num_processes: max(1.0, reports[0].slowdown)},
         process_bytes=max(machine.process_bytes, reports[0].process_bytes),
+        bare_bytes=max(machine.bare_bytes, reports[0].bare_bytes),
     )
 
 
-def mean_timings(reports: Sequence[CrewReport]) -> list[Timing]:
+def add_to_profile(profile: ModelProfile, reports: Sequence[CrewReport]) -> ModelProfile:
+    """Return the profile with what a crew found out about the model. Its processes are new: they know its memory best.
+
+    The smallest crew's word counts, whose passes are the largest.
+    """
+    is_first = all(timing.num_processes == 1 for timing in profile.timings)
+    profile = msgspec.structs.replace(profile, timings=(*profile.timings, *_mean_timings(reports)))
+    if not is_first or not reports[0].pass_bytes:
+        return profile
+    return msgspec.structs.replace(
+        profile, pass_bytes=reports[0].pass_bytes, fixed_bytes=reports[0].fixed_bytes, is_fixed_whole=True
+    )
+
+
+def _mean_timings(reports: Sequence[CrewReport]) -> list[Timing]:
     """Return the timings of a crew, each the mean over its members."""
     merged = []
     for same in zip(*(report.timings for report in reports), strict=True):

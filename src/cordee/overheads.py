@@ -34,10 +34,10 @@ def trial_job(strategy: str, num_workers: int, settings: dict[str, Any], hidden:
     )
 
 
-def measure_bare(index: int, num_workers: int) -> tuple[float, ...]:
-    """Return the seconds of a step of the small and the large model while all members take one, exchanging nothing."""
+def measure_bare(index: int, num_workers: int, hidden: tuple[int, ...]) -> float:
+    """Return the seconds of a step of a model while all members take one, exchanging nothing."""
     team = Team(index, num_workers, num_local_workers=num_workers, local_rank=index)
-    return tuple(_step_s(trial_job("data_parallel", num_workers, {}, hidden), team) for hidden in (SMALL, LARGE))
+    return _step_s(trial_job("data_parallel", num_workers, {}, hidden), team)
 
 
 def _step_s(job: Job, team: Team) -> float:

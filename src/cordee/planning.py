@@ -16,7 +16,7 @@ from cordee.compute import usable_cores
 from cordee.core import Job
 from cordee.core.components import LIVE_PREFIX
 from cordee.core.errors import CordeeError, JobError
-from cordee.crew import add_to_machine, mean_timings, measure_crew
+from cordee.crew import add_to_machine, add_to_profile, measure_crew
 from cordee.planner import Plan, Prediction, Work, choose, load_cluster, search
 from cordee.planner.cache import keep, key_of, read_kept
 from cordee.planner.machine import Machine, describe_machine, free_memory_bytes, is_busy
@@ -52,7 +52,22 @@ def plan(
     measured.
     Raises a CordeeError for a job that cannot be run, and JobError if it fits into memory nowhere.
     """
-    job = Job.coerce(job, overrides)
+    made, _ = plan_and_work(
+        Job.coerce(job, overrides), workers, cluster, fresh=fresh, fresh_profile=fresh_profile, budget_s=budget_s
+    )
+    return made
+
+
+def plan_and_work(
+    job: Job,
+    workers: int | None = None,
+    cluster: str | Path | None = None,
+    *,
+    fresh: bool = False,
+    fresh_profile: bool = False,
+    budget_s: float = BUDGET_S,
+) -> tuple[Plan, Work]:
+    """Return the plan, and what it was made from."""
     site: Site | None = None if cluster is None else load_cluster(Path(cluster))
     most = workers or (max(job.strategy.workers, usable_cores()) if site is None else len(site.devices))
     if site is not None and most > len(site.devices):
@@ -78,7 +93,7 @@ def plan(
     refuse_without_room(predictions, available)
     accepted, refusals = _accepted(job, parts, predictions)
     choice, runner_up = choose(accepted, available)
-    return Plan(
+    made = Plan(
         job=job.name,
         where=where,
         batch_size=job.training.batch_size,
@@ -94,6 +109,7 @@ def plan(
         was_busy=profile.was_busy or machine.was_busy,
         placement=place(choice, site.devices) if site is not None and choice is not None else {},
     )
+    return made, work
 
 
 def job_as(asked: Job, prediction: Prediction) -> Job:
@@ -182,18 +198,17 @@ def _measure(
         is_cached = False
         with LocalEngine() as engine:
             for size in missing:
-                has_machine = machine.has_exchanges(size)
-                job = None if profile.has_timings(size) else parts.job
-                reports = measure_crew(engine, size, job=job, has_machine=has_machine, budget_s=budget_s)
-                if not has_machine:
+                if not machine.has_exchanges(size):
+                    reports = measure_crew(engine, size, job=None, budget_s=budget_s)
                     machine = add_to_machine(machine, reports)
                     overheads = measure_trials(engine, size, reports[0].bare_s)
                     machine = msgspec.structs.replace(machine, overheads=(*machine.overheads, *overheads))
                     machine = msgspec.structs.replace(machine, was_busy=machine.was_busy or busy)
                     keep("machines", machine_key(), machine)
-                if job is not None:
-                    timings = (*profile.timings, *mean_timings(reports))
-                    profile = msgspec.structs.replace(profile, timings=timings, was_busy=profile.was_busy or busy)
+                if not profile.has_timings(size):
+                    reports = measure_crew(engine, size, job=parts.job, budget_s=budget_s)
+                    profile = add_to_profile(profile, reports)
+                    profile = msgspec.structs.replace(profile, was_busy=profile.was_busy or busy)
                     keep("profiles", key, profile)
     return profile, machine, is_cached
 

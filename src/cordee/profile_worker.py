@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,12 +15,13 @@ from cordee.assembly import assemble
 from cordee.cluster import Team
 from cordee.communication.shared_memory import register
 from cordee.compute import usable_cores
+from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
-from cordee.overheads import measure_bare
+from cordee.overheads import LARGE, SMALL, measure_bare
 from cordee.planner.machine import Exchange
 from cordee.planner.measuring import time_call
 from cordee.planner.profile import Timing
-from cordee.profiling import sharing, take_timings
+from cordee.profiling import sharing, take_memory, take_timings
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23, 1 << 25)  # bytes
 
@@ -32,8 +32,7 @@ class CrewOrder(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     num_processes: int
     folder: str  # where the crew meets and writes what it found
-    job_file: str | None  # None: measure the machine only
-    has_machine: bool  # the machine was measured before
+    job_file: str | None  # None: measure the machine
     budget_s: float
 
 
@@ -43,29 +42,40 @@ class CrewReport(msgspec.Struct, frozen=True, kw_only=True):
     timings: tuple[Timing, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     bare_s: tuple[float, ...] = ()  # steps of the models of `trials`
+    bare_bytes: int = 0  # at most, while it took them
     slowdown: float = 1.0
-    process_bytes: int = 0
+    process_bytes: int = 0  # to begin with
+    pass_bytes: float = 0.0  # of the job's model: see ModelProfile
+    fixed_bytes: float = 0.0
 
 
 def main(argument: dict[str, Any]) -> int:
     """Measure, and write the report. Called in a fresh fork of the fork server."""
     order = msgspec.convert(argument, CrewOrder)
+    memory = MemoryWatch()
     size, folder = order.num_processes, Path(order.folder)
     torch.set_num_threads(max(1, usable_cores() // size))
+    report = CrewReport(process_bytes=memory.start_bytes)
+    # Memory first, while the process is as new as a worker's, and has no group yet.
+    if order.job_file is None:
+        measure_bare(order.index, size, SMALL)
+        report = msgspec.structs.replace(report, bare_bytes=memory.peak_bytes())
+    else:
+        team = Team(order.index, size, num_local_workers=size, local_rank=order.index)
+        parts = assemble(sharing(Job.load(order.job_file), size), team)
+        pass_bytes, fixed_bytes = take_memory(parts, memory)
+        report = msgspec.structs.replace(report, pass_bytes=pass_bytes, fixed_bytes=fixed_bytes)
     register()
     store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
     dist.init_process_group("cordee", store=store, rank=order.index, world_size=size)
-    report = CrewReport()
-    if not order.has_machine:
-        report = CrewReport(
-            process_bytes=int(psutil.Process().memory_full_info().uss),
+    if order.job_file is None:
+        report = msgspec.structs.replace(
+            report,
+            bare_s=tuple(measure_bare(order.index, size, hidden) for hidden in (SMALL, LARGE)),
             exchanges=tuple(_exchange(kind, num_bytes_of) for kind, num_bytes_of in _KINDS.items()),
             slowdown=_slowdown(order.index),
-            bare_s=measure_bare(order.index, size),
         )
-    if order.job_file is not None:
-        team = Team(order.index, size, num_local_workers=size, local_rank=order.index)
-        parts = assemble(sharing(Job.load(order.job_file), size), team)
+    else:
         dist.barrier()
         timings, _ = take_timings(parts, num_processes=size, budget_s=order.budget_s)
         report = msgspec.structs.replace(report, timings=tuple(timings))

@@ -15,6 +15,7 @@ from torch import nn
 from cordee.assembly import Assembly, assemble
 from cordee.cluster import Team
 from cordee.compute import split_batch
+from cordee.compute.memory import MemoryWatch
 from cordee.core import Batch, Job
 from cordee.core.errors import ModelError
 from cordee.planner.cache import key_of
@@ -91,6 +92,32 @@ def take_profile(parts: Assembly, *, budget_s: float = BUDGET_S) -> ModelProfile
         pass_bytes=pass_bytes,
         fixed_bytes=max(0.0, fixed_bytes - sum(block.parameter_bytes for block in blocks)),  # less the gradients
     )
+
+
+def take_memory(parts: Assembly, watch: MemoryWatch) -> tuple[float, float]:
+    """Return the bytes of a pass per sample, and all else that this process took since `watch` but the model's own.
+
+    For a process that has computed nothing yet. The model, its gradients and the optimizer's state are not counted.
+    """
+    model = parts.model.to(parts.computation.device)
+    batch = first_batch(parts)
+    at_once = math.ceil(batch.num_samples / parts.job.training.accumulate)
+    few = at_once // 4
+    if few < 1 or not watch.peak_bytes():
+        return 0.0, 0.0
+    peaks = []
+    for count in (few, at_once):
+        for _ in range(2):
+            _fill_gradients(parts, model, Batch(batch.inputs[:count], batch.targets[:count]))
+            model.zero_grad()
+        peaks.append(watch.peak_bytes())
+    with contextlib.closing(_endless(parts)) as batches:  # what the loader reads ahead
+        for _, loaded in zip(range(2), batches, strict=False):
+            _fill_gradients(parts, model, split_batch(loaded, parts.job.training.accumulate)[0])
+            model.zero_grad()
+    per_sample = max(0.0, (peaks[1] - peaks[0]) / (at_once - few))
+    own = 2 * sum(p.numel() * p.element_size() for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    return per_sample, max(0.0, watch.peak_bytes() - watch.start_bytes - own - per_sample * at_once)
 
 
 def take_timings(parts: Assembly, *, num_processes: int, budget_s: float) -> tuple[list[Timing], int]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -14,8 +15,10 @@ from cordee.core import Job
 from cordee.core.errors import JobError, StorageError, nearest
 from cordee.planner.cluster_file import load_cluster
 from cordee.planner.costs import in_bytes, in_time
+from cordee.planner.search import is_in_step
 from cordee.planner.simulator import PUBLISHED, CrowdOutcome, Scenario, load_scenario, read_scenario
 from cordee.planner.simulator.drawing import describe, draw_page
+from cordee.planner.simulator.team import simulate_team
 from cordee.planner.site import DescribedCluster
 
 
@@ -53,6 +56,49 @@ def scenario_of_job(job: str | Path, cluster: str | Path | None, overrides: Sequ
     if site is not None:
         table |= _links(site)
     return read_scenario(table, overrides)
+
+
+class WayOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """A strategy on this machine, as the planner's formulas have it and as it is played through."""
+
+    strategy: str
+    workers: int
+    predicted_s: float
+    simulated_s: float
+    idle_share: float
+
+
+def simulate_here(job: str | Path, overrides: Sequence[str]) -> list[WayOutcome]:
+    """Play every strategy that trains in step through on this machine, the fastest first."""
+    from cordee.planning import plan_and_work  # which imports torch
+    from cordee.strategies import STRATEGIES
+
+    made, work = plan_and_work(Job.load(job, overrides))
+    outcomes = []
+    for found in made.predictions:
+        if found.strategy in STRATEGIES and is_in_step(found):
+            played = simulate_team(found, work)
+            outcomes.append(
+                WayOutcome(
+                    strategy=found.label,
+                    workers=found.workers,
+                    predicted_s=found.step_s,
+                    simulated_s=played.step_s,
+                    idle_share=played.idle_share,
+                )
+            )
+    return sorted(outcomes, key=lambda outcome: outcome.simulated_s)
+
+
+def render_ways(outcomes: Sequence[WayOutcome]) -> RenderableType:
+    """Return a table of strategies on this machine."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("strategy", "workers", "predicted", "simulated", "waiting"):
+        table.add_column(name, justify="left" if name == "strategy" else "right")
+    for outcome in outcomes:
+        times = (in_time(outcome.predicted_s), in_time(outcome.simulated_s))
+        table.add_row(outcome.strategy, str(outcome.workers), *times, f"{outcome.idle_share:.0%}")
+    return table
 
 
 def render_outcomes(scenario: Scenario, outcomes: Sequence[CrowdOutcome]) -> RenderableType:

@@ -33,7 +33,7 @@ STRATEGIES: dict[str, Table] = {
 }
 SPLIT = [name for name in STRATEGIES if name not in ("single", "data_parallel")]
 MESHES = {axis: {"name": "hybrid", "mesh": {"data": 2, axis: 2}} for axis in ("pipeline", "sharded", "tensor")}
-PAIRS = [pair for name in SPLIT for pair in ((name, "single"), ("single", name), (name, "data_parallel"))]
+PAIRS = [pair for name in SPLIT for pair in ((name, "single"), (name, "data_parallel"), ("data_parallel", name))]
 
 
 @pytest.fixture(scope="module")

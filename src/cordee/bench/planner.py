@@ -27,9 +27,10 @@ from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CordeeError, JobError
 from cordee.launch import train
-from cordee.planner import Plan, Prediction
+from cordee.planner import Plan, Prediction, Work
 from cordee.planner.measuring import time_call
-from cordee.planning import kept_machine, plan
+from cordee.planner.simulator.team import simulate_team
+from cordee.planning import kept_machine, plan_and_work
 
 ROUNDS = 1
 STRATEGIES = ("single", "data_parallel", "parameter_server", "sharded", "pipeline", "tensor")
@@ -90,7 +91,7 @@ def measure(
             continue
         say(f"{case.name}: profiling")
         before_s = reference_s()
-        made = _profile(case, workers, is_new=not done, is_first=is_first, budget_s=budget_s)
+        made, work = _profile(case, workers, is_new=not done, is_first=is_first, budget_s=budget_s)
         is_first, profile_s = False, (before_s + reference_s()) / 2
         for prediction in _to_run(made, workers):
             name = f"{case.name}/{prediction.strategy}/{prediction.workers}"
@@ -101,7 +102,13 @@ def measure(
             except CordeeError as error:
                 say(f"{name}: left out: {error}")
                 continue
-            one = Measured.of(case.name, prediction, runs, base_bytes=kept_machine().process_bytes)
+            one = Measured.of(
+                case.name,
+                prediction,
+                runs,
+                simulated_s=simulate_team(prediction, work).step_s,
+                base_bytes=kept_machine().process_bytes,
+            )
             found.append(one)
             _write_journal(journal, one)
             say(one.describe())
@@ -142,12 +149,11 @@ def reference_s() -> float:
         torch.set_num_threads(num_threads)
 
 
-def _profile(case: Case, workers: Sequence[int], *, is_new: bool, is_first: bool, budget_s: float) -> Plan:
+def _profile(case: Case, workers: Sequence[int], *, is_new: bool, is_first: bool, budget_s: float) -> tuple[Plan, Work]:
     """Return the plan; the machine is measured anew with the first model, and each model where nothing was run yet."""
-    job = job_of(case)
-    if is_first:
-        return plan(job, workers=max(workers), fresh=True, budget_s=budget_s)
-    return plan(job, workers=max(workers), fresh_profile=is_new, budget_s=budget_s)
+    return plan_and_work(
+        job_of(case), max(workers), fresh=is_first, fresh_profile=is_new or is_first, budget_s=budget_s
+    )
 
 
 def _to_run(made: Plan, workers: Sequence[int]) -> list[Prediction]:

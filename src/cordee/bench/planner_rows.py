@@ -33,16 +33,20 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     prediction: Prediction
+    simulated_s: float
     step_s: tuple[float, ...]  # of each run
     load: tuple[float, ...]  # how much longer a fixed piece of computing took beside the run than beside the profile
     peak_bytes: int  # of the worker that took most, beyond what its process had to begin with; 0: not known
     base_bytes: int  # what the planner takes that to be
 
     @classmethod
-    def of(cls, model: str, prediction: Prediction, runs: Sequence[RunLike], *, base_bytes: int) -> Measured:
+    def of(
+        cls, model: str, prediction: Prediction, runs: Sequence[RunLike], *, simulated_s: float, base_bytes: int
+    ) -> Measured:
         return cls(
             model=model,
             prediction=prediction,
+            simulated_s=simulated_s,
             step_s=tuple(run.step_s for run in runs),
             load=tuple(run.load for run in runs),
             peak_bytes=max(run.peak_bytes for run in runs),
@@ -64,6 +68,10 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         return self.prediction.step_s / self.measured_s - 1
 
     @property
+    def simulated_error(self) -> float:
+        return self.simulated_s / self.measured_s - 1
+
+    @property
     def predicted_bytes(self) -> float:
         return self.prediction.memory_bytes - self.base_bytes
 
@@ -75,9 +83,11 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         memory = (
             "" if self.memory_error is None else f", {self.predicted_bytes / MB:.3g} and {self.peak_bytes / MB:.3g} MB"
         )
+        errors = f"{self.error:+.0%}, simulated {self.simulated_error:+.0%}"
+        errors = f"{self.error:+.0%}, simulated {self.simulated_error:+.0%}"
         return (
             f"{self.name}: {1e3 * self.prediction.step_s:.3g} ms predicted, {1e3 * self.measured_s:.3g} ms measured "
-            f"({self.error:+.0%}){memory}, load {statistics.median(self.load):.2f}"
+            f"({errors}){memory}, load {statistics.median(self.load):.2f}"
         )
 
 
@@ -89,6 +99,10 @@ def make_rows(found: Sequence[Measured]) -> list[dict[str, Any]]:
     errors = [abs(one.error) for one in found]
     rows.append(_verdict("median error", statistics.median(errors), 0.10, is_most=True))
     rows.append(_verdict("error at 90 %", _at_90(errors), 0.25, is_most=True))
+    simulated = [abs(one.simulated_error) for one in found if one.prediction.workers > 1]
+    if simulated:
+        rows.append(_verdict("simulator, median error", statistics.median(simulated), 0.15, is_most=True))
+        rows.append(_verdict("simulator, error at 90 %", _at_90(simulated), 0.15, is_most=True))
     if memory := [abs(one.memory_error) for one in found if one.memory_error is not None]:
         rows.append(_verdict("median error of the memory", statistics.median(memory), 0.10, is_most=True))
     if choices := list(_are_near(found)):
@@ -123,6 +137,7 @@ def _row(one: Measured) -> dict[str, Any]:
         "predicted_ms": 1e3 * one.prediction.step_s,
         "measured_ms": 1e3 * one.measured_s,
         "error": one.error,
+        "simulated_ms": 1e3 * one.simulated_s,
         "predicted_mb": one.predicted_bytes / MB if one.peak_bytes else None,
         "measured_mb": one.peak_bytes / MB if one.peak_bytes else None,
         "memory_error": one.memory_error,
@@ -134,6 +149,16 @@ def _row(one: Measured) -> dict[str, Any]:
 
 def _verdict(what: str, value: float, goal: float, *, is_most: bool) -> dict[str, Any]:
     is_reached = value <= goal if is_most else value >= goal
-    empty = ("workers", "predicted_ms", "measured_ms", "error", "predicted_mb", "measured_mb", "memory_error", "load")
+    empty = (
+        "workers",
+        "predicted_ms",
+        "measured_ms",
+        "error",
+        "simulated_ms",
+        "predicted_mb",
+        "measured_mb",
+        "memory_error",
+        "load",
+    )
     row: dict[str, Any] = {"model": "all", "strategy": what, **dict.fromkeys(empty)}
     return {**row, "error": value, "goal": goal, "outcome": "reached" if is_reached else "MISSED"}

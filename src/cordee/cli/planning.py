@@ -66,8 +66,12 @@ def simulate(
         Path | None, typer.Option(help="Take step and gradients from this job, profiled here.", metavar="JOB.toml")
     ] = None,
     cluster: Annotated[Path | None, typer.Option(help="With --job: take the links from here.", metavar="FILE")] = None,
+    here: Annotated[
+        bool, typer.Option("--here", help="With --job: play its steps through on this machine, strategy by strategy.")
+    ] = False,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Override one key, e.g. staleness=4.", metavar="K=V")
+        list[str] | None,
+        typer.Option("--set", help="Override one key, e.g. staleness=4; with --here one of the job.", metavar="K=V"),
     ] = None,
     page: Annotated[Path | None, typer.Option("--html", help="Also draw it: a page with charts.", metavar="F")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
@@ -82,16 +86,34 @@ def simulate(
         cordee simulate horovod-vgg16 --set "workers=[1,64,1024]" --html vgg.html
 
         cordee simulate --job job.toml --cluster cluster.toml --set mtbf=30d
+
+        cordee simulate --job job.toml --here
     """
     from cordee.core.errors import JobError
     from cordee.planner.simulator import simulate as run_simulation
-    from cordee.simulating import find_scenario, render_outcomes, scenario_of_job, write_page
+    from cordee.simulating import (
+        find_scenario,
+        render_outcomes,
+        render_ways,
+        scenario_of_job,
+        simulate_here,
+        write_page,
+    )
 
     if (scenario is None) == (job is None):
         raise JobError("say what to simulate: a scenario, or --job JOB.toml, and not both")
     if cluster is not None and job is None:
         raise JobError("--cluster belongs to --job; a scenario has its own links")
     overrides = settings or []
+    if here:
+        if job is None or cluster is not None or page is not None:
+            raise JobError("--here goes with --job alone, without a cluster and without --html")
+        ways = simulate_here(job, overrides)
+        if as_json:
+            print_json({"outcomes": ways})
+        else:
+            print_table(render_ways(ways))
+        return
     chosen = find_scenario(scenario, overrides) if scenario else scenario_of_job(job or "", cluster, overrides)
     outcomes = run_simulation(chosen)
     if page is not None:

@@ -7,11 +7,12 @@ one (docs/planner.md has the formulas).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from cordee.planner.footprint import part_bytes, replica_bytes, sharded_bytes
 from cordee.planner.pipelines import cut, last_pass_s
 from cordee.planner.prediction import Candidate, Prediction, Work
-from cordee.planner.profile import Timing
+from cordee.planner.profile import ModelProfile, Timing
 
 DEFAULT_EVERY = 16  # steps between two averagings of local_sgd
 UNIT_BYTES = 4 << 20  # of sharded, as in its settings
@@ -53,7 +54,7 @@ def _sharded(candidate: Candidate, work: Work) -> Prediction:
     steps, _ = _shares(work, members)
     # The optimizer works on a slice of the parameters.
     computes = [step.step_s - step.optimizer_s * (1 - 1 / candidate.workers) for step in steps]
-    units = _units([block.parameter_bytes for block in profile.blocks])
+    units = sharded_units(profile)
     gather_s = sum(site.all_gather_s(size, members) for size in units)
     scatter_s = sum(site.reduce_scatter_s(size, members) for size in units)
     exchange_s = 2 * gather_s + scatter_s  # gathered for both passes
@@ -94,39 +95,44 @@ def _parameter_server(candidate: Candidate, work: Work) -> Prediction:
     update_s *= 1 if staleness == 0 else candidate.workers  # in step one update for all, else one for each push
     step_s = pace + exchange_s + update_s
     idle = _waiting(computes, step_s) if staleness != "unbounded" else 0.0
-    memory = replica_bytes(candidate, work)
+    memory = replica_bytes(candidate, work, flat_copies=2)  # one to send from, one to get into
     note = f"each worker sends and gets {in_bytes(profile.parameter_bytes)} a step through {_plural(servers, 'server')}"
     traffic = float(profile.parameter_bytes)
     compute_s = max(mean, pace)
     return _prediction(candidate, work, step_s, compute_s, exchange_s + update_s, idle, memory, traffic, note)
 
 
-def _pipeline(candidate: Candidate, work: Work) -> Prediction:
-    return _mesh(candidate, work, num_data=1, num_stages=candidate.workers, num_slices=1)
+class Mesh(NamedTuple):
+    """How many workers of a strategy there are along each axis."""
+
+    num_data: int = 1
+    num_stages: int = 1
+    num_slices: int = 1
+    is_sharded: bool = False  # what is along the data axis has slices of the optimizer and the gradients
 
 
-def _tensor(candidate: Candidate, work: Work) -> Prediction:
-    return _mesh(candidate, work, num_data=1, num_stages=1, num_slices=candidate.workers)
-
-
-def _hybrid(candidate: Candidate, work: Work) -> Prediction:
-    mesh: Mapping[str, int] = candidate.settings["mesh"]
-    replicas = mesh.get("data", 1) * mesh.get("sharded", 1)
-    return _mesh(
-        candidate,
-        work,
-        num_data=replicas,
-        num_stages=mesh.get("pipeline", 1),
-        num_slices=mesh.get("tensor", 1),
-        is_sharded="sharded" in mesh,
+def mesh_of(candidate: Candidate) -> Mesh:
+    """Return the axes that a candidate's workers are on."""
+    workers = candidate.workers
+    if candidate.strategy == "pipeline":
+        return Mesh(num_stages=workers)
+    if candidate.strategy == "tensor":
+        return Mesh(num_slices=workers)
+    if candidate.strategy != "hybrid":
+        return Mesh(num_data=workers)
+    axes: Mapping[str, int] = candidate.settings["mesh"]
+    return Mesh(
+        num_data=axes.get("data", 1) * axes.get("sharded", 1),
+        num_stages=axes.get("pipeline", 1),
+        num_slices=axes.get("tensor", 1),
+        is_sharded="sharded" in axes,
     )
 
 
-def _mesh(
-    candidate: Candidate, work: Work, *, num_data: int, num_stages: int, num_slices: int, is_sharded: bool = False
-) -> Prediction:
+def _mesh(candidate: Candidate, work: Work) -> Prediction:
     """Data over tensor over pipeline: members of a slice are neighbours, then those of a replica, then stages."""
     site, profile = work.site, work.profile
+    num_data, num_stages, num_slices, is_sharded = mesh_of(candidate)
     num_micro = int(candidate.settings.get("microbatches", 1)) if num_stages > 1 else 1
     schedule = str(candidate.settings.get("schedule", "1f1b"))
     samples = work.batch_size / num_data / num_micro
@@ -165,7 +171,7 @@ def _mesh(
     if num_slices > 1:
         overhead_s += site.overhead_s("tensor", candidate.workers, sum(b.sliceable for b in profile.blocks) * num_micro)
     if is_sharded:
-        num_units = len(_units([block.parameter_bytes for block in profile.blocks]))
+        num_units = len(sharded_units(profile))
         overhead_s += site.overhead_s("sharded", candidate.workers, num_units)
     elif num_data > 1:
         overhead_s += site.copy_s(largest, candidate.workers)  # into one flat buffer
@@ -208,9 +214,9 @@ MODELS: Mapping[str, Callable[[Candidate, Work], Prediction]] = {
     "sharded": _sharded,
     "parameter_server": _parameter_server,
     "local_sgd": _local_sgd,
-    "pipeline": _pipeline,
-    "tensor": _tensor,
-    "hybrid": _hybrid,
+    "pipeline": _mesh,
+    "tensor": _mesh,
+    "hybrid": _mesh,
 }
 
 
@@ -244,8 +250,9 @@ def _shares(work: Work, members: Sequence[int]) -> tuple[list[Timing], float]:
     return steps, share
 
 
-def _units(sizes: Sequence[int]) -> list[int]:
+def sharded_units(profile: ModelProfile) -> list[int]:
     """Return the bytes that `sharded` gathers at once: blocks that are large enough, and what is left, together."""
+    sizes = [block.parameter_bytes for block in profile.blocks]
     large = [size for size in sizes if size >= UNIT_BYTES]
     return [*large, sum(size for size in sizes if size < UNIT_BYTES)]
 

@@ -24,9 +24,8 @@ def sharded_bytes(candidate: Candidate, work: Work, units: Sequence[int]) -> flo
     own = (2 * profile.parameter_bytes + profile.optimizer_state_bytes) / workers
     # The next unit is gathered while one is computed, and its gradient is whole until it is scattered.
     gathered = 3 * max(units, default=0)
-    samples = math.ceil(work.batch_size / workers)
-    computing = own + gathered + _computing(work, samples)
-    return _base(candidate, work) + profile.buffer_bytes + max(computing, own + _whole(work))
+    computing = gathered + _computing(work, math.ceil(work.batch_size / workers))
+    return _base(candidate, work) + profile.buffer_bytes + own + computing + _whole(work)
 
 
 def part_bytes(
@@ -52,16 +51,17 @@ def part_bytes(
         own = share * (2 + profile.optimizer_state_bytes / max(1, profile.parameter_bytes))
         own /= num_data if is_sharded else 1
         worst = max(worst, own + sum(block.activation_bytes for block in blocks) * samples * beyond)
-        saving = own + _whole(work)
-        worst = max(worst, saving)
     reading = profile.input_bytes * work.batch_size / num_data
-    return _base(candidate, work) + worst + profile.buffer_bytes + profile.fixed_bytes + reading
+    # A sliced model is a copy, made before it is sliced; stages are the model's own layers.
+    whole = _whole(work) - (0 if num_slices > 1 or is_sharded else profile.parameter_bytes)
+    return _base(candidate, work) + worst + whole + profile.buffer_bytes + profile.fixed_bytes + reading
 
 
 def _base(candidate: Candidate, work: Work) -> float:
     """Return what a worker takes without its model; one on a mesh is a worker of the strategy that splits the model."""
     inner = [axis for axis, size in candidate.settings.get("mesh", {}).items() if axis != "data" and size > 1]
-    return work.site.worker_bytes(inner[0] if inner else candidate.strategy, candidate.workers)
+    name = inner[0] if inner else candidate.strategy
+    return work.site.worker_bytes(name, candidate.workers, has_computed=work.profile.is_fixed_whole)
 
 
 def _computing(work: Work, samples: float) -> float:
@@ -71,5 +71,9 @@ def _computing(work: Work, samples: float) -> float:
 
 
 def _whole(work: Work) -> float:
-    """Return the model and the optimizer's state, put together to be saved."""
-    return work.profile.parameter_bytes + work.profile.optimizer_state_bytes
+    """Return what a worker has beside its part: the model when it is split, model and optimizer when they are saved.
+
+    It does not add up with computing by rights. But what a process gave back in pieces it rarely can use again as a
+    whole, so that the peaks of the process came out as these sums, and not as the larger of both.
+    """
+    return 2 * work.profile.parameter_bytes + work.profile.optimizer_state_bytes

@@ -13,6 +13,7 @@ from cordee.version import __version__
 
 LOOK_S = 0.3
 BUSY_PERCENT = 20.0  # of all cores; an idle desktop stays below
+FORM = 2  # of measurements in the cache; those of another form are made anew
 _UNLIMITED = 1 << 60  # what cgroups write where there is no limit
 
 
@@ -56,6 +57,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     overheads: tuple[Overhead, ...] = ()
     was_busy: bool = False  # measured while it had other work as well
     process_bytes: int = 0  # a worker's own memory before it has a model
+    bare_bytes: int = 0  # a worker's own memory when it computes next to nothing, and by no strategy
 
     def slowdown(self, num_processes: int) -> float:
         """Return how many times longer work takes in each of `num_processes` than in one that has all cores."""
@@ -84,9 +86,12 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     def worker_bytes(self, strategy: str, num_processes: int) -> int:
         """Return what a worker takes that trains this way but has next to no model."""
         nearest = self._overhead(strategy, num_processes)
-        if nearest is None:  # as much as any worker: what it loads when it first computes
-            return min([one.worker_bytes for one in self.overheads if one.worker_bytes], default=self.process_bytes)
-        return nearest.worker_bytes or self.process_bytes
+        return nearest.worker_bytes or self.process_bytes if nearest else self.process_bytes
+
+    def strategy_bytes(self, strategy: str, num_processes: int) -> int:
+        """Return what a strategy itself takes of a worker's memory, beyond what any worker that computes takes."""
+        nearest = self._overhead(strategy, num_processes)
+        return 0 if nearest is None else max(0, nearest.worker_bytes - self.bare_bytes)
 
     def _overhead(self, strategy: str, num_processes: int) -> Overhead | None:
         known = [overhead for overhead in self.overheads if overhead.strategy == strategy]
@@ -102,7 +107,7 @@ def describe_machine() -> str:
 
     from cordee.compute import usable_cores
 
-    return f"{_processor()}; {usable_cores()} cores; torch {torch.__version__}; cordee {__version__}"
+    return f"form {FORM}; {_processor()}; {usable_cores()} cores; torch {torch.__version__}; cordee {__version__}"
 
 
 def is_busy() -> bool:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from cordee.planner.playing import Task, play
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 CHUNKS_PER_STAGE = 2  # of `interleaved`
-TINY_S = 1e-12  # differences of times that are only rounding
 MOST_PLAYED = 256  # passes of a schedule that is played through; a formula does for longer ones
 
 
@@ -144,36 +145,22 @@ def _play(
     num_lanes: float,
 ) -> float:
     """Play the schedule through, event by event, on cores that are shared evenly."""
+    return play(tasks_of(forward, backward, send_s, num_micro, schedule), num_lanes).end_s
+
+
+def tasks_of(
+    forward: Sequence[float], backward: Sequence[float], send_s: float, num_micro: int, schedule: str
+) -> list[list[Task]]:
+    """Return the passes of each worker, as torch's schedules have them."""
     num_workers = len(forward)
     num_chunks = num_workers * (CHUNKS_PER_STAGE if schedule in ("interleaved", "zero-bubble") else 1)
     share = num_workers / num_chunks
-    orders = [order_of(schedule, worker, num_workers, num_micro) for worker in range(num_workers)]
-    places = [0] * num_workers
-    ended_s: dict[Pass, float] = {}
-    left: dict[int, float] = {}  # what a worker still has to compute of its present pass, in seconds of a core
-    now_s = 0.0
-    while True:
-        wake_s = math.inf
-        for worker, order in enumerate(orders):
-            if worker in left or places[worker] == len(order):
-                continue
-            task = order[places[worker]]
-            begin_s = now_s
-            if (need := task.needs(num_chunks - 1)) is not None:
-                begin_s = ended_s.get(need[0], math.inf) + (send_s if need[1] else 0.0)
-            if begin_s <= now_s + TINY_S:
-                left[worker] = share * (backward if task.is_backward else forward)[worker]
-            else:
-                wake_s = min(wake_s, begin_s)
-        if not left and wake_s == math.inf:
-            assert all(place == len(order) for place, order in zip(places, orders, strict=True)), "a schedule is stuck"
-            return now_s
-        pace = min(1.0, num_lanes / len(left)) if left else 1.0
-        spent_s = min([wake_s - now_s, *(rest / pace for rest in left.values())])
-        now_s += spent_s
-        for worker in list(left):
-            left[worker] -= spent_s * pace
-            if left[worker] <= TINY_S:
-                del left[worker]
-                ended_s[orders[worker][places[worker]]] = now_s
-                places[worker] += 1
+    orders = []
+    for worker in range(num_workers):
+        tasks = []
+        for one in order_of(schedule, worker, num_workers, num_micro):
+            seconds = share * (backward if one.is_backward else forward)[worker]
+            need = one.needs(num_chunks - 1)
+            tasks.append(Task(one, seconds, () if need is None else ((need[0], send_s if need[1] else 0.0),)))
+        orders.append(tasks)
+    return orders

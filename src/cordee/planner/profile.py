@@ -47,6 +47,7 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     precision: str = "fp32"
     pass_bytes: float = 0.0  # per sample, of a forward and backward pass at its peak; 0 where it was not measured
     fixed_bytes: float = 0.0  # of a pass, whatever the samples: kernels' work space, libraries loaded on first use
+    is_fixed_whole: bool = False  # `fixed_bytes` is all that a new process took beside model and activations
     was_busy: bool = False  # measured while the machine had other work as well
 
     @property

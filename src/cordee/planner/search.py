@@ -107,8 +107,12 @@ def choose(
 
 def is_candidate(prediction: Prediction) -> bool:
     """Return whether it may be chosen: it fits, and trains as `single` does."""
-    is_in_step = prediction.settings.get("staleness", 0) == 0
-    return prediction.fits and is_in_step and prediction.strategy not in OTHER_TRAINING
+    return prediction.fits and is_in_step(prediction)
+
+
+def is_in_step(prediction: Prediction) -> bool:
+    """Return whether all workers agree at every step, as one worker does with itself."""
+    return prediction.settings.get("staleness", 0) == 0 and prediction.strategy not in OTHER_TRAINING
 
 
 def _order(prediction: Prediction) -> tuple[bool, float, float, float]:

@@ -66,8 +66,11 @@ class Site(Protocol):
     def memory_limit(self, num_members: int) -> float:
         """What the worker with the least memory may take when there are `num_members`."""
 
-    def worker_bytes(self, strategy: str, num_members: int) -> float:
-        """Return what a worker takes that trains this way, less its model and what it computes."""
+    def worker_bytes(self, strategy: str, num_members: int, *, has_computed: bool) -> float:
+        """Return what a worker takes that trains this way, less its model and what it computes.
+
+        With `has_computed` also less what any process takes when it first computes something.
+        """
 
 
 class ThisMachine:
@@ -119,7 +122,9 @@ class ThisMachine:
     def memory_limit(self, num_members: int) -> float:
         return self._free_bytes / num_members
 
-    def worker_bytes(self, strategy: str, num_members: int) -> float:
+    def worker_bytes(self, strategy: str, num_members: int, *, has_computed: bool) -> float:
+        if has_computed:
+            return self._machine.process_bytes + self._machine.strategy_bytes(strategy, num_members)
         return self._machine.worker_bytes(strategy, num_members)
 
     def _exchange_s(self, kind: str, num_bytes: float, num_members: int) -> float:
@@ -172,7 +177,7 @@ class DescribedCluster:
     def memory_limit(self, num_members: int) -> float:
         return min(device.memory_bytes for device in self.devices[:num_members])
 
-    def worker_bytes(self, strategy: str, num_members: int) -> float:
+    def worker_bytes(self, strategy: str, num_members: int, *, has_computed: bool) -> float:
         return 0.0  # a device's memory in the file is what it has for a model
 
     def link(self, source: int, target: int) -> Link:

@@ -25,7 +25,7 @@ def measured(strategy: str, workers: int, predicted_s: float, *runs: Run, memory
         traffic_bytes=0.0,
         samples_per_second=1.0,
     )
-    return Measured.of("net", prediction, runs, base_bytes=int(10 * MB))
+    return Measured.of("net", prediction, runs, simulated_s=predicted_s, base_bytes=int(10 * MB))
 
 
 def test_errors_are_of_runs_on_a_machine_as_busy_as_beside_the_profile() -> None:
@@ -34,7 +34,7 @@ def test_errors_are_of_runs_on_a_machine_as_busy_as_beside_the_profile() -> None
     assert one.memory_error == pytest.approx(20 / 25 - 1)
     calm = measured("single", 1, 0.10, Run(0.1, 0, 1.04))
     assert calm.measured_s == 0.1 and calm.memory_error is None
-    assert calm.describe() == "net/single/1: 100 ms predicted, 100 ms measured (+0%), load 1.04"
+    assert calm.describe() == "net/single/1: 100 ms predicted, 100 ms measured (+0%, simulated +0%), load 1.04"
 
 
 def test_goals_and_choices() -> None:

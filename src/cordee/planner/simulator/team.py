@@ -1,0 +1,167 @@
+"""A few workers on a described or measured site, step by step: who computes, exchanges and waits when. Pure.
+
+Where the cost model adds up typical times, workers here differ from step to step, share the cores that there are, and
+wait for the slowest. Costs of exchanges and overheads are the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from cordee.planner.costs import mesh_of, sharded_units
+from cordee.planner.pipelines import cut, tasks_of
+from cordee.planner.playing import Task, play
+from cordee.planner.prediction import Candidate, Prediction, Work
+from cordee.planner.profile import Timing
+
+
+class TeamOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a team would do."""
+
+    step_s: float
+    idle_share: float  # of the workers' time, waiting for each other's news
+
+
+def simulate_team(
+    found: Prediction | Candidate, work: Work, *, steps: int = 8, spread: float = 0.03, seed: int = 0
+) -> TeamOutcome:
+    """Return the mean step of a strategy that trains in step, with its numbers.
+
+    `spread` is by how much a worker's computing differs from one piece to the next, as a share of it.
+    """
+    candidate = Candidate(strategy=found.strategy, workers=found.workers, settings=found.settings)
+    random = np.random.default_rng(seed)
+    sigma = math.sqrt(math.log(1 + spread**2))
+
+    def drawn(seconds: float) -> float:
+        return seconds * float(random.lognormal(-(sigma**2) / 2, sigma))
+
+    total_s = waited_s = 0.0
+    for _ in range(steps):
+        orders, num_lanes = _orders(candidate, work, drawn)
+        played = play(orders, num_lanes)
+        total_s += played.end_s
+        waited_s += played.waited_s / len(orders)
+    return TeamOutcome(step_s=total_s / steps, idle_share=waited_s / total_s if total_s else 0.0)
+
+
+def _orders(candidate: Candidate, work: Work, drawn: Callable[[float], float]) -> tuple[list[list[Task]], float]:
+    """Return every worker's tasks of one step, and how many can compute at once."""
+    mesh = mesh_of(candidate)
+    if mesh.num_stages > 1:
+        return _in_stages(candidate, work, drawn)
+    site, profile, size = work.site, work.profile, candidate.workers
+    num_lanes = site.num_lanes(size)
+    members = range(size)
+    timings = [site.step(profile, work.batch_size / mesh.num_data, member, num_lanes) for member in members]
+    if candidate.strategy == "sharded" or mesh.is_sharded:
+        return [_sharded(worker, timings[worker], candidate, work, drawn) for worker in members], num_lanes
+    if mesh.num_slices > 1:
+        return [_sliced(worker, timings[worker], candidate, work, drawn) for worker in members], num_lanes
+    exchange_s = 0.0
+    if candidate.strategy == "data_parallel":
+        exchange_s = site.copy_s(profile.parameter_bytes, size) + site.all_reduce_s(profile.parameter_bytes, members)
+        exchange_s += site.overhead_s("data_parallel", size)
+    elif candidate.strategy == "parameter_server":
+        exchange_s = site.serve_s(profile.parameter_bytes, members, int(candidate.settings.get("servers", 1)))
+    orders = []
+    for worker, timing in enumerate(timings):
+        computing = sum(timing.forward_s) + sum(timing.backward_s) + timing.other_s
+        orders.append(
+            [
+                Task(("compute", worker), drawn(computing)),
+                _meeting("exchange", worker, members, "compute", exchange_s),
+                Task(("update", worker), drawn(timing.optimizer_s), ((("exchange", worker), 0.0),)),
+            ]
+        )
+    return orders, num_lanes
+
+
+def _meeting(name: str, worker: int, members: Sequence[int], after: str, seconds: float) -> Task:
+    """Return an exchange that begins when all have done what comes before it."""
+    return Task((name, worker), seconds, tuple(((after, other), 0.0) for other in members), is_computed=False)
+
+
+def _sharded(
+    worker: int, timing: Timing, candidate: Candidate, work: Work, drawn: Callable[[float], float]
+) -> list[Task]:
+    site, size = work.site, candidate.workers
+    members = range(size)
+    units = sharded_units(work.profile)
+    gather_s = sum(site.all_gather_s(size_bytes, members) for size_bytes in units)
+    scatter_s = sum(site.reduce_scatter_s(size_bytes, members) for size_bytes in units)
+    scatter_s += site.overhead_s("sharded", size, len(units))
+    return [
+        Task(("gather", worker), gather_s, is_computed=False),
+        Task(("forward", worker), drawn(sum(timing.forward_s) + timing.other_s)),
+        _meeting("again", worker, members, "forward", gather_s),
+        Task(("backward", worker), drawn(sum(timing.backward_s))),
+        _meeting("scatter", worker, members, "backward", scatter_s),
+        Task(("update", worker), drawn(timing.optimizer_s / size)),
+    ]
+
+
+def _sliced(
+    worker: int, timing: Timing, candidate: Candidate, work: Work, drawn: Callable[[float], float]
+) -> list[Task]:
+    """All blocks forward and back; those that are sliced take a share, and their outputs are summed."""
+    site, profile = work.site, work.profile
+    mesh = mesh_of(candidate)
+    members = range(candidate.workers)
+    num_layers = sum(block.sliceable for block in profile.blocks)
+    part_s = site.overhead_s("tensor", candidate.workers, num_layers) / max(1, num_layers)
+    tasks: list[Task] = []
+    before = ""
+    passes = [(f"forward {i}", i, timing.forward_s[i]) for i in range(len(profile.blocks))]
+    passes += [(f"backward {i}", i, timing.backward_s[i]) for i in reversed(range(len(profile.blocks)))]
+    for name, index, seconds in passes:
+        block = profile.blocks[index]
+        share = 1 - block.splittable * (1 - 1 / mesh.num_slices)
+        tasks.append(Task((name, worker), drawn(seconds * share)))
+        if block.splittable:
+            summed_s = site.all_reduce_s(block.output_bytes * work.batch_size / mesh.num_data, range(mesh.num_slices))
+            before = f"sum {name}"
+            tasks.append(_meeting(before, worker, members, name, summed_s + block.sliceable * part_s / 2))
+    tasks.append(Task(("other", worker), drawn(timing.other_s + timing.optimizer_s / mesh.num_slices)))
+    if mesh.num_data > 1:
+        share_bytes = profile.parameter_bytes / mesh.num_slices
+        seconds = site.copy_s(share_bytes, candidate.workers) + site.all_reduce_s(share_bytes, range(mesh.num_data))
+        tasks.append(_meeting("gradients", worker, members, "other", seconds))
+    return tasks
+
+
+def _in_stages(candidate: Candidate, work: Work, drawn: Callable[[float], float]) -> tuple[list[list[Task]], float]:
+    """One of the pipelines: those of other copies do the same on cores of their own."""
+    site, profile = work.site, work.profile
+    mesh = mesh_of(candidate)
+    num_micro = int(candidate.settings.get("microbatches", 1))
+    schedule = str(candidate.settings.get("schedule", "1f1b"))
+    lanes = site.num_lanes(candidate.workers)
+    samples = work.batch_size / mesh.num_data / num_micro
+    timing = site.step(profile, samples, 0, lanes)
+    bounds = cut(
+        [[f + b for f, b in zip(timing.forward_s, timing.backward_s, strict=True)]] * mesh.num_stages, mesh.num_stages
+    )
+    forward = [sum(timing.forward_s[a:b]) for a, b in bounds]
+    backward = [sum(timing.backward_s[a:b]) for a, b in bounds]
+    sizes = [profile.blocks[end - 1].output_bytes * samples for _, end in bounds[:-1]]
+    send_s = max(site.send_s(size, stage, stage + 1) for stage, size in enumerate(sizes))
+    passes = tasks_of(forward, backward, send_s, num_micro, schedule)
+    members = range(mesh.num_stages)
+    last_s = site.overhead_s("pipeline", candidate.workers, num_micro)
+    last_s += site.step(profile, samples * num_micro, 0, candidate.workers).other_s
+    if mesh.num_data > 1:
+        largest = max(sum(block.parameter_bytes for block in profile.blocks[a:b]) for a, b in bounds)
+        last_s += site.copy_s(largest, candidate.workers) + site.all_reduce_s(largest, range(mesh.num_data))
+    orders = []
+    for worker, tasks in enumerate(passes):
+        order = [task._replace(seconds=drawn(task.seconds)) for task in tasks]
+        order.append(Task(("passes", worker), 0.0))
+        order.append(_meeting("agree", worker, members, "passes", last_s))
+        order.append(Task(("update", worker), drawn(timing.optimizer_s / mesh.num_stages)))
+        orders.append(order)
+    return orders, lanes / mesh.num_data
