@@ -250,7 +250,8 @@ class ServedRun:
             successor = self._start(engine, address, role, self._next_worker)
             self._next_worker += 1
             self._fence(dispatcher, name, incarnation)
-            message = f"{len(units)} units of its work go to others, {successor} takes its place"
+            given = "1 unit of its work goes" if len(units) == 1 else f"{len(units)} units of its work go"
+            message = f"{given} to others, {successor} takes its place"
         elif role == "server":
             message = self._replace_server(engine, dispatcher, index)
         else:
