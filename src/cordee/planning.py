@@ -19,7 +19,7 @@ from cordee.core.errors import CordeeError, JobError
 from cordee.crew import add_to_machine, add_to_profile, measure_crew
 from cordee.planner import Plan, Prediction, Work, choose, load_cluster, search
 from cordee.planner.cache import keep, key_of, read_kept
-from cordee.planner.machine import Machine, describe_machine, free_memory_bytes, is_busy
+from cordee.planner.machine import Machine, Overhead, describe_machine, free_memory_bytes, is_busy
 from cordee.planner.placement import place
 from cordee.planner.plan import refuse_without_room
 from cordee.planner.profile import ModelProfile
@@ -27,6 +27,7 @@ from cordee.planner.search import CLOSE, is_candidate
 from cordee.planner.site import Site, ThisMachine
 from cordee.profiling import BUDGET_S, assemble_alone, profile_key, take_profile
 from cordee.strategies import STRATEGIES, make_strategy
+from cordee.trial_alone import measure_alone
 from cordee.trials import measure_trials
 
 log = logging.getLogger("cordee.planning")
@@ -202,6 +203,9 @@ def _measure(
                     reports = measure_crew(engine, size, job=None, budget_s=budget_s)
                     machine = add_to_machine(machine, reports)
                     overheads = measure_trials(engine, size, reports[0].bare_s)
+                    if not machine.knows_overhead("single") and (alone_bytes := measure_alone()):
+                        worker_bytes = machine.process_bytes + alone_bytes
+                        overheads.append(Overhead(strategy="single", num_processes=1, worker_bytes=worker_bytes))
                     machine = msgspec.structs.replace(machine, overheads=(*machine.overheads, *overheads))
                     machine = msgspec.structs.replace(machine, was_busy=machine.was_busy or busy)
                     keep("machines", machine_key(), machine)

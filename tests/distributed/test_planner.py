@@ -46,6 +46,8 @@ def test_the_planner_benchmark_at_its_smallest(tmp_path: Path, monkeypatch: pyte
         if exchange.kind != "copy":
             assert exchange.at(1 << 25) > exchange.at(1 << 10)
     measured = {overhead.strategy for overhead in machine.overheads}
-    assert measured == {"data_parallel", "sharded", "pipeline", "tensor", "parameter_server"} & STRATEGIES.keys()
+    assert (
+        measured == {"single", "data_parallel", "sharded", "pipeline", "tensor", "parameter_server"} & STRATEGIES.keys()
+    )
     assert all(overhead.worker_bytes > machine.process_bytes for overhead in machine.overheads)
     assert machine.slowdowns[2] >= 1.0 and machine.process_bytes > 1 << 20

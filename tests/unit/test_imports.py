@@ -25,6 +25,7 @@ RANKS: dict[str, int] = {
     "profile_worker": 7,
     "crew": 8,
     "trials": 10,
+    "trial_alone": 8,
     "planning": 11,
     "deciding": 12,
     "replanning": 13,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from cordee.planner.footprint import part_bytes, replica_bytes, sharded_bytes
 from cordee.planner.pipelines import cut, last_pass_s
 from cordee.planner.prediction import Candidate, Prediction, Work
-from cordee.planner.profile import ModelProfile, Timing
+from cordee.planner.profile import Block, ModelProfile, Timing
 
 DEFAULT_EVERY = 16  # steps between two averagings of local_sgd
 UNIT_BYTES = 4 << 20  # of sharded, as in its settings
@@ -57,7 +57,8 @@ def _sharded(candidate: Candidate, work: Work) -> Prediction:
     units = sharded_units(profile)
     gather_s = sum(site.all_gather_s(size, members) for size in units)
     scatter_s = sum(site.reduce_scatter_s(size, members) for size in units)
-    exchange_s = 2 * gather_s + scatter_s  # gathered for both passes
+    # Gathered for both passes; what is gathered is copied into the parameters, and gradients out of them.
+    exchange_s = 2 * gather_s + scatter_s + 3 * site.copy_s(profile.parameter_bytes, candidate.workers)
     exposed_s = exchange_s + site.overhead_s("sharded", candidate.workers, len(units))
     if site.overlaps:
         exposed_s = max(exchange_s - max(sum(s.forward_s) + sum(s.backward_s) for s in steps), exchange_s / 10)
@@ -149,10 +150,9 @@ def _mesh(candidate: Candidate, work: Work) -> Prediction:
     for stage, (start, end) in enumerate(bounds):
         shrink = [_sliced(profile.blocks[i].splittable, num_slices) for i in range(start, end)]
         inner = 0.0
-        if num_slices > 1:  # after a slice of a block the outputs are summed, and so are the gradients before it
-            for i in range(start, end):
-                if profile.blocks[i].splittable:
-                    inner += site.all_reduce_s(profile.blocks[i].output_bytes * samples, slices)
+        if num_slices > 1:
+            for block in profile.blocks[start:end]:
+                inner += num_sums(block) * site.all_reduce_s(block.output_bytes * samples, slices)
         exchanged += 2 * inner * num_micro
         forward.append(sum(t * k for t, k in zip(timings[stage].forward_s[start:end], shrink, strict=True)) + inner)
         backward.append(sum(t * k for t, k in zip(timings[stage].backward_s[start:end], shrink, strict=True)) + inner)
@@ -255,6 +255,14 @@ def sharded_units(profile: ModelProfile) -> list[int]:
     sizes = [block.parameter_bytes for block in profile.blocks]
     large = [size for size in sizes if size >= UNIT_BYTES]
     return [*large, sum(size for size in sizes if size < UNIT_BYTES)]
+
+
+def num_sums(block: Block) -> float:
+    """Return how often the outputs of a sliced block are summed in a forward pass, and gradients in a backward pass.
+
+    Once for two layers, of which the first has a slice of its outputs and the second of its inputs.
+    """
+    return block.sliceable / 2 if block.splittable else 0.0
 
 
 def _sliced(splittable: float, num_slices: int) -> float:

@@ -42,7 +42,7 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True):
 
     strategy: str
     num_processes: int
-    step_s: float
+    step_s: float = 0.0
     # More for each micro-batch of pipeline, unit of sharded, sliced layer of tensor, byte of parameters on servers.
     part_s: float = 0.0
     worker_bytes: int = 0  # a worker's own memory, with that model; 0 where it is not known
@@ -89,9 +89,12 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         return nearest.worker_bytes or self.process_bytes if nearest else self.process_bytes
 
     def strategy_bytes(self, strategy: str, num_processes: int) -> int:
-        """Return what a strategy itself takes of a worker's memory, beyond what any worker that computes takes."""
+        """Return what a strategy itself takes of a worker's memory, beyond what any worker that computes takes.
+
+        Less than nothing for `single`: a process that was not forked does not copy what it shared with its parent.
+        """
         nearest = self._overhead(strategy, num_processes)
-        return 0 if nearest is None else max(0, nearest.worker_bytes - self.bare_bytes)
+        return 0 if nearest is None or not nearest.worker_bytes else nearest.worker_bytes - self.bare_bytes
 
     def _overhead(self, strategy: str, num_processes: int) -> Overhead | None:
         known = [overhead for overhead in self.overheads if overhead.strategy == strategy]

@@ -27,6 +27,7 @@ def profile(
         activation_bytes=1000.0,
         output_bytes=100.0,
         splittable=splittable,
+        sliceable=2 if splittable else 0,
     )
     timings = tuple(
         Timing(

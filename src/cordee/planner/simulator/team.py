@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from cordee.planner.costs import mesh_of, sharded_units
+from cordee.planner.costs import mesh_of, num_sums, sharded_units
 from cordee.planner.pipelines import cut, tasks_of
 from cordee.planner.playing import Task, play
 from cordee.planner.prediction import Candidate, Prediction, Work
@@ -94,7 +94,9 @@ def _sharded(
     units = sharded_units(work.profile)
     gather_s = sum(site.all_gather_s(size_bytes, members) for size_bytes in units)
     scatter_s = sum(site.reduce_scatter_s(size_bytes, members) for size_bytes in units)
-    scatter_s += site.overhead_s("sharded", size, len(units))
+    copy_s = site.copy_s(work.profile.parameter_bytes, size)
+    gather_s += copy_s
+    scatter_s += copy_s + site.overhead_s("sharded", size, len(units))
     return [
         Task(("gather", worker), gather_s, is_computed=False),
         Task(("forward", worker), drawn(sum(timing.forward_s) + timing.other_s)),
@@ -123,7 +125,8 @@ def _sliced(
         share = 1 - block.splittable * (1 - 1 / mesh.num_slices)
         tasks.append(Task((name, worker), drawn(seconds * share)))
         if block.splittable:
-            summed_s = site.all_reduce_s(block.output_bytes * work.batch_size / mesh.num_data, range(mesh.num_slices))
+            output_bytes = block.output_bytes * work.batch_size / mesh.num_data
+            summed_s = num_sums(block) * site.all_reduce_s(output_bytes, range(mesh.num_slices))
             before = f"sum {name}"
             tasks.append(_meeting(before, worker, members, name, summed_s + block.sliceable * part_s / 2))
     tasks.append(Task(("other", worker), drawn(timing.other_s + timing.optimizer_s / mesh.num_slices)))
