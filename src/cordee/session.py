@@ -19,7 +19,8 @@ from cordee.compute.memory import MemoryWatch
 from cordee.core.errors import CordeeError, TrainingError
 from cordee.monitoring import Monitor, Summary
 from cordee.monitoring.summary import Status
-from cordee.trainer import Outcome, Trainer
+from cordee.progress import Outcome
+from cordee.trainer import Trainer
 from cordee.version import __version__
 
 log = logging.getLogger("cordee.session")

@@ -6,7 +6,6 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -15,52 +14,20 @@ import torch
 from cordee import checkpoint
 from cordee.arrivals import Found, look
 from cordee.assembly import Assembly
-from cordee.checkpoint import CheckpointWriter, Request, Saved, State
-from cordee.compute import NO_VOTES, Loss, Metrics, Votes, evaluate, split_batch
+from cordee.checkpoint import State
+from cordee.compute import NO_VOTES, Loss, Votes, evaluate, split_batch
 from cordee.core import Batch
 from cordee.core.errors import DataError, StorageError, TrainingError
 from cordee.core.seeds import derive_seed
 from cordee.core.shards import Block, add_up
-from cordee.core.stopping import Patience, StopPolicy
-from cordee.data import Place
+from cordee.core.stopping import StopPolicy
 from cordee.data.online import OnlineStream, Taken, newest
 from cordee.monitoring import Monitor
+from cordee.progress import Outcome, Progress
+from cordee.saving import Saver
 
 PACE_EVERY_S = 0.02  # at most so often a worker tells how long its own computing takes: about 0.2 % of the time
 LOOK_EVERY_S = 0.05  # for data that keeps arriving
-WORTH_SAYING_S = 0.5  # that a checkpoint waited for the one before
-
-
-class Progress(msgspec.Struct):
-    """Where a run is. Saved with each checkpoint; with the job it determines everything that follows."""
-
-    step: int = 0  # optimizer steps taken
-    epoch: int = 0  # epochs begun before the present one
-    batch: int = 0  # batches of the present epoch already used
-    samples: int = 0
-    elapsed_s: float = 0.0  # over all attempts
-    loss_sum: float = 0.0  # over the present epoch
-    loss_count: int = 0
-    evaluated_at: int = -1  # step of the last evaluation
-    metrics: Metrics | None = None  # what it measured
-    best_step: int = -1  # of the best evaluation
-    place: Place = Place()  # in data that grows
-    patience: Patience = msgspec.field(default_factory=Patience)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How training ended. `stopped_by` is None when all steps were taken."""
-
-    progress: Progress
-    stopped_by: str | None
-    metrics: Metrics | None
-    samples_per_second: float
-    stall_s: float  # that training stood still for checkpoints
-
-    @property
-    def train_loss(self) -> float | None:
-        return self.progress.loss_sum / self.progress.loss_count if self.progress.loss_count else None
 
 
 class Trainer:
@@ -77,7 +44,6 @@ class Trainer:
         self._parts = parts
         self._job = parts.job
         self._monitor = monitor
-        self._checkpoints = checkpoints
         self._should_stop = should_stop
         self._should_pause = should_pause
         self._is_stepping = False
@@ -86,11 +52,7 @@ class Trainer:
         self._own_s = 0.0  # what it computed since took
         self._next_pace_s = 0.0
         self._policy = StopPolicy(parts.job.stop)
-        self._writer = CheckpointWriter(checkpoints, self._report_saved)
-        self._saved_at = -1  # also of a checkpoint that is being written
-        self._not_saved: StorageError | None = None  # why the last checkpoint is missing
-        self._stall_s = 0.0  # that training stood still for checkpoints
-        self._has_waited = False  # for a slow disk, and said so
+        self._saver = Saver(checkpoints, parts.job.checkpoint, monitor)
         self._votes = NO_VOTES  # of all workers, in the last step
         self._is_stopping = False  # agreed on by all workers
         self._newest: Batch | None = None  # samples of growing data that were set aside
@@ -121,13 +83,12 @@ class Trainer:
         # Who writes checkpoints may be another now. What counts is what is on the disk, or on the way there; the first
         # says, for others may look a moment earlier or later.
         step = self._progress.step
-        on_disk = any(path.name == f"step-{step}" for path in checkpoint.list_checkpoints(self._checkpoints))
-        is_saved = parts.team.gather(int(on_disk or self._writer.step == step))[0]
-        self._saved_at = step if is_saved else -1
+        is_saved = parts.team.gather(int(self._saver.holds(step)))[0]
+        self._saver.step = step if is_saved else -1
 
     def settle(self) -> None:
         """Wait until no checkpoint is being written."""
-        self._writer.wait()
+        self._saver.settle()
 
     def state(self) -> State:
         """Return all that another worker needs to be where this one is."""
@@ -162,7 +123,7 @@ class Trainer:
         stream = state.part("stream").tensors
         self._newest = Batch(stream["inputs"], stream["targets"]) if stream else None
         self._parts.strategy.load_state_dict(state)
-        self._saved_at = self._progress.step
+        self._saver.step = self._progress.step
 
     def run(self, is_end: Callable[[], bool] = lambda: True) -> Outcome | None:
         """Train to the end. Raises TrainingError when training cannot go on; nothing saved before is lost.
@@ -181,7 +142,7 @@ class Trainer:
                 stopped_by = self._after_step() if progress.step else None  # what a lost team left undone
                 stopped_by = stopped_by or (self._train_online() if self._parts.is_online else self._train())
             if stopped_by == "interrupt" and not is_end():
-                if not self._parts.is_elastic and self._saved_at != progress.step:
+                if not self._parts.is_elastic and self._saver.step != progress.step:
                     self._save(at_once=True)  # while those who have the parts of it are together
                 if not self._parts.is_elastic:
                     self.settle()  # the next team begins with it
@@ -190,19 +151,19 @@ class Trainer:
                 self._evaluate()
                 if self._parts.test is not None and progress.evaluated_at != progress.step:
                     stopped_by = "interrupt"
-            if self._saved_at != progress.step:
+            if self._saver.step != progress.step:
                 self._save(at_once=True)
             with self._away():
                 self.settle()
-            if self._not_saved is not None:
-                raise StorageError(self._weights_lost()) from self._not_saved
+            if self._saver.problem is not None:
+                raise StorageError(self._weights_lost()) from self._saver.problem
         finally:
             progress.elapsed_s = self._elapsed_s()
             self._training_s += time.perf_counter() - self._started_s - self._away_s
             self._away_s = 0.0
         trained = progress.samples - self._start_samples
         speed = trained / self._training_s if trained else 0.0
-        return Outcome(progress, stopped_by, progress.metrics, speed, self._stall_s)
+        return Outcome(progress, stopped_by, progress.metrics, speed, self._saver.stall_s)
 
     def _why_stopped_before(self) -> str | None:
         """Return why a resumed run had ended already: going on would give other weights than it ended with."""
@@ -324,7 +285,7 @@ class Trainer:
         if job.evaluation.every_steps and step % job.evaluation.every_steps == 0:
             reason = self._evaluate()
         is_due = job.checkpoint.every_steps and step % job.checkpoint.every_steps == 0
-        if (is_due or self._is_best()) and self._saved_at != step:
+        if (is_due or self._is_best()) and self._saver.step != step:
             self._save()
         if self._votes.interrupt or self._is_stopping:
             return "interrupt"
@@ -335,7 +296,7 @@ class Trainer:
         reason = None
         if evaluation.every_epochs and (progress.epoch + 1) % evaluation.every_epochs == 0:
             reason = self._evaluate()
-        if self._is_best() and self._saved_at != progress.step:
+        if self._is_best() and self._saver.step != progress.step:
             self._save()
         if self._is_stopping:
             return "interrupt"  # the epoch is not closed: resuming evaluates it again
@@ -410,60 +371,26 @@ class Trainer:
         )
 
     def _save(self, *, at_once: bool = False) -> None:
-        """Save a checkpoint, or begin to. A disk that is full costs the checkpoint, not the run, unless it is the last.
-
-        Collective: the first worker writes.
-        """
-        progress, settings = self._progress, self._job.checkpoint
+        """Save a checkpoint, or begin to. Collective: the first worker writes."""
+        progress = self._progress
         progress.elapsed_s = self._elapsed_s()
         since_s = time.perf_counter()
         with self._away():
-            self._await_disk()
-            self._saved_at, self._not_saved = progress.step, None
+            self._saver.begin(progress.step)
             self._parts.strategy.consolidate()
             self.report_commit()
             state = self._parts.strategy.state_dict()
             if not self._parts.team.is_first:
                 return
             self._refuse_not_finite(state)
-            protected = (progress.best_step,) if settings.keep_best else ()
-            request = Request(progress.step, self._with_progress(state), settings.keep, protected, since_s)
-            if at_once or not settings.asynchronous:
-                self._writer.write(request)
-            else:
-                self._writer.start(request)
-
-    def _await_disk(self) -> None:
-        """Wait for the checkpoint before, if it is still being written; say so, once."""
-        before = self._writer.step
-        started_s = time.perf_counter()
-        self.settle()
-        waited_s = time.perf_counter() - started_s
-        if waited_s >= WORTH_SAYING_S and not self._has_waited:
-            self._has_waited = True
-            self._monitor.emit(
-                "warning",
-                message=f"step {self._progress.step} waited {waited_s:.1f} s for the checkpoint of step {before}, "
-                "which was still being written: save less often with checkpoint.every_steps",
-            )
-
-    def _report_saved(self, saved: Saved) -> None:
-        """Tell what became of a checkpoint. Called from the thread that wrote it."""
-        self._stall_s += saved.stall_s
-        if saved.problem is not None:
-            self._not_saved = saved.problem
-            message = f"checkpoint at step {saved.step} was not saved: {saved.problem}"
-            self._monitor.emit("warning", message=message, stall_s=saved.stall_s)
-            return
-        self._monitor.emit(
-            "checkpoint", step=saved.step, path=str(saved.path), seconds=saved.seconds, stall_s=saved.stall_s
-        )
+            best_step = progress.best_step
+            self._saver.save(self._with_progress(state), best_step=best_step, since_s=since_s, at_once=at_once)
 
     def _weights_lost(self) -> str:
-        kept = checkpoint.list_checkpoints(self._checkpoints)
-        start = f"goes on after {kept[-1].name}" if kept else "starts again"
+        kept = self._saver.last()
+        start = f"goes on after {kept}" if kept else "starts again"
         return (
-            f"step {self._progress.step} was reached, but its weights could not be saved: {self._not_saved}. "
+            f"step {self._progress.step} was reached, but its weights could not be saved: {self._saver.problem}. "
             f"Free some space, then --resume {start}"
         )
 
@@ -533,9 +460,8 @@ class Trainer:
                 raise TrainingError(self._not_finite(f"'{name}'", how, self._progress.step, self._epoch_number()))
 
     def _not_finite(self, what: str, how: str, step: int, epoch: int) -> str:
-        self.settle()  # to know the last one
-        kept = checkpoint.list_checkpoints(self._checkpoints)
-        last = f"the last checkpoint is {kept[-1].name}" if kept else "there is no checkpoint yet"
+        kept = self._saver.last()
+        last = f"the last checkpoint is {kept}" if kept else "there is no checkpoint yet"
         return (
             f"{what} {how} at step {step} (epoch {epoch}); {last}. "
             "Lower optimizer.lr, add a warm-up (schedule.warmup_steps), or set training.clip_norm = 1.0"

@@ -69,7 +69,7 @@ def launch(folder: Path, strategy: str, *settings: str) -> tuple[int, str, list[
     return ran.returncode, ran.stdout + ran.stderr, [json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "parameter_server"])
+@pytest.mark.parametrize("strategy", ["data_parallel", pytest.param("parameter_server", marks=pytest.mark.long)])
 def test_a_slow_worker_is_named_within_three_steps(tmp_path: Path, strategy: str) -> None:
     code, output, events = launch(tmp_path, strategy)
     assert code == 0, output

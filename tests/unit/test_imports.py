@@ -32,6 +32,8 @@ RANKS: dict[str, int] = {
     "simulating": 12,
     "interrupts": 5,
     "run": 5,
+    "progress": 5,
+    "saving": 5,
     "trainer": 6,
     "session": 7,
     "worker": 8,

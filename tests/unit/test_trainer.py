@@ -201,7 +201,7 @@ def test_a_full_disk_in_the_background_fails_the_run_only_at_its_end(
 
 
 def test_a_slow_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cordee.trainer.WORTH_SAYING_S", 0.01)
+    monkeypatch.setattr("cordee.saving.WORTH_SAYING_S", 0.01)
     save = checkpoint.save
 
     def slow(*args: Any, **settings: Any) -> Path:

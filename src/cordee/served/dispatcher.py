@@ -20,6 +20,7 @@ from cordee.communication.messages import Event, Failure, Heartbeat, Refused
 from cordee.compute import Metrics
 from cordee.core.errors import CommunicationError
 from cordee.data import Ledger, Unit
+from cordee.progress import Progress
 from cordee.served.messages import (
     AskOrder,
     AskServers,
@@ -35,7 +36,6 @@ from cordee.served.messages import (
     Work,
 )
 from cordee.served.plan import RunPlan
-from cordee.trainer import Progress
 
 Emit = Callable[..., None]
 

@@ -27,6 +27,7 @@ from cordee.core import Job
 from cordee.core.errors import StorageError
 from cordee.core.stopping import StopPolicy
 from cordee.monitoring import setup_logging
+from cordee.progress import Progress
 from cordee.served.link import DispatchLink, ProcessOrder
 from cordee.served.messages import AskOrder, Leave, Order, OrderDone, SnapshotTaken
 from cordee.strategies.parameter_server.client import Wire
@@ -34,7 +35,6 @@ from cordee.strategies.parameter_server.layout import make_layout
 from cordee.strategies.parameter_server.messages import Extras, Snapped, Snapshot, SnapshotExtras
 from cordee.strategies.parameter_server.state import adopt_flat, decode_plain, flatten_parameters, join_pieces
 from cordee.strategies.parameter_server.strategy import can_split, settings_of
-from cordee.trainer import Progress
 
 log = logging.getLogger("cordee.evaluator")
 

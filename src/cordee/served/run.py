@@ -30,6 +30,7 @@ from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger, Unit
 from cordee.monitoring import Monitor, RunDirectory, Summary
 from cordee.monitoring.summary import Status
+from cordee.progress import Progress
 from cordee.served.dispatcher import Dispatcher, Outcome
 from cordee.served.link import ProcessOrder
 from cordee.served.messages import LIMITS, SERVED
@@ -37,7 +38,6 @@ from cordee.served.plan import RunPlan
 from cordee.strategies.parameter_server.messages import LIMITS as PARAMETER_LIMITS
 from cordee.strategies.parameter_server.messages import PARAMETERS, Adopt, Fence
 from cordee.strategies.parameter_server.strategy import settings_of
-from cordee.trainer import Progress
 from cordee.version import __version__
 
 log = logging.getLogger("cordee.served")

@@ -11,11 +11,11 @@ from cordee.communication.messages import Message
 from cordee.core import Job
 from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger
+from cordee.progress import Progress
 from cordee.served.dispatcher import Dispatcher
 from cordee.served.messages import AskOrder, Join, Leave, Order, OrderDone, SnapshotTaken, TakeWork, Work
 from cordee.served.plan import RunPlan
 from cordee.strategies.parameter_server import ParameterServerSettings
-from cordee.trainer import Progress
 
 
 class Channel:
