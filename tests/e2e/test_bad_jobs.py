@@ -26,7 +26,7 @@ MISTAKES = {
     "a text for a number": (settings(training__batch_size="many"), ["training.batch_size", "'many'", "int"]),
     "a number for a text": (settings(stop__time="true"), ["stop.time", "True"]),
     "a text for a rate": (settings(optimizer__lr="fast"), ["optimizer.lr = 'fast'", "expected a number"]),
-    "a rate that cannot be": (settings(optimizer__lr=-1), ["optimizer 'sgd'", "-1"]),
+    "a rate that cannot be": (settings(optimizer__lr=-1), ["optimizer 'adam'", "'lr': -1"]),
     "a number out of bounds": (settings(training__epochs=0), ["training.epochs = 0", "at least 1"]),
     "two lengths": (settings(training__steps=10), ["training.epochs = 4", "training.steps = 10", "stop.steps = 10"]),
     "a batch larger than the data": (settings(training__batch_size=481), ["481", "480"]),
