@@ -41,7 +41,10 @@ class Scaling:
 
     def look(self, membership: Membership, threads: int, now_s: float) -> None:
         """Decide when it is time to, and have done what was decided."""
-        if self._since is None or now_s - self._since[1] < self._every_s:
+        if self._since is None:
+            self.begin(membership.step, now_s)
+        assert self._since is not None
+        if now_s - self._since[1] < self._every_s:
             return
         step, since_s = self._since
         is_settled = len(membership.members) == membership.num_workers == len(membership.active)

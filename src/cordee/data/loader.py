@@ -21,6 +21,7 @@ from cordee.core.seeds import derive_seed
 from cordee.core.shards import Shards
 from cordee.data.augment import Augmentation
 from cordee.data.datasets import DatasetSource, IterableSource
+from cordee.data.growing import GrowingSource
 from cordee.data.order import EpochOrder, batch_part, count_batches, positions_of
 from cordee.data.prefetch import in_background
 from cordee.data.reading import PlacedBatch, ReadJob, StreamPlan, read_batches, read_stream
@@ -35,6 +36,7 @@ _GATHER_BYTES = 3 << 20
 # batches of 128 × 3 × 32 × 32 took 12.5 ms a step without a thread and 10.4 ms with it, LeNet on batches of
 # 32 × 28 × 28 took 4.0 ms without and 4.3 ms with: there the interpreter lock goes to and fro.
 _THREAD_BYTES = 1 << 20
+_NUM_LIKE = 64  # batches of growing data that are made up to measure with
 
 
 class Loader:
@@ -95,6 +97,8 @@ class Loader:
         Closing the generator stops all threads and processes it uses before it returns.
         """
         source = self._source
+        if isinstance(source, GrowingSource):
+            return self._like_those_to_come(source)
         if isinstance(source, IterableSource):
             plan = StreamPlan(epoch, self._seed, first_batch, self._batch_size, self._shards)
             placed = read_stream(source, plan, processes=self._processes, ahead=self._prefetch)
@@ -108,6 +112,13 @@ class Loader:
             num_ahead = -(-self._prefetch // self._num_gathered())
             return _flattened(in_background(lambda: self._gathered(epoch, first_batch), num_ahead))
         return _flattened(self._gathered(epoch, first_batch))
+
+    def _like_those_to_come(self, source: GrowingSource) -> Generator[Batch, None, None]:
+        """Yield batches made of the first samples, to measure with. Training takes them as they come (`online`)."""
+        length = self._batch_size * self._shards.num_held // self._shards.total
+        rows = torch.arange(max(1, length)) % source.example.num_samples
+        for _ in range(_NUM_LIKE):
+            yield Batch(source.example.inputs[rows], source.example.targets[rows])
 
     def read(self, epoch: int, start: int, stop: int) -> Batch:
         """Return the samples at the positions [start, stop) of an epoch: the same whoever reads them, and when.

@@ -23,7 +23,7 @@ from cordee.core.batch import Batch
 from cordee.core.errors import DataError, JobError
 from cordee.core.settings import Data
 from cordee.core.shards import Shards
-from cordee.data import GrowingSource, Place, load_data
+from cordee.data import GrowingSource, Loader, Place, load_data
 from cordee.data.online import OnlineStream, newest, span_of
 
 ALONE = Shards(0, 1, 1)
@@ -95,6 +95,12 @@ def test_a_place_is_found_again_also_when_what_is_before_it_is_gone(tmp_path: Pa
     assert places[4][0] == Place(30, "2.npz", 10)
     (tmp_path / "2.npz").unlink()
     assert drain(OnlineStream(source, places[4][0], batch_size=2, holdout=0.0, shards=ALONE))[0] == [30, 31]
+
+
+def test_what_is_to_come_can_be_measured(tmp_path: Path) -> None:
+    write(tmp_path, "0.npz", 0, 5)
+    batch = next(Loader(source_of(tmp_path), batch_size=9, seed=0, shuffle=True).batches(0))
+    assert (batch.inputs.shape, batch.targets.shape) == ((9, 1), (9,))
 
 
 def test_shares_and_what_is_set_aside_make_the_whole(tmp_path: Path) -> None:
