@@ -13,7 +13,7 @@ from cordee.monitoring.run_directory import EVENTS_FILE
 
 Event = Mapping[str, Any]
 VERDICTS = ("the run is sound", "wrong with this run")
-SERVED = ("parameter_server",)  # counts its samples by units of work, in its own way
+SERVED = ("parameter_server",)
 
 
 def audit_run(folder: Path) -> list[Finding]:
@@ -29,9 +29,16 @@ def audit(events: Sequence[Event]) -> list[Finding]:
     started = next((event for event in events if event["type"] == "run_started"), None)
     if started is None:
         return [Finding("run", "problem", "it never began to train", "look into its logs")]
-    if started.get("strategy") in SERVED:
-        return [Finding("run", "note", f"the strategy '{started['strategy']}' keeps no commits that could be checked")]
     commits = [event for event in events if event["type"] == "commit"]
+    if started.get("strategy") in SERVED:  # its workers come and go without a team that would be formed anew
+        return [
+            _finding("steps", _check_steps(events), f"{_last_step(events)} committed, in order"),
+            _finding(
+                "samples", _check_samples(events, started), f"each counted once per epoch, at {len(commits)} commits"
+            ),
+            _finding("work", _check_reported(events), "each step reported once"),
+            _losses(events),
+        ]
     return [
         _finding("generations", _check_generations(events), f"{_count(events, 'generation')} formed, none overlap"),
         _finding("steps", _check_steps(events), f"{_last_step(events)} committed, in order"),
@@ -67,8 +74,12 @@ def _check_generations(events: Sequence[Event]) -> Iterator[str]:
 
 
 def _check_steps(events: Sequence[Event]) -> Iterator[str]:
-    """Commits never go back, but to one whose checkpoint was saved, where nobody was left to go on from."""
-    committed, saved, may_load = 0, {0}, True
+    """Commits never go back, but to one whose checkpoint was saved, where nobody was left to go on from.
+
+    Those of one worker are recorded in order; the news of one that is cut off come after those of the others.
+    """
+    committed: dict[int | None, int] = {}
+    saved, may_load, floor = {0}, True, 0
     for event in events:
         kind = event["type"]
         if kind == "checkpoint":
@@ -77,13 +88,21 @@ def _check_steps(events: Sequence[Event]) -> Iterator[str]:
             may_load = True
         elif kind == "generation":
             may_load = event.get("step") is None
-            if not may_load and event["step"] < committed:
-                yield f"generation {event['generation']} goes on from step {event['step']} after step {committed}"
+            last = max(committed.values(), default=0)
+            if not may_load and event["step"] < last:
+                yield f"generation {event['generation']} goes on from step {event['step']} after step {last}"
+            floor = event.get("step") or 0
         elif kind == "commit":
-            if event["step"] < committed and not (may_load and event["step"] in saved):
-                yield f"step {event['step']} was committed after step {committed}"
-            committed = event["step"]
-            saved.add(committed)  # maybe: all may be lost after the last byte of it and before the news
+            worker, step = event.get("worker"), event["step"]
+            last = max(committed.values(), default=0) if may_load else max(committed.get(worker, 0), floor)
+            if may_load and step in saved:
+                committed = {}  # all go on from there
+            elif step < last:
+                yield f"step {step} was committed after step {last}"
+            if may_load:
+                floor, may_load = step, False
+            committed[worker] = step
+            saved.add(step)  # maybe: all may be lost after the last byte of it and before the news
 
 
 def _check_samples(events: Sequence[Event], started: Event) -> Iterator[str]:
@@ -104,6 +123,18 @@ def _check_samples(events: Sequence[Event], started: Event) -> Iterator[str]:
                 yield f"{event['samples']} samples were counted by step {event['step']}, there were {expected}"
 
 
+def _check_reported(events: Sequence[Event]) -> Iterator[str]:
+    """The steps that are reported grow; only a run that is resumed may go back, to what was saved."""
+    last = 0
+    for event in events:
+        if event["type"] == "run_started":
+            last = event.get("start_step", 0)
+        elif event["type"] == "step":
+            if event["step"] <= last:
+                yield f"step {event['step']} was reported after step {last}"
+            last = event["step"]
+
+
 def _check_weights(commits: Sequence[Event]) -> Iterator[str]:
     """Members that commit a step together have the same weights."""
     known: dict[tuple[int, int], Event] = {}
@@ -120,7 +151,7 @@ def _check_weights(commits: Sequence[Event]) -> Iterator[str]:
 
 def _losses(events: Sequence[Event]) -> Finding:
     recoveries = [event for event in events if event["type"] == "recovery"]
-    redone = sum(event["steps_redone"] for event in recoveries)
+    redone = sum(event.get("steps_redone", 0) for event in recoveries)
     longest = max((event["seconds"] for event in recoveries), default=0.0)
     detail = f"{_count(events, 'worker_lost')} workers lost, {len(recoveries)} recoveries, {redone} steps redone"
     return Finding("losses", "ok", detail + (f", the longest took {longest:.2f} s" if recoveries else ""))

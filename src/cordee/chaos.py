@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
 
 from cordee.auditing import audit_run
 from cordee.cluster.control import scale_run
+from cordee.communication.outage import OUTAGE_S
 from cordee.core.errors import CordeeError, JobError, TrainingError, nearest
 from cordee.doctor import Finding
 from cordee.monitoring import read_events
@@ -28,6 +29,7 @@ START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 60.0
 HARM_S = 2.0  # how long a worker is slow, or its disk full
 MANY_RESTARTS = 100_000
+COORDINATOR = "coordinator"
 
 
 class Fault(NamedTuple):
@@ -88,9 +90,9 @@ def unleash(
             _sleep_until(started_s + fault.at_s, process)
             if process.poll() is not None:
                 break
-            victim = _victim(process.pid, run_dir, fault.chance)
+            victim = _victim(run_dir, fault)
             if victim is not None:
-                say(f"{fault.at_s:6.1f} s  {fault.kind} worker {victim.worker} (pid {victim.pid})")
+                say(f"{fault.at_s:6.1f} s  {fault.kind} {victim.name} (pid {victim.pid})")
                 FAULTS[fault.kind](victim)
                 happened.append(fault.kind)
         _sleep_until(started_s + for_s, process)
@@ -103,14 +105,14 @@ def unleash(
         seconds=seconds,
         samples_per_second=samples / seconds,
         recoveries=len(recoveries),
-        steps_redone=sum(event["steps_redone"] for event in recoveries),
+        steps_redone=sum(event.get("steps_redone", 0) for event in recoveries),
         slowest_recovery_s=max((event["seconds"] for event in recoveries), default=0.0),
         findings=audit_run(run_dir),
     )
 
 
 class Victim(NamedTuple):
-    worker: int
+    name: str
     pid: int
     run_dir: Path
 
@@ -144,6 +146,12 @@ def _fill_disk(victim: Victim) -> None:
         process.rlimit(resource.RLIMIT_FSIZE, before)
 
 
+def _partition(victim: Victim) -> None:
+    """Cut the worker's channels for a while."""
+    os.kill(victim.pid, signal.SIGUSR1)
+    time.sleep(OUTAGE_S)
+
+
 def _leave(victim: Victim) -> None:
     """Tell the worker to go, and ask for another in its place."""
     num_workers = len(_pids(victim.run_dir))
@@ -158,13 +166,16 @@ FAULTS: dict[str, Callable[[Victim], None]] = {
     "freeze": _freeze,
     "slow": _slow,
     "full-disk": _fill_disk,
+    "partition": _partition,
+    COORDINATOR: _kill,
     "leave": _leave,
 }
 
 
 @contextlib.contextmanager
 def _training(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "CORDEE_CHAOS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         yield process
     finally:
@@ -177,9 +188,8 @@ def _training(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 
 def _pids(run_dir: Path) -> dict[int, int]:
     """Return the living workers by number, as the events tell."""
-    path = run_dir / EVENTS_FILE
-    events = list(read_events(path)) if path.exists() else []
-    pids = {event["worker"]: event["pid"] for event in events if event["type"] == "worker_started"}
+    started = [e for e in _events(run_dir) if e["type"] == "worker_started" and e.get("role") == "worker"]
+    pids = {event["worker"]: event["pid"] for event in started}
     return {worker: pid for worker, pid in pids.items() if _is_alive(pid)}
 
 
@@ -190,19 +200,24 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def _victim(launcher_pid: int, run_dir: Path, chance: float) -> Victim | None:
-    pids = sorted(_pids(run_dir).items())
-    pids = [(worker, pid) for worker, pid in pids if pid != launcher_pid]
-    if not pids:
+def _victim(run_dir: Path, fault: Fault) -> Victim | None:
+    if fault.kind == COORDINATOR:
+        pids = [event["pid"] for event in _events(run_dir) if event["type"] == "coordinator_started"]
+        return Victim("", pids[-1], run_dir) if pids and _is_alive(pids[-1]) else None
+    workers = sorted(_pids(run_dir).items())
+    if not workers:
         return None
-    worker, pid = pids[int(chance * len(pids))]
-    return Victim(worker, pid, run_dir)
+    worker, pid = workers[int(fault.chance * len(workers))]
+    return Victim(f"worker {worker}", pid, run_dir)
+
+
+def _events(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / EVENTS_FILE
+    return list(read_events(path)) if path.exists() else []
 
 
 def _samples(run_dir: Path) -> int:
-    path = run_dir / EVENTS_FILE
-    events = read_events(path) if path.exists() else ()
-    return max((event["samples"] for event in events if event["type"] in ("step", "commit")), default=0)
+    return max((event["samples"] for event in _events(run_dir) if event["type"] in ("step", "commit")), default=0)
 
 
 def _await_first_step(process: subprocess.Popen[str], run_dir: Path) -> None:

@@ -9,24 +9,26 @@ from __future__ import annotations
 import itertools
 import logging
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from cordee.assembly import bare_strategy
 from cordee.cluster.control import Control, write_control
 from cordee.cluster.coordinator import Coordinator, State
 from cordee.cluster.fork_server import Exited, Started
 from cordee.cluster.launcher_link import LauncherLink, LauncherOrder, open_channel
-from cordee.cluster.local import describe_exit
+from cordee.cluster.local import ProcessorWatch, describe_exit
 from cordee.cluster.membership import ACTIVE, Membership, Record, Trouble
 from cordee.cluster.restarts import Restarts
 from cordee.cluster.scaling import Scaling
 from cordee.cluster.stragglers import Stragglers
 from cordee.communication.keys import ServerKeys
-from cordee.communication.messages import COORDINATION
+from cordee.communication.messages import COORDINATION, Enlist
 from cordee.communication.wire import Codec
 from cordee.core import Job
 from cordee.core.errors import CordeeError, JobError, TrainingError
@@ -50,6 +52,7 @@ class TeamOrder(msgspec.Struct, frozen=True, kw_only=True):
     control_keys: str
     store: str  # folder where the groups find themselves
     resume: bool
+    launcher_pid: int
     launcher: LauncherOrder
 
 
@@ -82,6 +85,7 @@ class _Memory(msgspec.Struct, kw_only=True):
     restarts: Restarts
     workers: State = msgspec.field(default_factory=State)
     pids: dict[int, int] = {}
+    guests: dict[int, int] = {}  # worker -> pid, of those that somebody else started
     summaries: dict[int, Summary] = {}
     lost: list[Trouble] = []  # since the last generation was formed
     recovery: _Recovery | None = None  # that is not complete
@@ -101,6 +105,7 @@ class TeamCoordinator:
         self._team = order
         self._launcher = launcher
         self._run_dir = Path(order.run_dir)
+        self._watch = ProcessorWatch()  # over guests
         job = self._job = Job.load(self._run_dir / "job.toml")
         self._strategy = bare_strategy(job)
         self._is_new = launcher.restored is None
@@ -145,7 +150,9 @@ class TeamCoordinator:
                 failure_timeout_s=job.cluster.failure_timeout_s,
                 join_timeout_s=STARTUP_TIMEOUT_S,
             )
-            self._coordinator = Coordinator(channel, self._membership, self._take_event, self._scale, memory.workers)
+            self._coordinator = Coordinator(
+                channel, self._membership, self._take_event, self._scale, self._enlist, memory.workers
+            )
             if self._is_new:
                 for index in range(job.strategy.workers):
                     self._start(index)
@@ -213,12 +220,31 @@ class TeamCoordinator:
         each = f", {threads} threads each" if threads else ""
         return f"from {len(before)} to {num_workers} workers{each}"
 
+    def _enlist(self, wish: Enlist) -> str:
+        """Take a worker that somebody else started; return what it is told. It takes part when it has said hello."""
+        membership, job = self._membership, self._job
+        if not membership.is_elastic:
+            raise JobError(f"strategy '{job.strategy.name}' has a fixed number of workers: nobody can join it")
+        if wish.host != socket.gethostname():
+            raise JobError(f"the run is on {socket.gethostname()}, and workers of other hosts cannot join it yet")
+        wanted = msgspec.structs.replace(job.strategy, workers=len(membership.active) + 1)
+        self._strategy.requirements(msgspec.structs.replace(job, strategy=wanted))  # raises what it cannot do
+        index = next(index for index in itertools.count() if membership.is_free(index))
+        self._coordinator.fence(index)
+        membership.expect(index, time.monotonic())
+        membership.records[index].is_guest = True
+        self._memory.pids.pop(index, None)
+        self._memory.guests[index] = wish.pid
+        own = msgspec.structs.replace(self._order, worker_index=index, launcher_pid=self._team.launcher_pid)
+        return msgspec.json.encode(own).decode()
+
     def _start(self, index: int) -> None:
         """Start a process for a worker, and listen to no earlier one."""
         own = msgspec.structs.replace(self._order, worker_index=index)
         self._coordinator.fence(index)
         self._membership.expect(index, time.monotonic())
         self._memory.pids.pop(index, None)
+        self._memory.guests.pop(index, None)
         self._launcher.start(index, "cordee.worker:main", msgspec.to_builtins(own), {}, self._worker_log(index))
 
     def _look_after(self) -> None:
@@ -229,19 +255,38 @@ class TeamCoordinator:
                 self._memory.pids[report.index] = report.pid
             elif isinstance(report, Exited) and self._memory.pids.get(report.index) == report.pid:
                 membership.exit(report.index, describe_exit(report), now_s, is_killed=report.status < 0)
-        for index in membership.check_silence(now_s, self._launcher.is_working):
-            self._launcher.signal(index, signal.SIGKILL)
+        for index, pid in self._memory.guests.items():
+            record = membership.records[index]
+            if record.state in ACTIVE and not psutil.pid_exists(pid):
+                membership.exit(index, "ended without a word", now_s, is_killed=True)
+        for index in membership.check_silence(now_s, self._is_working):
+            if membership.records[index].is_guest or (membership.is_elastic and not self._restarts.can_replace):
+                self._set_aside(index)
+            else:
+                self._launcher.signal(index, signal.SIGKILL)
         if (culprit := membership.culprit(now_s)) is not None:
             self._fail(culprit)
         for loss in membership.take_losses():
             self._bear(loss)
+
+    def _is_working(self, index: int) -> bool:
+        guest = self._memory.guests.get(index)
+        return self._launcher.is_working(index) if guest is None else self._watch.is_working(guest)
+
+    def _set_aside(self, index: int) -> None:
+        """Go on without a frozen worker that nobody takes the place of; when it wakes up it may join again."""
+        record = self._membership.records[index]
+        self._coordinator.fence(index)
+        self._membership.exit(index, record.fate, time.monotonic(), is_killed=True)
+        record.is_away = True
 
     def _bear(self, loss: Trouble) -> None:
         """Take a loss: start a replacement if there is one left; otherwise go on with fewer, or give up."""
         membership = self._membership
         self._memory.lost.append(loss)
         self._launcher.emit("worker_lost", worker=loss.worker_index, step=membership.step, reason=loss.reason)
-        is_replaced = self._restarts.may_replace()
+        record = membership.records[loss.worker_index]
+        is_replaced = not record.is_guest and self._restarts.may_replace()
         if is_replaced and membership.is_elastic:
             self._start(loss.worker_index)
             what = "it is being replaced"
@@ -254,8 +299,12 @@ class TeamCoordinator:
         elif membership.is_too_small:
             self._give_up(loss)
             return
+        elif record.is_guest:
+            what = "it had joined by itself and is not replaced"
         else:
             what = f"no replacement is left (cluster.max_restarts = {self._restarts.max_restarts})"
+        if record.is_away:
+            what += "; if it wakes up it joins again"
         self._launcher.emit("warning", message=f"{loss.describe()}; {what}")
 
     def _give_up(self, loss: Trouble) -> None:

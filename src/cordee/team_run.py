@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import tempfile
 from collections.abc import Callable
@@ -51,6 +52,7 @@ class TeamRun:
                     "control_keys": control_keys.to_text(),
                     "store": store,
                     "resume": resume,
+                    "launcher_pid": os.getpid(),
                 },
             )
         return msgspec.convert(result, Summary)

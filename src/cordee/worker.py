@@ -17,6 +17,7 @@ from cordee.assembly import assemble
 from cordee.cluster import Team
 from cordee.cluster.coordinator import WORKER_PREFIX
 from cordee.cluster.link import Answer, CoordinatorLink
+from cordee.communication import outage
 from cordee.communication.keys import ClientKeys
 from cordee.communication.lost_peer import find_lost_peer
 from cordee.communication.shared_memory import BackendSettings, register
@@ -47,6 +48,7 @@ class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
     resume: bool
     failure_timeout_s: float
     join_timeout_s: float
+    launcher_pid: int = 0  # for one that the launcher did not start: it ends when this one does
 
 
 class LinkSink:
@@ -81,6 +83,7 @@ def main(argument: dict[str, Any]) -> int:
     order = msgspec.convert(argument, WorkerOrder)
     memory = MemoryWatch()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
+    outage.install()
     keys = ClientKeys.from_text(order.keys)
     log_file = Path(order.run_dir) / "logs" / f"worker-{order.worker_index}.log"
     with (
@@ -89,8 +92,8 @@ def main(argument: dict[str, Any]) -> int:
     ):
         member = _Member(order, link, log_file, memory)
         try:
-            link.join(order.join_timeout_s)
-            with _leaving_in_order(link):
+            link.join(order.join_timeout_s, launcher_pid=order.launcher_pid)
+            with _leaving_in_order(link, also_on_interrupt=order.launcher_pid > 0):
                 member.work()
             link.leave()
         except Exception as error:
@@ -212,15 +215,17 @@ def _group(order: WorkerOrder, answer: Answer) -> Iterator[Team]:
 
 
 @contextlib.contextmanager
-def _leaving_in_order(link: CoordinatorLink) -> Iterator[None]:
+def _leaving_in_order(link: CoordinatorLink, *, also_on_interrupt: bool) -> Iterator[None]:
     """Inside, the first SIGTERM (a spot instance, Slurm, Kubernetes) asks to leave; the second ends the process."""
+    numbers = [signal.SIGTERM, signal.SIGINT] if also_on_interrupt else [signal.SIGTERM]
 
     def leave(number: int, frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
         link.ask_to_leave()
 
-    previous = signal.signal(signal.SIGTERM, leave)
+    previous = [signal.signal(number, leave) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in zip(numbers, previous):
+            signal.signal(number, handler)

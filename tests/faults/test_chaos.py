@@ -52,9 +52,13 @@ def test_what_cannot_be_planned(kinds: list[str], every_s: float, message: str) 
         plan_faults(kinds, every_s=every_s, for_s=10.0, seed=0)
 
 
-def test_a_run_is_sound_after_kills_freezes_and_leaving(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text(JOB)
-    options = ["--faults", "kill,freeze,leave", "--every", "3s", "--for", "10s", "--seed", "5", "--run-dir", "run"]
+@pytest.mark.parametrize(
+    ("strategy", "kinds"),
+    [("data_parallel", "kill,freeze,leave,coordinator"), ("parameter_server", "partition,leave,coordinator")],
+)
+def test_a_run_is_sound_after_faults(tmp_path: Path, strategy: str, kinds: str) -> None:
+    (tmp_path / "job.toml").write_text(JOB.replace("data_parallel", strategy))
+    options = ["--faults", kinds, "--every", "3s", "--for", "10s", "--seed", "5", "--run-dir", "run"]
     command = [sys.executable, "-m", "cordee", "chaos", "job.toml", *options]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -10,18 +10,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from cordee.cluster.control import scale_run
+
 pytestmark = pytest.mark.timeout(240)
 
 JOB = """
 [model]
-use = "mlp"
-hidden = [64, 64]
+use = "unhurried:Net"
 [data]
 use = "synthetic"
 shape = [32]
@@ -47,6 +49,17 @@ every_steps = 1
 [checkpoint]
 every_steps = 50
 """
+# Takes its time while a file "slowly" is there.
+UNHURRIED = """
+import os, time
+from torch import nn
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5))
+    def forward(self, inputs):
+        time.sleep(0.2 * (self.training and os.path.exists(os.path.dirname(__file__) + "/slowly")))
+        return super().forward(inputs)
+"""
 NUM_STEPS = 360
 TRAIN = [sys.executable, "-m", "cordee", "train"]
 NUM_TRIALS = int(os.environ.get("CORDEE_FAULT_TRIALS", "3"))
@@ -59,6 +72,7 @@ class Launched:
         folder.mkdir(parents=True, exist_ok=True)
         self.run_dir = folder / "run"
         (folder / "job.toml").write_text(JOB)
+        (folder / "unhurried.py").write_text(UNHURRIED)
         options = [part for setting in settings for part in ("--set", setting)]
         self.process = subprocess.Popen(
             [
@@ -87,6 +101,13 @@ class Launched:
         while not any(event["step"] >= step for event in self.events("step")):
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline, f"step {step} was not reached"
+            time.sleep(0.02)
+
+    def wait_for(self, kind: str, is_it: Callable[[dict[str, Any]], bool], count: int = 1) -> None:
+        deadline = time.monotonic() + 60
+        while sum(is_it(event) for event in self.events(kind)) < count:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, f"{kind} did not happen"
             time.sleep(0.02)
 
     def pids(self, role: str) -> list[int]:
@@ -126,6 +147,49 @@ def test_a_random_loss_changes_nothing(tmp_path: Path, undisturbed: str, seed: i
     assert summary["weights_sha256"] == undisturbed
     samples = [event["samples"] for event in launched.events("step")]
     assert samples == sorted(samples) and samples[-1] == NUM_STEPS * 32
+
+
+def test_a_killed_coordinator_comes_back(tmp_path: Path, undisturbed: str) -> None:
+    """Killed while all train, with a worker at the same moment, and frozen: each time another takes up."""
+    launched = Launched(tmp_path)
+    for step, number in ((20, signal.SIGKILL), (100, signal.SIGKILL), (160, signal.SIGSTOP)):
+        launched.wait_for_step(step)
+        if step == 100:
+            os.kill(launched.pids("worker")[0], signal.SIGKILL)
+        os.kill(launched.events("coordinator_started")[-1]["pid"], number)
+    summary = launched.finish()
+    assert (summary["status"], summary["steps"], summary["recoveries"]) == ("completed", NUM_STEPS, 1)
+    assert summary["weights_sha256"] == undisturbed
+    assert len(launched.events("coordinator_lost")) == 3
+    assert [event["step"] for event in launched.events("step")] == list(range(1, NUM_STEPS + 1))
+    assert [event["samples"] for event in launched.events("step")] == [32 * n for n in range(1, NUM_STEPS + 1)]
+
+
+def test_workers_join_leave_freeze_and_wake(tmp_path: Path, undisturbed: str) -> None:
+    """One is asked for, somebody else joins; one leaves; one freezes, where nobody is left to take its place."""
+    (tmp_path / "slowly").touch()
+    launched = Launched(tmp_path, "cluster.max_restarts = 0")
+    launched.wait_for_step(2)
+    first = launched.pids("worker")
+    assert scale_run(launched.run_dir, 3) == "from 2 to 3 workers"
+    command = [sys.executable, "-m", "cordee", "join", str(launched.run_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as guest:
+        launched.wait_for("worker_started", lambda event: event["role"] == "worker" and event["pid"] == guest.pid)
+        os.kill(first[0], signal.SIGTERM)
+        launched.wait_for("worker_left", lambda event: event["worker"] == 0)
+        guest.send_signal(signal.SIGINT)
+        stdout, stderr = guest.communicate(timeout=60)
+    assert guest.returncode == 0, stderr
+    assert "as worker 3" in stdout and "worker 3 is done" in stdout
+    os.kill(first[1], signal.SIGSTOP)
+    launched.wait_for("worker_lost", lambda event: event["worker"] == 1)
+    os.kill(first[1], signal.SIGCONT)
+    launched.wait_for("worker_started", lambda event: event["pid"] == first[1], count=2)
+    (tmp_path / "slowly").unlink()
+    summary = launched.finish()
+    assert (summary["status"], summary["steps"]) == ("completed", NUM_STEPS)
+    assert summary["weights_sha256"] == undisturbed
+    assert sorted(event["worker"] for event in launched.events("worker_left")) == [0, 3]
 
 
 def test_a_lone_server_comes_back_from_the_last_checkpoint_and_says_what_is_lost(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from cordee.auditing import audit_run
 from cordee.cluster.control import scale_run
 from cordee.core.errors import JobError, RunDirectoryError
 
+pytestmark = pytest.mark.timeout(240)
+
 JOB = """
 [model]
 use = "unhurried:Net"
@@ -45,14 +47,15 @@ every_steps = 1
 [checkpoint]
 every_steps = 50
 """
-# Each of the 8 shards takes a few milliseconds at least, so that a run is not over before anything can happen to it.
+# Each of the 8 shards takes a few milliseconds at least, so that a run is not over before anything can happen to it,
+# and more while a file "slowly" is there.
 UNHURRIED = """
-import time, torch
+import os, time, torch
 class Net(torch.nn.Sequential):
     def __init__(self):
         super().__init__(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(256, 10))
     def forward(self, inputs):
-        time.sleep(0.003 * self.training)
+        time.sleep((0.05 if os.path.exists(os.path.dirname(__file__) + "/slowly") else 0.003) * self.training)
         return super().forward(inputs)
 """
 NUM_SEEDS = int(os.environ.get("CORDEE_FAULT_TRIALS", "2"))
@@ -140,7 +143,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     with launch(
         tmp_path_factory.mktemp("undisturbed"), "--strategy", "single", "--workers", "1", "--set", "stop.time=300"
     ) as run:
-        assert run.finish(timeout_s=60)[0] == 0
+        assert run.finish(timeout_s=120)[0] == 0
         return str(run.summary()["weights_sha256"])
 
 
@@ -232,6 +235,59 @@ def test_four_then_two_then_three_workers_end_with_the_weights_of_one(tmp_path: 
         check_held(run, undisturbed, recoveries=0)
         sizes = [len(event["members"]) for event in run.of("generation")]
         assert (sizes[0], sizes[-1]) == (4, 3) and 2 in sizes
+
+
+def wait_for_members(run: Launched, num_members: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(run.of("generation")[-1]["members"]) != num_members:
+        assert time.monotonic() < deadline and run.process.poll() is None, run.of("generation")
+        time.sleep(0.02)
+
+
+def test_a_woken_worker_joins_again_where_nobody_has_its_place(tmp_path: Path, undisturbed: str) -> None:
+    (tmp_path / "slowly").touch()
+    with launch(tmp_path, "--set", "cluster.max_restarts=0") as run:
+        run.wait_for_step(2)
+        os.kill(run.pids()[1], signal.SIGSTOP)
+        wait_for_members(run, 1)
+        os.kill(run.pids()[1], signal.SIGCONT)
+        wait_for_members(run, 2)
+        (tmp_path / "slowly").unlink()
+        check_held(run, undisturbed, recoveries=1)
+        assert any("if it wakes up it joins again" in event["message"] for event in run.of("warning"))
+        pids = [event["pid"] for event in run.of("worker_started") if event["worker"] == 1]
+        assert len(pids) == 2 and len(set(pids)) == 1, "the same process, as a new member"
+
+
+def test_somebody_joins_freezes_wakes_and_leaves(tmp_path: Path, undisturbed: str) -> None:
+    (tmp_path / "slowly").touch()
+    with launch(tmp_path) as run:
+        run.wait_for_step(2)
+        command = [sys.executable, "-m", "cordee", "join", str(run.run_dir)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as guest:
+            wait_for_members(run, 3)
+            run.wait_for_step(run.of("step")[-1]["step"] + 3)
+            guest.send_signal(signal.SIGSTOP)
+            wait_for_members(run, 2)
+            guest.send_signal(signal.SIGCONT)
+            wait_for_members(run, 3)
+            guest.send_signal(signal.SIGINT)
+            stdout, stderr = guest.communicate(timeout=30)
+        (tmp_path / "slowly").unlink()
+        assert guest.returncode == 0, stderr
+        assert "as worker 2" in stdout and "worker 2 is done" in stdout
+        check_held(run, undisturbed, recoveries=1)
+        assert [event["worker"] for event in run.of("worker_left")] == [2]
+
+
+def test_a_guest_ends_with_the_launcher(launched: Launched) -> None:
+    launched.wait_for_step(5)
+    command = [sys.executable, "-m", "cordee", "join", str(launched.run_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as guest:
+        wait_for_members(launched, 3)
+        launched.process.kill()
+        assert guest.wait(timeout=20) == 1
+    assert not launched.survivors()
 
 
 def test_too_few_workers_save_and_end(tmp_path: Path) -> None:

@@ -54,5 +54,22 @@ def test_going_back_to_a_checkpoint_is_sound_where_nobody_is_left() -> None:
     assert problems([*SOUND, saved, generation(3), commit(4, 0, 3), commit(4, 1, 3)]) == {}
 
 
+def test_news_of_one_that_was_cut_off_may_come_late() -> None:
+    assert problems([*SOUND, commit(7, 0, 2), commit(6, 1, 2), commit(7, 1, 2)]) == {}
+
+
+def test_runs_with_parameter_servers_are_checked() -> None:
+    started = {**STARTED, "strategy": "parameter_server"}
+    steps = [{"type": "step", "step": n, "samples": commit(n)["samples"]} for n in (1, 2, 3)]
+    served = {"worker": None, "generation": 0}
+    assert problems([started, *steps, commit(3, **served)]) == {}
+    assert problems([started, *steps, steps[-1]]) == {"work": "step 3 was reported after step 3"}
+    assert problems([started, *steps, commit(3, **served), commit(2, **served)]) == {
+        "steps": "step 2 was committed after step 3"
+    }
+    wrong = {"samples": "9 samples were counted by step 3, there were 10"}
+    assert problems([started, *steps, commit(3, **{**served, "samples": 9})]) == wrong
+
+
 def test_a_run_that_never_began() -> None:
     assert problems([]) == {"run": "it never began to train"}

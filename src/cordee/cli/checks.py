@@ -12,7 +12,9 @@ from cordee.cli.output import print_text
 
 def chaos(
     job: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False)],
-    faults: Annotated[str, typer.Option(help="Which of kill, freeze, slow, full-disk, leave.")] = "kill,freeze",
+    faults: Annotated[
+        str, typer.Option(help="Which of kill, freeze, slow, full-disk, partition, coordinator, leave.")
+    ] = "kill,freeze",
     every: Annotated[str, typer.Option(help="Time between two faults.")] = "5s",
     duration: Annotated[str, typer.Option("--for", help="How long to train, from the first step on.")] = "1m",
     seed: Annotated[int, typer.Option(help="Chooses faults and workers.")] = 0,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cordee.cli.output import INTERRUPTED, print_json, print_table, print_text
+from cordee.cli.output import INTERRUPTED, print_error, print_json, print_table, print_text
 
 
 def train(
@@ -104,3 +104,25 @@ def scale(
     from cordee.cluster.control import scale_run
 
     print_text(scale_run(run, workers, threads))
+
+
+def join(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)],
+) -> None:
+    """Work for a run that is under way, as one more worker, until it ends.
+
+    On the host of the run; whoever can read control.json in its directory may join. Ctrl-C or SIGTERM leaves after
+    the step, and nothing is lost. Exit code 1 if this worker fails; the run goes on without it.
+    """
+    from cordee.cluster.control import enlist
+    from cordee.served import worker as served
+    from cordee.worker import main
+
+    order = enlist(run)
+    index = order["worker_index"] if "worker_index" in order else order["index"]
+    log = run / "logs" / f"worker-{index}.log"
+    print_text(f"joining {run} as worker {index}; Ctrl-C leaves after the step")
+    if (main if "worker_index" in order else served.main)(order):
+        print_error(f"worker {index} could not go on; its log is {log}")
+        raise typer.Exit(1)
+    print_text(f"worker {index} is done")

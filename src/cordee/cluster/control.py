@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from cordee.communication.channel import ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
-from cordee.communication.messages import COORDINATION, Accepted, Scale
+from cordee.communication.messages import COORDINATION, Accepted, Enlist, Scale
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError, JobError, RunDirectoryError
 
@@ -54,18 +56,32 @@ def scale_run(folder: Path, num_workers: int, threads: int = 0) -> str:
         raise JobError(f"N = {num_workers} must be at least 1; Ctrl-C in the run's terminal ends it, saved")
     if not 0 <= threads <= 4096:
         raise JobError(f"--threads {threads} must be from 1 to 4096")
+    return _ask(folder, Scale(num_workers, threads))
+
+
+def _ask(folder: Path, wish: Scale | Enlist) -> str:
     control = _read_control(folder)
     speaker = Speaker(run=control.run, name=CONTROL_NAME, incarnation=time.time_ns())
     keys = ClientKeys.from_text(control.keys)
     try:
         with ClientChannel(control.address, speaker, Codec(COORDINATION), keys) as channel:
-            reply = channel.request(Scale(num_workers, threads), timeout_s=REPLY_TIMEOUT_S).message
+            reply = channel.request(wish, timeout_s=REPLY_TIMEOUT_S).message
     except RefusedError as error:
         raise JobError(error.detail or str(error)) from error
     except CommunicationError as error:
         raise RunDirectoryError(f"the launcher of the run {folder} does not answer: {error}") from error
     assert isinstance(reply, Accepted), reply
     return reply.detail
+
+
+def enlist(folder: Path) -> dict[str, Any]:
+    """Ask the run in `folder` to take this process as a worker; return what a worker is told.
+
+    Raises JobError when the run refuses, and RunDirectoryError when none is under way there.
+    """
+    reply = _ask(folder, Enlist(os.getpid(), socket.gethostname()))
+    order: dict[str, Any] = msgspec.json.decode(reply)
+    return order
 
 
 def _read_control(folder: Path) -> Control:
@@ -75,7 +91,7 @@ def _read_control(folder: Path) -> Control:
         return msgspec.json.decode((folder / CONTROL_FILE).read_bytes(), type=Control)
     except FileNotFoundError:
         raise RunDirectoryError(
-            f"the run {folder} cannot be scaled: it has ended, or it trains in one process or with parameter servers"
+            f"nobody listens in the run {folder}: it has ended, or it trains in one process"
         ) from None
     except (OSError, msgspec.DecodeError) as error:
         raise RunDirectoryError(f"cannot read {folder / CONTROL_FILE}: {error}") from error

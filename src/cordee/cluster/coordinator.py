@@ -19,6 +19,7 @@ from cordee.communication.channel import Peer, Received, ServerChannel
 from cordee.communication.messages import (
     Accepted,
     Directive,
+    Enlist,
     Event,
     Failure,
     Goodbye,
@@ -36,6 +37,7 @@ from cordee.communication.messages import (
 from cordee.core.errors import CommunicationError, JobError
 
 WORKER_PREFIX = "worker-"
+REPLACED = "replaced"  # why a process that was taken for lost is not let in again
 
 
 class WorkerState(msgspec.Struct):
@@ -64,13 +66,17 @@ class Coordinator:
         membership: Membership,
         on_event: Callable[[str, dict[str, Any]], None],
         on_scale: Callable[[int, int], str] | None = None,
+        on_enlist: Callable[[Enlist], str] | None = None,
         state: State | None = None,
     ) -> None:
-        """`on_scale` takes a wish for numbers of workers and of threads and says what it does, or raises JobError."""
+        """`on_scale` takes a wish for numbers of workers and of threads and says what it does, `on_enlist` one to join
+        and returns what the new worker is told; both may raise JobError.
+        """
         self._channel = channel
         self._membership = membership
         self._on_event = on_event
         self._on_scale = on_scale
+        self._on_enlist = on_enlist
         self._peers: dict[int, Peer] = {}
         self._replies: list[tuple[Received, Message]] = []
         self._directives: list[tuple[int, Directive]] = []
@@ -139,8 +145,8 @@ class Coordinator:
             self._channel.fence(f"{WORKER_PREFIX}{index}", known.incarnation)
 
     def _handle(self, received: Received) -> None:
-        if received.envelope.sender == CONTROL_NAME and isinstance(received.message, Scale):
-            self._scale(received, received.message)
+        if received.envelope.sender == CONTROL_NAME and isinstance(received.message, Scale | Enlist):
+            self._obey(received, received.message)
             return
         index = self._index_of(received.envelope.sender)
         if index is None:
@@ -190,26 +196,37 @@ class Coordinator:
             if ready.number == known.answer.answers:  # it has not heard
                 self._directives.append((index, known.answer))
             return
+        if ready.told > known.num_noted:
+            return  # what it did before comes first: it says both again
         known.ready = ready.number
-        self._membership.wait(index, ready.step, has_dropped=ready.has_dropped, reason=ready.reason)
+        is_new = known.answer is None  # why one that comes back was given up is known
+        has_dropped, reason = (False, "") if is_new else (ready.has_dropped, ready.reason)
+        self._membership.wait(index, ready.step, has_dropped=has_dropped, reason=reason)
 
-    def _scale(self, received: Received, scale: Scale) -> None:
-        if self._on_scale is None:
-            self._reply(received, Refused("unexpected", "this run cannot be scaled"))
-            return
+    def _obey(self, received: Received, wish: Scale | Enlist) -> None:
+        """Do what somebody with the run's control file wants."""
         try:
-            self._reply(received, Accepted(self._on_scale(scale.num_workers, scale.threads)))
+            if isinstance(wish, Scale) and self._on_scale is not None:
+                self._reply(received, Accepted(self._on_scale(wish.num_workers, wish.threads)))
+            elif isinstance(wish, Enlist) and self._on_enlist is not None:
+                self._reply(received, Accepted(self._on_enlist(wish)))
+            else:
+                self._reply(received, Refused("unexpected", "this run cannot do that"))
         except JobError as error:
             self._reply(received, Refused("refused", str(error)))
 
     def _welcome(self, received: Received, index: int, hello: Hello) -> None:
         timeout_s = self._membership.failure_timeout_s
-        self._reply(received, Welcome(failure_timeout_s=timeout_s, heartbeat_s=timeout_s / 5))
-        self._peers[index] = received.peer
         incarnation = received.envelope.incarnation
         known = self.state.workers.get(index)
         if known is not None and known.incarnation == incarnation:
+            self._reply(received, Welcome(failure_timeout_s=timeout_s, heartbeat_s=timeout_s / 5))
             return  # it has not heard the first time
+        if not self._membership.may_register(index):
+            self._reply(received, Refused(REPLACED, f"another process is {received.envelope.sender} now"))
+            return
+        self._reply(received, Welcome(failure_timeout_s=timeout_s, heartbeat_s=timeout_s / 5))
+        self._peers[index] = received.peer
         member = Member(received.envelope.sender, hello.role, hello.host, index)
         self.state.workers[index] = WorkerState(incarnation, member)
         self.state.least[index] = incarnation

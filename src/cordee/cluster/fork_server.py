@@ -29,6 +29,7 @@ PRELOADED = (
     "cordee.worker",
     "cordee.team_coordinator",
     "cordee.own_loop",
+    "cordee.served.coordinator",
     "cordee.served.worker",
     "cordee.served.server",
     "cordee.served.evaluator",

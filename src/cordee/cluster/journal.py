@@ -8,6 +8,7 @@ an entry takes about 0.03 ms.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from pathlib import Path
@@ -41,6 +42,8 @@ class Journal:
             raise StorageError(f"cannot write {path}: {error}") from error
 
     def _open(self) -> None:
+        # Errands have keys in them. SQLite gives the files beside this one the same mode.
+        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._database = sqlite3.connect(self._path, isolation_level=None)
         self._database.execute("PRAGMA journal_mode = WAL")
         self._database.execute("PRAGMA synchronous = OFF")

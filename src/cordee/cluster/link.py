@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import socket
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import msgspec
+import psutil
 
 from cordee.cluster.coordinator import WORKER_PREFIX
 from cordee.communication.channel import ClientChannel, RefusedError
@@ -31,13 +33,18 @@ from cordee.communication.messages import (
     Message,
     Noted,
     Ready,
+    Refused,
     Welcome,
 )
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 
+log = logging.getLogger("cordee.worker")
+
+FENCED = ("stale-incarnation", "unexpected", "unknown-member")  # what one that was given up hears
 LONGEST_NAP_S = 0.25  # between two looks at whether this worker wants to leave
 RETRY_S = 0.05
+LONGEST_REQUEST_S = 5.0
 LONGEST_ABSENCE_S = 30.0  # of the coordinator, before a worker that is done ends without being heard
 
 
@@ -69,6 +76,8 @@ class CoordinatorLink:
         self._is_pause_asked = False
         self._wants_to_leave = False
         self._is_leaving = threading.Event()
+        self._launcher_pid = 0
+        self._dismissal = ""  # why this worker is not one any more
         self._thread: threading.Thread | None = None
         self._timeout_s = 5.0
         self.step = 0  # told with each heartbeat
@@ -82,8 +91,9 @@ class CoordinatorLink:
         """Whether the team is to be formed anew after this step."""
         return self._is_pause_asked
 
-    def join(self, timeout_s: float) -> None:
-        """Register, and show signs of life from now on."""
+    def join(self, timeout_s: float, *, launcher_pid: int = 0) -> None:
+        """Register, and show signs of life from now on. One that the launcher did not start ends when it does."""
+        self._launcher_pid = launcher_pid
         hello = Hello(role="worker", pid=os.getpid(), host=socket.gethostname())
         reply = self._request(hello, timeout_s)
         assert isinstance(reply, Welcome), reply
@@ -98,21 +108,30 @@ class CoordinatorLink:
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
-                return self._channel.request(message, timeout_s=max(0.1, deadline_s - time.monotonic())).message
+                remaining_s = max(RETRY_S, deadline_s - time.monotonic())
+                return self._channel.request(message, timeout_s=min(remaining_s, LONGEST_REQUEST_S)).message
             except RefusedError:
                 raise
-            except CommunicationError:
+            except CommunicationError as error:
+                if self._is_launcher_gone:
+                    raise CommunicationError("the run is over: its launcher is gone") from error
                 if time.monotonic() >= deadline_s:
                     raise
                 time.sleep(RETRY_S)
+
+    @property
+    def _is_launcher_gone(self) -> bool:
+        return self._launcher_pid > 0 and not psutil.pid_exists(self._launcher_pid)
 
     def await_generation(self, step: int, *, has_dropped: bool, reason: str = "") -> Answer:
         """Say that this worker is ready, with `step` steps taken or -1 for nothing, and wait for what to do.
 
         Waits as long as it takes: the others may still be loading their data. If the launcher dies, so do we.
         """
+        if self._dismissal:
+            return Answer(Directive("leave"), 0)
         self._num_asked += 1
-        ready = self._ready = Ready(step, has_dropped, reason[:4000], self._num_asked)
+        ready = self._ready = Ready(step, has_dropped, reason[:4000], self._num_asked, self._num_told)
         self._say(ready)
         return self._answers.get()
 
@@ -138,6 +157,8 @@ class CoordinatorLink:
 
     def leave(self) -> None:
         """Say goodbye: this worker is done. Returns when it has been heard."""
+        if self._dismissal:
+            return
         self._tell(Goodbye())
         self._await_noted(max(LONGEST_ABSENCE_S, 4 * self._timeout_s))
 
@@ -180,9 +201,35 @@ class CoordinatorLink:
                 self._obey(received.message, received.envelope.generation)
             elif received is not None and isinstance(received.message, Noted):
                 self._take_note(received.message.number, received.envelope.reply_to)
+            elif received is not None and isinstance(received.message, Refused) and not self._dismissal:
+                self._come_back(received.message, received.envelope.reply_to)
+
+    def _come_back(self, refused: Refused, reply_to: int) -> None:
+        """This worker was given up while it could not speak: join again, or learn that another has its place."""
+        if refused.reason not in FENCED or reply_to != self._last_beat[0]:  # earlier messages are refused as well
+            return
+        with self._telling:  # what it had to say is of the past
+            self._outbox.clear()
+            self._num_told, self._last_beat, self._num_asked = 0, (0, 0), 1
+            self._channel.speaker = msgspec.structs.replace(self._channel.speaker, incarnation=time.time_ns())
+            if self._ready is not None:
+                self._ready = msgspec.structs.replace(self._ready, number=1, told=0)
+            self._telling.notify_all()
+        hello = Hello(role="worker", pid=os.getpid(), host=socket.gethostname())
+        try:
+            self._request(hello, LONGEST_ABSENCE_S)
+            log.warning("this worker was given up because it was frozen; it has joined again")
+        except RefusedError as error:
+            self._dismissal = error.detail or str(error)
+            log.warning("this worker was given up because it was frozen, and leaves: %s", self._dismissal)
+            self._ready = None
+            self._answers.put(Answer(Directive("leave"), 0))
 
     def _beat(self) -> None:
         """Show that this worker lives, and say again what was not answered."""
+        if self._is_launcher_gone:
+            log.error("the run is over: its launcher (process %d) is gone", self._launcher_pid)
+            os._exit(1)  # the main thread may wait for the others for ever
         with self._telling:
             num_told = self._num_told
             sent = self._channel.send(Heartbeat(self.step), timeout_s=0.0)

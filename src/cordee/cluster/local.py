@@ -88,6 +88,10 @@ class LocalEngine:
         """Whether a worker has had processor time since this was last asked of it. A stopped one has not."""
         return index in self._pids and self._watch.is_working(self._pids[index])
 
+    def is_stopped(self, index: int) -> bool:
+        """Whether a worker was stopped by a signal, and does not run until another."""
+        return index in self._pids and is_stopped(self._pids[index])
+
     def signal(self, index: int, number: signal.Signals) -> None:
         """Send a signal to a worker that may have ended."""
         if index in self._pids:
@@ -129,6 +133,15 @@ class LocalEngine:
             self.close()
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process does not run until it gets a signal, or not any more."""
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.Error:
+        return False
+    return status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
+
+
 class ProcessorWatch:
     """Tells processes that are busy from those that are stopped."""
 
@@ -138,10 +151,9 @@ class ProcessorWatch:
     def is_working(self, pid: int) -> bool:
         """Whether a process has had processor time since this was last asked of it. A stopped one has not."""
         try:
-            process = psutil.Process(pid)
-            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE):
+            if is_stopped(pid):
                 return False
-            times = process.cpu_times()
+            times = psutil.Process(pid).cpu_times()
         except psutil.Error:
             return False
         used_s = float(times.user + times.system)

@@ -47,6 +47,8 @@ class Record:
     reason: str = ""  # why its last generation ended, unless it was asked to halt
     is_leaving: bool = False
     fate: str = ""  # why it is being killed
+    is_guest: bool = False  # somebody else started it: it is not replaced, and its troubles are its own
+    is_away: bool = False  # frozen and given up, but not killed: it may come back
 
 
 @dataclass
@@ -74,9 +76,13 @@ class Membership:
         step = self.records[index].step if index in self.records else 0
         self.records[index] = Record(heard_s=now_s, step=step)
 
+    def may_register(self, index: int) -> bool:
+        """Whether a process that says it is this worker is expected: it was asked for, or comes back."""
+        return self.records[index].state == "starting" or self.records[index].is_away
+
     def register(self, index: int, now_s: float) -> None:
-        self.records[index].state = "preparing"
-        self.records[index].heard_s = now_s
+        record = self.records[index]
+        record.state, record.heard_s, record.is_away, record.fate = "preparing", now_s, False, ""
 
     def hear(self, index: int, now_s: float, step: int | None = None) -> None:
         """Take note of a sign of life."""
@@ -97,6 +103,9 @@ class Membership:
 
     def report(self, trouble: Trouble) -> None:
         """Take note of a failure; the first of each worker counts, but its own account more than its exit."""
+        if self.records[trouble.worker_index].is_guest:
+            self.exit(trouble.worker_index, trouble.reason, trouble.at_s, is_killed=True)
+            return
         for at, known in enumerate(self.troubles):
             if known.worker_index == trouble.worker_index:
                 if trouble.is_final and not known.is_final:
@@ -111,7 +120,7 @@ class Membership:
             return
         trouble = Trouble(index, record.step, record.fate or how, is_final=is_killed, at_s=now_s)
         record.state = "gone"
-        if not is_killed:
+        if not is_killed and not record.is_guest:
             self.report(trouble)
         elif any(known.worker_index == index for known in self.troubles):
             pass  # it had said what was wrong
@@ -148,7 +157,8 @@ class Membership:
 
     def is_free(self, index: int) -> bool:
         """Whether a new worker may have this number."""
-        return index not in self.records or self.records[index].state in ("gone", "left")
+        known = self.records.get(index)
+        return known is None or (known.state in ("gone", "left") and not known.is_away)
 
     @property
     def num_pending(self) -> int:

@@ -20,9 +20,14 @@ class Restarts:
     num_in_step: int = 0  # recoveries since the last step that was taken
     last_step: int = -2
 
+    @property
+    def can_replace(self) -> bool:
+        """Whether there is a replacement left."""
+        return self.num_restarts < self.max_restarts
+
     def may_replace(self) -> bool:
         """Return whether there is a replacement left, and count it."""
-        if self.num_restarts >= self.max_restarts:
+        if not self.can_replace:
             return False
         self.num_restarts += 1
         return True

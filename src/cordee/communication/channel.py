@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 MALFORMED = "malformed"
 UNKNOWN_KEY = "unknown-key"
 _DOOR_S = 0.01  # handshakes may wait so long while messages keep coming
+_LOOK_S = 0.01  # between two looks at a connection that is being made
 
 
 class RefusedError(CommunicationError):
@@ -295,9 +296,28 @@ class ClientChannel(Endpoint):
 
     def begin(self, message: Message, buffers: Sequence[Any] = (), *, timeout_s: float) -> Asked:
         """Send a request; `finish` waits for the reply. Raises like `send`."""
+        deadline = time.monotonic() + timeout_s
+        if self._monitor.trouble:
+            self._await_connection(deadline)
         num_lost = self._monitor.num_lost
-        sequence = self.send(message, buffers, timeout_s=timeout_s).sequence
+        sequence = self.send(message, buffers, timeout_s=max(0.0, deadline - time.monotonic())).sequence
         return Asked(sequence, num_lost, type(message).__name__)
+
+    def _await_connection(self, deadline: float) -> None:
+        """Wait until the handshake is done, or the deadline: `send` then says what is wrong.
+
+        libzmq takes messages for a connection that has broken until it has cleaned up, and for one whose handshake
+        may still fail; nobody would hear that such a request was lost.
+        """
+        news = select.poll()
+        news.register(descriptor(self._monitor.socket), select.POLLIN)
+        while time.monotonic() < deadline:
+            with self._using:
+                self._check_usable()
+                self._explain_blocked()
+            if not self._monitor.trouble:
+                return
+            news.poll(_LOOK_S * 1000)
 
     def finish(self, asked: Asked, *, timeout_s: float, wait_on: Callable[[], bool] = lambda: False) -> Received:
         """Return the reply to a request, like `request`."""

@@ -110,6 +110,7 @@ class Ready(Message, frozen=True):
     has_dropped: bool = False  # a step was under way and could not be finished
     reason: Text = ""  # why its last generation ended, unless it was asked to halt
     number: Count = 0  # counts up with each answer
+    told: Count = 0  # the last numbered message before it; it counts once that one is noted
 
 
 class Leaving(Message, frozen=True):
@@ -140,6 +141,15 @@ class Scale(Message, frozen=True):
 
     num_workers: Annotated[int, Meta(ge=1, le=65536)]
     threads: Annotated[int, Meta(ge=0, le=4096)] = 0  # of each worker; 0 leaves them as they are
+
+
+class Enlist(Message, frozen=True):
+    """Somebody with the run's control file wants to work. Answered by `Accepted` with a worker's order, as JSON."""
+
+    is_generational = False
+
+    pid: Count
+    host: Name
 
 
 class Accepted(Message, frozen=True):
@@ -180,6 +190,7 @@ COORDINATION: tuple[type[Message], ...] = (
     Leaving,
     Directive,
     Scale,
+    Enlist,
     Accepted,
     Goodbye,
     Refused,

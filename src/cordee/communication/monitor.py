@@ -27,7 +27,7 @@ class Monitor:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.trouble = "nothing listens there"  # why there is no connection; empty while there is one
         self.is_key_refused = False
-        self.num_lost = 0  # connections that were up and broke; what was asked over them stays unanswered
+        self.num_lost = 0  # connections that broke; what was asked over them stays unanswered
         self._watched = socket
         self.socket = socket.get_monitor_socket(_EVENTS)
 
@@ -45,9 +45,11 @@ class Monitor:
                     self.trouble = _NOT_OURS
                 case zmq.Event.CONNECTED if self.trouble != _NOT_OURS:
                     self.trouble = "what listens there does not answer our handshake"
-                case zmq.Event.DISCONNECTED if was_up:
-                    self.trouble = "the connection was lost"
+                case zmq.Event.DISCONNECTED:
+                    # Also before the handshake is done: libzmq takes messages as soon as there is a connection.
                     self.num_lost += 1
+                    if was_up:
+                        self.trouble = "the connection was lost"
                 case zmq.Event.CONNECT_RETRIED if was_up:
                     self.trouble = "nothing listens there any more"
 

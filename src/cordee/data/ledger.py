@@ -7,8 +7,11 @@ lost worker had in hand goes to the next that asks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+import msgspec
 
 from cordee.core.shards import Shards
 from cordee.data.order import batch_part, count_batches
@@ -31,6 +34,16 @@ class Unit:
         return self.stop - self.start
 
 
+class LedgerState(msgspec.Struct, frozen=True):
+    """Where a ledger is, to go on from there."""
+
+    committed_steps: int
+    next_unit: int | None  # the first that was never handed out
+    committed: list[int]  # units at or after the first incomplete step
+    returned: list[int]
+    taken: dict[int, str]  # unit -> who has it
+
+
 @dataclass
 class Ledger:
     """Hands out the units of a run and takes note of those that are done."""
@@ -47,9 +60,33 @@ class Ledger:
     def __post_init__(self) -> None:
         self.committed_steps = self.first_step
         """All units of the steps before this one are committed."""
-        self._upcoming = self._units()
+        self._upcoming = self._units(self.first_step, 0)
         self._next: Unit | None = next(self._upcoming, None)
         self._committed: set[int] = set()  # unit numbers at or after the first incomplete step
+
+    @property
+    def state(self) -> LedgerState:
+        return LedgerState(
+            self.committed_steps,
+            None if self._next is None else self._next.number,
+            sorted(self._committed),
+            [unit.number for unit in self._returned],
+            {number: holder for number, (holder, _) in self.taken.items()},
+        )
+
+    def go_on_from(self, state: LedgerState) -> None:
+        """Be where another ledger of the same run was."""
+        self.committed_steps = state.committed_steps
+        if state.next_unit is None:
+            self._next = None
+        else:
+            step, share = divmod(state.next_unit, self.num_shares)
+            self._upcoming = self._units(step, share)
+            self._next = next(self._upcoming, None)
+        self._committed = set(state.committed)
+        self._done = dict(Counter(number // self.num_shares for number in state.committed))
+        self._returned = [self._unit(number) for number in state.returned]
+        self.taken = {number: (holder, self._unit(number)) for number, holder in state.taken.items()}
 
     @property
     def num_batches(self) -> int:
@@ -125,16 +162,19 @@ class Ledger:
     def _batch_length(self, batch: int) -> int:
         return min(self.batch_size, self.num_samples - batch * self.batch_size)
 
-    def _units(self) -> Iterator[Unit]:
-        for step in range(self.first_step, self.num_steps):
-            epoch, batch = divmod(step, self.num_batches)
-            for share in range(self.num_shares):
-                start, stop = batch_part(
-                    batch,
-                    batch_size=self.batch_size,
-                    num_samples=self.num_samples,
-                    shards=Shards(share, share + 1, self.num_shares),
-                )
-                if start < stop:
-                    number = step * self.num_shares + share
-                    yield Unit(number, step, share, self._num_units(step), epoch, start, stop)
+    def _units(self, first_step: int, first_share: int) -> Iterator[Unit]:
+        """Yield all units with samples from this one on."""
+        for step in range(first_step, self.num_steps):
+            for share in range(first_share if step == first_step else 0, self._num_units(step)):
+                yield self._unit(step * self.num_shares + share)
+
+    def _unit(self, number: int) -> Unit:
+        step, share = divmod(number, self.num_shares)
+        epoch, batch = divmod(step, self.num_batches)
+        start, stop = batch_part(
+            batch,
+            batch_size=self.batch_size,
+            num_samples=self.num_samples,
+            shards=Shards(share, share + 1, self.num_shares),
+        )
+        return Unit(number, step, share, self._num_units(step), epoch, start, stop)

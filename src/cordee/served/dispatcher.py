@@ -2,24 +2,29 @@
 
 Workers ask for work and wait for the answer, which comes when they may go on. At certain steps nothing is handed out
 until all that was is committed; then the evaluator reads a snapshot that holds exactly those steps.
+
+Nothing is sent before `flush`, so that what it follows from can be written down first. A dispatcher that comes back
+is given the `Memory` of the one before; whoever had no answer asks again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
+from cordee.cluster.control import CONTROL_NAME
 from cordee.cluster.stragglers import Stragglers
 from cordee.communication.channel import Received, ServerChannel
-from cordee.communication.messages import Event, Failure, Heartbeat, Refused
+from cordee.communication.messages import Accepted, Enlist, Event, Failure, Heartbeat, Message, Refused, Scale
 from cordee.compute import Metrics
-from cordee.core.errors import CommunicationError
+from cordee.core.errors import CommunicationError, JobError
 from cordee.data import Ledger, Unit
+from cordee.data.ledger import LedgerState
 from cordee.progress import Progress
 from cordee.served.messages import (
     AskOrder,
@@ -52,6 +57,9 @@ class Hearing:
     address: str = ""  # of a server
     step: int = 0
     is_done: bool = False
+    num_events: int = 0  # heard of it
+    is_leaving: bool = False  # gets no more work: it was told to go, or the run is to have fewer
+    has_left: bool = False  # was let go
 
 
 @dataclass
@@ -81,10 +89,44 @@ class Outcome:
     stopped_by: str | None = None
     metrics: Metrics | None = None
     weights_sha256: str = ""
+    verdict: str = ""  # why the run ends early although nobody failed
     ages: tuple[int, ...] = ()
     problem: str = ""  # why the last checkpoint is missing
     stall_s: float = 0.0  # that nothing was handed out for checkpoints
     last_step_loss: float | None = None
+
+
+Place = tuple[int, int, int, int]  # step, epoch, batches of it, samples in all
+
+
+class Memory(msgspec.Struct, kw_only=True):
+    """What a dispatcher that comes back must know."""
+
+    progress: Progress
+    barrier: int  # nothing of this step is handed out before a snapshot
+    counted: int  # steps that are in the progress
+    ledger: LedgerState | None = None
+    hearings: dict[str, Hearing] = {}
+    outcome: Outcome = msgspec.field(default_factory=lambda: Outcome())
+    posts: list[_Post] = []
+    map_version: int = 0
+    has_been_ready: bool = False
+    is_final: bool = False
+    is_over: bool = False
+    reading: bool = False  # a snapshot is being read: nothing may change
+    deciding: bool = False  # training waits for what the evaluation says
+    num_orders: int = 0
+    ordered_at: Place = (0, 0, 0, 0)  # where training was when the order was given
+    is_order_open: bool = False
+    ordered_step: int = -1
+    has_ordered_last: bool = False  # the order that ends the run is given
+    saved_step: int = -1  # of the job: its checkpoint is there
+    paused_s: float | None = None  # since when nothing is handed out for a snapshot
+    stall_s: float = 0.0  # of the last snapshot
+    sums: dict[int, _StepSum] = {}
+    settle: tuple[int, float] = (-1, 1.0)
+    first_work_s: float | None = None  # when training proper began
+    num_refused_in_a_row: int = 0
 
 
 @dataclass
@@ -102,62 +144,93 @@ class Dispatcher:
     wants_followers: bool
     elapsed_s: Callable[[], float]
     rate: Callable[[int], float | None]
-    hearings: dict[str, Hearing] = field(default_factory=dict)
+    min_workers: int = 1
+    obey: Callable[[Scale | Enlist], str] | None = None  # somebody with the control file wants something
+    memory: Memory | None = None  # of the one before
     failures: list[tuple[str, Failure]] = field(default_factory=list)
-    outcome: Outcome = field(default_factory=Outcome)
-    is_over: bool = False
 
     def __post_init__(self) -> None:
-        self._posts = [_Post() for _ in range(self.num_servers)]
-        self._has_been_ready = False
-        self._map_version = 0
+        if self.memory is None:
+            committed = self.ledger.committed_steps
+            barrier = self.plan.next_barrier(committed)
+            self._memory = Memory(progress=self.progress, barrier=barrier, counted=committed)
+            self._memory.posts = [_Post() for _ in range(self.num_servers)]
+        else:
+            self._memory = self.memory
+            self.progress = self._memory.progress
+            self.plan.policy.patience = self.progress.patience
+            assert self._memory.ledger is not None
+            self.ledger.go_on_from(self._memory.ledger)
+            for name, hearing in self._memory.hearings.items():
+                hearing.heard_s = time.monotonic()  # nobody could be heard meanwhile
+                self.channel.fence(name, hearing.incarnation - 1)
         self._waiting: dict[str, Received] = {}  # worker -> its request for work
         self._asking: list[Received] = []  # requests for the list of servers
         self._desk: Received | None = None  # the evaluator, when it is free
-        self._barrier = self.plan.next_barrier(self.ledger.committed_steps)
-        self._is_final = False
-        self._reading = False  # a snapshot is being read: nothing may change
-        self._deciding = False  # training waits for what the evaluation says
-        self._ordered_step = -1
-        self._has_ordered_last = False  # the order that ends the run is given
-        self._paused_s: float | None = None  # since when nothing is handed out for a snapshot
-        self._stall_s = 0.0  # of the last snapshot
-        self._saved_step = -1  # of the job: its checkpoint is there
-        self._sums: dict[int, _StepSum] = {}
-        self._settle = (-1, 1.0)
-        self._taken_s: dict[int, float] = {}
+        self._replies: list[tuple[Received, Message]] = []
+        self._taken_s: dict[int, float] = {}  # not of those before: how long they had is not known
         self._stragglers = Stragglers()
         self._window = (self.progress.samples, time.perf_counter())
-        self.first_work_s: float | None = None  # when training proper began
-        self._refused_in_a_row = 0
-        self._counted = self.ledger.committed_steps  # steps that are in the progress
+
+    def recall(self) -> Memory:
+        """Return what the next one must know."""
+        self._memory.ledger = self.ledger.state
+        return self._memory
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether anything waits to be sent."""
+        return bool(self._replies)
+
+    def flush(self) -> None:
+        """Send what is to be sent. One that is gone is passed over: its exit will tell, or it asks again."""
+        replies, self._replies = self._replies, []
+        for received, message in replies:
+            with contextlib.suppress(CommunicationError):
+                self.channel.reply(received, message)
+
+    @property
+    def hearings(self) -> dict[str, Hearing]:
+        return self._memory.hearings
+
+    @property
+    def outcome(self) -> Outcome:
+        return self._memory.outcome
+
+    @property
+    def is_over(self) -> bool:
+        return self._memory.is_over
+
+    @property
+    def first_work_s(self) -> float | None:
+        return self._memory.first_work_s
 
     @property
     def addresses(self) -> list[str]:
         """Where the servers are that serve."""
-        return [self.hearings[post.serving].address for post in self._posts if post.serving]
+        return [self.hearings[post.serving].address for post in self._memory.posts if post.serving]
 
     @property
     def is_ready(self) -> bool:
         """Whether all servers serve, and at the start all followers follow."""
-        if not all(post.serving for post in self._posts):
+        if not all(post.serving for post in self._memory.posts):
             return False
-        self._has_been_ready |= not self.wants_followers or all(post.is_following for post in self._posts)
-        return self._has_been_ready
+        self._memory.has_been_ready |= not self.wants_followers or all(post.is_following for post in self._memory.posts)
+        return self._memory.has_been_ready
 
     def unfollowed(self) -> list[tuple[int, str, str]]:
         """Return the servers whose followers wait to be given everything: index, address, follower's address."""
         return [
             (index, self.hearings[post.serving].address, self.hearings[post.follower].address)
-            for index, post in enumerate(self._posts)
+            for index, post in enumerate(self._memory.posts)
             if post.serving and post.follower and not post.is_following
         ]
 
     def is_served(self, index: int) -> bool:
-        return bool(self._posts[index].serving)
+        return bool(self._memory.posts[index].serving)
 
     def note_following(self, index: int) -> None:
-        self._posts[index].is_following = True
+        self._memory.posts[index].is_following = True
         self._tell_servers()
 
     def serve(self, timeout_s: float) -> None:
@@ -167,19 +240,21 @@ class Dispatcher:
             self._handle(received)
             received = self.channel.receive(0.0)
         self._drop_late()
+        if not self.is_over:
+            self._let_go()
         self._go_on()
 
     def stop(self, reason: str) -> None:
         """End the run after the steps that were begun."""
-        if self._is_final:
+        if self._memory.is_final:
             return
         self.outcome.stopped_by = reason
-        self._is_final = True
+        self._memory.is_final = True
         ledger = self.ledger
         begun = ledger.highest_step_taken
         if ledger.next_share:
             begun += 1
-        self._barrier = min(self._barrier, max(begun, ledger.committed_steps))
+        self._memory.barrier = min(self._memory.barrier, max(begun, ledger.committed_steps))
 
     def lose(self, name: str) -> list[Unit]:
         """Forget a process that ended; return the units of work it had in hand."""
@@ -187,27 +262,32 @@ class Dispatcher:
         self._stragglers.forget(name)
         self._waiting.pop(name, None)
         units = self.ledger.put_back(name)
-        for post in self._posts:
+        for post in self._memory.posts:
             if name == post.follower:
                 post.follower, post.is_following = "", False
             elif name == post.serving:
                 post.serving = post.follower if post.is_following else ""
                 if post.serving:
                     post.follower, post.is_following = "", False
-                self._map_version += 1
+                self._memory.map_version += 1
         if hearing is not None and hearing.role == "evaluator":
             self._desk = None
-            if self._reading or self._deciding:  # its order is given again to the next one
-                self._reading = self._deciding = self._has_ordered_last = False
-                self._ordered_step = -1
+            if self._memory.is_order_open:  # the next one is given its order
+                self._order_again()
         return units
 
     def _handle(self, received: Received) -> None:
         name = received.envelope.sender
         hearing = self.hearings.get(name)
         message = received.message
+        if name == CONTROL_NAME and isinstance(message, Scale | Enlist) and self.obey is not None:
+            try:
+                self._reply(received, Accepted(self.obey(message)))
+            except JobError as error:
+                self._reply(received, Refused("refused", str(error)))
+            return
         if hearing is None and not isinstance(message, Join):
-            self.channel.reply(received, Refused("unknown-process", name))
+            self._reply(received, Refused("unknown-process", name))
             return
         if hearing is not None:
             hearing.heard_s = time.monotonic()
@@ -220,44 +300,61 @@ class Dispatcher:
             case TakeWork():
                 if message.done >= 0:
                     self._commit(name, message)
+                self.ledger.put_back(name)  # who asks has nothing in hand: it did not hear the last answer
+                assert hearing is not None
+                hearing.is_leaving |= message.leaves
                 self._waiting[name] = received
             case AskOrder():
                 self._desk = received
+                if self._memory.is_order_open:
+                    self._order_again()  # it did not hear the last answer
             case SnapshotTaken(ages=ages):
+                self._reply(received, Joined(self.failure_timeout_s))
                 self.outcome.ages = ages
-                self._reading = False
-                self._stall_s = time.perf_counter() - (self._paused_s or time.perf_counter())
+                self._memory.reading = False
+                self._memory.stall_s = time.perf_counter() - (self._memory.paused_s or time.perf_counter())
             case OrderDone():
-                self._finish_order(message)
-                self.channel.reply(received, Joined(self.failure_timeout_s))
+                if message.number == self._memory.num_orders and self._memory.is_order_open:
+                    self._finish_order(message)
+                self._reply(received, Joined(self.failure_timeout_s))
             case Heartbeat(step=step):
                 assert hearing is not None
                 hearing.step = step
-            case Event(type=kind, fields=fields):
-                self.emit(kind, **fields)
+            case Event(type=kind, fields=fields, number=number):
+                assert hearing is not None
+                if number > hearing.num_events:
+                    hearing.num_events = number
+                    self.emit(kind, **fields)
+                self._reply(received, Joined(self.failure_timeout_s))
             case Failure():
                 self.failures.append((name, message))
+                self._reply(received, Joined(self.failure_timeout_s))
             case Bye():
                 assert hearing is not None
                 hearing.is_done = True
+                self._reply(received, Joined(self.failure_timeout_s))
             case other:
-                self.channel.reply(received, Refused("unexpected", type(other).__name__))
+                self._reply(received, Refused("unexpected", type(other).__name__))
 
     def _join(self, received: Received, join: Join) -> None:
         name = received.envelope.sender
+        known = self.hearings.get(name)
+        if known is not None and known.incarnation == received.envelope.incarnation:
+            self._reply(received, Joined(self.failure_timeout_s))  # it did not hear the first time
+            return
         self.hearings[name] = Hearing(join.role, join.index, join.pid, received.envelope.incarnation, time.monotonic())
         if join.role == "server":
             if join.index >= self.num_servers:
-                self.channel.reply(received, Refused("unknown-process", f"there is no server {join.index}"))
+                self._reply(received, Refused("unknown-process", f"there is no server {join.index}"))
                 return
             self.hearings[name].address = join.address
-            post = self._posts[join.index]
+            post = self._memory.posts[join.index]
             if post.serving:
                 post.follower, post.is_following = name, False
             else:
                 post.serving = name
-                self._map_version += 1
-        self.channel.reply(received, Joined(self.failure_timeout_s))
+                self._memory.map_version += 1
+        self._reply(received, Joined(self.failure_timeout_s))
         self.emit("worker_started", worker=join.index, pid=join.pid, host=join.host, role=join.role)
         self._tell_servers()
 
@@ -265,19 +362,16 @@ class Dispatcher:
         if not self.is_ready:
             return
         for received in self._asking:
-            self._send(received, Servers(self._map_version, tuple(self.addresses)))
+            self._reply(received, Servers(self._memory.map_version, tuple(self.addresses)))
         self._asking = []
 
     def _commit(self, worker: str, done: TakeWork) -> None:
-        if done.refused:
-            self._refused_in_a_row += 1
-        else:
-            self._refused_in_a_row = 0
         if not self.ledger.commit(done.done):
             return
+        self._memory.num_refused_in_a_row = self._memory.num_refused_in_a_row + 1 if done.refused else 0
         self._note_pace(worker, done.done)
-        before = self._counted
-        sums = self._sums.setdefault(done.done // self.ledger.num_shares, _StepSum())
+        before = self._memory.counted
+        sums = self._memory.sums.setdefault(done.done // self.ledger.num_shares, _StepSum())
         if math.isfinite(done.loss_sum):
             sums.loss_sum += done.loss_sum
             sums.count += done.count
@@ -287,7 +381,7 @@ class Dispatcher:
         sums.num_refused += bool(done.refused)
         sums.num_units += 1
         for step in range(before, self.ledger.committed_steps):
-            self._close_step(step, self._sums.pop(step))
+            self._close_step(step, self._memory.sums.pop(step))
 
     def _note_pace(self, worker: str, number: int) -> None:
         taken_s = self._taken_s.pop(number, None)
@@ -302,7 +396,7 @@ class Dispatcher:
 
     def _close_step(self, step: int, sums: _StepSum) -> None:
         plan, progress = self.plan, self.progress
-        self._counted = step + 1
+        self._memory.counted = step + 1
         if plan.is_first_of_epoch(step):
             progress.loss_sum, progress.loss_count = 0.0, 0
         progress.step = plan.steps_after(step + 1)
@@ -311,7 +405,7 @@ class Dispatcher:
         progress.loss_sum += sums.loss_sum
         progress.loss_count += sums.count
         if plan.clip_norm:
-            self._settle = (step * plan.push_every, min(1.0, plan.clip_norm / (math.sqrt(sums.squares) + 1e-6)))
+            self._memory.settle = (step * plan.push_every, min(1.0, plan.clip_norm / (math.sqrt(sums.squares) + 1e-6)))
         loss = sums.loss_sum / sums.count if sums.count else math.nan
         self.outcome.last_step_loss = loss
         self.show(progress.step, loss)
@@ -336,21 +430,49 @@ class Dispatcher:
         ledger = self.ledger
         if self.is_over or not self.is_ready:
             return
-        if ledger.committed_steps >= self._barrier:
-            self._paused_s = self._paused_s or time.perf_counter()
-            is_last = self._is_final or ledger.is_complete
-            is_ordered = self._has_ordered_last if is_last else self._ordered_step == self._barrier
+        if ledger.committed_steps >= self._memory.barrier:
+            self._memory.paused_s = self._memory.paused_s or time.perf_counter()
+            is_last = self._memory.is_final or ledger.is_complete
+            is_ordered = self._memory.has_ordered_last if is_last else self._memory.ordered_step == self._memory.barrier
             if not is_ordered:
                 self._order(is_last)
-            if is_last or self._reading or self._deciding or self._ordered_step != self._barrier:
+            if (
+                is_last
+                or self._memory.reading
+                or self._memory.deciding
+                or self._memory.ordered_step != self._memory.barrier
+            ):
                 return
-            self._barrier = self.plan.next_barrier(ledger.committed_steps)
-            self._paused_s = None
+            self._memory.barrier = self.plan.next_barrier(ledger.committed_steps)
+            self._memory.paused_s = None
         self._hand_out()
+
+    @property
+    def active_workers(self) -> list[str]:
+        """The workers that are there to stay."""
+        here = [(name, one) for name, one in self.hearings.items() if one.role == "worker"]
+        return [name for name, one in here if not (one.is_leaving or one.is_done)]
+
+    def _let_go(self) -> None:
+        """Send those home that are to leave, unless nobody could go on without them."""
+        leaving = [name for name in self._waiting if self.hearings[name].is_leaving]
+        if not leaving or self._memory.is_final:
+            return
+        if len(self.active_workers) < max(1, self.min_workers):
+            # They stay for as long as it takes to save.
+            self.outcome.verdict = f"{', '.join(leaving)} had to leave, and too few workers are left to go on"
+            self.stop("interrupt")
+            return
+        for name in leaving:
+            hearing = self.hearings[name]
+            self._reply(self._waiting.pop(name), Leave())
+            if not hearing.has_left:
+                hearing.has_left = True
+                self.emit("worker_left", worker=hearing.index, step=self.progress.step)
 
     def _hand_out(self) -> None:
         ledger, staleness = self.ledger, self.plan.max_staleness
-        limit = self._barrier
+        limit = self._memory.barrier
         if staleness is not None:
             limit = min(limit, ledger.committed_steps + staleness + 1)
         for name in list(self._waiting):
@@ -358,11 +480,11 @@ class Dispatcher:
             if unit is None:
                 return
             received = self._waiting.pop(name)
-            if self.first_work_s is None:
-                self.first_work_s = time.perf_counter()
-                self._window = (self.progress.samples, self.first_work_s)
+            if self._memory.first_work_s is None:
+                self._memory.first_work_s = time.perf_counter()
+                self._window = (self.progress.samples, self._memory.first_work_s)
             self._taken_s[unit.number] = time.monotonic()
-            settles, scale = self._settle if self.plan.clip_norm else (-1, 1.0)
+            settles, scale = self._memory.settle if self.plan.clip_norm else (-1, 1.0)
             work = Work(
                 unit=unit.number,
                 step=unit.step,
@@ -375,24 +497,26 @@ class Dispatcher:
                 settles=settles,
                 scale=scale,
             )
-            if not self._send(received, work):
-                ledger.put_back(name)
+            self._reply(received, work)
 
     def _order(self, is_last: bool) -> None:
         """Have the evaluator read the servers as they are now, if it is free."""
         if self._desk is None:
             return
-        plan, step, progress = self.plan, self._barrier, self.progress
+        plan, step, progress = self.plan, self._memory.barrier, self.progress
         is_interrupted = self.outcome.stopped_by == "interrupt"
         evaluates = plan.evaluates(step, is_last=is_last and not is_interrupted)
         evaluates &= progress.evaluated_at != progress.step  # unless that was just done
-        saves = plan.saves(step, is_last=is_last) and self._saved_step != progress.step
+        saves = plan.saves(step, is_last=is_last) and self._memory.saved_step != progress.step
         if is_last and not evaluates and not saves:
             self._end()
             return
         progress.elapsed_s = self.elapsed_s()
-        settles, scale = self._settle if plan.clip_norm else (-1, 1.0)
+        settles, scale = self._memory.settle if plan.clip_norm else (-1, 1.0)
+        self._memory.num_orders += 1
+        self._memory.ordered_at = (progress.step, progress.epoch, progress.batch, progress.samples)
         order = Order(
+            number=self._memory.num_orders,
             step=progress.step,
             evaluate=evaluates,
             save=saves,
@@ -401,23 +525,30 @@ class Dispatcher:
             scale=scale,
         )
         desk, self._desk = self._desk, None
-        if self._send(desk, order):
-            self._ordered_step = step
-            self._reading = True
-            self._has_ordered_last = is_last
-            self._deciding = is_last or (evaluates and plan.has_verdicts)
+        self._reply(desk, order)
+        self._memory.ordered_step = step
+        self._memory.reading = self._memory.is_order_open = True
+        self._memory.has_ordered_last = is_last
+        self._memory.deciding = is_last or (evaluates and plan.has_verdicts)
+
+    def _order_again(self) -> None:
+        memory = self._memory
+        memory.reading = memory.deciding = memory.has_ordered_last = memory.is_order_open = False
+        memory.ordered_step = -1
 
     def _finish_order(self, done: OrderDone) -> None:
-        self._reading = False
+        self._memory.reading = self._memory.is_order_open = False
         outcome, plan, progress = self.outcome, self.plan, self.progress
         outcome.weights_sha256 = done.weights_sha256
+        step, epoch, batch, samples = self._memory.ordered_at
+        self.emit("commit", step=step, epoch=epoch, batch=batch, samples=samples, weights_sha256=done.weights_sha256)
         outcome.problem = done.problem
         if done.problem:
             self.emit("warning", message=f"checkpoint at step {done.step} was not saved: {done.problem}")
         elif done.path:
-            self._saved_step = done.step
-            self.emit("checkpoint", step=done.step, path=done.path, seconds=done.seconds, stall_s=self._stall_s)
-            outcome.stall_s += self._stall_s
+            self._memory.saved_step = done.step
+            self.emit("checkpoint", step=done.step, path=done.path, seconds=done.seconds, stall_s=self._memory.stall_s)
+            outcome.stall_s += self._memory.stall_s
         if done.metrics:
             metrics = msgspec.json.decode(done.metrics, type=Metrics)
             outcome.metrics = progress.metrics = metrics
@@ -437,24 +568,24 @@ class Dispatcher:
             progress.patience = plan.policy.patience
             if progress.patience.evaluations_since == 0:
                 progress.best_step = done.step
-            if reason is not None and not self._is_final and not self.ledger.is_complete:
+            if reason is not None and not self._memory.is_final and not self.ledger.is_complete:
                 self.stop(reason)  # what is begun meanwhile is finished; where training waited, nothing is
-        self._deciding = False
-        if self._has_ordered_last:
+        self._memory.deciding = False
+        if self._memory.has_ordered_last:
             self._end()
 
     def _end(self) -> None:
-        self.is_over = True
+        self._memory.is_over = True
         for name in list(self._waiting):
-            self._send(self._waiting.pop(name), Leave())
+            self._reply(self._waiting.pop(name), Leave())
 
     def dismiss(self) -> None:
         """Tell whoever asks that there is nothing more to do."""
         for name in list(self._waiting):
-            self._send(self._waiting.pop(name), Leave())
+            self._reply(self._waiting.pop(name), Leave())
         if self._desk is not None:
             desk, self._desk = self._desk, None
-            self._send(desk, Leave())
+            self._reply(desk, Leave())
 
     def _drop_late(self) -> None:
         limit_s = self.plan.drop_late_s
@@ -472,11 +603,7 @@ class Dispatcher:
     @property
     def has_only_refusals(self) -> bool:
         """Whether servers have refused everything for a while: the run will not get anywhere."""
-        return self._refused_in_a_row >= 100
+        return self._memory.num_refused_in_a_row >= 100
 
-    def _send(self, received: Received, message: Any) -> bool:
-        try:
-            self.channel.reply(received, message)
-        except CommunicationError:  # it died a moment ago, which its exit will tell
-            return False
-        return True
+    def _reply(self, received: Received, message: Message) -> None:
+        self._replies.append((received, message))

@@ -92,7 +92,7 @@ class Desk:
                 problem = str(error)
         sha = checkpoint.weights_sha256(self._parts.model.state_dict())
         found = msgspec.json.encode(metrics).decode() if metrics else ""
-        return OrderDone(order.step, found, sha, path, time.perf_counter() - started, problem)
+        return OrderDone(order.step, found, sha, path, time.perf_counter() - started, problem, order.number)
 
     def close(self) -> None:
         self._wire.close()
@@ -134,7 +134,7 @@ class Desk:
                     reply_bytes=4 * piece.length * target.element_size() + (1 << 20),
                 )
             )
-        self._link.tell(SnapshotTaken(self._read_extras()))
+        self._link.ask(SnapshotTaken(self._read_extras()))
         return join_pieces(self._layout, states)
 
     def _read_extras(self) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -12,9 +13,10 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+import psutil
 
 from cordee.communication.calls import Connection
-from cordee.communication.channel import ClientChannel
+from cordee.communication.channel import ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
 from cordee.communication.messages import Event, Failure, Heartbeat, Message
@@ -41,6 +43,7 @@ class ProcessOrder(msgspec.Struct, frozen=True, kw_only=True):
     failure_timeout_s: float
     startup_timeout_s: float
     resume: bool = False
+    launcher_pid: int = 0  # for one that the launcher did not start: it ends when this one does
     num_local: int = 1  # processes that compute on this host: they share its cores
 
     @property
@@ -60,7 +63,7 @@ class DispatchLink:
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._known = 0
+        self._num_events = 0
         self.step = 0
 
     def join(self, address: str = "") -> None:
@@ -73,26 +76,39 @@ class DispatchLink:
         self._thread.start()
 
     def ask(self, message: Message) -> Message:
-        """Make a request and wait for its answer, which may take long. If the launcher dies, so does this process."""
-        with self._lock:
-            return self._channel.request(
-                message, timeout_s=self._order.startup_timeout_s, wait_on=lambda: not self._is_closing.is_set()
-            ).message
+        """Make a request and wait for its answer, which may take long. If the launcher dies, so does this process.
 
-    def tell(self, message: Message) -> None:
-        self._channel.send(message, timeout_s=self._order.failure_timeout_s)
+        Asks again where no answer can come: a dispatcher that dies comes back, and answers once however often it is
+        asked. Raises CommunicationError if it does not.
+        """
+        limit_s = self._order.startup_timeout_s
+        with self._lock:
+            while True:
+                asked = self._channel.begin(message, timeout_s=limit_s)
+                try:
+                    return self._channel.finish(
+                        asked, timeout_s=limit_s, wait_on=lambda: not self._is_closing.is_set()
+                    ).message
+                except RefusedError:
+                    raise
+                except CommunicationError as error:
+                    if self._is_closing.is_set():
+                        raise
+                    log.info("asking again: %s", error)
 
     def emit(self, kind: str, fields: dict[str, Any]) -> None:
-        self.tell(Event(kind, fields))
+        self._num_events += 1
+        self.ask(Event(kind, fields, self._num_events))
 
     def fail(self, error: BaseException) -> None:
         """Report the error this process ends with."""
         text = "".join(traceback.format_exception(error))[-60_000:]
         is_consequence = isinstance(error, CommunicationError)
-        self.tell(Failure(self.step, f"raised {type(error).__name__}: {error}"[:4000], text, is_consequence))
+        with contextlib.suppress(CommunicationError):  # its exit will tell
+            self.ask(Failure(self.step, f"raised {type(error).__name__}: {error}"[:4000], text, is_consequence))
 
     def leave(self) -> None:
-        self.tell(Bye())
+        self.ask(Bye())
 
     def connect(self, server: int) -> Connection:
         """Return a connection to a server. Raises CommunicationError if it is not up in time."""
@@ -134,8 +150,21 @@ class DispatchLink:
     ) -> None:
         self.close()
 
+    def is_given_up(self) -> bool:
+        """Whether the dispatcher does not know this process any more: it was taken for lost, being frozen."""
+        try:
+            self.ask(AskServers())
+        except RefusedError as error:
+            return error.reason in ("unknown-process", "stale-incarnation")
+        except CommunicationError:
+            pass
+        return False
+
     def _keep_alive(self, beat_s: float) -> None:
         while not self._is_closing.wait(beat_s):
+            if self._order.launcher_pid and not psutil.pid_exists(self._order.launcher_pid):
+                log.error("the run is over: its launcher (process %d) is gone", self._order.launcher_pid)
+                os._exit(1)  # the main thread may wait for an answer for ever
             try:
                 self._channel.send(Heartbeat(self.step), timeout_s=beat_s)
             except CommunicationError:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from cordee.communication.messages import Count, Event, Failure, Heartbeat, Message, Name, Text
+from cordee.communication.messages import Accepted, Count, Enlist, Event, Failure, Heartbeat, Message, Name, Scale, Text
 from cordee.communication.wire import Limits
 
 Number = Annotated[int, Meta(ge=-1, le=2**62)]
@@ -61,6 +61,7 @@ class TakeWork(Message, frozen=True):
     num_samples: Count = 0
     squares: float = 0.0  # of the gradients of pieces that this unit completed
     refused: Text = ""  # why a server did not take the gradient
+    leaves: bool = False  # it was told to go, and wants no more work
 
 
 class Work(Message, frozen=True):
@@ -97,6 +98,7 @@ class Order(Message, frozen=True):
 
     is_generational = False
 
+    number: Count
     step: Count
     evaluate: bool
     save: bool
@@ -106,7 +108,7 @@ class Order(Message, frozen=True):
 
 
 class SnapshotTaken(Message, frozen=True):
-    """The evaluator has read the snapshot: the servers may go on. Not answered."""
+    """The evaluator has read the snapshot: the servers may go on. Answered by `Joined`."""
 
     is_generational = False
 
@@ -124,16 +126,17 @@ class OrderDone(Message, frozen=True):
     path: Text = ""
     seconds: float = 0.0
     problem: Text = ""
+    number: Count = 0  # of the order
 
 
 class Bye(Message, frozen=True):
-    """The sender is done and ends. Not answered."""
+    """The sender is done and ends. Answered by `Joined`, as are events and failures."""
 
     is_generational = False
 
 
 SERVED: tuple[type[Message], ...] = (
     Join, Joined, AskServers, Servers, TakeWork, Work, Leave, AskOrder, Order, SnapshotTaken, OrderDone, Bye,
-    Heartbeat, Event, Failure,
+    Heartbeat, Event, Failure, Scale, Enlist, Accepted,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=1 << 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 
 from cordee.assembly import Assembly, assemble
 from cordee.cluster import Team
+from cordee.communication import outage
 from cordee.compute import Loss, split_batch
 from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
+from cordee.core.errors import CommunicationError
 from cordee.core.seeds import derive_seed
 from cordee.monitoring import setup_logging
 from cordee.served.link import DispatchLink, ProcessOrder
@@ -38,21 +41,35 @@ def main(argument: dict[str, Any]) -> int:
     """Work until the run ends; return the exit code. Called in a fresh fork of the fork server."""
     order = msgspec.convert(argument, ProcessOrder)
     memory = MemoryWatch()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
-    run_dir = Path(order.run_dir)
-    with setup_logging(run_dir / "logs" / f"{order.name}.log"), DispatchLink(order) as link:
+    outage.install()
+    leave_asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: leave_asked.set())  # a spot instance, Slurm, Kubernetes
+    # The launcher asks, when it is time; one that it did not start is asked by its user.
+    interrupted = (lambda number, frame: leave_asked.set()) if order.launcher_pid else signal.SIG_IGN
+    signal.signal(signal.SIGINT, interrupted)
+    with setup_logging(Path(order.run_dir) / "logs" / f"{order.name}.log"):
+        while (code := _work(order, leave_asked, memory)) is None:
+            log.warning("this worker was given up because it was frozen; it joins again")
+    return code
+
+
+def _work(order: ProcessOrder, leave_asked: threading.Event, memory: MemoryWatch) -> int | None:
+    """Join and work; return the exit code, or None if this worker was given up and may join again."""
+    with DispatchLink(order) as link:
         try:
-            job = Job.load(run_dir / "job.toml")
+            job = Job.load(Path(order.run_dir) / "job.toml")
             team = Team(
                 worker_index=min(order.index, job.strategy.workers - 1),
                 num_workers=job.strategy.workers,
                 num_local_workers=order.num_local,
             )
-            loop = WorkLoop(assemble(job, team), link, order, memory)
+            loop = WorkLoop(assemble(job, team), link, order, leave_asked, memory)
             link.join()
             loop.run()
             link.leave()
         except Exception as error:
+            if isinstance(error, CommunicationError) and link.is_given_up():
+                return None
             log.exception("%s cannot go on", order.name)
             link.fail(error)
             return 1
@@ -106,7 +123,15 @@ class PushWatch:
 class WorkLoop:
     """One worker's way from unit to unit. It keeps no optimizer state."""
 
-    def __init__(self, parts: Assembly, link: DispatchLink, order: ProcessOrder, memory: MemoryWatch) -> None:
+    def __init__(
+        self,
+        parts: Assembly,
+        link: DispatchLink,
+        order: ProcessOrder,
+        leave_asked: threading.Event,
+        memory: MemoryWatch,
+    ) -> None:
+        self._leave_asked = leave_asked
         self._memory = memory
         self._parts = parts
         self._job = parts.job
@@ -133,7 +158,7 @@ class WorkLoop:
 
     def run(self) -> None:
         """Take work until there is no more."""
-        done, waited_s = TakeWork(), 0.0
+        done, waited_s, has_asked = TakeWork(), 0.0, False
         began_s = None
         while True:
             asked_s = time.perf_counter()
@@ -146,7 +171,11 @@ class WorkLoop:
                 break
             assert isinstance(reply, Work)
             self._link.step = reply.step
-            done = self._do(reply)
+            if self._leave_asked.is_set() and not has_asked:
+                has_asked, done = True, TakeWork(leaves=True)  # the unit goes to another, if there is one
+                continue
+            done = msgspec.structs.replace(self._do(reply), leaves=self._leave_asked.is_set())
+            has_asked = done.leaves
         seconds = time.perf_counter() - began_s
         self._link.emit(
             "worker_ended",

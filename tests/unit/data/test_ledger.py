@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from cordee.data import Ledger, Unit
+from cordee.data.ledger import LedgerState
 
 
 def run_schedule(seed: int) -> None:
@@ -25,6 +27,10 @@ def run_schedule(seed: int) -> None:
             break
         worker = draw.choice(workers)
         limit = num_steps if staleness is None else ledger.committed_steps + staleness + 1
+        if draw.random() < 0.05:  # another ledger goes on from there
+            state = msgspec.msgpack.decode(msgspec.msgpack.encode(ledger.state), type=LedgerState)
+            ledger = Ledger(num_samples, batch_size, num_shares, num_steps)
+            ledger.go_on_from(state)
         event = draw.random()
         if event < 0.05:  # it dies, and another takes its place
             ledger.put_back(worker)

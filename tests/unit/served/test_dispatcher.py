@@ -66,6 +66,7 @@ class Play:
         envelope = SimpleNamespace(sender=sender, incarnation=1)
         self.channel.inbox.append(SimpleNamespace(envelope=envelope, message=message))
         self.dispatcher.serve(0.0)
+        self.dispatcher.flush()
         return list(self.channel.answers)
 
     def order(self, answers: list[tuple[str, Message]]) -> Order:
@@ -76,7 +77,9 @@ class Play:
         self.say("evaluator-0", SnapshotTaken(()))
         metrics = '{"loss": 1.0, "accuracy": 0.5, "top5_accuracy": null, "num_samples": 1, "seconds": 0.1}'
         path = "step" if order.save else ""
-        self.say("evaluator-0", OrderDone(order.step, metrics if order.evaluate else "", "sha", path))
+        self.say(
+            "evaluator-0", OrderDone(order.step, metrics if order.evaluate else "", "sha", path, number=order.number)
+        )
         return self.say("evaluator-0", AskOrder())
 
 
@@ -125,6 +128,6 @@ def test_a_stop_in_the_middle_of_a_step_waits_for_it_and_sends_everybody_home() 
     assert (order.step, order.save, order.evaluate) == (1, True, False)
     play.channel.answers.clear()
     play.say("evaluator-0", SnapshotTaken(()))
-    answers = play.say("evaluator-0", OrderDone(1, "", "sha", "step"))
+    answers = play.say("evaluator-0", OrderDone(1, "", "sha", "step", number=order.number))
     assert ("worker-0", Leave()) in answers
     assert play.dispatcher.is_over
