@@ -6,6 +6,8 @@ import contextlib
 import time
 from typing import Any
 
+import msgspec
+
 from cordee.assembly import assemble
 from cordee.cluster import Team
 from cordee.core import Job
@@ -14,7 +16,7 @@ from cordee.planner.measuring import typical_s
 NUM_LAYERS = 8
 SMALL = (16,) * NUM_LAYERS
 LARGE = (1024,) * 3  # 8 MB of parameters
-NUM_STEPS = 48
+NUM_STEPS = 32
 NUM_WINDOWS = 8
 WARM_UP_STEPS = 8
 
@@ -34,22 +36,30 @@ def trial_job(strategy: str, num_workers: int, settings: dict[str, Any], hidden:
     )
 
 
-def measure_bare(index: int, num_workers: int, hidden: tuple[int, ...]) -> float:
-    """Return the seconds of a step of a model while all members take one, exchanging nothing."""
+class Bare(msgspec.Struct, frozen=True):
+    """Seconds of a step without any exchange."""
+
+    step_s: float
+    pass_s: float  # of which forward and backward
+
+
+def measure_bare(index: int, num_workers: int, hidden: tuple[int, ...]) -> Bare:
+    """Return what a step of a model takes while all members take one, exchanging nothing."""
     team = Team(index, num_workers, num_local_workers=num_workers, local_rank=index)
     return _step_s(trial_job("data_parallel", num_workers, {}, hidden), team)
 
 
-def _step_s(job: Job, team: Team) -> float:
+def _step_s(job: Job, team: Team) -> Bare:
     parts = assemble(job, team)
     optimizer = parts.recipe.make(parts.model.named_parameters())
-    times = []
+    times, passes = [], []
     with contextlib.closing(parts.train.batches(0)) as batches:
         for batch, _ in zip(batches, range(NUM_STEPS), strict=False):
             started = time.perf_counter()
             total = parts.computation.loss.count(batch.targets)
             parts.computation.forward_backward(parts.model, [batch], total_count=total, measure=False)
+            passes.append(time.perf_counter() - started)
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter() - started)
-    return typical_s(times[WARM_UP_STEPS:])
+    return Bare(typical_s(times[WARM_UP_STEPS:]), typical_s(passes[WARM_UP_STEPS:]))

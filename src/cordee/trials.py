@@ -15,7 +15,7 @@ from cordee.cluster.local import LocalEngine
 from cordee.core import Job
 from cordee.core.errors import CordeeError
 from cordee.monitoring import Event, Monitor, RunDirectory
-from cordee.overheads import LARGE, NUM_LAYERS, SMALL, trial_job
+from cordee.overheads import LARGE, NUM_LAYERS, SMALL, Bare, trial_job
 from cordee.planner.machine import Overhead
 from cordee.served import ServedRun
 from cordee.strategies import STRATEGIES
@@ -39,10 +39,10 @@ class _Found(NamedTuple):
     parameter_bytes: int
 
 
-def measure_trials(engine: LocalEngine, num_workers: int, bare_s: Sequence[float]) -> list[Overhead]:
+def measure_trials(engine: LocalEngine, num_workers: int, bare: Sequence[Bare]) -> list[Overhead]:
     """Return what each strategy of this version adds to a step of `num_workers`, and the memory a worker then takes.
 
-    `bare_s` are the steps of the models without any exchange, while as many workers take one each.
+    `bare` are the steps of the small and the large model without any exchange, while as many workers take one each.
     """
     found = []
     for strategy, trials in _trials(num_workers).items():
@@ -53,9 +53,10 @@ def measure_trials(engine: LocalEngine, num_workers: int, bare_s: Sequence[float
             with contextlib.suppress(CordeeError):  # a strategy that refuses this machine is not to be had on it
                 outcome = _run(engine, job)
                 peak_bytes = max(peak_bytes, outcome.peak_bytes if trial.hidden == SMALL else 0)
-                bare = bare_s[0 if trial.hidden == SMALL else 1] * trial.num_passes
+                own = bare[0 if trial.hidden == SMALL else 1]
+                bare_s = own.step_s + own.pass_s * (trial.num_passes - 1)
                 num_parts = outcome.parameter_bytes if strategy == "parameter_server" else trial.num_parts
-                points.append((num_parts, outcome.step_s - bare))
+                points.append((num_parts, outcome.step_s - bare_s))
         if points:
             found.append(_line(strategy, num_workers, points, peak_bytes))
     return found

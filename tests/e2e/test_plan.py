@@ -41,7 +41,9 @@ def job(workspace: Workspace) -> Path:
     return path
 
 
+@pytest.mark.timeout(600)
 def test_a_plan_of_two_workers_and_of_a_cluster(workspace: Workspace, job: Path) -> None:
+    workspace.timeout_s = 280.0  # a first plan makes a dozen short runs: half a minute, several on a busy machine
     first = workspace.run("plan", str(job), "--workers", "2", "--json")
     assert_ended_well(first)
     plan = json.loads(first.stdout)

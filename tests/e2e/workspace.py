@@ -127,6 +127,7 @@ class Workspace:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.timeout_s = TIMEOUT_S  # of a command
         self.environ = environment(CORDEE_CACHE=str(path / "cache"))
         (path / "parts.py").write_text(PARTS)
         self.job = path / "job.toml"
@@ -146,7 +147,7 @@ class Workspace:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=self.timeout_s,
             check=False,
         )
 
