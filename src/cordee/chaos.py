@@ -20,6 +20,7 @@ import psutil
 from cordee.auditing import audit_run
 from cordee.cluster.control import scale_run
 from cordee.communication.outage import OUTAGE_S
+from cordee.core.env import faulty_environment
 from cordee.core.errors import CordeeError, JobError, TrainingError, nearest
 from cordee.doctor import Finding
 from cordee.monitoring import read_events
@@ -174,8 +175,9 @@ FAULTS: dict[str, Callable[[Victim], None]] = {
 
 @contextlib.contextmanager
 def _training(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "CORDEE_CHAOS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=faulty_environment()
+    )
     try:
         yield process
     finally:

@@ -56,6 +56,11 @@ def takes_faults(environ: Mapping[str, str] = os.environ) -> bool:
     return bool(environ.get("CORDEE_CHAOS"))
 
 
+def faulty_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment of a run that takes faults."""
+    return {**environ, "CORDEE_CHAOS": "1"}
+
+
 def wants_traceback(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether errors should come with their traceback (`CORDEE_TRACEBACK=1`), for reporting bugs."""
     return bool(environ.get("CORDEE_TRACEBACK"))

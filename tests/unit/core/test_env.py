@@ -37,7 +37,7 @@ def test_tracebacks_are_for_those_who_ask() -> None:
 
 def test_faults_are_for_those_who_ask() -> None:
     assert not env.takes_faults({})
-    assert env.takes_faults({"CORDEE_CHAOS": "1"})
+    assert env.takes_faults(env.faulty_environment({}))
 
 
 def test_colour() -> None:
