@@ -213,6 +213,8 @@ def run_once(job: Job, prediction: Prediction, run_s: float) -> tuple[float, int
 
 def _train(job: Job, folder: str) -> tuple[float, int]:
     done = train(job, run_dir=Path(folder) / "run", quiet=True)
+    if done.status == "interrupted":  # which a run takes as its own end, and the benchmark as its own
+        raise KeyboardInterrupt
     rates = [event["samples_per_second"] for event in done.events() if event["type"] == "step"]
     # The first event is that of the first step, the second window has what warms up.
     step_s = job.training.batch_size / statistics.median(rates[2:] or rates)
