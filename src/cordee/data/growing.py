@@ -124,6 +124,7 @@ class FolderFeed:
         self._root, self._source = root, source
         self._read: deque[tuple[str, Batch]] = deque()  # files with rows that were not taken
         self._last = ""  # the name of the file that was read last
+        self._seen: set[str] | None = None  # the files that were there when last looked
 
     @property
     def mark(self) -> str:
@@ -162,7 +163,9 @@ class FolderFeed:
         """Read the next file, if there is one."""
         is_end_there = (self._root / END_FILE).exists()  # looked for first: what comes before it is there by then
         known = self._last or self.place.file
-        for name in _list_files(self._root):
+        names = _list_files(self._root)
+        self._refuse_late(names, known)
+        for name in names:
             is_begun = name == self.place.file and not self._last
             if name < known or (name == known and not is_begun):
                 continue
@@ -181,6 +184,16 @@ class FolderFeed:
             return True
         self.is_ended = is_end_there
         return False
+
+    def _refuse_late(self, names: list[str], known: str) -> None:
+        """Raise DataError for a file that would never be taken."""
+        late = [name for name in names if name < known and self._seen is not None and name not in self._seen]
+        if late:
+            raise DataError(
+                f"{self._root / late[0]} came after {known}, whose name is later, and would never be trained on: "
+                "names of new files must come after those that are there; rename it, then --resume"
+            )
+        self._seen = set(names)
 
 
 def endless(dataset: Any, what: str, num_classes: int | None, example: Batch) -> GrowingSource:

@@ -146,6 +146,17 @@ def test_a_file_that_does_not_belong_is_named(tmp_path: Path, changes: dict[str,
         stream.ready()
 
 
+def test_a_file_that_would_never_be_taken_is_an_error(tmp_path: Path) -> None:
+    for name in ("0", "2"):
+        write(tmp_path, f"{name}.npz", 0, 4)
+    stream = OnlineStream(source_of(tmp_path), Place(), batch_size=8, holdout=0.0, shards=ALONE)
+    stream.take(stream.ready())
+    assert stream.ready() == 0
+    write(tmp_path, "1.npz", 4, 4)
+    with pytest.raises(DataError, match=r"1\.npz came after 2\.npz, whose name is later.*rename it, then --resume"):
+        stream.ready()
+
+
 def test_a_file_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
     write(tmp_path, "0.npz", 0, 4)
     stream = OnlineStream(source_of(tmp_path), Place(), batch_size=8, holdout=0.0, shards=ALONE)
