@@ -257,10 +257,13 @@ def test_ctrl_c_twice_ends_at_once_and_tells_how_far_it_came(tmp_path: Path) -> 
     assert found and found[1] in saved, output
 
 
-def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_nothing_and_can_be_resumed(tmp_path: Path, undisturbed: str) -> None:
     launched = Launched(tmp_path)
-    launched.wait_for_step(10)
+    launched.wait_for_step(60)
     family = psutil.Process(launched.process.pid).children(recursive=True)
     launched.process.kill()
     launched.process.communicate()
     assert not psutil.wait_procs(family, timeout=5)[1]
+    command = [*TRAIN, str(launched.run_dir / "job.toml"), "--resume", "--run-dir", str(launched.run_dir), "-q"]
+    assert subprocess.run(command, timeout=120, check=False).returncode == 0
+    assert json.loads((launched.run_dir / "summary.json").read_text())["weights_sha256"] == undisturbed

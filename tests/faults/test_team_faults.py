@@ -352,11 +352,16 @@ def test_ctrl_c_twice_ends_at_once(launched: Launched) -> None:
     assert summary["steps"] >= 5 and summary["samples"] >= 5
 
 
-def test_no_orphans_when_the_launcher_is_killed(launched: Launched) -> None:
-    launched.wait_for_step(5)
-    launched.process.kill()
-    launched.process.communicate()
-    assert not launched.survivors()
+def test_a_killed_launcher_leaves_nothing_and_can_be_resumed(tmp_path: Path, undisturbed: str) -> None:
+    with launch(tmp_path) as run:
+        run.wait_for_step(60)
+        run.process.kill()
+        run.process.communicate()
+        assert not run.survivors()
+        command = ["train", str(run.run_dir / "job.toml"), "--resume", "--run-dir", str(run.run_dir), "-q"]
+        ended = subprocess.run([sys.executable, "-m", "cordee", *command], timeout=120, check=False)
+        assert ended.returncode == 0
+        assert run.summary()["weights_sha256"] == undisturbed
 
 
 def test_a_worker_that_raises_is_reported_once(tmp_path: Path) -> None:

@@ -7,9 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from cordee.cluster.errands import Emit, Numbered, Post, Show, Stop, ToCoordinator, ToLauncher, connect, listen
+from cordee.cluster.errands import (
+    Emit,
+    Numbered,
+    Post,
+    Show,
+    Stop,
+    ToCoordinator,
+    ToLauncher,
+    Unjournalled,
+    connect,
+    listen,
+)
 from cordee.cluster.fork_server import Exited, Started
 from cordee.cluster.journal import Journal, remove_journal
+from cordee.cluster.launcher_link import LauncherLink, LauncherOrder
 from cordee.core.errors import StorageError
 
 
@@ -19,6 +31,7 @@ def test_the_newest_entry_is_there_for_the_next_one(tmp_path: Path) -> None:
         assert journal.load() is None
         journal.commit(b"one", b"a")
         journal.commit(b"two", b"b")
+        assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}, "there are keys in it"
         with Journal(path, "run") as next_one:  # as when the first was killed: nothing was closed
             assert next_one.load() == (b"two", b"b") and next_one.num_entries == 2
     with Journal(path, "another run") as other:
@@ -70,3 +83,47 @@ def test_a_message_that_was_cut_off_is_not_heard() -> None:
     with pytest.raises(EOFError):
         assert list(post.receive()) == []
     post.close()
+
+
+def order_in(folder: Path, run_dir: Path) -> LauncherOrder:
+    return LauncherOrder(folder=str(folder), run_dir=str(run_dir), run_id="run", alive_every_s=60.0)
+
+
+def heard_by(listener: socket.socket, link: LauncherLink) -> list[object]:
+    """Return what a launcher hears of a coordinator until it is gone."""
+    link.close()
+    post = Post(listener.accept()[0], ToLauncher)
+    heard = []
+    with pytest.raises(EOFError):
+        for message in post.receive():
+            heard.append(message)
+    post.close()
+    return heard
+
+
+def test_a_coordinator_that_comes_back_sends_its_last_errands_again(tmp_path: Path) -> None:
+    with listen(tmp_path) as listener:
+        first = LauncherLink(order_in(tmp_path, tmp_path))
+        assert first.restored is None
+        first.emit("one")
+        first.commit(b"state 1")
+        first.emit("two")
+        first.commit(b"state 2")
+        first.emit("three")  # never written down: it did not happen
+        emitted = [Numbered(1, Emit("one", {})), Numbered(2, Emit("two", {}))]
+        assert heard_by(listener, first) == emitted
+        second = LauncherLink(order_in(tmp_path, tmp_path))
+        assert second.restored == b"state 2"
+        second.emit("four")
+        second.commit(b"state 3")
+        assert heard_by(listener, second) == [emitted[1], Numbered(3, Emit("four", {}))]
+
+
+def test_without_a_journal_it_says_so_and_goes_on(tmp_path: Path) -> None:
+    with listen(tmp_path) as listener:
+        link = LauncherLink(order_in(tmp_path, tmp_path / "missing"))
+        link.emit("one")
+        link.commit(b"state")
+        unjournalled, errand = heard_by(listener, link)
+    assert isinstance(unjournalled, Unjournalled) and "coordinator.sqlite" in unjournalled.problem
+    assert errand == Numbered(1, Emit("one", {}))
