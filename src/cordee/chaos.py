@@ -19,6 +19,7 @@ import psutil
 
 from cordee.auditing import audit_run
 from cordee.cluster.control import scale_run
+from cordee.cluster.local import is_alive
 from cordee.communication.outage import OUTAGE_S
 from cordee.core.env import faulty_environment
 from cordee.core.errors import CordeeError, JobError, TrainingError, nearest
@@ -192,20 +193,13 @@ def _pids(run_dir: Path) -> dict[int, int]:
     """Return the living workers by number, as the events tell."""
     started = [e for e in _events(run_dir) if e["type"] == "worker_started" and e.get("role") == "worker"]
     pids = {event["worker"]: event["pid"] for event in started}
-    return {worker: pid for worker, pid in pids.items() if _is_alive(pid)}
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
+    return {worker: pid for worker, pid in pids.items() if is_alive(pid)}
 
 
 def _victim(run_dir: Path, fault: Fault) -> Victim | None:
     if fault.kind == COORDINATOR:
         pids = [event["pid"] for event in _events(run_dir) if event["type"] == "coordinator_started"]
-        return Victim("", pids[-1], run_dir) if pids and _is_alive(pids[-1]) else None
+        return Victim("", pids[-1], run_dir) if pids and is_alive(pids[-1]) else None
     workers = sorted(_pids(run_dir).items())
     if not workers:
         return None

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from cordee.assembly import bare_strategy
 from cordee.cluster.control import Control, write_control
 from cordee.cluster.coordinator import Coordinator, State
 from cordee.cluster.fork_server import Exited, Started
 from cordee.cluster.launcher_link import LauncherLink, LauncherOrder, open_channel
-from cordee.cluster.local import ProcessorWatch, describe_exit
+from cordee.cluster.local import ProcessorWatch, describe_exit, is_alive
 from cordee.cluster.membership import ACTIVE, Membership, Record, Trouble
 from cordee.cluster.restarts import Restarts
 from cordee.cluster.scaling import Scaling
@@ -257,7 +256,7 @@ class TeamCoordinator:
                 membership.exit(report.index, describe_exit(report), now_s, is_killed=report.status < 0)
         for index, pid in self._memory.guests.items():
             record = membership.records[index]
-            if record.state in ACTIVE and not psutil.pid_exists(pid):
+            if record.state in ACTIVE and not is_alive(pid):
                 membership.exit(index, "ended without a word", now_s, is_killed=True)
         for index in membership.check_silence(now_s, self._is_working):
             if membership.records[index].is_guest or (membership.is_elastic and not self._restarts.can_replace):

@@ -64,6 +64,12 @@ def test_nothing_to_resume_is_told(workspace: Workspace) -> None:
     assert list((workspace.path / "empty").iterdir()) == []
 
 
+def test_a_run_that_nobody_can_join_says_why(half_done: Path, workspace: Workspace) -> None:
+    assert_refused(workspace.run("join", "nowhere"), 2, "nowhere is not a run directory")
+    assert_refused(workspace.run("join", str(half_done)), 2, "it has ended, or it trains in one process")
+    assert_refused(workspace.run("scale", str(half_done), "2"), 2, "it has ended, or it trains in one process")
+
+
 def test_a_changed_job_is_not_resumed(half_done: Path, workspace: Workspace) -> None:
     before = contents(half_done)
     done = workspace.train("--resume", *settings(optimizer__lr=0.02, seed=3))

@@ -280,13 +280,17 @@ def test_somebody_joins_freezes_wakes_and_leaves(tmp_path: Path, undisturbed: st
         assert [event["worker"] for event in run.of("worker_left")] == [2]
 
 
+@pytest.mark.long
 def test_a_guest_ends_with_the_launcher(launched: Launched) -> None:
     launched.wait_for_step(5)
     command = [sys.executable, "-m", "cordee", "join", str(launched.run_dir)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as guest:
         wait_for_members(launched, 3)
+        launched.wait_for_step(launched.of("step")[-1]["step"] + 3)
         launched.process.kill()
-        assert guest.wait(timeout=20) == 1
+        _, stderr = guest.communicate(timeout=20)
+        assert guest.returncode == 1, stderr
+    launched.process.communicate()
     assert not launched.survivors()
 
 

@@ -114,7 +114,9 @@ def join(
     On the host of the run; whoever can read control.json in its directory may join. Ctrl-C or SIGTERM leaves after
     the step, and nothing is lost. Exit code 1 if this worker fails; the run goes on without it.
     """
-    from cordee.cluster.control import enlist
+    from cordee.cluster.control import check_control, enlist
+
+    check_control(run)  # before torch is imported
     from cordee.served import worker as served
     from cordee.worker import main
 

@@ -74,6 +74,11 @@ def _ask(folder: Path, wish: Scale | Enlist) -> str:
     return reply.detail
 
 
+def check_control(folder: Path) -> None:
+    """Raise RunDirectoryError where nobody listens."""
+    _read_control(folder)
+
+
 def enlist(folder: Path) -> dict[str, Any]:
     """Ask the run in `folder` to take this process as a worker; return what a worker is told.
 

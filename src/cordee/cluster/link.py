@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import msgspec
-import psutil
 
 from cordee.cluster.coordinator import WORKER_PREFIX
+from cordee.cluster.local import is_alive
 from cordee.communication.channel import ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
@@ -121,7 +121,7 @@ class CoordinatorLink:
 
     @property
     def _is_launcher_gone(self) -> bool:
-        return self._launcher_pid > 0 and not psutil.pid_exists(self._launcher_pid)
+        return self._launcher_pid > 0 and not is_alive(self._launcher_pid)
 
     def await_generation(self, step: int, *, has_dropped: bool, reason: str = "") -> Answer:
         """Say that this worker is ready, with `step` steps taken or -1 for nothing, and wait for what to do.

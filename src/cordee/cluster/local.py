@@ -133,6 +133,14 @@ class LocalEngine:
             self.close()
 
 
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process; one that has ended and was not buried is none."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a process does not run until it gets a signal, or not any more."""
     try:

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import torch
 
 from cordee import checkpoint
 from cordee.cluster.control import Control, write_control
 from cordee.cluster.fork_server import Exited
 from cordee.cluster.launcher_link import LauncherLink, LauncherOrder, open_channel
-from cordee.cluster.local import describe_exit, is_stopped
+from cordee.cluster.local import describe_exit, is_alive, is_stopped
 from cordee.cluster.restarts import MOST_LOSSES_IN_ONE_STEP
 from cordee.communication.calls import Connection
 from cordee.communication.endpoint import Speaker
@@ -484,7 +483,7 @@ class ServedCoordinator:
         """Go on without guests that ended or froze. Nobody takes their place."""
         for index, pid in list(self._memory.guests.items()):
             hearing = dispatcher.hearings.get(f"worker-{index}")
-            if not psutil.pid_exists(pid):
+            if not is_alive(pid):
                 del self._memory.guests[index]
                 if hearing is not None and not hearing.is_done:
                     self._give_up(dispatcher, index, "ended without a word")

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
-import psutil
 
+from cordee.cluster.local import is_alive
 from cordee.communication.calls import Connection
 from cordee.communication.channel import ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
@@ -162,7 +162,7 @@ class DispatchLink:
 
     def _keep_alive(self, beat_s: float) -> None:
         while not self._is_closing.wait(beat_s):
-            if self._order.launcher_pid and not psutil.pid_exists(self._order.launcher_pid):
+            if self._order.launcher_pid and not is_alive(self._order.launcher_pid):
                 log.error("the run is over: its launcher (process %d) is gone", self._order.launcher_pid)
                 os._exit(1)  # the main thread may wait for an answer for ever
             try:
