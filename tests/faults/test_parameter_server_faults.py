@@ -170,7 +170,7 @@ def test_workers_join_leave_freeze_and_wake(tmp_path: Path, undisturbed: str) ->
     (tmp_path / "slowly").touch()
     launched = Launched(tmp_path, "cluster.max_restarts = 0")
     launched.wait_for_step(2)
-    first = launched.pids("worker")
+    first = {event["worker"]: event["pid"] for event in launched.events("worker_started") if event["role"] == "worker"}
     assert scale_run(launched.run_dir, 3) == "from 2 to 3 workers"
     command = [sys.executable, "-m", "cordee", "join", str(launched.run_dir)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as guest:
