@@ -200,6 +200,8 @@ def _group(order: WorkerOrder, answer: Answer) -> Iterator[Team]:
             pg_options=BackendSettings(failure_timeout_s=order.failure_timeout_s),
         )
     except RuntimeError as error:
+        # torch names groups by counting them, and counts one that failed: a new process would wait under another name.
+        dist.distributed_c10d._world.group_count = 0
         raise CommunicationError(f"generation {answer.generation} could not meet: {error}") from error
     try:
         yield Team(
