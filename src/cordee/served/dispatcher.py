@@ -404,8 +404,9 @@ class Dispatcher:
         progress.samples += sums.num_samples
         progress.loss_sum += sums.loss_sum
         progress.loss_count += sums.count
-        if plan.clip_norm:
-            self._memory.settle = (step * plan.push_every, min(1.0, plan.clip_norm / (math.sqrt(sums.squares) + 1e-6)))
+        if plan.settings.is_in_step:
+            scale = min(1.0, plan.clip_norm / (math.sqrt(sums.squares) + 1e-6)) if plan.clip_norm else 1.0
+            self._memory.settle = (step, scale)
         loss = sums.loss_sum / sums.count if sums.count else math.nan
         self.outcome.last_step_loss = loss
         self.show(progress.step, loss)
@@ -484,7 +485,7 @@ class Dispatcher:
                 self._memory.first_work_s = time.perf_counter()
                 self._window = (self.progress.samples, self._memory.first_work_s)
             self._taken_s[unit.number] = time.monotonic()
-            settles, scale = self._memory.settle if self.plan.clip_norm else (-1, 1.0)
+            settles, scale = self._memory.settle
             work = Work(
                 unit=unit.number,
                 step=unit.step,
@@ -512,7 +513,7 @@ class Dispatcher:
             self._end()
             return
         progress.elapsed_s = self.elapsed_s()
-        settles, scale = self._memory.settle if plan.clip_norm else (-1, 1.0)
+        settles, scale = self._memory.settle
         self._memory.num_orders += 1
         self._memory.ordered_at = (progress.step, progress.epoch, progress.batch, progress.samples)
         order = Order(

@@ -134,10 +134,10 @@ class Desk:
                     reply_bytes=4 * piece.length * target.element_size() + (1 << 20),
                 )
             )
-        self._link.ask(SnapshotTaken(self._read_extras()))
+        self._link.ask(SnapshotTaken(self._read_extras(order.settles)))
         return join_pieces(self._layout, states)
 
-    def _read_extras(self) -> tuple[int, ...]:
+    def _read_extras(self, settles: int) -> tuple[int, ...]:
         def receive(message: Message, buffers: tuple[Buffer, ...]) -> tuple[int, ...]:
             assert isinstance(message, Extras)
             with torch.no_grad():
@@ -146,7 +146,7 @@ class Desk:
             return message.ages
 
         room = sum(value.numel() * value.element_size() + 64 for value in self._buffers.values()) + 4096
-        ages: tuple[int, ...] = self._wire.call(0, SnapshotExtras(), receive=receive, reply_bytes=room)
+        ages: tuple[int, ...] = self._wire.call(0, SnapshotExtras(settles), receive=receive, reply_bytes=room)
         return ages
 
     def _measure(self) -> Metrics | None:

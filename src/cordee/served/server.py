@@ -85,7 +85,7 @@ class ParameterService:
                 self._push(call, push)
             case Pull(piece=index, has=has, settles=settles, scale=scale):
                 state = self._shard.piece(index)
-                if self._second is not None and (settles >= 0 or self._settings.delay_compensation):
+                if state.waits_for(settles) or self._settings.delay_compensation:
                     self._pass_on(call.message, (), call.caller)
                 values = state.pull(call.caller, settles, scale)
                 tracker = self._trackers.setdefault((call.caller, index), Tracker(self._codecs[index]))
@@ -100,7 +100,8 @@ class ParameterService:
                 else:
                     self._shard.keep_extras(worker or call.caller, unit, buffers)
                 call.reply(Pushed("applied"))
-            case PullExtras():
+            case PullExtras(settles=settles):
+                self._settle_extras(call, settles)
                 call.reply(Extras(tuple(self._shard.agreed), ()), list(self._shard.agreed.values()))
             case Snapshot(piece=index, settles=settles, scale=scale):
                 state = self._shard.piece(index)
@@ -109,7 +110,8 @@ class ParameterService:
                 saved = piece_state(state)
                 buffers_out = [state.values, *saved.tensors.values(), encode_plain(saved.values)]
                 call.reply(Snapped(state.version, tuple(saved.tensors)), buffers_out)
-            case SnapshotExtras():
+            case SnapshotExtras(settles=settles):
+                self._settle_extras(call, settles)
                 extras = self._shard.extras()
                 call.reply(Extras(tuple(extras), tuple(self._shard.ages)), list(extras.values()))
             case Fence(worker=worker, incarnation=incarnation):
@@ -127,6 +129,11 @@ class ParameterService:
                 call.reply(Pushed("applied"))
             case other:
                 call.refuse("unexpected", type(other).__name__)
+
+    def _settle_extras(self, call: Call, settles: int) -> None:
+        if self._shard.waits_for_extras(settles):
+            self._pass_on(call.message, (), call.caller)
+            self._shard.settle_extras(settles)
 
     def _push(self, call: Call, push: Push) -> None:
         gradient = self._codecs[push.piece].decode([buffer.torch() for buffer in call.buffers])
@@ -157,9 +164,11 @@ class ParameterService:
         for index, state in self._shard.pieces.items():
             names, buffers = dump_piece(state)
             connection.call(Load(index, names), buffers)
-        if self._is_fixed and self._shard.agreed:
-            agreed = self._shard.agreed
-            connection.call(PushExtras(0, tuple(agreed), worker="", num_shares=1), list(agreed.values()))
+        for number, (step, share, num_shares, pushed) in enumerate(self._shard.pushed_extras()):
+            extras = PushExtras(0, tuple(pushed), "", step, share, num_shares)
+            connection.call(extras, list(pushed.values()))
+            if number == 0:  # what steps start from now
+                connection.call(PullExtras(step), reply_bytes=self._reply_bytes + (1 << 20))
         for worker, (unit, buffers_of) in self._shard.kept_extras.items():
             connection.call(PushExtras(unit, tuple(buffers_of), worker), list(buffers_of.values()))
         self._second = connection

@@ -198,7 +198,7 @@ class WorkLoop:
         self._num_until_pull -= 1
         buffers = dict(self._model.named_buffers())
         if buffers and self._fixed is not None:
-            self._client.pull_extras(buffers)
+            self._client.pull_extras(buffers, work.settles)
         loss = self._compute(work)
         refused, squares = "", 0.0
         for push in self._pushes:

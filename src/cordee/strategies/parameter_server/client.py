@@ -157,7 +157,7 @@ class ParameterClient:
         message = PushExtras(unit, tuple(buffers), step=step, share=share, num_shares=num_shares)
         self._wire.call(0, message, list(buffers.values()))
 
-    def pull_extras(self, buffers: dict[str, Tensor]) -> None:
+    def pull_extras(self, buffers: dict[str, Tensor], settles: int = -1) -> None:
         """Bring the model's buffers to what all workers start from."""
 
         def receive(message: Message, received: tuple[Buffer, ...]) -> None:
@@ -167,7 +167,7 @@ class ParameterClient:
                     buffers[name].copy_(buffer.torch())
 
         room = sum(value.numel() * value.element_size() + 64 for value in buffers.values()) + 4096
-        self._wire.call(0, PullExtras(), receive=receive, reply_bytes=room)
+        self._wire.call(0, PullExtras(settles), receive=receive, reply_bytes=room)
 
     def close(self) -> None:
         if self._pool is not None:

@@ -39,7 +39,7 @@ class Pushed(Message, frozen=True):
 
 
 class Pull(Message, frozen=True):
-    """The parameters of one piece, please. With a scale: after applying step `settles`, which waits for it."""
+    """The parameters of one piece, please, after step `settles` was applied, scaled, where it waits for that."""
 
     is_generational = False
 
@@ -76,6 +76,8 @@ class PullExtras(Message, frozen=True):
 
     is_generational = False
 
+    settles: Number = -1
+
 
 class Snapshot(Message, frozen=True):
     """Everything the server has of one piece, optimizer included. Answered by `Snapped`."""
@@ -100,6 +102,8 @@ class SnapshotExtras(Message, frozen=True):
     """The buffers of all workers' models, averaged, and how old gradients were. Answered by `Extras`."""
 
     is_generational = False
+
+    settles: Number = -1
 
 
 class Extras(Message, frozen=True):

@@ -116,7 +116,7 @@ class PieceState:
         self.optimizer: Optimizer = recipe.make(self._parameters)
         self.applied = Applied()
         self._staged: dict[int, dict[int, tuple[int, Tensor | None]]] = {}  # step -> share -> (count, gradient)
-        self._waiting: tuple[int, float] | None = None  # (step, squares): complete, waits for its scale
+        self._waiting: tuple[int, float] | None = None  # (step, squares): complete here, waits to be settled
         self._completed: tuple[int, float] = (-1, -1.0)  # (unit, squares) of the last completion
         self._seen: dict[str, Tensor] = {}  # what each worker pulled last, for delay compensation
 
@@ -155,9 +155,12 @@ class PieceState:
                 seen.copy_(self.values)
         return self.values
 
+    def waits_for(self, step: int) -> bool:
+        return self._waiting is not None and self._waiting[0] == step
+
     def settle(self, step: int, scale: float) -> None:
-        """Apply the step that waits for its scale; a step that was settled before is passed over."""
-        if self._waiting is None or self._waiting[0] != step:
+        """Apply the step that waits for this; a step that was settled before is passed over."""
+        if not self.waits_for(step):
             return
         self._waiting = None
         if scale != 1.0:
@@ -228,10 +231,10 @@ class PieceState:
         squares = -1.0
         if self._settings.clip_norm:
             squares = float(self._gradient.double().square().sum()) if has_any else 0.0
-            if has_any:
-                self._waiting = (push.step, squares)
-        elif has_any:
-            self._step(push.step)
+        if has_any:
+            # Not before all servers have all of the step: if a worker is lost in the middle of its pushes, another
+            # computes its part again, and must find the parameters as they were everywhere.
+            self._waiting = (push.step, squares)
         self._completed = (push.unit, squares)
         return PushOutcome("applied", squares)
 
@@ -297,7 +300,9 @@ class ParameterShard:
         self._fixed = fixed
         self.agreed: dict[str, Tensor] = {}
         """In reproducible mode, the buffers that all workers start a step from; empty before the first."""
-        self._staged_extras: dict[int, dict[int, dict[str, Tensor]]] = {}  # step -> share -> buffers
+        self._staged_extras: dict[int, tuple[int, dict[int, dict[str, Tensor]]]] = {}
+        """Step -> how many shares it has, and the buffers of those that came."""
+        self._next_agreed: tuple[int, dict[str, Tensor]] | None = None  # of a step that waits to be settled
         self.ages = [0]
         self._first = min(self.pieces)
         self._extras: dict[str, tuple[int, dict[str, Tensor]]] = {}  # worker -> (unit, its buffers)
@@ -322,21 +327,46 @@ class ParameterShard:
             self._extras[worker] = (unit, {name: value.clone() for name, value in buffers.items()})
 
     def agree_on_extras(self, step: int, share: int, num_shares: int, buffers: dict[str, Tensor]) -> None:
-        """Take the buffers of one shard of a step; when all are there, their mean is what the next step starts from."""
+        """Take the buffers of one shard of a step; when all are there, their mean is what the next step starts from.
+
+        Not before `settle_extras`: see `PieceState`.
+        """
         assert self._fixed is not None
-        staged = self._staged_extras.setdefault(step, {})
+        if self._next_agreed is not None and self._next_agreed[0] >= step:
+            return  # sent again
+        _, staged = self._staged_extras.setdefault(step, (num_shares, {}))
         staged[share] = {name: value.clone() for name, value in buffers.items()}
         if len(staged) < num_shares:
             return
         del self._staged_extras[step]
-        first = staged[min(staged)]
-        for name, value in first.items():
+        agreed = {}
+        for name, value in staged[min(staged)].items():
             if value.is_floating_point():
                 parts = {share: own[name].double() for share, own in staged.items()}
                 total = self._fixed.add(parts, parts[min(staged)])
-                self.agreed[name] = (total / len(staged)).to(value.dtype)
+                agreed[name] = (total / len(staged)).to(value.dtype)
             else:
-                self.agreed[name] = value
+                agreed[name] = value
+        self._next_agreed = (step, agreed)
+
+    def waits_for_extras(self, step: int) -> bool:
+        return self._next_agreed is not None and self._next_agreed[0] <= step
+
+    def settle_extras(self, step: int) -> None:
+        """Start from what was agreed on in this step."""
+        if self.waits_for_extras(step):
+            assert self._next_agreed is not None
+            self.agreed, self._next_agreed = self._next_agreed[1], None
+
+    def pushed_extras(self) -> Iterator[tuple[int, int, int, dict[str, Tensor]]]:
+        """The step, share, number of shares and buffers of all that another needs to be where this one is."""
+        if self.agreed:
+            yield 0, 0, 1, self.agreed
+        if self._next_agreed is not None:
+            yield self._next_agreed[0], 0, 1, self._next_agreed[1]
+        for step, (num_shares, staged) in self._staged_extras.items():
+            for share, buffers in staged.items():
+                yield step, share, num_shares, buffers
 
     @property
     def kept_extras(self) -> Mapping[str, tuple[int, dict[str, Tensor]]]:

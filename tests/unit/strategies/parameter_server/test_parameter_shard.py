@@ -60,7 +60,11 @@ class Servers:
         described = self.layout.pieces[piece]
         push = UnitPush(**{"worker": "worker-0", "num_items": 1, "base": 0, **fields})  # type: ignore[arg-type]
         part = gradient[described.start : described.stop]
-        return self.shards[described.server].push(piece, push, part).kind
+        shard = self.shards[described.server]
+        kind = shard.push(piece, push, part).kind
+        if not self.settings.clip_norm:
+            shard.piece(piece).settle(push.step, 1.0)  # as the next pull would
+        return kind
 
     def values(self) -> Tensor:
         flat = torch.zeros(self.layout.length)
@@ -177,6 +181,30 @@ def test_delay_compensation_corrects_towards_the_gradient_at_the_new_place() -> 
     servers.push(gradient, 0, unit=1, step=0, share=0, num_shares=1, worker="slow")
     compensated = gradient + 0.5 * gradient * gradient * (moved - seen)
     torch.testing.assert_close(servers.values(), moved - 0.05 * compensated, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_that_one_server_has_whole_waits_for_the_others() -> None:
+    """Worker 1 is lost between its two pushes: who computes its part again must find what it found."""
+    servers = Servers(make_model())
+    before = servers.values()
+    (first, second), *_ = gradients(2, servers.layout.length)
+    whole, torn = servers.layout.pieces[0], servers.layout.pieces[-1]
+    assert whole.server != torn.server
+    for piece in servers.layout.pieces:
+        push = UnitPush("worker-0", 0, 0, 0, 2, 4, 0)
+        servers.shards[piece.server].push(piece.index, push, first[piece.start : piece.stop])
+    push = UnitPush("worker-1", 1, 0, 1, 2, 4, 0)
+    outcome = servers.shards[whole.server].push(whole.index, push, second[whole.start : whole.stop])
+    assert outcome.kind == "applied"
+    for piece in servers.layout.pieces:  # worker 2 takes its place
+        pulled = servers.shards[piece.server].piece(piece.index).pull("worker-2", settles=-1)
+        assert torch.equal(pulled, before[piece.start : piece.stop])
+    push = UnitPush("worker-2", 1, 0, 1, 2, 4, 0)
+    for piece in servers.layout.pieces:
+        servers.shards[piece.server].push(piece.index, push, second[piece.start : piece.stop])
+        servers.shards[piece.server].piece(piece.index).settle(0, 1.0)
+    expected = before - 0.05 * (first + second) / 2
+    torch.testing.assert_close(servers.values(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_clipping_waits_for_the_norm_of_all_servers() -> None:
