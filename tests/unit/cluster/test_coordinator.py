@@ -142,6 +142,31 @@ def test_a_worker_that_was_replaced_is_not_heard_any_more(served: Served) -> Non
     assert [fields for kind, fields in served.events if kind == "step"] == [{"step": 2}]
 
 
+def test_one_that_was_given_up_joins_again_where_it_may(served: Served) -> None:
+    with served.link(0) as first, served.link(1) as second:
+        joined(served, first, second)
+        second.emit("step", {"step": 1})
+        wait_until(lambda: "step" in served.kinds())
+        served.coordinator.fence(1)
+        served.membership.exit(1, "is frozen", time.monotonic(), is_killed=True)
+        served.membership.records[1].is_away = True
+        wait_until(lambda: served.membership.records[1].state == "preparing")
+        second.emit("step", {"step": 2})  # counts anew, and is heard
+        wait_until(lambda: served.kinds().count("step") == 2)
+        assert served.kinds().count("worker_started") == 3
+
+
+def test_one_whose_place_is_taken_leaves(served: Served) -> None:
+    with served.link(0) as first, served.link(1) as second:
+        joined(served, first, second)
+        served.coordinator.fence(1)
+        served.membership.exit(1, "is frozen", time.monotonic(), is_killed=True)
+        answer = second.await_generation(5, has_dropped=True)
+        assert answer.directive.action == "leave"
+        second.leave()  # nobody waits to hear it
+        assert served.kinds().count("worker_started") == 2
+
+
 def test_a_wish_to_leave_is_passed_on(served: Served) -> None:
     with served.link(0) as first, served.link(1) as second:
         joined(served, first, second)
