@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Tests of two files at a time: most of them wait, or import torch. Those with injected faults run one by one.
+TWO_FILES := $(BIN)/pytest -n 2 --dist loadfile
+
 .PHONY: help quickstart test test-long unit lint types bench docs fuzz clean
 help:
 	@echo "make quickstart  set up, train a first model, show the result"
@@ -37,13 +40,15 @@ test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(TWO_FILES) tests/unit
+	$(TWO_FILES) tests/distributed tests/e2e
+	$(BIN)/pytest tests/faults
 
 test-long: $(VENV)/.dev
 	CORDEE_LONG_TESTS=1 $(BIN)/pytest
 
 unit: $(VENV)/.dev
-	$(BIN)/pytest tests/unit
+	$(TWO_FILES) tests/unit
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

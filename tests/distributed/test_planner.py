@@ -12,6 +12,7 @@ from cordee.planning import kept_machine, plan
 from cordee.strategies import STRATEGIES
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_planner_benchmark_at_its_smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORDEE_CACHE", str(tmp_path))
