@@ -102,7 +102,7 @@ def test_workers_in_step_equal_single_and_lost_messages_change_nothing(tmp_path:
     assert disturbed.summary.weights_sha256 == clean.summary.weights_sha256
 
 
-@pytest.mark.parametrize("model", ["mlp", "resnet"])
+@pytest.mark.parametrize("model", [pytest.param("mlp", marks=pytest.mark.long), "resnet"])
 def test_reproducible_runs_have_the_bits_of_single(tmp_path: Path, model: str) -> None:
     """On any number of workers and servers: dropout in the one, batch norms in the other, Adam in both."""
     sections: dict[str, Any] = {"training": {"reproducible": True, "steps": 12}}

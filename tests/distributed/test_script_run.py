@@ -52,6 +52,7 @@ def plain(*command: str) -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.long
 def test_the_example_prints_the_same_however_it_is_started() -> None:
     script = [str(EXAMPLES / "own_loop.py"), "--epochs", "3"]
     alone = plain(*script)

@@ -63,6 +63,7 @@ def test_two_runs_of_two_workers_side_by_side(tmp_path: Path) -> None:
     assert summary_of(tmp_path / "a")["weights_sha256"] == summary_of(tmp_path / "b")["weights_sha256"]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_other_numbers_of_workers(tmp_path: Path) -> None:
     """2 workers, interrupted by Ctrl-C, then 3, then 1; against one straight run of one worker."""
     path = write_job(tmp_path, training={"steps": 3000})
@@ -124,6 +125,7 @@ def test_what_every_worker_says_is_the_reason(tmp_path: Path) -> None:
     assert summary_of(tmp_path / "run")["status"] == "failed"
 
 
+@pytest.mark.long
 def test_a_worker_killed_within_a_hook_of_ddp_is_trained_around(tmp_path: Path) -> None:
     """torch hands the loss of a peer on as a text there."""
     compressed = {"compression": "powersgd", "name": "data_parallel", "workers": 2}

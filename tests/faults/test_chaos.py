@@ -54,7 +54,10 @@ def test_what_cannot_be_planned(kinds: list[str], every_s: float, message: str) 
 
 @pytest.mark.parametrize(
     ("strategy", "kinds"),
-    [("data_parallel", "kill,freeze,leave,coordinator"), ("parameter_server", "partition,leave,coordinator")],
+    [
+        ("data_parallel", "kill,freeze,leave,coordinator"),
+        pytest.param("parameter_server", "partition,leave,coordinator", marks=pytest.mark.long),
+    ],
 )
 def test_a_run_is_sound_after_faults(tmp_path: Path, strategy: str, kinds: str) -> None:
     (tmp_path / "job.toml").write_text(JOB.replace("data_parallel", strategy))

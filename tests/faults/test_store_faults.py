@@ -55,7 +55,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalServers]:
     servers.close()
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("shared_memory", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_killed_server_is_named(servers: LocalServers, shared_memory: bool) -> None:
     with cordee.KVStore(failure_timeout="3s", shared_memory=shared_memory) as store:
         store.init("w", np.zeros(1_000_000, np.float32))

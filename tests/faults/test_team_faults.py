@@ -182,6 +182,7 @@ def test_a_frozen_worker_is_ended_and_trained_around(tmp_path: Path, undisturbed
         assert "is frozen" in run.of("worker_lost")[0]["reason"]
 
 
+@pytest.mark.long
 def test_all_killed_at_once_go_on_from_the_checkpoint(tmp_path: Path, undisturbed: str) -> None:
     with launch(tmp_path) as run:
         run.wait_for_step(60)
@@ -194,6 +195,7 @@ def test_all_killed_at_once_go_on_from_the_checkpoint(tmp_path: Path, undisturbe
         assert 1 <= run.summary()["steps_redone"] <= 60
 
 
+@pytest.mark.long
 def test_sigterm_makes_a_worker_leave_in_order(tmp_path: Path, undisturbed: str) -> None:
     with launch(tmp_path, "--workers", "3") as run:
         run.wait_for_step(10)
