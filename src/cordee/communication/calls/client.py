@@ -30,7 +30,7 @@ from cordee.communication.channel import Asked, ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
 from cordee.communication.messages import Message, Refused
-from cordee.communication.shared_memory.bell import yield_core
+from cordee.communication.shared_memory.bell import Patience
 from cordee.communication.shared_memory.hosts import own_host_id
 from cordee.communication.shared_memory.liveness import Silence, read_stat
 from cordee.communication.shared_memory.segment import Address, create_segment
@@ -48,9 +48,6 @@ _YIELD_S = 0.0005
 _NAP_S, _LONG_NAP_S = 0.004, 0.02
 _SAMPLE_S = 0.1
 _SMALLEST_LANE_BYTES = 1 << 16
-# Who waits for a large call sleeps at once: on a busy machine a sleeper runs as soon as it is woken, and one who
-# yields comes after other programs.
-_LARGE_BYTES = 1 << 19
 
 
 def _message_only(message: Message, buffers: tuple[Buffer, ...]) -> Message:
@@ -101,6 +98,7 @@ class Connection:
         self._curve = curve
         self._timeout_s = failure_timeout_s
         self._codec = Codec([*CONNECTION, *messages], limits)
+        self._patience = Patience()
         self._lock = threading.Lock()
         self._control_lock = threading.Lock()
         # A server takes a second connection of the same speaker, opened when the first was lost, for a replay of it.
@@ -157,7 +155,6 @@ class Connection:
         lane = self._take_lane(max(parcel.extent, reply_bytes))
         try:
             lane.lane.write(bytes(payload), parcel)
-            lane.is_large = max(parcel.extent, reply_bytes) > _LARGE_BYTES
         except BaseException:
             lane.close(self._porch)
             raise
@@ -198,7 +195,7 @@ class Connection:
     def _finish_lane(self, lane: _SharedLane, receive: Receive, timeout_s: float | None) -> Any:
         assert self._porch is not None and self._watch is not None
         try:
-            lane.wait(self._watch, timeout_s)
+            lane.wait(self._watch, self._patience, timeout_s)
             raw, answers = lane.lane.read()
             reply = self._codec.decode_payload(raw, self.address)
             if type(reply) is Refused:
@@ -304,14 +301,13 @@ class _SharedLane:
 
     def __init__(self, lane: Lane, slot: int) -> None:
         self.lane, self.slot, self.stamp = lane, slot, 0
-        self.is_large = False
 
     def show(self, porch: Porch) -> None:
         """Tell the server of the request that was written."""
         self.stamp += 1
         porch.call(self.slot, self.stamp)
 
-    def wait(self, watch: _ServerWatch, timeout_s: float | None) -> None:
+    def wait(self, watch: _ServerWatch, patience: Patience, timeout_s: float | None) -> None:
         """Wait for the reply."""
         stamp, words = self.stamp, self.lane.words
         for _ in range(_SPINS):
@@ -320,9 +316,7 @@ class _SharedLane:
         started = now = time.monotonic()
         while words[REPLY_STAMP] < stamp:
             waited_s = now - started
-            if waited_s < _YIELD_S and not self.is_large:
-                yield_core()
-            else:
+            if waited_s >= _YIELD_S or not patience.yields(now):
                 watch.check(now)
                 if timeout_s is not None and waited_s > timeout_s:
                     raise CommunicationError(f"no reply from the server at {watch.address} within {timeout_s:g} s")

@@ -21,7 +21,7 @@ from cordee.communication.channel import Received, ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
 from cordee.communication.messages import Message, Refused
-from cordee.communication.shared_memory.bell import yield_core
+from cordee.communication.shared_memory.bell import Patience
 from cordee.communication.shared_memory.hosts import own_host_id
 from cordee.communication.shared_memory.liveness import HEARTBEAT, read_stat
 from cordee.communication.shared_memory.segment import Address, attach_segment
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 _SPIN_S = 5e-6  # looking again costs less than sleeping for as long as a client needs between two calls
 _YIELD_S = 0.0005
 _NAP_S, _IDLE_NAP_S = 0.004, 0.05  # a wake-up that is missed costs this much; idle: nothing came for a second
-_LARGE_BYTES = 1 << 19  # after such a call it sleeps at once: see the client
 _CENSUS_S = 0.5  # how often lanes are looked through for clients that died
 
 
@@ -115,7 +114,6 @@ class CallServer:
         self._lanes: list[_ServedLane | None] = []
         self._fenced: dict[str, int] = {}
         self._is_closing = False
-        self._was_large = False
         self._has_lanes = threading.Event()
         self._beat = HEARTBEAT.add(self._porch.words, LIFE, 0.5)
         self._thread: threading.Thread | None = None
@@ -129,6 +127,7 @@ class CallServer:
         """Serve until `is_over()`, which is asked every few milliseconds."""
         self._thread = threading.Thread(target=self._serve_channel, name="cordee-calls", daemon=True)
         self._thread.start()
+        patience = Patience()
         idle_since = census_at = time.monotonic()
         while not is_over():
             if not self._has_lanes.is_set():
@@ -141,8 +140,7 @@ class CallServer:
             idle_s = now - idle_since
             if idle_s < _SPIN_S:
                 continue
-            if idle_s < _YIELD_S and not self._was_large:
-                yield_core()
+            if idle_s < _YIELD_S and patience.yields(now):
                 continue
             if now - census_at > _CENSUS_S:
                 census_at = now
@@ -195,7 +193,6 @@ class CallServer:
 
         try:
             payload, buffers = lane.read()
-            self._was_large = lane.capacity > _LARGE_BYTES
             message = self._codec.decode_payload(payload, served.caller)
         except WireError as error:
             log.warning("%s sent what is no request: %s", served.caller, error)

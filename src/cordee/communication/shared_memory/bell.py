@@ -8,12 +8,16 @@ wake-up that can be missed.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 
 from cordee.communication.shared_memory.layout import Layout
 from cordee.communication.shared_memory.segment import Segment
 
 SLEEP_S = 0.004  # bounds what a missed wake-up costs, and how soon a dead peer is noticed
+
+_SLOW_YIELD_S = 3e-5  # an idle core gives itself back within a microsecond or two
+_BUSY_S = 0.02  # how long a machine is taken for busy after a slow one
 
 _SYS_FUTEX = 202  # x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -27,6 +31,27 @@ _libc.syscall.argtypes = (
 
 # Gives up the core and, unlike os.sched_yield in CPython 3.11, the interpreter lock.
 yield_core: Callable[[], int] = _libc.sched_yield
+
+
+class Patience:
+    """Waits by yielding the core while nobody else wants it.
+
+    Who yields to another program comes back when that has used up its slice, whereas a sleeper that is woken runs at
+    once; on an idle machine it is the sleeper's core that needs time to wake up.
+    """
+
+    def __init__(self) -> None:
+        self._busy_until_s = 0.0
+
+    def yields(self, now_s: float) -> bool:
+        """Yield once; False if the machine is busy, and it is better to sleep."""
+        if now_s < self._busy_until_s:
+            return False
+        yield_core()
+        later_s = time.monotonic()
+        if later_s - now_s > _SLOW_YIELD_S:
+            self._busy_until_s = later_s + _BUSY_S
+        return True
 
 
 class _Timespec(ctypes.Structure):
