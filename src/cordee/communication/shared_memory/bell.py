@@ -16,8 +16,8 @@ from cordee.communication.shared_memory.segment import Segment
 
 SLEEP_S = 0.004  # bounds what a missed wake-up costs, and how soon a dead peer is noticed
 
-_SLOW_YIELD_S = 3e-5  # an idle core gives itself back within a microsecond or two
-_BUSY_S = 0.02  # how long a machine is taken for busy after a slow one
+_SLOW_YIELD_S = 1e-3  # shorter ones were to the other end of the call; a program that computes keeps the core longer
+_BUSY_S = 0.1  # how long a machine is taken for busy after a slow one
 
 _SYS_FUTEX = 202  # x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
