@@ -20,7 +20,7 @@ from cordee.assembly import bare_strategy
 from cordee.cluster.control import Control, write_control
 from cordee.cluster.coordinator import Coordinator, State
 from cordee.cluster.fork_server import Exited, Started
-from cordee.cluster.launcher_link import LauncherLink, LauncherOrder, open_channel
+from cordee.cluster.launcher_link import CoordinatorOrder, LauncherLink, lead_run, open_channel
 from cordee.cluster.local import ProcessorWatch, describe_exit, is_alive
 from cordee.cluster.membership import ACTIVE, Membership, Record, Trouble
 from cordee.cluster.restarts import Restarts
@@ -30,8 +30,8 @@ from cordee.communication.keys import ServerKeys
 from cordee.communication.messages import COORDINATION, Enlist
 from cordee.communication.wire import Codec
 from cordee.core import Job
-from cordee.core.errors import CordeeError, JobError, TrainingError
-from cordee.monitoring import Summary, setup_logging
+from cordee.core.errors import JobError, TrainingError
+from cordee.monitoring import Summary
 from cordee.worker import WorkerOrder
 
 log = logging.getLogger("cordee.coordinator")
@@ -41,31 +41,16 @@ STARTUP_TIMEOUT_S = 120.0
 TICK_S = 0.02
 
 
-class TeamOrder(msgspec.Struct, frozen=True, kw_only=True):
+class TeamOrder(CoordinatorOrder, frozen=True, kw_only=True):
     """What the launcher tells the coordinator. Travels through a private socket."""
 
-    run_dir: str
-    run_id: str
-    server_keys: str
-    client_keys: str
-    control_keys: str
     store: str  # folder where the groups find themselves
-    resume: bool
-    launcher_pid: int
-    launcher: LauncherOrder
 
 
 def main(argument: dict[str, Any]) -> int:
     """Lead the run to its end; return the exit code. Called in a fresh fork of the fork server."""
     order = msgspec.convert(argument, TeamOrder)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher says when the user wants an end
-    with setup_logging(Path(order.run_dir) / "logs" / "coordinator.log"), LauncherLink(order.launcher) as launcher:
-        try:
-            launcher.end(msgspec.to_builtins(TeamCoordinator(order, launcher).lead()))
-        except CordeeError as error:
-            launcher.flush()
-            launcher.fail(error)
-    return 0
+    return lead_run(order, lambda launcher: TeamCoordinator(order, launcher).lead())
 
 
 class _Recovery(msgspec.Struct, frozen=True):

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import tempfile
 from collections.abc import Callable
-
-import msgspec
 
 from cordee.assembly import Assembly
 from cordee.cluster.local import LocalEngine
 from cordee.cluster.supervisor import Supervisor
-from cordee.communication.keys import make_keys
 from cordee.monitoring import Monitor, RunDirectory, Summary
 
 
@@ -33,26 +28,8 @@ class TeamRun:
         Raises TrainingError that names the worker that failed first, its step and its error. Ending the processes
         that are left is the engine's part.
         """
-        run_id = secrets.token_hex(8)
-        server_keys, (client_keys, control_keys) = make_keys(2)
-        supervisor = Supervisor(
-            engine, self._monitor, self._should_stop, failure_timeout_s=self._job.cluster.failure_timeout_s
-        )
-        path = self._directory.path.absolute()
+        timeout_s = self._job.cluster.failure_timeout_s
+        supervisor = Supervisor(engine, self._monitor, self._should_stop, failure_timeout_s=timeout_s)
+        target, path = "cordee.team_coordinator:main", self._directory.path
         with tempfile.TemporaryDirectory(prefix="cordee-") as store:
-            result = supervisor.run(
-                "cordee.team_coordinator:main",
-                path,
-                run_id,
-                {
-                    "run_dir": str(path),
-                    "run_id": run_id,
-                    "server_keys": server_keys.to_text(),
-                    "client_keys": client_keys.to_text(),
-                    "control_keys": control_keys.to_text(),
-                    "store": store,
-                    "resume": resume,
-                    "launcher_pid": os.getpid(),
-                },
-            )
-        return msgspec.convert(result, Summary)
+            return supervisor.run(target, path, resume=resume, store=store)

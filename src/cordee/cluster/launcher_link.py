@@ -9,7 +9,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,6 +38,7 @@ from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError, CordeeError, StorageError
+from cordee.monitoring import Summary, setup_logging
 
 log = logging.getLogger("cordee.coordinator")
 
@@ -52,6 +53,19 @@ class LauncherOrder(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     run_id: str
     alive_every_s: float
+
+
+class CoordinatorOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher tells a coordinator of any kind of run; each kind adds its own."""
+
+    run_dir: str
+    run_id: str
+    server_keys: str
+    client_keys: str
+    control_keys: str
+    resume: bool
+    launcher_pid: int
+    launcher: LauncherOrder
 
 
 class _Effects(msgspec.Struct, frozen=True):
@@ -187,6 +201,20 @@ class LauncherLink:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def lead_run(order: CoordinatorOrder, lead: Callable[[LauncherLink], Summary]) -> int:
+    """Lead a run, tell the launcher how it ended, return the exit code. For the process of a coordinator."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher says when the user wants an end
+    with setup_logging(Path(order.run_dir) / "logs" / "coordinator.log"), LauncherLink(order.launcher) as launcher:
+        try:
+            summary = lead(launcher)
+            launcher.flush()
+            launcher.end(msgspec.to_builtins(summary))
+        except CordeeError as error:
+            launcher.flush()
+            launcher.fail(error)
+    return 0
 
 
 def open_channel(address: str, run_id: str, codec: Codec, keys: ServerKeys) -> ServerChannel:

@@ -7,6 +7,8 @@ takes up where it was; workers connect again by themselves.
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import select
 import socket
 import tempfile
@@ -35,11 +37,12 @@ from cordee.cluster.errands import (
 )
 from cordee.cluster.fork_server import Exited, Report, Start, Started
 from cordee.cluster.journal import JOURNAL_FILE, remove_journal
-from cordee.cluster.launcher_link import LauncherOrder
+from cordee.cluster.launcher_link import CoordinatorOrder, LauncherOrder
 from cordee.cluster.local import LocalEngine, describe_exit
+from cordee.communication.keys import make_keys
 from cordee.core import errors
 from cordee.core.errors import CordeeError, TrainingError
-from cordee.monitoring import Monitor
+from cordee.monitoring import Monitor, Summary
 
 log = logging.getLogger("cordee.supervisor")
 
@@ -74,16 +77,29 @@ class Supervisor:
         """How often the coordinator was killed."""
         return self._num_deaths
 
-    def run(self, target: str, run_dir: Path, run_id: str, argument: dict[str, Any]) -> Any:
-        """Run `target` with `argument` and a `LauncherOrder` under "launcher"; return the result it ends with.
+    def run(self, target: str, run_dir: Path, *, resume: bool, **more: Any) -> Summary:
+        """Have `target` lead the run; return its summary. `more` is what its order has beside a `CoordinatorOrder`.
 
         Raises the error that it ends with, and TrainingError if it cannot be kept alive.
         """
+        run_dir = run_dir.absolute()
+        run_id = secrets.token_hex(8)
+        server_keys, (client_keys, control_keys) = make_keys(2)
         with tempfile.TemporaryDirectory(prefix="cordee-") as folder, listen(Path(folder)) as listener:
-            order = LauncherOrder(
+            launcher = LauncherOrder(
                 folder=folder, run_dir=str(run_dir), run_id=run_id, alive_every_s=self._failure_timeout_s / 5
             )
-            self._order = {**argument, "launcher": msgspec.to_builtins(order)}
+            order = CoordinatorOrder(
+                run_dir=str(run_dir),
+                run_id=run_id,
+                server_keys=server_keys.to_text(),
+                client_keys=client_keys.to_text(),
+                control_keys=control_keys.to_text(),
+                resume=resume,
+                launcher_pid=os.getpid(),
+                launcher=launcher,
+            )
+            self._order = {**msgspec.to_builtins(order), **more}
             self._target, self._log = target, run_dir / "logs" / "coordinator.log"
             try:
                 self._start()
@@ -96,7 +112,7 @@ class Supervisor:
                 remove_journal(run_dir / JOURNAL_FILE)
         if self._ended.error_kind:
             raise getattr(errors, self._ended.error_kind, CordeeError)(self._ended.error)
-        return self._ended.result
+        return msgspec.convert(self._ended.result, Summary)
 
     def _start(self) -> None:
         self._heard_s = time.monotonic()

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from cordee import checkpoint
 from cordee.cluster.control import Control, write_control
 from cordee.cluster.fork_server import Exited
-from cordee.cluster.launcher_link import LauncherLink, LauncherOrder, open_channel
+from cordee.cluster.launcher_link import LauncherLink, lead_run, open_channel
 from cordee.cluster.local import describe_exit, is_alive, is_stopped
 from cordee.cluster.restarts import MOST_LOSSES_IN_ONE_STEP
 from cordee.communication.calls import Connection
@@ -31,20 +30,22 @@ from cordee.communication.messages import Enlist, Scale
 from cordee.communication.wire import Codec
 from cordee.compute import make_schedule
 from cordee.core import Job
-from cordee.core.errors import CommunicationError, CordeeError, JobError, StorageError, TrainingError
+from cordee.core.errors import CommunicationError, JobError, StorageError, TrainingError
 from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger, Unit
-from cordee.monitoring import Summary, setup_logging
-from cordee.monitoring.summary import Status
+from cordee.monitoring import Summary
 from cordee.progress import Progress
-from cordee.served.dispatcher import Dispatcher, Memory, Outcome
+from cordee.served.dispatcher import Dispatcher
 from cordee.served.link import ProcessOrder
+from cordee.served.memory import Outcome
 from cordee.served.messages import LIMITS, SERVED
+from cordee.served.orders import ServedOrder
 from cordee.served.plan import RunPlan
+from cordee.served.processes import Loss, Process, RunMemory
+from cordee.served.summing import sum_up
 from cordee.strategies.parameter_server.messages import LIMITS as PARAMETER_LIMITS
 from cordee.strategies.parameter_server.messages import PARAMETERS, Adopt, Fence
 from cordee.strategies.parameter_server.strategy import settings_of
-from cordee.version import __version__
 
 log = logging.getLogger("cordee.served")
 
@@ -53,85 +54,10 @@ TICK_S = 0.02
 _TARGETS = {role: f"cordee.served.{role}:main" for role in ("worker", "server", "evaluator")}
 
 
-class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher knows of the job's parts, so that the coordinator need not build them."""
-
-    num_samples: int
-    total_steps: int
-    counts_classes: bool
-    has_test: bool
-    lr_factor: float
-    description: dict[str, Any]  # for the event `run_started`
-
-
-class ServedOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher tells the coordinator. Travels through a private socket."""
-
-    run_dir: str
-    run_id: str
-    server_keys: str
-    client_keys: str
-    control_keys: str
-    resume: bool
-    launcher_pid: int
-    facts: RunFacts
-    launcher: LauncherOrder
-
-
 def main(argument: dict[str, Any]) -> int:
     """Lead the run to its end; return the exit code. Called in a fresh fork of the fork server."""
     order = msgspec.convert(argument, ServedOrder)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher says when the user wants an end
-    with setup_logging(Path(order.run_dir) / "logs" / "coordinator.log"), LauncherLink(order.launcher) as launcher:
-        try:
-            summary = ServedCoordinator(order, launcher).lead()
-            launcher.flush()
-            launcher.end(msgspec.to_builtins(summary))
-        except CordeeError as error:
-            launcher.flush()
-            launcher.fail(error)
-    return 0
-
-
-class _Process(msgspec.Struct, frozen=True):
-    """A process that was asked for."""
-
-    role: str
-    index: int
-    replica: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.role}-{self.index}" + (f".{self.replica}" if self.replica else "")
-
-
-class _Loss(msgspec.Struct, frozen=True):
-    role: str
-    name: str
-    at_s: float
-    step: int
-
-
-class _Memory(msgspec.Struct, kw_only=True):
-    """What a coordinator must know to take up where another was."""
-
-    address: str
-    next_worker: int
-    started: float
-    begun_s: float
-    base_s: float  # of training time before this attempt
-    samples_before: int
-    processes: dict[int, _Process] = {}  # by its number at the engine
-    away: list[str] = []  # frozen and given up, but not killed: they may come back
-    guests: dict[int, int] = {}  # worker -> pid, of those that somebody else started
-    num_replicas: dict[int, int] = {}  # the newest replica of each server
-    numbers: int = 0
-    num_replaced: int = 0
-    num_lost_over: dict[int, int] = {}  # workers lost over each unit of work
-    peak_memory_bytes: int = 0  # of the worker that took most
-    recoveries: int = 0
-    recovering: list[_Loss] = []
-    dispatcher: Memory | None = None
+    return lead_run(order, lambda launcher: ServedCoordinator(order, launcher).lead())
 
 
 class ServedCoordinator:
@@ -149,12 +75,12 @@ class ServedCoordinator:
         self._client_keys = ClientKeys.from_text(order.client_keys)
         self._schedule = make_schedule(job.schedule, order.facts.total_steps, job.python_path)
         if launcher.restored is not None:
-            self._memory = msgspec.msgpack.decode(launcher.restored, type=_Memory)
+            self._memory = msgspec.msgpack.decode(launcher.restored, type=RunMemory)
             assert self._memory.dispatcher is not None
             self._progress = self._memory.dispatcher.progress
         else:
             progress = self._progress = self._load_progress(order.resume)
-            self._memory = _Memory(
+            self._memory = RunMemory(
                 address="tcp://127.0.0.1:*",
                 next_worker=job.strategy.workers,
                 started=time.time(),
@@ -264,7 +190,7 @@ class ServedCoordinator:
             raise JobError(f"the run is on {socket.gethostname()}, and workers of other hosts cannot join it yet")
         index = self._take_number()
         self._memory.guests[index] = wish.pid
-        order = self._order_for(_Process("worker", index, 0), resume=False)
+        order = self._order_for(Process("worker", index, 0), resume=False)
         return msgspec.json.encode(msgspec.structs.replace(order, launcher_pid=self._order.launcher_pid)).decode()
 
     def _scale(self, num_workers: int) -> str:
@@ -293,7 +219,7 @@ class ServedCoordinator:
         return self._memory.next_worker - 1
 
     def _start(self, role: str, index: int, *, replica: int = 0, resume: bool = False) -> str:
-        process = _Process(role, index, replica)
+        process = Process(role, index, replica)
         self._memory.numbers += 1
         number = self._memory.numbers
         self._memory.processes[number] = process
@@ -301,7 +227,7 @@ class ServedCoordinator:
         self._launcher.start(number, _TARGETS[role], order, {}, self._log_file(process.name))
         return process.name
 
-    def _order_for(self, process: _Process, *, resume: bool) -> ProcessOrder:
+    def _order_for(self, process: Process, *, resume: bool) -> ProcessOrder:
         return ProcessOrder(
             role=process.role,
             index=process.index,
@@ -355,14 +281,14 @@ class ServedCoordinator:
                 if process is not None and not self._has_left(dispatcher, process):
                     self._replace(dispatcher, process, describe_exit(report), report.status)
 
-    def _has_left(self, dispatcher: Dispatcher, process: _Process) -> bool:
+    def _has_left(self, dispatcher: Dispatcher, process: Process) -> bool:
         """Whether a process ended in order: it said goodbye, and was heard, before."""
         hearing = dispatcher.hearings.get(process.name)
         if hearing is None and process.name in self._memory.away:
             return True
         return dispatcher.is_over or (hearing is not None and hearing.is_done)
 
-    def _replace(self, dispatcher: Dispatcher, process: _Process, how: str, status: int) -> None:
+    def _replace(self, dispatcher: Dispatcher, process: Process, how: str, status: int) -> None:
         """A process was lost: say so, and start another in its place."""
         dispatcher.serve(0.0)  # its own account may have come in just before
         self._check_failures(dispatcher)
@@ -387,7 +313,7 @@ class ServedCoordinator:
             )
         self._memory.num_replaced += 1
         self._memory.recoveries += 1
-        self._memory.recovering.append(_Loss(role, name, time.perf_counter(), self._progress.step))
+        self._memory.recovering.append(Loss(role, name, time.perf_counter(), self._progress.step))
         if role == "worker":
             successor = self._start(role, self._take_number())
             self._fence(dispatcher, name, incarnation)
@@ -501,7 +427,7 @@ class ServedCoordinator:
         dispatcher.channel.fence(name, hearing.incarnation)
         self._fence(dispatcher, name, hearing.incarnation)
         self._memory.recoveries += 1
-        self._memory.recovering.append(_Loss("worker", name, time.perf_counter(), self._progress.step))
+        self._memory.recovering.append(Loss("worker", name, time.perf_counter(), self._progress.step))
         self._launcher.emit("worker_lost", worker=index, role="worker", step=hearing.step, reason=why)
         self._launcher.emit("warning", message=f"{name} {why}: {_given(units)} to others")
 
@@ -562,50 +488,26 @@ class ServedCoordinator:
         outcome = Outcome(stopped_by=reason, metrics=progress.metrics)
         outcome.weights_sha256 = checkpoint.weights_sha256(loaded.state.part("model").tensors)
         self._announce()
-        return self._summary(outcome, plan, None)
+        return self._sum_up(outcome, plan, None)
 
     def _summarise(self, dispatcher: Dispatcher, plan: RunPlan) -> Summary:
         training_s = time.perf_counter() - (dispatcher.first_work_s or self._memory.begun_s)
         trained = self._progress.samples - self._memory.samples_before
-        return self._summary(dispatcher.outcome, plan, trained / training_s if trained else None)
+        return self._sum_up(dispatcher.outcome, plan, trained / training_s if trained else None)
 
-    def _summary(self, outcome: Outcome, plan: RunPlan, samples_per_second: float | None) -> Summary:
-        progress, job, described = self._progress, self._job, self._facts.description
-        metrics = outcome.metrics if outcome.metrics and progress.evaluated_at == progress.step else None
-        stopped_by = outcome.stopped_by or ("steps" if plan.is_cut_short else None)
-        status: Status = "interrupted" if stopped_by == "interrupt" else "stopped" if stopped_by else "completed"
-        ages = {str(age): count for age, count in enumerate(outcome.ages) if count}
-        if ages:
-            self._launcher.emit("staleness", ages=ages)
-        return Summary(
-            status=status,
-            name=job.name,
-            strategy=job.strategy.name,
-            workers=job.strategy.workers,
-            device=described["device"],
-            parameters=described["parameters"],
-            steps=progress.step,
-            epochs=progress.epoch,
-            samples=progress.samples,
-            wall_seconds=progress.elapsed_s,
+    def _sum_up(self, outcome: Outcome, plan: RunPlan, samples_per_second: float | None) -> Summary:
+        summary = sum_up(
+            self._job,
+            self._facts.description,
+            self._progress,
+            outcome,
+            self._memory,
+            is_cut_short=plan.is_cut_short,
             samples_per_second=samples_per_second,
-            checkpoint_stall_seconds=outcome.stall_s,
-            best_step=progress.best_step if progress.best_step >= 0 else None,
-            step_seconds=progress.samples / progress.step / samples_per_second if samples_per_second else None,
-            peak_memory_bytes=self._memory.peak_memory_bytes or None,
-            train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else None,
-            test_loss=metrics.loss if metrics else None,
-            test_accuracy=metrics.accuracy if metrics else None,
-            test_top5_accuracy=metrics.top5_accuracy if metrics else None,
-            weights_sha256=outcome.weights_sha256 or None,
-            recoveries=self._memory.recoveries,
-            staleness=ages or None,
-            stopped_by=stopped_by,
-            cordee_version=__version__,
-            torch_version=str(torch.__version__),
-            started=self._memory.started,
-            ended=time.time(),
         )
+        if summary.staleness:
+            self._launcher.emit("staleness", ages=summary.staleness)
+        return summary
 
 
 def _given(units: Sequence[Unit]) -> str:

@@ -24,8 +24,8 @@ from cordee.communication.messages import Accepted, Enlist, Event, Failure, Hear
 from cordee.compute import Metrics
 from cordee.core.errors import CommunicationError, JobError
 from cordee.data import Ledger, Unit
-from cordee.data.ledger import LedgerState
 from cordee.progress import Progress
+from cordee.served.memory import Hearing, Memory, Outcome, StepSum
 from cordee.served.messages import (
     AskOrder,
     AskServers,
@@ -41,92 +41,9 @@ from cordee.served.messages import (
     Work,
 )
 from cordee.served.plan import RunPlan
+from cordee.served.posts import Post, Posts
 
 Emit = Callable[..., None]
-
-
-@dataclass
-class Hearing:
-    """What is known of one process."""
-
-    role: str
-    index: int
-    pid: int
-    incarnation: int
-    heard_s: float
-    address: str = ""  # of a server
-    step: int = 0
-    is_done: bool = False
-    num_events: int = 0  # heard of it
-    is_leaving: bool = False  # gets no more work: it was told to go, or the run is to have fewer
-    has_left: bool = False  # was let go
-
-
-@dataclass
-class _Post:
-    """One server's place: who serves, and who follows it to take over. Names of processes; "" is nobody."""
-
-    serving: str = ""
-    follower: str = ""
-    is_following: bool = False  # has everything that the serving one has
-
-
-@dataclass
-class _StepSum:
-    loss_sum: float = 0.0
-    count: int = 0
-    num_correct: int = 0
-    num_samples: int = 0
-    squares: float = 0.0
-    num_refused: int = 0
-    num_units: int = 0
-
-
-@dataclass
-class Outcome:
-    """How the run ended."""
-
-    stopped_by: str | None = None
-    metrics: Metrics | None = None
-    weights_sha256: str = ""
-    verdict: str = ""  # why the run ends early although nobody failed
-    ages: tuple[int, ...] = ()
-    problem: str = ""  # why the last checkpoint is missing
-    stall_s: float = 0.0  # that nothing was handed out for checkpoints
-    last_step_loss: float | None = None
-
-
-Place = tuple[int, int, int, int]  # step, epoch, batches of it, samples in all
-
-
-class Memory(msgspec.Struct, kw_only=True):
-    """What a dispatcher that comes back must know."""
-
-    progress: Progress
-    barrier: int  # nothing of this step is handed out before a snapshot
-    counted: int  # steps that are in the progress
-    ledger: LedgerState | None = None
-    hearings: dict[str, Hearing] = {}
-    outcome: Outcome = msgspec.field(default_factory=lambda: Outcome())
-    posts: list[_Post] = []
-    map_version: int = 0
-    has_been_ready: bool = False
-    is_final: bool = False
-    is_over: bool = False
-    reading: bool = False  # a snapshot is being read: nothing may change
-    deciding: bool = False  # training waits for what the evaluation says
-    num_orders: int = 0
-    ordered_at: Place = (0, 0, 0, 0)  # where training was when the order was given
-    is_order_open: bool = False
-    ordered_step: int = -1
-    has_ordered_last: bool = False  # the order that ends the run is given
-    saved_step: int = -1  # of the job: its checkpoint is there
-    paused_s: float | None = None  # since when nothing is handed out for a snapshot
-    stall_s: float = 0.0  # of the last snapshot
-    sums: dict[int, _StepSum] = {}
-    settle: tuple[int, float] = (-1, 1.0)
-    first_work_s: float | None = None  # when training proper began
-    num_refused_in_a_row: int = 0
 
 
 @dataclass
@@ -153,8 +70,8 @@ class Dispatcher:
         if self.memory is None:
             committed = self.ledger.committed_steps
             barrier = self.plan.next_barrier(committed)
-            self._memory = Memory(progress=self.progress, barrier=barrier, counted=committed)
-            self._memory.posts = [_Post() for _ in range(self.num_servers)]
+            posts = Posts([Post() for _ in range(self.num_servers)])
+            self._memory = Memory(progress=self.progress, posts=posts, barrier=barrier, counted=committed)
         else:
             self._memory = self.memory
             self.progress = self._memory.progress
@@ -208,29 +125,25 @@ class Dispatcher:
     @property
     def addresses(self) -> list[str]:
         """Where the servers are that serve."""
-        return [self.hearings[post.serving].address for post in self._memory.posts if post.serving]
+        return [self.hearings[name].address for name in self._memory.posts.serving]
 
     @property
     def is_ready(self) -> bool:
         """Whether all servers serve, and at the start all followers follow."""
-        if not all(post.serving for post in self._memory.posts):
-            return False
-        self._memory.has_been_ready |= not self.wants_followers or all(post.is_following for post in self._memory.posts)
-        return self._memory.has_been_ready
+        return self._memory.posts.is_ready(wants_followers=self.wants_followers)
 
     def unfollowed(self) -> list[tuple[int, str, str]]:
         """Return the servers whose followers wait to be given everything: index, address, follower's address."""
         return [
-            (index, self.hearings[post.serving].address, self.hearings[post.follower].address)
-            for index, post in enumerate(self._memory.posts)
-            if post.serving and post.follower and not post.is_following
+            (index, self.hearings[serving].address, self.hearings[follower].address)
+            for index, serving, follower in self._memory.posts.unfollowed()
         ]
 
     def is_served(self, index: int) -> bool:
-        return bool(self._memory.posts[index].serving)
+        return bool(self._memory.posts.posts[index].serving)
 
     def note_following(self, index: int) -> None:
-        self._memory.posts[index].is_following = True
+        self._memory.posts.posts[index].is_following = True
         self._tell_servers()
 
     def serve(self, timeout_s: float) -> None:
@@ -262,14 +175,7 @@ class Dispatcher:
         self._stragglers.forget(name)
         self._waiting.pop(name, None)
         units = self.ledger.put_back(name)
-        for post in self._memory.posts:
-            if name == post.follower:
-                post.follower, post.is_following = "", False
-            elif name == post.serving:
-                post.serving = post.follower if post.is_following else ""
-                if post.serving:
-                    post.follower, post.is_following = "", False
-                self._memory.map_version += 1
+        self._memory.posts.lose(name)
         if hearing is not None and hearing.role == "evaluator":
             self._desk = None
             if self._memory.is_order_open:  # the next one is given its order
@@ -348,12 +254,7 @@ class Dispatcher:
                 self._reply(received, Refused("unknown-process", f"there is no server {join.index}"))
                 return
             self.hearings[name].address = join.address
-            post = self._memory.posts[join.index]
-            if post.serving:
-                post.follower, post.is_following = name, False
-            else:
-                post.serving = name
-                self._memory.map_version += 1
+            self._memory.posts.join(join.index, name)
         self._reply(received, Joined(self.failure_timeout_s))
         self.emit("worker_started", worker=join.index, pid=join.pid, host=join.host, role=join.role)
         self._tell_servers()
@@ -362,7 +263,7 @@ class Dispatcher:
         if not self.is_ready:
             return
         for received in self._asking:
-            self._reply(received, Servers(self._memory.map_version, tuple(self.addresses)))
+            self._reply(received, Servers(self._memory.posts.version, tuple(self.addresses)))
         self._asking = []
 
     def _commit(self, worker: str, done: TakeWork) -> None:
@@ -371,7 +272,7 @@ class Dispatcher:
         self._memory.num_refused_in_a_row = self._memory.num_refused_in_a_row + 1 if done.refused else 0
         self._note_pace(worker, done.done)
         before = self._memory.counted
-        sums = self._memory.sums.setdefault(done.done // self.ledger.num_shares, _StepSum())
+        sums = self._memory.sums.setdefault(done.done // self.ledger.num_shares, StepSum())
         if math.isfinite(done.loss_sum):
             sums.loss_sum += done.loss_sum
             sums.count += done.count
@@ -394,7 +295,7 @@ class Dispatcher:
             self.emit("straggler", worker=index, step=step, seconds=slow.seconds, median_seconds=slow.median_s)
             self.emit("warning", message=slow.describe())
 
-    def _close_step(self, step: int, sums: _StepSum) -> None:
+    def _close_step(self, step: int, sums: StepSum) -> None:
         plan, progress = self.plan, self.progress
         self._memory.counted = step + 1
         if plan.is_first_of_epoch(step):

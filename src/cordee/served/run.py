@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable
 
 import msgspec
@@ -11,10 +9,9 @@ import msgspec
 from cordee.assembly import Assembly
 from cordee.cluster.local import LocalEngine
 from cordee.cluster.supervisor import Supervisor
-from cordee.communication.keys import make_keys
 from cordee.core.errors import JobError
 from cordee.monitoring import Monitor, RunDirectory, Summary
-from cordee.served.coordinator import RunFacts
+from cordee.served.orders import RunFacts
 
 
 def check_served(parts: Assembly) -> None:
@@ -53,23 +50,7 @@ class ServedRun:
             lr_factor=parts.recipe.lr_factor,
             description=parts.describe(),
         )
-        run_id, path = secrets.token_hex(8), self._directory.path.absolute()
-        server_keys, (client_keys, control_keys) = make_keys(2)
         timeout_s = parts.job.cluster.failure_timeout_s
         supervisor = Supervisor(engine, self._monitor, self._should_stop, failure_timeout_s=timeout_s)
-        result = supervisor.run(
-            "cordee.served.coordinator:main",
-            path,
-            run_id,
-            {
-                "run_dir": str(path),
-                "run_id": run_id,
-                "server_keys": server_keys.to_text(),
-                "client_keys": client_keys.to_text(),
-                "control_keys": control_keys.to_text(),
-                "resume": resume,
-                "launcher_pid": os.getpid(),
-                "facts": msgspec.to_builtins(facts),
-            },
-        )
-        return msgspec.convert(result, Summary)
+        target, path = "cordee.served.coordinator:main", self._directory.path
+        return supervisor.run(target, path, resume=resume, facts=msgspec.to_builtins(facts))

@@ -1,0 +1,86 @@
+"""What a dispatcher knows of processes, steps and the end of the run: all that its successor needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from cordee.compute import Metrics
+from cordee.data.ledger import LedgerState
+from cordee.progress import Progress
+from cordee.served.posts import Posts
+
+Place = tuple[int, int, int, int]  # step, epoch, batches of it, samples in all
+
+
+@dataclass
+class Hearing:
+    """What is known of one process."""
+
+    role: str
+    index: int
+    pid: int
+    incarnation: int
+    heard_s: float
+    address: str = ""  # of a server
+    step: int = 0
+    is_done: bool = False
+    num_events: int = 0  # heard of it
+    is_leaving: bool = False  # gets no more work: it was told to go, or the run is to have fewer
+    has_left: bool = False  # was let go
+
+
+@dataclass
+class StepSum:
+    """What workers said of the parts of one step."""
+
+    loss_sum: float = 0.0
+    count: int = 0
+    num_correct: int = 0
+    num_samples: int = 0
+    squares: float = 0.0
+    num_refused: int = 0
+    num_units: int = 0
+
+
+@dataclass
+class Outcome:
+    """How the run ended."""
+
+    stopped_by: str | None = None
+    metrics: Metrics | None = None
+    weights_sha256: str = ""
+    verdict: str = ""  # why the run ends early although nobody failed
+    ages: tuple[int, ...] = ()
+    problem: str = ""  # why the last checkpoint is missing
+    stall_s: float = 0.0  # that nothing was handed out for checkpoints
+    last_step_loss: float | None = None
+
+
+class Memory(msgspec.Struct, kw_only=True):
+    """What a dispatcher that comes back must know."""
+
+    progress: Progress
+    posts: Posts
+    barrier: int  # nothing of this step is handed out before a snapshot
+    counted: int  # steps that are in the progress
+    ledger: LedgerState | None = None
+    hearings: dict[str, Hearing] = {}
+    outcome: Outcome = msgspec.field(default_factory=Outcome)
+    is_final: bool = False
+    is_over: bool = False
+    reading: bool = False  # a snapshot is being read: nothing may change
+    deciding: bool = False  # training waits for what the evaluation says
+    num_orders: int = 0
+    ordered_at: Place = (0, 0, 0, 0)  # where training was when the order was given
+    is_order_open: bool = False
+    ordered_step: int = -1
+    has_ordered_last: bool = False  # the order that ends the run is given
+    saved_step: int = -1  # of the job: its checkpoint is there
+    paused_s: float | None = None  # since when nothing is handed out for a snapshot
+    stall_s: float = 0.0  # of the last snapshot
+    sums: dict[int, StepSum] = {}
+    settle: tuple[int, float] = (-1, 1.0)
+    first_work_s: float | None = None  # when training proper began
+    num_refused_in_a_row: int = 0

@@ -1,0 +1,26 @@
+"""What the launcher of a served run tells its coordinator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cordee.cluster.launcher_link import CoordinatorOrder
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher knows of the job's parts, so that the coordinator need not build them."""
+
+    num_samples: int
+    total_steps: int
+    counts_classes: bool
+    has_test: bool
+    lr_factor: float
+    description: dict[str, Any]  # for the event `run_started`
+
+
+class ServedOrder(CoordinatorOrder, frozen=True, kw_only=True):
+    """What the launcher tells the coordinator. Travels through a private socket."""
+
+    facts: RunFacts
