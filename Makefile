@@ -4,9 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Two files at a time, where tests do not start workers of their own; one that kills a process it forked does not bear it.
+# Two files at a time, where tests do not start workers of their own.
 TWO_FILES := $(BIN)/pytest -n 2 --dist loadfile
-ALONE := tests/unit/data/test_reading_processes.py
 
 .PHONY: help quickstart test test-long unit lint types bench docs fuzz clean
 help:
@@ -41,16 +40,15 @@ test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(TWO_FILES) tests/unit --ignore $(ALONE)
+	$(TWO_FILES) tests/unit
 	$(TWO_FILES) tests/e2e
-	$(BIN)/pytest $(ALONE) tests/distributed tests/faults
+	$(BIN)/pytest tests/distributed tests/faults
 
 test-long: $(VENV)/.dev
 	CORDEE_LONG_TESTS=1 $(BIN)/pytest
 
 unit: $(VENV)/.dev
-	$(TWO_FILES) tests/unit --ignore $(ALONE)
-	$(BIN)/pytest $(ALONE)
+	$(TWO_FILES) tests/unit
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

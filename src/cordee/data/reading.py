@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import traceback
 from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -142,7 +143,9 @@ def _from_processes(
         worker_init_fn=_ignore_interrupt,
         generator=torch.Generator().manual_seed(0),  # or it would draw from the process's own generator
     )
-    iterator = iter(loader)
+    # Begun by the main thread, torch would have a signal handler raise in whatever that does when a process dies.
+    with ThreadPoolExecutor(1) as thread:
+        iterator = thread.submit(iter, loader).result()
     try:
         while True:
             try:

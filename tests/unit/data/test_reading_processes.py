@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-from torch.utils.data._utils import signal_handling
 from user_data import Drawing, Dying, Failing, Slow, Stream
 
 from cordee.core.errors import DataError
@@ -67,17 +66,19 @@ def test_failing_stream_is_named():
         list(loader(Stream(10, fail_at=7), processes=1).batches(0))
 
 
-@pytest.fixture
-def quiet_children(monkeypatch: pytest.MonkeyPatch):
-    """Without torch's handler, which raises in whatever the main thread does when it hears of the death."""
-    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", True)
-    previous = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGCHLD, previous)
-
-
-@pytest.mark.usefixtures("quiet_children")
 def test_process_that_dies_is_an_error_and_not_a_hang():
     with pytest.raises(DataError, match="a process that reads the data ended"):
         list(loader(Dying(20, num_classes=20), processes=1).batches(0))
     assert multiprocessing.active_children() == []
+
+
+def test_death_of_a_process_disturbs_nothing_else():
+    before = signal.getsignal(signal.SIGCHLD)
+    batches = loader(Slow(60, num_classes=60), processes=1).batches(0)
+    next(batches)
+    (child,) = multiprocessing.active_children()
+    os.kill(child.pid, signal.SIGKILL)
+    time.sleep(0.3)  # a handler would raise here
+    assert signal.getsignal(signal.SIGCHLD) == before
+    with pytest.raises(DataError, match="a process that reads the data ended"):
+        list(batches)
