@@ -128,6 +128,7 @@ class Assembly:
             "test_samples": splits.test.num_samples if splits.test else None,
             "batch_size": job.training.batch_size,
             "total_steps": self.total_steps,
+            "stop_steps": job.stop.steps,
             "epochs": None if self.is_online else job.training.num_epochs,
             "cordee_version": __version__,
             "torch_version": str(torch.__version__),

@@ -30,6 +30,7 @@ class Tracker:
 
     def __init__(self, run: dict[str, Any], now_s: float) -> None:
         self.total_steps: int | None = run.get("total_steps")
+        self._stop_steps: int | None = run.get("stop_steps")  # where a rule ends the run, if that is sooner
         self.epochs: int | None = run.get("epochs")
         self.test_accuracy: float | None = None
         self.loss: float | None = None
@@ -81,9 +82,10 @@ class Tracker:
         )
 
     def _left_s(self) -> float | None:
-        if self.total_steps is None or not self._steps_per_second:
+        ends = [end for end in (self.total_steps, self._stop_steps) if end is not None]
+        if not ends or not self._steps_per_second:
             return None
-        steps_left = max(self.total_steps - self.step, 0)
+        steps_left = max(min(ends) - self.step, 0)
         paused_s_per_step = self._paused_s / max(self.step - self._start_step, 1)
         return steps_left * (1.0 / self._steps_per_second + paused_s_per_step)
 

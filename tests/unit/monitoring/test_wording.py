@@ -156,6 +156,13 @@ def test_the_speed_leaves_evaluations_out_and_the_time_left_counts_them():
     assert tracker.view(25.0).left_s == pytest.approx(800 * (0.1 + 5.0 / 200))
 
 
+def test_the_time_left_ends_where_a_rule_ends_the_run():
+    tracker = Tracker({**RUN, "stop_steps": 300}, 0.0)
+    tracker.advance(100, 0.5, 10.0)
+    assert tracker.view(10.0).left_s == pytest.approx(20.0)
+    assert tracker.view(10.0).epoch == 1
+
+
 def test_epochs_follow_from_the_step():
     tracker = Tracker(RUN, 0.0)
     epochs = []
