@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from cordee.compute import Metrics
-from cordee.core.stopping import Patience
+from cordee.core.stopping import Patience, StopPolicy
 from cordee.data import Place
 
 
@@ -27,6 +28,31 @@ class Progress(msgspec.Struct):
     place: Place = Place()  # in data that grows
     patience: Patience = msgspec.field(default_factory=Patience)
 
+    @property
+    def train_loss(self) -> float | None:
+        """The mean over the present epoch so far."""
+        return self.loss_sum / self.loss_count if self.loss_count else None
+
+    def take_evaluation(self, metrics: Metrics, step: int, policy: StopPolicy) -> str | None:
+        """Take note of what was measured at `step`; return why the run should stop, if it should."""
+        self.metrics, self.evaluated_at = metrics, step
+        reason = policy.after_evaluation(metrics.loss, metrics.accuracy)
+        self.patience = policy.patience
+        if self.patience.evaluations_since == 0:
+            self.best_step = step
+        return reason
+
+    def describe_evaluation(self, metrics: Metrics) -> dict[str, Any]:
+        """Return the fields of an event `evaluation` that tell what was measured."""
+        return {
+            "train_loss": self.train_loss,
+            "test_loss": metrics.loss,
+            "test_accuracy": metrics.accuracy,
+            "test_top5_accuracy": metrics.top5_accuracy,
+            "samples": metrics.num_samples,
+            "seconds": metrics.seconds,
+        }
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -40,4 +66,4 @@ class Outcome:
 
     @property
     def train_loss(self) -> float | None:
-        return self.progress.loss_sum / self.progress.loss_count if self.progress.loss_count else None
+        return self.progress.train_loss

@@ -335,23 +335,9 @@ class Trainer:
             )
         if metrics is None:
             return None
-        progress.metrics, progress.evaluated_at = metrics, progress.step
-        self._monitor.emit(
-            "evaluation",
-            step=progress.step,
-            epoch=self._epoch_number(),
-            train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else None,
-            test_loss=metrics.loss,
-            test_accuracy=metrics.accuracy,
-            test_top5_accuracy=metrics.top5_accuracy,
-            samples=metrics.num_samples,
-            seconds=metrics.seconds,
-        )
-        reason = self._policy.after_evaluation(metrics.loss, metrics.accuracy)
-        progress.patience = self._policy.patience
-        if progress.patience.evaluations_since == 0:
-            progress.best_step = progress.step
-        return reason
+        fields = progress.describe_evaluation(metrics)
+        self._monitor.emit("evaluation", step=progress.step, epoch=self._epoch_number(), **fields)
+        return progress.take_evaluation(metrics, progress.step, self._policy)
 
     def _is_best(self) -> bool:
         """Whether the model as it is now is the best that was evaluated, and is to be kept for that."""

@@ -453,23 +453,10 @@ class Dispatcher:
             outcome.stall_s += self._memory.stall_s
         if done.metrics:
             metrics = msgspec.json.decode(done.metrics, type=Metrics)
-            outcome.metrics = progress.metrics = metrics
-            progress.evaluated_at = done.step
-            self.emit(
-                "evaluation",
-                step=done.step,
-                epoch=max(1, progress.epoch if progress.batch == 0 else progress.epoch + 1),
-                train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else None,
-                test_loss=metrics.loss,
-                test_accuracy=metrics.accuracy,
-                test_top5_accuracy=metrics.top5_accuracy,
-                samples=metrics.num_samples,
-                seconds=metrics.seconds,
-            )
-            reason = plan.policy.after_evaluation(metrics.loss, metrics.accuracy)
-            progress.patience = plan.policy.patience
-            if progress.patience.evaluations_since == 0:
-                progress.best_step = done.step
+            outcome.metrics = metrics
+            epoch = max(1, progress.epoch if progress.batch == 0 else progress.epoch + 1)
+            self.emit("evaluation", step=done.step, epoch=epoch, **progress.describe_evaluation(metrics))
+            reason = progress.take_evaluation(metrics, done.step, plan.policy)
             if reason is not None and not self._memory.is_final and not self.ledger.is_complete:
                 self.stop(reason)  # what is begun meanwhile is finished; where training waited, nothing is
         self._memory.deciding = False

@@ -47,7 +47,7 @@ def sum_up(
         best_step=progress.best_step if progress.best_step >= 0 else None,
         step_seconds=progress.samples / progress.step / samples_per_second if samples_per_second else None,
         peak_memory_bytes=memory.peak_memory_bytes or None,
-        train_loss=progress.loss_sum / progress.loss_count if progress.loss_count else None,
+        train_loss=progress.train_loss,
         test_loss=metrics.loss if metrics else None,
         test_accuracy=metrics.accuracy if metrics else None,
         test_top5_accuracy=metrics.top5_accuracy if metrics else None,
