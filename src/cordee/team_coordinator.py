@@ -23,7 +23,7 @@ from cordee.cluster.fork_server import Exited, Started
 from cordee.cluster.launcher_link import CoordinatorOrder, LauncherLink, lead_run, open_channel
 from cordee.cluster.local import ProcessorWatch, describe_exit, is_alive
 from cordee.cluster.membership import ACTIVE, Membership, Record, Trouble
-from cordee.cluster.restarts import Restarts
+from cordee.cluster.restarts import Restarts, Shortage, describe_wait
 from cordee.cluster.scaling import Scaling
 from cordee.cluster.stragglers import Stragglers
 from cordee.communication.keys import ServerKeys
@@ -75,6 +75,7 @@ class _Memory(msgspec.Struct, kw_only=True):
     recovery: _Recovery | None = None  # that is not complete
     steps_redone: int = 0
     stall_s: float = 0.0  # that training stood still for checkpoints
+    shortage: Shortage | None = None  # too few are left, and others are waited for
     verdict: str | None = None  # why the run ends early although its workers end well
     is_stop_told: bool = False
     is_pause_told: bool = False
@@ -281,7 +282,7 @@ class TeamCoordinator:
                 self._start(index)
             what = "the team starts again from the last checkpoint"
         elif membership.is_too_small:
-            self._give_up(loss)
+            self._bear_shortage(loss)
             return
         elif record.is_guest:
             what = "it had joined by itself and is not replaced"
@@ -291,26 +292,42 @@ class TeamCoordinator:
             what += "; if it wakes up it joins again"
         self._launcher.emit("warning", message=f"{loss.describe()}; {what}")
 
-    def _give_up(self, loss: Trouble) -> None:
-        """End the run because too few workers are left; those that are left save what they have."""
-        cluster = self._job.cluster
-        left = len(self._membership.active)
-        needed = cluster.min_workers if self._membership.is_elastic else self._membership.num_workers
-        self._memory.verdict = (
-            f"{loss.describe()}; {left} of at least {needed} workers are left, and all "
-            f"{cluster.max_restarts} replacements are used up (cluster.max_restarts); "
+    def _bear_shortage(self, loss: Trouble) -> None:
+        """Too few workers are left: wait for others, if those left have something to save afterwards."""
+        membership, cluster = self._membership, self._job.cluster
+        left = len(membership.active)
+        needed = cluster.min_workers if membership.is_elastic else membership.num_workers
+        lack = f"{loss.describe()}; {left} of at least {needed} workers are left"
+        verdict = (
+            f"{lack}, and all {cluster.max_restarts} replacements are used up (cluster.max_restarts); "
             f"its log is {self._worker_log(loss.worker_index)}"
         )
-        if not (left and self._membership.is_elastic and self._membership.generation):
-            raise TrainingError(self._memory.verdict)
-        self._membership.min_workers = 1
-        self._launcher.emit("warning", message=f"{self._memory.verdict}; saving and ending")
+        if not (left and membership.is_elastic and membership.generation):
+            raise TrainingError(verdict)
+        self._memory.shortage = Shortage(verdict, time.monotonic() + cluster.wait_for_workers_s)
+        if cluster.wait_for_workers_s:
+            wait = describe_wait(self._run_dir, cluster.wait_for_workers_s, needed)
+            self._launcher.emit("warning", message=f"{lack}; {wait}")
+
+    def _check_shortage(self) -> None:
+        """Go on when there are enough again; when nobody came in time, have those that are left save and end."""
+        shortage, membership = self._memory.shortage, self._membership
+        if shortage is None:
+            return
+        if not membership.is_too_small:
+            self._memory.shortage = None
+        elif self._launcher.should_stop():
+            self._memory.shortage, membership.min_workers = None, 1
+        elif time.monotonic() >= shortage.until_s:
+            self._memory.shortage, self._memory.verdict, membership.min_workers = None, shortage.verdict, 1
+            self._launcher.emit("warning", message=f"{shortage.verdict}; saving and ending")
 
     def _direct(self) -> None:
         """Tell the workers what to do next."""
         membership = self._membership
         if membership.troubles:
             return  # the run is about to fail
+        self._check_shortage()
         for index in membership.dismiss_late():
             self._launcher.signal(index, signal.SIGKILL)
         leaving = [i for i, r in membership.records.items() if r.is_leaving and r.state == "ready"]

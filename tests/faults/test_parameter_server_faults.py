@@ -192,6 +192,27 @@ def test_workers_join_leave_freeze_and_wake(tmp_path: Path, undisturbed: str) ->
     assert sorted(event["worker"] for event in launched.events("worker_left")) == [0, 3]
 
 
+@pytest.mark.long
+def test_too_few_workers_wait_for_others_and_then_save_and_end(tmp_path: Path, undisturbed: str) -> None:
+    settings = ("cluster.max_restarts = 0", "cluster.min_workers = 2", "cluster.wait_for_workers = 20")
+    launched = Launched(tmp_path, *settings)
+    launched.wait_for_step(20)
+    os.kill(launched.pids("worker")[0], signal.SIGKILL)
+    launched.wait_for("warning", lambda event: "waiting 20 s for others" in event["message"])
+    assert scale_run(launched.run_dir, 2) == "from 1 to 2 workers"
+    launched.wait_for_step(100)
+    os.kill(launched.pids("worker")[1], signal.SIGKILL)
+    output, _ = launched.process.communicate(timeout=60)
+    assert launched.process.returncode == 1
+    saved = re.search(r"1 of at least 2 workers are left.*Step (\d+) is saved", output, re.DOTALL)
+    assert saved and (launched.run_dir / "checkpoints" / f"step-{saved[1]}").is_dir(), output
+    options = ["--resume", "--run-dir", str(launched.run_dir), "-q"]
+    assert (
+        subprocess.run([*TRAIN, str(launched.run_dir / "job.toml"), *options], timeout=120, check=False).returncode == 0
+    )
+    assert json.loads((launched.run_dir / "summary.json").read_text())["weights_sha256"] == undisturbed
+
+
 def test_a_lone_server_comes_back_from_the_last_checkpoint_and_says_what_is_lost(tmp_path: Path) -> None:
     launched = Launched(tmp_path)
     launched.wait_for_step(60)

@@ -299,7 +299,7 @@ def test_a_guest_ends_with_the_launcher(launched: Launched) -> None:
 
 def test_too_few_workers_save_and_end(tmp_path: Path) -> None:
     options = ("--set", "cluster.max_restarts=0", "--set", "cluster.min_workers=2")
-    with launch(tmp_path, *options, steps=1_000_000) as run:
+    with launch(tmp_path, *options, "--set", "cluster.wait_for_workers=1", steps=1_000_000) as run:
         run.wait_for_step(10)
         os.kill(run.pids()[0], signal.SIGKILL)
         killed_s = time.monotonic()
@@ -312,6 +312,21 @@ def test_too_few_workers_save_and_end(tmp_path: Path) -> None:
         assert saved and (run.run_dir / "checkpoints" / f"step-{saved[1]}").is_dir()
         assert "Traceback" not in stderr and not run.survivors()
         assert run.summary()["status"] == "failed"
+
+
+def test_too_few_workers_wait_for_others(tmp_path: Path, undisturbed: str) -> None:
+    with launch(tmp_path, "--set", "cluster.max_restarts=0", "--set", "cluster.min_workers=2") as run:
+        run.wait_for_step(10)
+        os.kill(run.pids()[0], signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while not any("waiting 30 s for others" in event["message"] for event in run.of("warning")):
+            assert time.monotonic() < deadline and run.process.poll() is None
+            time.sleep(0.05)
+        steps = len(run.of("step"))
+        time.sleep(0.5)
+        assert len(run.of("step")) == steps
+        assert scale_run(run.run_dir, 2) == "from 1 to 2 workers"
+        check_held(run, undisturbed, recoveries=1)
 
 
 def test_a_step_that_kills_every_time_is_given_up(tmp_path: Path) -> None:

@@ -117,7 +117,8 @@ class Cluster(Section, frozen=True, kw_only=True):
 
     failure_timeout: str | float = "5s"  # a worker not heard of for so long is lost; all other timeouts follow
     max_restarts: int = 3  # lost processes that are replaced before the run gives up, or goes on with fewer
-    min_workers: int = 1  # fewer than this do not go on; the run ends, saved
+    min_workers: int = 1  # fewer than this do not go on: they wait for others, and then save and end
+    wait_for_workers: str | float = "30s"  # for how long they wait
     autoscale: bool = False  # change the number of workers, and of their threads, by what is measured
     max_workers: int | None = None  # to which autoscaling goes; as many as there are cores where it is not set
     autoscale_every: str | float = "10s"  # for how long a size is measured before the next is decided on
@@ -132,6 +133,8 @@ class Cluster(Section, frozen=True, kw_only=True):
             raise JobError(f"cluster.autoscale_every = {self.autoscale_every!r} must be at least 1 s")
         _at_least("cluster.min_workers", self.min_workers, 1)
         _at_least("cluster.max_restarts", self.max_restarts, 0)
+        if self.wait_for_workers_s < 0:
+            raise JobError(f"cluster.wait_for_workers = {self.wait_for_workers!r} must not be negative")
         if self.failure_timeout_s < 0.5:
             raise JobError(f"cluster.failure_timeout = {self.failure_timeout!r} must be at least 0.5 s")
 
@@ -139,6 +142,11 @@ class Cluster(Section, frozen=True, kw_only=True):
     def failure_timeout_s(self) -> float:
         timeout = self.failure_timeout
         return parse_duration(timeout, "cluster.failure_timeout") if isinstance(timeout, str) else timeout
+
+    @property
+    def wait_for_workers_s(self) -> float:
+        wait = self.wait_for_workers
+        return parse_duration(wait, "cluster.wait_for_workers") if isinstance(wait, str) else wait
 
     @property
     def autoscale_every_s(self) -> float:

@@ -22,7 +22,7 @@ from cordee.cluster.control import Control, write_control
 from cordee.cluster.fork_server import Exited
 from cordee.cluster.launcher_link import LauncherLink, lead_run, open_channel
 from cordee.cluster.local import describe_exit, is_alive, is_stopped
-from cordee.cluster.restarts import MOST_LOSSES_IN_ONE_STEP
+from cordee.cluster.restarts import MOST_LOSSES_IN_ONE_STEP, Shortage, describe_wait
 from cordee.communication.calls import Connection
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys, ServerKeys
@@ -264,6 +264,7 @@ class ServedCoordinator:
             self._check_failures(dispatcher)
             self._pair_servers(dispatcher)
             self._note_recoveries()
+            self._check_shortage(dispatcher)
             if self._launcher.should_stop():
                 dispatcher.stop("interrupt")
             elif stop_s is not None and dispatcher.elapsed_s() >= stop_s:
@@ -301,7 +302,8 @@ class ServedCoordinator:
             raise TrainingError(f"{name} {how} (in step {step + 1}); its log is {self._log_file(name)}")
         self._refuse_deadly(units, f"{name} {how}")
         limit = self._job.cluster.max_restarts
-        if self._memory.num_replaced >= limit and role == "worker" and self._has_enough_without(name):
+        self._memory.last_loss = f"{name} {how} (in step {step + 1})" if role == "worker" else self._memory.last_loss
+        if self._memory.num_replaced >= limit and role == "worker":
             self._fence(dispatcher, name, incarnation)
             note = f"no replacement is left (cluster.max_restarts = {limit}), {_given(units)} to others"
             self._launcher.emit("warning", message=f"{name} {how}: {note}")
@@ -394,16 +396,29 @@ class ServedCoordinator:
                 )
                 hearing.heard_s = now_s
                 is_replaced = self._memory.num_replaced < self._job.cluster.max_restarts
-                if is_replaced or process.role != "worker" or not self._has_enough_without(name):
+                if is_replaced or process.role != "worker":
                     self._launcher.signal(number, signal.SIGKILL)
                 else:
                     self._memory.away.append(name)
                     self._give_up(dispatcher, process.index, "is frozen; if it wakes up it joins again")
 
-    def _has_enough_without(self, name: str) -> bool:
-        """Whether the other workers can go on alone."""
-        others = [other for other in self._dispatcher.active_workers if other != name]
-        return len(others) >= max(1, self._job.cluster.min_workers)
+    def _check_shortage(self, dispatcher: Dispatcher) -> None:
+        """Wait while fewer workers are left than can go on; when nobody comes in time, have what is there saved."""
+        memory, cluster = self._memory, self._job.cluster
+        left, needed = len(self._workers()), max(1, cluster.min_workers)
+        if left >= needed or dispatcher.is_ending:
+            memory.shortage = None
+        elif memory.shortage is None:
+            lack = f"{memory.last_loss}; {left} of at least {needed} workers are left"
+            verdict = f"{lack}, and all {cluster.max_restarts} replacements are used up (cluster.max_restarts)"
+            memory.shortage = Shortage(verdict, time.monotonic() + cluster.wait_for_workers_s)
+            if cluster.wait_for_workers_s:
+                wait = describe_wait(self._run_dir, cluster.wait_for_workers_s, needed)
+                self._launcher.emit("warning", message=f"{lack}; {wait}")
+        elif time.monotonic() >= memory.shortage.until_s:
+            if not dispatcher.active_workers:
+                raise TrainingError(memory.shortage.verdict)
+            dispatcher.give_up(memory.shortage.verdict)
 
     def _check_guests(self, dispatcher: Dispatcher) -> None:
         """Go on without guests that ended or froze. Nobody takes their place."""
@@ -427,6 +442,7 @@ class ServedCoordinator:
         dispatcher.channel.fence(name, hearing.incarnation)
         self._fence(dispatcher, name, hearing.incarnation)
         self._memory.recoveries += 1
+        self._memory.last_loss = f"{name} {why} (in step {hearing.step + 1})"
         self._memory.recovering.append(Loss("worker", name, time.perf_counter(), self._progress.step))
         self._launcher.emit("worker_lost", worker=index, role="worker", step=hearing.step, reason=why)
         self._launcher.emit("warning", message=f"{name} {why}: {_given(units)} to others")

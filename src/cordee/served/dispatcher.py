@@ -169,6 +169,16 @@ class Dispatcher:
             begun += 1
         self._memory.barrier = min(self._memory.barrier, max(begun, ledger.committed_steps))
 
+    def give_up(self, verdict: str) -> None:
+        """Have what is there saved, and end the run early, which `verdict` says why."""
+        self.outcome.verdict = verdict
+        self.stop("interrupt")
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the run ends with the steps that are begun."""
+        return self._memory.is_final
+
     def lose(self, name: str) -> list[Unit]:
         """Forget a process that ended; return the units of work it had in hand."""
         hearing = self.hearings.pop(name, None)
@@ -362,8 +372,7 @@ class Dispatcher:
             return
         if len(self.active_workers) < max(1, self.min_workers):
             # They stay for as long as it takes to save.
-            self.outcome.verdict = f"{', '.join(leaving)} had to leave, and too few workers are left to go on"
-            self.stop("interrupt")
+            self.give_up(f"{', '.join(leaving)} had to leave, and too few workers are left to go on")
             return
         for name in leaving:
             hearing = self.hearings[name]
@@ -375,6 +384,8 @@ class Dispatcher:
     def _hand_out(self) -> None:
         ledger, staleness = self.ledger, self.plan.max_staleness
         limit = self._memory.barrier
+        if len(self.active_workers) < self.min_workers and not self._memory.is_final:
+            return  # others are waited for
         if staleness is not None:
             limit = min(limit, ledger.committed_steps + staleness + 1)
         for name in list(self._waiting):

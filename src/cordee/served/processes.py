@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from cordee.cluster.restarts import Shortage
 from cordee.served.memory import Memory
 
 
@@ -45,6 +46,8 @@ class RunMemory(msgspec.Struct, kw_only=True):
     num_replaced: int = 0
     num_lost_over: dict[int, int] = {}  # workers lost over each unit of work
     peak_memory_bytes: int = 0  # of the worker that took most
+    last_loss: str = ""  # of a worker
+    shortage: Shortage | None = None  # too few are left, and others are waited for
     recoveries: int = 0
     recovering: list[Loss] = []
     dispatcher: Memory | None = None
