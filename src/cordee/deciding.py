@@ -18,6 +18,7 @@ from cordee.planner import Candidate, Prediction, Work, search
 from cordee.planner.cache import keep, read_kept
 from cordee.planner.costs import MODELS, in_time, predict
 from cordee.planner.machine import free_memory_bytes
+from cordee.planner.pipelines import num_chunks_of
 from cordee.planner.profile import ModelProfile
 from cordee.planner.search import CLOSE, is_candidate
 from cordee.planner.site import ThisMachine
@@ -95,7 +96,7 @@ def _as_asked(job: Job, work: Work) -> Prediction | None:
         name = "single"
     if name == "pipeline":
         settings["microbatches"] = settings.get("microbatches") or min(4 * workers, work.batch_size)
-        if workers > len(work.profile.blocks):
+        if num_chunks_of(settings.get("schedule", "1f1b"), workers) > len(work.profile.blocks):
             return None
     if name not in MODELS or (name == "hybrid" and "mesh" not in settings):
         return None

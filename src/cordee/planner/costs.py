@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from cordee.planner.footprint import part_bytes, replica_bytes, sharded_bytes
-from cordee.planner.pipelines import cut, last_pass_s
+from cordee.planner.pipelines import cut, last_pass_s, num_ahead, num_chunks_of
 from cordee.planner.prediction import Candidate, Prediction, Work
 from cordee.planner.profile import Block, ModelProfile, Timing
 
@@ -144,10 +144,12 @@ def _mesh(candidate: Candidate, work: Work) -> Prediction:
     num_busy = candidate.workers if num_stages == 1 else num_lanes
     timings = [site.step(profile, samples, member, num_busy) for member in first]
     weights = [[(f + b) for f, b in zip(timing.forward_s, timing.backward_s, strict=True)] for timing in timings]
-    bounds = cut(weights, num_stages)
+    num_chunks = num_chunks_of(schedule, num_stages)  # of the model, one after the other on the stages
+    bounds = cut([weights[chunk % num_stages] for chunk in range(num_chunks)], num_chunks)
     slices = list(range(num_slices))
     forward, backward, sends, exchanged = [], [], 0.0, 0.0
-    for stage, (start, end) in enumerate(bounds):
+    for chunk, (start, end) in enumerate(bounds):
+        stage = chunk % num_stages
         shrink = [_sliced(profile.blocks[i].splittable, num_slices) for i in range(start, end)]
         inner = 0.0
         if num_slices > 1:
@@ -156,17 +158,20 @@ def _mesh(candidate: Candidate, work: Work) -> Prediction:
         exchanged += 2 * inner * num_micro
         forward.append(sum(t * k for t, k in zip(timings[stage].forward_s[start:end], shrink, strict=True)) + inner)
         backward.append(sum(t * k for t, k in zip(timings[stage].backward_s[start:end], shrink, strict=True)) + inner)
-        if stage + 1 < num_stages:
+        if chunk + 1 < num_chunks:
             size = profile.blocks[end - 1].output_bytes * samples
-            sends = max(sends, site.send_s(size, first[stage], first[stage + 1]))
+            sends = max(sends, site.send_s(size, first[stage], first[(stage + 1) % num_stages]))
     lanes_each = num_lanes / per_stage if num_stages > 1 else 1.0  # of one pipeline, a slice of a stage on each
-    passes_s = last_pass_s(forward, backward, sends, num_micro, schedule, lanes_each)
+    passes_s = last_pass_s(forward, backward, sends, num_micro, schedule, num_workers=num_stages, num_lanes=lanes_each)
     other_s = max(site.step(profile, samples * num_micro, member, candidate.workers).other_s for member in first)
     optimizer_s = max(t.optimizer_s for t in timings) / (num_stages * num_slices)
-    largest = max(sum(profile.blocks[i].parameter_bytes for i in range(a, b)) for a, b in bounds) / num_slices
+    chunk_bytes = [sum(block.parameter_bytes for block in profile.blocks[a:b]) for a, b in bounds]
+    largest = max(sum(chunk_bytes[stage::num_stages]) for stage in range(num_stages)) / num_slices
     gradient_s = site.all_reduce_s(largest, range(num_data)) if num_data > 1 else 0.0
     gradient_s *= 1.5 if is_sharded else 1.0
-    busy = [(f + b) * num_micro for f, b in zip(forward, backward, strict=True)]
+    busy = [
+        (sum(forward[stage::num_stages]) + sum(backward[stage::num_stages])) * num_micro for stage in range(num_stages)
+    ]
     overhead_s = site.overhead_s("pipeline", candidate.workers, num_micro) if num_stages > 1 else 0.0
     if num_slices > 1:
         overhead_s += site.overhead_s("tensor", candidate.workers, sum(b.sliceable for b in profile.blocks) * num_micro)
@@ -176,12 +181,15 @@ def _mesh(candidate: Candidate, work: Work) -> Prediction:
     elif num_data > 1:
         overhead_s += site.copy_s(largest, candidate.workers)  # into one flat buffer
     step_s = passes_s + other_s + optimizer_s + gradient_s + overhead_s
-    in_flight = [_in_flight(schedule, stage, num_stages, num_micro) for stage in range(num_stages)]
+    kept = [
+        samples * num_ahead(schedule, stage, num_stages, num_micro) * num_stages / num_chunks
+        for stage in range(num_stages)
+    ]
     memory = part_bytes(
         candidate,
         work,
-        bounds,
-        [samples * count for count in in_flight],
+        [bounds[stage::num_stages] for stage in range(num_stages)],
+        kept,
         num_slices=num_slices,
         num_data=num_data,
         is_sharded=is_sharded,
@@ -267,11 +275,6 @@ def num_sums(block: Block) -> float:
 
 def _sliced(splittable: float, num_slices: int) -> float:
     return 1 - splittable * (1 - 1 / num_slices)
-
-
-def _in_flight(schedule: str, stage: int, num_stages: int, num_micro: int) -> int:
-    """Return how many micro-batches' activations a stage keeps at once."""
-    return num_micro if schedule == "gpipe" else min(num_micro, num_stages - stage)
 
 
 def _ring_traffic(num_bytes: float, num_workers: int) -> float:

@@ -31,22 +31,22 @@ def sharded_bytes(candidate: Candidate, work: Work, units: Sequence[int]) -> flo
 def part_bytes(
     candidate: Candidate,
     work: Work,
-    bounds: Sequence[tuple[int, int]],
+    bounds: Sequence[Sequence[tuple[int, int]]],
     kept: Sequence[float],
     *,
     num_slices: int,
     num_data: int,
     is_sharded: bool,
 ) -> float:
-    """Return what the worker with the largest part of the model takes: stage `i` has the blocks `bounds[i]`.
+    """Return what the worker with the largest part of the model takes: worker `i` has the chunks `bounds[i]`.
 
-    `kept[i]` is of how many samples it keeps activations at once.
+    `kept[i]` is of how many samples it keeps activations of each at once.
     """
     profile = work.profile
     beyond = profile.peak_bytes / max(1.0, profile.activation_bytes)
     worst = 0.0
-    for (start, end), samples in zip(bounds, kept, strict=True):
-        blocks = profile.blocks[start:end]
+    for chunks, samples in zip(bounds, kept, strict=True):
+        blocks = [block for start, end in chunks for block in profile.blocks[start:end]]
         share = sum(block.parameter_bytes for block in blocks) / num_slices
         own = share * (2 + profile.optimizer_state_bytes / max(1, profile.parameter_bytes))
         own /= num_data if is_sharded else 1

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from cordee.planner.playing import Task, play
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-CHUNKS_PER_STAGE = 2  # of `interleaved`
+IN_TURNS = ("interleaved", "zero-bubble")  # schedules in which a worker has several chunks of the model
+CHUNKS_PER_WORKER = 2  # of those
 MOST_PLAYED = 256  # passes of a schedule that is played through; a formula does for longer ones
 
 
@@ -50,40 +51,59 @@ def _fill(weights: Sequence[Sequence[float]], num_stages: int, limit: float) -> 
     return bounds if start == num_blocks else None
 
 
+def num_chunks_of(schedule: str, num_workers: int) -> int:
+    """Return into how many chunks a model is cut; chunk c is on worker c modulo the workers."""
+    return num_workers * (CHUNKS_PER_WORKER if schedule in IN_TURNS else 1)
+
+
+def num_ahead(schedule: str, worker: int, num_workers: int, num_micro: int) -> int:
+    """Return how many forward passes of its chunks a worker makes before its first backward pass.
+
+    So many micro-batches' activations of a chunk are what it keeps at most.
+    """
+    if schedule not in IN_TURNS:
+        return num_micro if schedule == "gpipe" else min(num_micro, num_workers - worker)
+    ahead = (CHUNKS_PER_WORKER - 1) * _per_round(num_workers, num_micro) + 2 * (num_workers - 1 - worker) + 1
+    return min(ahead, CHUNKS_PER_WORKER * num_micro)
+
+
 def last_pass_s(
     forward: Sequence[float],
     backward: Sequence[float],
     send_s: float,
     num_micro: int,
     schedule: str,
+    *,
+    num_workers: int,
     num_lanes: float = math.inf,
 ) -> float:
     """Return the seconds from the first forward pass of a step to the end of its last backward pass.
 
-    `forward` and `backward` are of one micro-batch on each stage, on a core of its own; `num_lanes` is how many stages
-    can compute at once. A stage that waits leaves its core to the others.
+    `forward` and `backward` are of one micro-batch through each chunk, on a core of its own; `num_lanes` is how many
+    workers can compute at once. A worker that waits leaves its core to the others.
     """
-    num_stages = len(forward)
-    if num_stages == 1:
-        return num_micro * (forward[0] + backward[0]) / min(1.0, num_lanes)
-    if num_stages * num_micro <= MOST_PLAYED:
-        return _play(forward, backward, send_s, num_micro, schedule, num_lanes)
-    together_s = num_micro * (sum(forward) + sum(backward)) / min(num_stages, num_lanes)
-    return max(together_s, _estimate(forward, backward, send_s, num_micro, schedule))
+    if num_workers == 1:
+        return num_micro * (sum(forward) + sum(backward)) / min(1.0, num_lanes)
+    if len(forward) * num_micro <= MOST_PLAYED:
+        return play(tasks_of(forward, backward, send_s, num_micro, schedule, num_workers), num_lanes).end_s
+    together_s = num_micro * (sum(forward) + sum(backward)) / min(num_workers, num_lanes)
+    return max(together_s, _estimate(forward, backward, send_s, num_micro, schedule, num_workers))
 
 
 def _estimate(
-    forward: Sequence[float], backward: Sequence[float], send_s: float, num_micro: int, schedule: str
+    forward: Sequence[float],
+    backward: Sequence[float],
+    send_s: float,
+    num_micro: int,
+    schedule: str,
+    num_workers: int,
 ) -> float:
-    """Return the seconds where every stage has a core: the longest stage is busy, before and after it others are."""
-    busiest = max(f + b for f, b in zip(forward, backward, strict=True))
-    fill = sum(forward) + sum(backward) - busiest  # the other stages' passes of the first and the last micro-batch
+    """Return the seconds where every worker has a core: the busiest one is busy, before and after it others are."""
+    total_s = sum(forward) + sum(backward)
+    busiest = max(sum(forward[w::num_workers]) + sum(backward[w::num_workers]) for w in range(num_workers))
+    # The other workers' passes of the first and the last micro-batch: of one chunk each.
+    fill = (total_s - busiest) * num_workers / len(forward)
     hops = 2 * (len(forward) - 1) * send_s
-    if schedule in (
-        "interleaved",
-        "zero-bubble",
-    ):  # two chunks each: half the filling, twice the messages
-        return num_micro * busiest + fill / CHUNKS_PER_STAGE + hops * CHUNKS_PER_STAGE
     # A message is on its way while its sender goes on; in 1f1b each micro-batch waits for one now and then.
     return num_micro * busiest + fill + hops + (num_micro * send_s if schedule == "1f1b" else 0.0)
 
@@ -106,25 +126,28 @@ class Pass(NamedTuple):
 
 def order_of(schedule: str, worker: int, num_workers: int, num_micro: int) -> list[Pass]:
     """Return the passes of a worker in the order that torch's schedules have."""
-    if schedule in ("interleaved", "zero-bubble"):
-        return _interleaved(worker, num_workers, num_micro)
-    ahead = num_micro if schedule == "gpipe" else min(num_micro, num_workers - worker)
+    ahead = num_ahead(schedule, worker, num_workers, num_micro)
+    if schedule in IN_TURNS:
+        return _merged(*_in_turns(worker, num_workers, num_micro), ahead)
     forward = [Pass(False, worker, micro) for micro in range(num_micro)]
     backward = [Pass(True, worker, micro) for micro in range(num_micro)]
     return _merged(forward, backward, ahead)
 
 
-def _interleaved(worker: int, num_workers: int, num_micro: int) -> list[Pass]:
-    per_round = num_micro // max(1, num_micro // num_workers)
+def _in_turns(worker: int, num_workers: int, num_micro: int) -> tuple[list[Pass], list[Pass]]:
     forward, backward = [], []
+    per_round = _per_round(num_workers, num_micro)
     for first in range(0, num_micro, per_round):
         micros = range(first, min(first + per_round, num_micro))
-        for number in range(CHUNKS_PER_STAGE):
+        for number in range(CHUNKS_PER_WORKER):
             forward += [Pass(False, number * num_workers + worker, micro) for micro in micros]
-            late = CHUNKS_PER_STAGE - 1 - number
+            late = CHUNKS_PER_WORKER - 1 - number
             backward += [Pass(True, late * num_workers + worker, micro) for micro in micros]
-    ahead = (CHUNKS_PER_STAGE - 1) * per_round + 2 * (num_workers - 1 - worker) + 1
-    return _merged(forward, backward, min(ahead, len(forward)))
+    return forward, backward
+
+
+def _per_round(num_workers: int, num_micro: int) -> int:
+    return num_micro // max(1, num_micro // num_workers)
 
 
 def _merged(forward: list[Pass], backward: list[Pass], ahead: int) -> list[Pass]:
@@ -136,31 +159,21 @@ def _merged(forward: list[Pass], backward: list[Pass], ahead: int) -> list[Pass]
     return order
 
 
-def _play(
+def tasks_of(
     forward: Sequence[float],
     backward: Sequence[float],
     send_s: float,
     num_micro: int,
     schedule: str,
-    num_lanes: float,
-) -> float:
-    """Play the schedule through, event by event, on cores that are shared evenly."""
-    return play(tasks_of(forward, backward, send_s, num_micro, schedule), num_lanes).end_s
-
-
-def tasks_of(
-    forward: Sequence[float], backward: Sequence[float], send_s: float, num_micro: int, schedule: str
+    num_workers: int,
 ) -> list[list[Task]]:
     """Return the passes of each worker, as torch's schedules have them."""
-    num_workers = len(forward)
-    num_chunks = num_workers * (CHUNKS_PER_STAGE if schedule in ("interleaved", "zero-bubble") else 1)
-    share = num_workers / num_chunks
     orders = []
     for worker in range(num_workers):
         tasks = []
         for one in order_of(schedule, worker, num_workers, num_micro):
-            seconds = share * (backward if one.is_backward else forward)[worker]
-            need = one.needs(num_chunks - 1)
+            seconds = (backward if one.is_backward else forward)[one.chunk]
+            need = one.needs(len(forward) - 1)
             tasks.append(Task(one, seconds, () if need is None else ((need[0], send_s if need[1] else 0.0),)))
         orders.append(tasks)
     return orders

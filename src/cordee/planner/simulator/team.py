@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from cordee.planner.costs import mesh_of, num_sums, sharded_units
-from cordee.planner.pipelines import cut, tasks_of
+from cordee.planner.pipelines import cut, num_chunks_of, tasks_of
 from cordee.planner.playing import Task, play
 from cordee.planner.prediction import Candidate, Prediction, Work
 from cordee.planner.profile import Timing
@@ -146,19 +146,20 @@ def _in_stages(candidate: Candidate, work: Work, drawn: Callable[[float], float]
     lanes = site.num_lanes(candidate.workers)
     samples = work.batch_size / mesh.num_data / num_micro
     timing = site.step(profile, samples, 0, lanes)
-    bounds = cut(
-        [[f + b for f, b in zip(timing.forward_s, timing.backward_s, strict=True)]] * mesh.num_stages, mesh.num_stages
-    )
+    num_chunks = num_chunks_of(schedule, mesh.num_stages)
+    weights = [f + b for f, b in zip(timing.forward_s, timing.backward_s, strict=True)]
+    bounds = cut([weights] * num_chunks, num_chunks)
     forward = [sum(timing.forward_s[a:b]) for a, b in bounds]
     backward = [sum(timing.backward_s[a:b]) for a, b in bounds]
     sizes = [profile.blocks[end - 1].output_bytes * samples for _, end in bounds[:-1]]
-    send_s = max(site.send_s(size, stage, stage + 1) for stage, size in enumerate(sizes))
-    passes = tasks_of(forward, backward, send_s, num_micro, schedule)
+    send_s = max(site.send_s(size, 0, 1) for size in sizes)
+    passes = tasks_of(forward, backward, send_s, num_micro, schedule, mesh.num_stages)
     members = range(mesh.num_stages)
     last_s = site.overhead_s("pipeline", candidate.workers, num_micro)
     last_s += site.step(profile, samples * num_micro, 0, candidate.workers).other_s
     if mesh.num_data > 1:
-        largest = max(sum(block.parameter_bytes for block in profile.blocks[a:b]) for a, b in bounds)
+        chunk_bytes = [sum(block.parameter_bytes for block in profile.blocks[a:b]) for a, b in bounds]
+        largest = max(sum(chunk_bytes[stage :: mesh.num_stages]) for stage in members)
         last_s += site.copy_s(largest, candidate.workers) + site.all_reduce_s(largest, range(mesh.num_data))
     orders = []
     for worker, tasks in enumerate(passes):
