@@ -15,8 +15,10 @@ from cordee.planner.measuring import typical_s
 
 NUM_LAYERS = 8
 SMALL = (16,) * NUM_LAYERS
+DEEP = (16,) * 32
 LARGE = (1024,) * 3  # 8 MB of parameters
-NUM_STEPS = 32
+KINDS = (SMALL, DEEP, LARGE)
+NUM_STEPS = 48
 NUM_WINDOWS = 8
 WARM_UP_STEPS = 8
 

@@ -202,7 +202,7 @@ def _measure(
                 if not machine.has_exchanges(size):
                     reports = measure_crew(engine, size, job=None, budget_s=budget_s)
                     machine = add_to_machine(machine, reports)
-                    overheads = measure_trials(engine, size, reports[0].bare)
+                    overheads = measure_trials(engine, size, reports[0].bare, machine)
                     if not machine.knows_overhead("single") and (alone_bytes := measure_alone()):
                         worker_bytes = machine.process_bytes + alone_bytes
                         overheads.append(Overhead(strategy="single", num_processes=1, worker_bytes=worker_bytes))

@@ -17,7 +17,7 @@ from cordee.communication.shared_memory import register
 from cordee.compute import usable_cores
 from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
-from cordee.overheads import LARGE, SMALL, Bare, measure_bare
+from cordee.overheads import KINDS, SMALL, Bare, measure_bare
 from cordee.planner.machine import Exchange
 from cordee.planner.measuring import time_call
 from cordee.planner.profile import Timing
@@ -41,7 +41,7 @@ class CrewReport(msgspec.Struct, frozen=True, kw_only=True):
 
     timings: tuple[Timing, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
-    bare: tuple[Bare, ...] = ()  # of the small and the large model of `trials`
+    bare: tuple[Bare, ...] = ()  # of the models of `trials`: see overheads.KINDS
     bare_bytes: int = 0  # at most, while it took them
     slowdown: float = 1.0
     process_bytes: int = 0  # to begin with
@@ -71,7 +71,7 @@ def main(argument: dict[str, Any]) -> int:
     if order.job_file is None:
         report = msgspec.structs.replace(
             report,
-            bare=tuple(measure_bare(order.index, size, hidden) for hidden in (SMALL, LARGE)),
+            bare=tuple(measure_bare(order.index, size, hidden) for hidden in KINDS),
             exchanges=tuple(_exchange(kind, num_bytes_of) for kind, num_bytes_of in _KINDS.items()),
             slowdown=_slowdown(order.index),
         )

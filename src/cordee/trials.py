@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from cordee.assembly import assemble
 from cordee.cluster import Team
@@ -15,8 +17,10 @@ from cordee.cluster.local import LocalEngine
 from cordee.core import Job
 from cordee.core.errors import CordeeError
 from cordee.monitoring import Event, Monitor, RunDirectory
-from cordee.overheads import LARGE, NUM_LAYERS, SMALL, Bare, trial_job
-from cordee.planner.machine import Overhead
+from cordee.overheads import DEEP, KINDS, LARGE, NUM_LAYERS, SMALL, Bare, trial_job
+from cordee.planner.costs import gathering_s, summing_s
+from cordee.planner.machine import Amount, Machine, Overhead
+from cordee.planner.site import ThisMachine
 from cordee.served import ServedRun
 from cordee.strategies import STRATEGIES
 from cordee.team_run import TeamRun
@@ -36,30 +40,74 @@ class _Trial(NamedTuple):
 class _Found(NamedTuple):
     step_s: float
     peak_bytes: int
-    parameter_bytes: int
+    amount: Amount
 
 
-def measure_trials(engine: LocalEngine, num_workers: int, bare: Sequence[Bare]) -> list[Overhead]:
+# What the overhead of a strategy may grow with: fields of Overhead.
+_GROWS_WITH: Mapping[str, tuple[str, ...]] = {
+    "data_parallel": ("step_s", "byte_s"),
+    "sharded": ("step_s", "part_s", "tensor_s", "byte_s"),
+    "pipeline": ("step_s", "part_s"),
+    "tensor": ("part_s",),
+    "parameter_server": ("step_s", "byte_s"),
+}
+
+
+def measure_trials(engine: LocalEngine, num_workers: int, bare: Sequence[Bare], machine: Machine) -> list[Overhead]:
     """Return what each strategy of this version adds to a step of `num_workers`, and the memory a worker then takes.
 
-    `bare` are the steps of the small and the large model without any exchange, while as many workers take one each.
+    `bare` are the steps of the models of `overheads.KINDS` without any exchange, while as many workers take one each.
+    Exchanges that the cost model counts by themselves are not part of it: `machine` has them.
     """
     found = []
     for strategy, trials in _trials(num_workers).items():
-        points: list[tuple[float, float]] = []
+        amounts: list[Amount] = []
+        seconds: list[float] = []
         peak_bytes = 0
         for trial in trials if strategy in STRATEGIES else ():
             job = trial_job(strategy, num_workers, trial.settings, trial.hidden)
             with contextlib.suppress(CordeeError):  # a strategy that refuses this machine is not to be had on it
-                outcome = _run(engine, job)
+                outcome = _run(engine, job, trial.num_parts)
                 peak_bytes = max(peak_bytes, outcome.peak_bytes if trial.hidden == SMALL else 0)
-                own = bare[0 if trial.hidden == SMALL else 1]
-                bare_s = own.step_s + own.pass_s * (trial.num_passes - 1)
-                num_parts = outcome.parameter_bytes if strategy == "parameter_server" else trial.num_parts
-                points.append((num_parts, outcome.step_s - bare_s))
-        if points:
-            found.append(_line(strategy, num_workers, points, peak_bytes))
+                own = bare[KINDS.index(trial.hidden)]
+                counted_s = own.step_s + own.pass_s * (trial.num_passes - 1)
+                counted_s += _exchange_s(strategy, outcome.amount, ThisMachine(machine, num_workers, 0.0))
+                amounts.append(outcome.amount)
+                seconds.append(outcome.step_s - counted_s)
+        if amounts:
+            fitted = fit(_GROWS_WITH[strategy], amounts, seconds)
+            found.append(Overhead(strategy=strategy, num_processes=num_workers, worker_bytes=peak_bytes, **fitted))
     return found
+
+
+def fit(fields: Sequence[str], amounts: Sequence[Amount], seconds: Sequence[float]) -> dict[str, float]:
+    """Return the fields of an Overhead, none below 0, that explain the seconds of trials best."""
+    columns = {
+        "step_s": np.ones(len(amounts)),
+        "part_s": np.array([amount.parts for amount in amounts], float),
+        "tensor_s": np.array([amount.tensors for amount in amounts], float),
+        "byte_s": np.array([amount.num_bytes for amount in amounts], float),
+    }
+    left = [field for field in fields if columns[field].any()]
+    while left:
+        scales = [columns[field].max() for field in left]
+        table = np.stack([columns[field] / scale for field, scale in zip(left, scales, strict=True)], axis=1)
+        found, *_ = np.linalg.lstsq(table, np.array(seconds), rcond=None)
+        if found.min() >= 0:
+            return {field: float(value / scale) for field, value, scale in zip(left, found, scales, strict=True)}
+        left.pop(int(found.argmin()))  # noise: nothing takes less than no time
+    return {}
+
+
+def _exchange_s(strategy: str, amount: Amount, site: ThisMachine) -> float:
+    """Return what the cost model counts for the exchanges of a trial, beside the overhead."""
+    members = range(len(site.devices))
+    if strategy == "data_parallel":
+        return summing_s(site, amount.num_bytes, members)
+    if strategy == "sharded":
+        gather_s, scatter_s = gathering_s(site, [int(amount.num_bytes / amount.parts)] * int(amount.parts), members)
+        return 2 * gather_s + scatter_s
+    return 0.0
 
 
 def _trials(num_workers: int) -> dict[str, tuple[_Trial, ...]]:
@@ -68,8 +116,13 @@ def _trials(num_workers: int) -> dict[str, tuple[_Trial, ...]]:
 
     few, many = num_workers, 4 * num_workers
     return {
-        "data_parallel": (_Trial({}, 1),),
-        "sharded": (_Trial({}, 1), _Trial({"unit_bytes": 1}, NUM_LAYERS + 2)),
+        "data_parallel": (_Trial({}, 0), _Trial({}, 0, hidden=LARGE)),
+        "sharded": (
+            _Trial({}, 1),
+            _Trial({"unit_bytes": 1}, NUM_LAYERS + 2),
+            _Trial({}, 1, hidden=DEEP),
+            _Trial({}, len(LARGE), hidden=LARGE),  # two layers that are large enough, and the rest
+        ),
         "pipeline": (
             _Trial({"microbatches": few}, few, passes(few)),
             _Trial({"microbatches": many}, many, passes(many)),
@@ -79,15 +132,7 @@ def _trials(num_workers: int) -> dict[str, tuple[_Trial, ...]]:
     }
 
 
-def _line(strategy: str, num_workers: int, points: list[tuple[float, float]], peak_bytes: int) -> Overhead:
-    """Return the overhead from two trials, on the line through them; of one trial of several parts all is theirs."""
-    (few, low_s), (many, high_s) = points[0], points[-1]
-    part_s = max(0.0, (high_s - low_s) / (many - few) if many > few else low_s / few if few > 1 else 0.0)
-    step_s = max(0.0, low_s - part_s * few)
-    return Overhead(strategy=strategy, num_processes=num_workers, step_s=step_s, part_s=part_s, worker_bytes=peak_bytes)
-
-
-def _run(engine: LocalEngine, job: Job) -> _Found:
+def _run(engine: LocalEngine, job: Job, num_parts: int) -> _Found:
     size = job.strategy.workers
     parts = assemble(job, Team(num_workers=size, num_local_workers=size))
     rates = _Rates()
@@ -103,8 +148,8 @@ def _run(engine: LocalEngine, job: Job) -> _Found:
             engine.stop()  # so that nothing of it is heard of later
     # The first event is that of the first step, the second window has what warms up.
     step_s = job.training.batch_size / statistics.median(rates.samples_per_second[2:])
-    parameter_bytes = sum(p.numel() * p.element_size() for p in parts.model.parameters())
-    return _Found(step_s, summary.peak_memory_bytes or 0, parameter_bytes)
+    sizes = [parameter.nbytes for parameter in parts.model.parameters()]
+    return _Found(step_s, summary.peak_memory_bytes or 0, Amount(num_parts, len(sizes), sum(sizes)))
 
 
 class _Rates:

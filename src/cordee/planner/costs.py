@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from cordee.planner.footprint import part_bytes, replica_bytes, sharded_bytes
+from cordee.planner.machine import Amount
 from cordee.planner.pipelines import cut, last_pass_s, num_ahead, num_chunks_of
 from cordee.planner.prediction import Candidate, Prediction, Work
 from cordee.planner.profile import Block, ModelProfile, Timing
+from cordee.planner.site import Site
 
 DEFAULT_EVERY = 16  # steps between two averagings of local_sgd
 UNIT_BYTES = 4 << 20  # of sharded, as in its settings
@@ -35,8 +37,8 @@ def _data_parallel(candidate: Candidate, work: Work) -> Prediction:
     slowest = max(step.step_s for step in steps)
     gradient_bytes = work.profile.parameter_bytes
     exchange_s = site.all_reduce_s(gradient_bytes, members)
-    packing_s = site.copy_s(gradient_bytes, candidate.workers)  # into one flat buffer
-    exposed_s = packing_s + exchange_s + site.overhead_s("data_parallel", candidate.workers)
+    exposed_s = summing_s(site, gradient_bytes, members)
+    exposed_s += site.overhead_s("data_parallel", candidate.workers, Amount(num_bytes=gradient_bytes))
     if site.overlaps:  # all but what the backward pass hides; the first layers' gradients come last
         hidden_s = max(sum(step.backward_s) for step in steps)
         exposed_s = max(exchange_s - hidden_s, exchange_s / 25)
@@ -55,11 +57,9 @@ def _sharded(candidate: Candidate, work: Work) -> Prediction:
     # The optimizer works on a slice of the parameters.
     computes = [step.step_s - step.optimizer_s * (1 - 1 / candidate.workers) for step in steps]
     units = sharded_units(profile)
-    gather_s = sum(site.all_gather_s(size, members) for size in units)
-    scatter_s = sum(site.reduce_scatter_s(size, members) for size in units)
-    # Gathered for both passes; what is gathered is copied into the parameters, and gradients out of them.
-    exchange_s = 2 * gather_s + scatter_s + 3 * site.copy_s(profile.parameter_bytes, candidate.workers)
-    exposed_s = exchange_s + site.overhead_s("sharded", candidate.workers, len(units))
+    gather_s, scatter_s = gathering_s(site, units, members)
+    exchange_s = 2 * gather_s + scatter_s  # gathered for both passes
+    exposed_s = exchange_s + site.overhead_s("sharded", candidate.workers, sharded_amount(profile))
     if site.overlaps:
         exposed_s = max(exchange_s - max(sum(s.forward_s) + sum(s.backward_s) for s in steps), exchange_s / 10)
     slowest = max(computes)
@@ -172,12 +172,12 @@ def _mesh(candidate: Candidate, work: Work) -> Prediction:
     busy = [
         (sum(forward[stage::num_stages]) + sum(backward[stage::num_stages])) * num_micro for stage in range(num_stages)
     ]
-    overhead_s = site.overhead_s("pipeline", candidate.workers, num_micro) if num_stages > 1 else 0.0
+    overhead_s = site.overhead_s("pipeline", candidate.workers, Amount(num_micro)) if num_stages > 1 else 0.0
     if num_slices > 1:
-        overhead_s += site.overhead_s("tensor", candidate.workers, sum(b.sliceable for b in profile.blocks) * num_micro)
+        num_layers = sum(block.sliceable for block in profile.blocks)
+        overhead_s += site.overhead_s("tensor", candidate.workers, Amount(num_layers * num_micro))
     if is_sharded:
-        num_units = len(sharded_units(profile))
-        overhead_s += site.overhead_s("sharded", candidate.workers, num_units)
+        overhead_s += site.overhead_s("sharded", candidate.workers, sharded_amount(profile))
     elif num_data > 1:
         overhead_s += site.copy_s(largest, candidate.workers)  # into one flat buffer
     step_s = passes_s + other_s + optimizer_s + gradient_s + overhead_s
@@ -263,6 +263,22 @@ def sharded_units(profile: ModelProfile) -> list[int]:
     sizes = [block.parameter_bytes for block in profile.blocks]
     large = [size for size in sizes if size >= UNIT_BYTES]
     return [*large, sum(size for size in sizes if size < UNIT_BYTES)]
+
+
+def sharded_amount(profile: ModelProfile) -> Amount:
+    return Amount(len(sharded_units(profile)), profile.num_tensors, profile.parameter_bytes)
+
+
+def summing_s(site: Site, num_bytes: float, members: Sequence[int]) -> float:
+    """Return the seconds to copy gradients into one flat buffer and to sum it over the members."""
+    return site.copy_s(num_bytes, len(members)) + site.all_reduce_s(num_bytes, members)
+
+
+def gathering_s(site: Site, units: Sequence[int], members: Sequence[int]) -> tuple[float, float]:
+    """Return the seconds to gather all units and copy them into the parameters, and to scatter their gradients."""
+    copy_s = site.copy_s(sum(units), len(members))
+    gather_s = copy_s + sum(site.all_gather_s(size, members) for size in units)
+    return gather_s, copy_s + sum(site.reduce_scatter_s(size, members) for size in units)
 
 
 def num_sums(block: Block) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import platform
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import psutil
@@ -13,7 +14,7 @@ from cordee.version import __version__
 
 LOOK_S = 0.3
 BUSY_PERCENT = 20.0  # of all cores; an idle desktop stays below
-FORM = 2  # of measurements in the cache; those of another form are made anew
+FORM = 3  # of measurements in the cache; those of another form are made anew
 _UNLIMITED = 1 << 60  # what cgroups write where there is no limit
 
 
@@ -37,14 +38,23 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
         return self.seconds[low] + weight * (self.seconds[high] - self.seconds[low])
 
 
+class Amount(NamedTuple):
+    """What the overhead of a strategy grows with: see `Overhead`."""
+
+    parts: float = 0
+    tensors: float = 0
+    num_bytes: float = 0
+
+
 class Overhead(msgspec.Struct, frozen=True, kw_only=True):
     """What a strategy itself takes in a step, measured with a model that has next to nothing to compute."""
 
     strategy: str
     num_processes: int
     step_s: float = 0.0
-    # More for each micro-batch of pipeline, unit of sharded, sliced layer of tensor, byte of parameters on servers.
-    part_s: float = 0.0
+    part_s: float = 0.0  # more for each micro-batch of pipeline, unit of sharded, sliced layer of tensor
+    tensor_s: float = 0.0  # more for each tensor of parameters
+    byte_s: float = 0.0  # more for each byte of parameters, beyond what the exchange of it takes by itself
     worker_bytes: int = 0  # a worker's own memory, with that model; 0 where it is not known
 
 
@@ -75,10 +85,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         known = [exchange for exchange in self.exchanges if exchange.kind == kind]
         return min(known, key=lambda exchange: abs(exchange.num_processes - num_processes), default=None)
 
-    def overhead_s(self, strategy: str, num_processes: int, num_parts: float) -> float:
-        """Return what `strategy` adds to a step of `num_parts` parts; 0 where it was not measured."""
+    def overhead_s(self, strategy: str, num_processes: int, amount: Amount) -> float:
+        """Return what `strategy` adds to a step of `amount`; 0 where it was not measured."""
         nearest = self._overhead(strategy, num_processes)
-        return 0.0 if nearest is None else nearest.step_s + nearest.part_s * num_parts
+        if nearest is None:
+            return 0.0
+        step_s = nearest.step_s + nearest.part_s * amount.parts
+        return step_s + nearest.tensor_s * amount.tensors + nearest.byte_s * amount.num_bytes
 
     def knows_overhead(self, strategy: str) -> bool:
         return self._overhead(strategy, 1) is not None

@@ -97,6 +97,7 @@ def describe_blocks(model: nn.Module, computation: Computation, batch: Batch) ->
                 name=name,
                 parameters=size,
                 parameter_bytes=sum(p.numel() * p.element_size() for p in own),
+                tensors=len(own),
                 activation_bytes=kept[index] / batch.num_samples,
                 output_bytes=outputs[index] / batch.num_samples,
                 sliceable=sum(isinstance(part, _SPLITTABLE) for part in module.modules()),

@@ -13,6 +13,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     parameters: int
     parameter_bytes: int
+    tensors: int = 0  # that the parameters are in
     activation_bytes: float  # per sample, kept from the forward to the backward pass
     output_bytes: float  # per sample, handed to the next block
     splittable: float = 0.0  # share of the parameters in layers that `tensor` can slice
@@ -57,6 +58,10 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def parameter_bytes(self) -> int:
         return sum(block.parameter_bytes for block in self.blocks)
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(block.tensors for block in self.blocks)
 
     @property
     def activation_bytes(self) -> float:

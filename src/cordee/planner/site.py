@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cordee.planner.machine import Machine
+from cordee.planner.machine import Amount, Machine
 from cordee.planner.profile import ModelProfile, Timing, slowed
 
 COPY_BYTES_PER_S = 4e9  # where nothing was measured: one core of the 2-core machine this was written on
@@ -60,7 +60,7 @@ class Site(Protocol):
     def serve_s(self, num_bytes: float, workers: Sequence[int], num_servers: int) -> float:
         """All workers send `num_bytes` to servers that have a share each, and get as many back."""
 
-    def overhead_s(self, strategy: str, num_members: int, num_parts: float = 1) -> float:
+    def overhead_s(self, strategy: str, num_members: int, amount: Amount) -> float:
         """What a strategy itself takes in a step, beside computing and exchanging."""
 
     def memory_limit(self, num_members: int) -> float:
@@ -111,13 +111,13 @@ class ThisMachine:
 
     def serve_s(self, num_bytes: float, workers: Sequence[int], num_servers: int) -> float:
         if self._machine.knows_overhead("parameter_server"):
-            return self._machine.overhead_s("parameter_server", len(workers), num_bytes)
+            return self._machine.overhead_s("parameter_server", len(workers), Amount(num_bytes=num_bytes))
         # Not measured: every byte is copied by the worker, added by a server, and copied back, all on these cores.
         lanes = min(self._machine.cores, num_servers + len(workers))
         return 3 * self.copy_s(num_bytes, len(workers)) * len(workers) / lanes
 
-    def overhead_s(self, strategy: str, num_members: int, num_parts: float = 1) -> float:
-        return self._machine.overhead_s(strategy, num_members, num_parts)
+    def overhead_s(self, strategy: str, num_members: int, amount: Amount) -> float:
+        return self._machine.overhead_s(strategy, num_members, amount)
 
     def memory_limit(self, num_members: int) -> float:
         return self._free_bytes / num_members
@@ -171,7 +171,7 @@ class DescribedCluster:
         per_server = num_bytes * len(workers) / num_servers
         return 2 * (slowest.latency_s + max(per_server, num_bytes) / slowest.bytes_per_s)
 
-    def overhead_s(self, strategy: str, num_members: int, num_parts: float = 1) -> float:
+    def overhead_s(self, strategy: str, num_members: int, amount: Amount) -> float:
         return 0.0  # next to the steps that such clusters are for
 
     def memory_limit(self, num_members: int) -> float:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from cordee.planner.costs import mesh_of, num_sums, sharded_units
+from cordee.planner.costs import gathering_s, mesh_of, num_sums, sharded_amount, sharded_units, summing_s
+from cordee.planner.machine import Amount
 from cordee.planner.pipelines import cut, num_chunks_of, tasks_of
 from cordee.planner.playing import Task, play
 from cordee.planner.prediction import Candidate, Prediction, Work
@@ -64,8 +65,8 @@ def _orders(candidate: Candidate, work: Work, drawn: Callable[[float], float]) -
         return [_sliced(worker, timings[worker], candidate, work, drawn) for worker in members], num_lanes
     exchange_s = 0.0
     if candidate.strategy == "data_parallel":
-        exchange_s = site.copy_s(profile.parameter_bytes, size) + site.all_reduce_s(profile.parameter_bytes, members)
-        exchange_s += site.overhead_s("data_parallel", size)
+        exchange_s = summing_s(site, profile.parameter_bytes, members)
+        exchange_s += site.overhead_s("data_parallel", size, Amount(num_bytes=profile.parameter_bytes))
     elif candidate.strategy == "parameter_server":
         exchange_s = site.serve_s(profile.parameter_bytes, members, int(candidate.settings.get("servers", 1)))
     orders = []
@@ -91,12 +92,8 @@ def _sharded(
 ) -> list[Task]:
     site, size = work.site, candidate.workers
     members = range(size)
-    units = sharded_units(work.profile)
-    gather_s = sum(site.all_gather_s(size_bytes, members) for size_bytes in units)
-    scatter_s = sum(site.reduce_scatter_s(size_bytes, members) for size_bytes in units)
-    copy_s = site.copy_s(work.profile.parameter_bytes, size)
-    gather_s += copy_s
-    scatter_s += copy_s + site.overhead_s("sharded", size, len(units))
+    gather_s, scatter_s = gathering_s(site, sharded_units(work.profile), members)
+    scatter_s += site.overhead_s("sharded", size, sharded_amount(work.profile))
     return [
         Task(("gather", worker), gather_s, is_computed=False),
         Task(("forward", worker), drawn(sum(timing.forward_s) + timing.other_s)),
@@ -115,7 +112,7 @@ def _sliced(
     mesh = mesh_of(candidate)
     members = range(candidate.workers)
     num_layers = sum(block.sliceable for block in profile.blocks)
-    part_s = site.overhead_s("tensor", candidate.workers, num_layers) / max(1, num_layers)
+    part_s = site.overhead_s("tensor", candidate.workers, Amount(num_layers)) / max(1, num_layers)
     tasks: list[Task] = []
     before = ""
     passes = [(f"forward {i}", i, timing.forward_s[i]) for i in range(len(profile.blocks))]
@@ -155,7 +152,7 @@ def _in_stages(candidate: Candidate, work: Work, drawn: Callable[[float], float]
     send_s = max(site.send_s(size, 0, 1) for size in sizes)
     passes = tasks_of(forward, backward, send_s, num_micro, schedule, mesh.num_stages)
     members = range(mesh.num_stages)
-    last_s = site.overhead_s("pipeline", candidate.workers, num_micro)
+    last_s = site.overhead_s("pipeline", candidate.workers, Amount(num_micro))
     last_s += site.step(profile, samples * num_micro, 0, candidate.workers).other_s
     if mesh.num_data > 1:
         chunk_bytes = [sum(block.parameter_bytes for block in profile.blocks[a:b]) for a, b in bounds]
