@@ -150,11 +150,34 @@ def _check_weights(commits: Sequence[Event]) -> Iterator[str]:
 
 
 def _losses(events: Sequence[Event]) -> Finding:
+    """At most one step is computed again, unless nobody is left who could go on from where the team was."""
     recoveries = [event for event in events if event["type"] == "recovery"]
     redone = sum(event.get("steps_redone", 0) for event in recoveries)
     longest = max((event["seconds"] for event in recoveries), default=0.0)
     detail = f"{_count(events, 'worker_lost')} workers lost, {len(recoveries)} recoveries, {redone} steps redone"
-    return Finding("losses", "ok", detail + (f", the longest took {longest:.2f} s" if recoveries else ""))
+    detail += f", the longest took {longest:.2f} s" if recoveries else ""
+    if num_whole := len(_whole_losses(events)):
+        detail += f"; {num_whole} of them from a checkpoint, since nobody was left"
+    return _finding("losses", _check_redone(events), detail)
+
+
+def _check_redone(events: Sequence[Event]) -> Iterator[str]:
+    whole = _whole_losses(events)
+    for event in events:
+        if event["type"] == "recovery" and event.get("steps_redone", 0) > 1 and event not in whole:
+            lost = ", ".join(map(str, event.get("lost", [])))
+            yield f"{event['steps_redone']} steps were redone after the loss of {lost}, though others were left"
+
+
+def _whole_losses(events: Sequence[Event]) -> list[Event]:
+    """Return the recoveries of teams that were lost as a whole. Strategies without generations have none."""
+    whole, is_whole = [], False
+    for event in events:
+        if event["type"] == "generation":
+            is_whole = event.get("step") is None
+        elif event["type"] == "recovery" and is_whole:
+            whole.append(event)
+    return whole
 
 
 def _at(commit: Event) -> tuple[int, int]:

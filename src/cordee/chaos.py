@@ -21,14 +21,16 @@ from cordee.auditing import audit_run
 from cordee.cluster.control import scale_run
 from cordee.cluster.local import is_alive
 from cordee.communication.outage import OUTAGE_S
+from cordee.core import Job
 from cordee.core.env import faulty_environment
 from cordee.core.errors import CordeeError, JobError, TrainingError, nearest
 from cordee.doctor import Finding
 from cordee.monitoring import read_events
-from cordee.monitoring.run_directory import EVENTS_FILE
+from cordee.monitoring.run_directory import EVENTS_FILE, JOB_FILE
 
 START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 60.0
+SCALE_TIMEOUT_S = 10.0  # for the coordinator to hear of it
 HARM_S = 2.0  # how long a worker is slow, or its disk full
 MANY_RESTARTS = 100_000
 COORDINATOR = "coordinator"
@@ -155,12 +157,20 @@ def _partition(victim: Victim) -> None:
 
 
 def _leave(victim: Victim) -> None:
-    """Tell the worker to go, and ask for another in its place."""
-    num_workers = len(_pids(victim.run_dir))
+    """Tell the worker to go, and ask for as many as the job has."""
     os.kill(victim.pid, signal.SIGTERM)
     time.sleep(HARM_S)
-    with contextlib.suppress(CordeeError):
-        scale_run(victim.run_dir, num_workers)
+    num_workers = Job.load(victim.run_dir / JOB_FILE).strategy.workers
+    deadline_s = time.monotonic() + SCALE_TIMEOUT_S
+    while True:
+        try:
+            scale_run(victim.run_dir, num_workers)
+        except CordeeError:  # a coordinator may be on its way back
+            if time.monotonic() > deadline_s:
+                return
+            time.sleep(0.1)
+        else:
+            return
 
 
 FAULTS: dict[str, Callable[[Victim], None]] = {

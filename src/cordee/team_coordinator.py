@@ -73,6 +73,7 @@ class _Memory(msgspec.Struct, kw_only=True):
     summaries: dict[int, Summary] = {}
     lost: list[Trouble] = []  # since the last generation was formed
     recovery: _Recovery | None = None  # that is not complete
+    num_recoveries: int = 0  # that are
     steps_redone: int = 0
     stall_s: float = 0.0  # that training stood still for checkpoints
     shortage: Shortage | None = None  # too few are left, and others are waited for
@@ -111,6 +112,7 @@ class TeamCoordinator:
             self._memory = _Memory(address="tcp://127.0.0.1:*", membership=membership, restarts=restarts)
         self._membership = self._memory.membership
         self._restarts = self._memory.restarts
+        self._disbanded = 0  # the last generation whose members were told that it is over; heartbeats tell again
         self._stragglers = Stragglers()  # not remembered: it is soon known again
         self._scaling = Scaling(job, self._scale) if job.cluster.autoscale else None
 
@@ -330,7 +332,10 @@ class TeamCoordinator:
         self._check_shortage()
         for index in membership.dismiss_late():
             self._launcher.signal(index, signal.SIGKILL)
-        leaving = [i for i, r in membership.records.items() if r.is_leaving and r.state == "ready"]
+        if membership.why_broken and self._disbanded < membership.generation:
+            self._disbanded = membership.generation
+            self._coordinator.direct("disband", membership.members, membership.why_broken)
+        leaving = membership.dispensable
         if leaving and not membership.is_complete:
             self._let_go(leaving)
         members = membership.next_members()
@@ -398,9 +403,12 @@ class TeamCoordinator:
         if verdict is not None:
             where = f"; its log is {self._worker_log(self._memory.lost[-1].worker_index)}" if self._memory.lost else ""
             raise TrainingError(f"{verdict}{where}")
-        now_s = time.monotonic()
-        started_s = min([now_s, *(loss.at_s for loss in self._memory.lost)])
-        self._memory.recovery = _Recovery([loss.worker_index for loss in self._memory.lost], started_s, reached)
+        lost = [loss.worker_index for loss in self._memory.lost]
+        started_s = min([time.monotonic(), *(loss.at_s for loss in self._memory.lost)])
+        if (earlier := self._memory.recovery) is not None:  # nobody has taken a step since
+            lost = earlier.lost + lost
+            started_s, reached = min(started_s, earlier.started_s), max(reached, earlier.reached_step)
+        self._memory.recovery = _Recovery(lost, started_s, reached)
         self._memory.lost = []
 
     def _take_event(self, kind: str, fields: dict[str, Any]) -> None:
@@ -432,6 +440,7 @@ class TeamCoordinator:
         if recovery is None:
             return
         redone = max(0, recovery.reached_step - (step - 1))
+        self._memory.num_recoveries += 1
         self._memory.steps_redone += redone
         self._launcher.emit(
             "recovery",
@@ -461,7 +470,7 @@ class TeamCoordinator:
         return msgspec.structs.replace(
             summary,
             peak_memory_bytes=max(peaks) or None,
-            recoveries=self._restarts.num_recoveries,
+            recoveries=self._memory.num_recoveries,
             steps_redone=self._memory.steps_redone,
             checkpoint_stall_seconds=self._memory.stall_s,
         )

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, SupportsFloat
 
 import msgspec
-import torch.distributed as dist
 
 from cordee.assembly import assemble
 from cordee.cluster import Team
@@ -20,19 +18,14 @@ from cordee.cluster.link import Answer, CoordinatorLink
 from cordee.communication import outage
 from cordee.communication.keys import ClientKeys
 from cordee.communication.lost_peer import find_lost_peer
-from cordee.communication.shared_memory import BackendSettings, register
 from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CommunicationError
+from cordee.meeting import meet
 from cordee.monitoring import Event, Monitor, setup_logging
 from cordee.session import Session
 
 log = logging.getLogger("cordee.worker")
-
-# Collectives end by the loss of a peer long before; this is the limit for one that is only slow.
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-# For those who have said that they are ready to meet, on a busy machine. One that dies meanwhile is only noticed then.
-LEAST_MEETING_S = 15.0
 
 
 class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,7 +151,7 @@ class _Member:
         """Train as a member of the generation that `answer` calls for; return whether the run has ended."""
         self._reason = ""
         try:
-            with _group(self._order, answer) as team:
+            with _group(self._order, answer, lambda: self._link.why_disbanded(answer.generation)) as team:
                 sink.is_first = team.is_first
                 return session.go_on(
                     team,
@@ -182,38 +175,20 @@ class _Member:
 
 
 @contextlib.contextmanager
-def _group(order: WorkerOrder, answer: Answer) -> Iterator[Team]:
+def _group(order: WorkerOrder, answer: Answer, why_over: Callable[[], str]) -> Iterator[Team]:
     """Form the group of a generation, and give it up afterwards. Collective."""
-    members = answer.directive.members
-    rank = [member.name for member in members].index(f"{WORKER_PREFIX}{order.worker_index}")
-    register()
+    names = [member.name for member in answer.directive.members]
+    rank = names.index(f"{WORKER_PREFIX}{order.worker_index}")
     path = Path(order.store) / f"generation-{answer.generation}"
-    store = dist.FileStore(str(path), len(members))  # type: ignore[attr-defined]
-    store.set_timeout(timedelta(seconds=max(LEAST_MEETING_S, 2 * order.failure_timeout_s)))
-    try:
-        dist.init_process_group(
-            "cordee",
-            store=store,
-            rank=rank,
-            world_size=len(members),
-            timeout=COLLECTIVE_TIMEOUT,
-            pg_options=BackendSettings(failure_timeout_s=order.failure_timeout_s),
-        )
-    except RuntimeError as error:
-        # torch names groups by counting them, and counts one that failed: a new process would wait under another name.
-        dist.distributed_c10d._world.group_count = 0
-        raise CommunicationError(f"generation {answer.generation} could not meet: {error}") from error
-    try:
+    with meet(path, rank, len(names), failure_timeout_s=order.failure_timeout_s, why_over=why_over):
         yield Team(
             worker_index=rank,
-            num_workers=len(members),
-            num_local_workers=len(members),
+            num_workers=len(names),
+            num_local_workers=len(names),
             local_rank=rank,
             generation=answer.generation,
             threads=answer.directive.threads,
         )
-    finally:
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

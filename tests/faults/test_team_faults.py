@@ -64,9 +64,9 @@ NUM_SEEDS = int(os.environ.get("CORDEE_FAULT_TRIALS", "1"))
 class Launched:
     """A `cordee train` in a process of its own, and what its events say."""
 
-    def __init__(self, folder: Path, *args: str, steps: int = 1_000_000) -> None:
+    def __init__(self, folder: Path, *args: str, steps: int = 1_000_000, before: str = "") -> None:
         self.run_dir = folder / "run"
-        (folder / "unhurried.py").write_text(UNHURRIED)
+        (folder / "unhurried.py").write_text(before + UNHURRIED)
         job = folder / "job.toml"
         job.write_text(JOB.replace("{steps}", str(steps)))
         self.process = subprocess.Popen(
@@ -121,8 +121,8 @@ STEPS = 250
 
 
 @contextlib.contextmanager
-def launch(folder: Path, *args: str, steps: int = STEPS) -> Iterator[Launched]:
-    run = Launched(folder, *args, steps=steps)
+def launch(folder: Path, *args: str, steps: int = STEPS, before: str = "") -> Iterator[Launched]:
+    run = Launched(folder, *args, steps=steps, before=before)
     try:
         yield run
     finally:
@@ -180,6 +180,38 @@ def test_a_frozen_worker_is_ended_and_trained_around(tmp_path: Path, undisturbed
         os.kill(run.pids()[1], signal.SIGSTOP)
         check_held(run, undisturbed, recoveries=1)
         assert "is frozen" in run.of("worker_lost")[0]["reason"]
+
+
+MEETING = """
+import os, signal, cordee.meeting
+tell = cordee.meeting.MeetingStore.set
+def tell_and_go(self, key, value):
+    tell(self, key, value)
+    if "{key}" in key and os.path.exists(os.path.dirname(__file__) + "/now"):
+        try:
+            os.unlink(os.path.dirname(__file__) + "/now")  # one of them can
+        except FileNotFoundError:
+            return
+        os.kill(os.getpid(), signal.{number})
+cordee.meeting.MeetingStore.set = tell_and_go
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "number"),
+    [("/gloo/", "SIGSTOP"), pytest.param("/member/", "SIGKILL", marks=pytest.mark.long)],
+)
+def test_one_is_lost_while_the_next_group_is_formed(tmp_path: Path, undisturbed: str, key: str, number: str) -> None:
+    """The others do not wait for it: they hear from the coordinator that the meeting is off."""
+    with launch(tmp_path, "--workers", "3", before=MEETING.format(key=key, number=number)) as run:
+        run.wait_for_step(5)
+        (tmp_path / "now").touch()
+        os.kill(run.pids()[1], signal.SIGKILL)
+        check_held(run, undisturbed, recoveries=1)
+        (recovery,) = run.of("recovery")
+        assert len(recovery["lost"]) == 2 and not (tmp_path / "now").exists()
+        logs = [path.read_text() for path in (run.run_dir / "logs").glob("worker-*.log")]
+        assert any("could not meet: worker" in text for text in logs), logs
 
 
 @pytest.mark.long

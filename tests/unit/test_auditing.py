@@ -42,6 +42,11 @@ def test_a_sound_run() -> None:
         ([generation(3), commit(3, 0, 3)], "steps", "step 3 was committed after step 5"),
         ([commit(6, 0, 2, samples=24)], "samples", "24 samples were counted by step 6, there were 20"),
         ([{"type": "step", "step": 7, "samples": 20}], "samples", "20 samples were counted by step 7, there were 24"),
+        (
+            [{"type": "recovery", "generation": 2, "lost": [1], "steps_redone": 2, "seconds": 1.0}],
+            "losses",
+            "2 steps were redone after the loss of 1, though others were left",
+        ),
         ([commit(6, 0, 2), commit(6, 1, 2, sha="b")], "weights", "at step 6 worker 1 has other weights than worker 0"),
     ],
 )
@@ -51,7 +56,8 @@ def test_what_is_wrong_is_found(added: list[dict[str, Any]], subject: str, messa
 
 def test_going_back_to_a_checkpoint_is_sound_where_nobody_is_left() -> None:
     saved = {"type": "checkpoint", "step": 4}
-    assert problems([*SOUND, saved, generation(3), commit(4, 0, 3), commit(4, 1, 3)]) == {}
+    back = {"type": "recovery", "generation": 3, "lost": [0, 1], "steps_redone": 2, "seconds": 1.0}
+    assert problems([*SOUND, saved, generation(3), commit(4, 0, 3), commit(4, 1, 3), back]) == {}
 
 
 def test_news_of_one_that_was_cut_off_may_come_late() -> None:

@@ -165,6 +165,8 @@ class Coordinator:
         match received.message:
             case Heartbeat(step=step):
                 membership.hear(index, now_s, step)
+                if membership.why_broken and membership.records[index].state == "member":
+                    self.direct("disband", [index], membership.why_broken)  # again: it may not have heard
                 self._reply(received, Noted(known.num_noted))
             case Ready() as ready:
                 self._take_ready(index, known, ready)

@@ -74,6 +74,7 @@ class CoordinatorLink:
         self._telling = threading.Condition()
         self._is_stop_asked = False
         self._is_pause_asked = False
+        self._disbanded = (0, "")  # the last generation that is known to be over, and why
         self._wants_to_leave = False
         self._is_leaving = threading.Event()
         self._launcher_pid = 0
@@ -90,6 +91,11 @@ class CoordinatorLink:
     def is_pause_asked(self) -> bool:
         """Whether the team is to be formed anew after this step."""
         return self._is_pause_asked
+
+    def why_disbanded(self, generation: int) -> str:
+        """Why a generation cannot come about, as far as the coordinator has said so."""
+        last, reason = self._disbanded
+        return reason if generation <= last else ""
 
     def join(self, timeout_s: float, *, launcher_pid: int = 0) -> None:
         """Register, and show signs of life from now on. One that the launcher did not start ends when it does."""
@@ -255,6 +261,8 @@ class CoordinatorLink:
             self._is_stop_asked = True
         elif directive.action == "pause":
             self._is_pause_asked = generation >= self._channel.generation  # not one of an earlier generation
+        elif directive.action == "disband":
+            self._disbanded = max(self._disbanded, (directive.generation, directive.reason))
         elif self._ready is not None and directive.answers == self._ready.number:
             self._ready = None
             self._is_pause_asked = False

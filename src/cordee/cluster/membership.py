@@ -62,6 +62,7 @@ class Membership:
     min_workers: int = 1
     is_elastic: bool = False  # every worker has all that is needed to go on, so that a team can lose some
     generation: int = 0
+    broken: tuple[int, str] = (0, "")  # the last generation that cannot go on as it is, and why
     told_step: int = 0  # of the last step that was reported as such
     records: dict[int, Record] = field(default_factory=dict)
     troubles: list[Trouble] = field(default_factory=list)
@@ -94,6 +95,8 @@ class Membership:
     def wait(self, index: int, step: int, *, has_dropped: bool, reason: str = "") -> None:
         """Take note that a worker waits for a generation, with `step` steps taken or -1 for nothing at all."""
         record = self.records[index]
+        if record.state == "member" and reason:
+            self.broken = (self.generation, f"worker {index}: {reason}")
         record.state, record.ready_step, record.has_dropped, record.reason = "ready", step, has_dropped, reason
         record.step = max(record.step, step)
 
@@ -119,6 +122,8 @@ class Membership:
         if record.state not in ACTIVE:
             return
         trouble = Trouble(index, record.step, record.fate or how, is_final=is_killed, at_s=now_s)
+        if record.state == "member":
+            self.broken = (self.generation, f"worker {index} {trouble.reason}")
         record.state = "gone"
         if not is_killed and not record.is_guest:
             self.report(trouble)
@@ -175,6 +180,12 @@ class Membership:
         """Whether a generation is training."""
         return bool(self.members)
 
+    @property
+    def why_broken(self) -> str:
+        """Why the present generation cannot go on; nothing if it can."""
+        generation, reason = self.broken
+        return reason if generation == self.generation > 0 else ""
+
     def dismiss_late(self) -> list[int]:
         """Return those who were to join a run that has ended for others: they are of no use any more."""
         if not any(record.state == "finished" for record in self.records.values()):
@@ -193,12 +204,24 @@ class Membership:
     @property
     def needs_pause(self) -> bool:
         """Whether the members should stop for a moment: somebody waits to join, or wants to leave."""
-        states = [(record.state, record.is_leaving) for record in self.records.values()]
-        return ("member", True) in states or (("member", False) in states and ("ready", False) in states)
+        states = {(record.state, record.is_leaving) for record in self.records.values()}
+        has_members, has_heirs = bool(self.members), ("ready", False) in states
+        return (has_members and has_heirs) or (
+            ("member", True) in states and (("member", False) in states or self.is_too_small)
+        )
+
+    @property
+    def dispensable(self) -> list[int]:
+        """Those who wait, want to leave, and may: somebody who stays is as far as they are, or nobody is to stay."""
+        stays = [r.ready_step for r in self.records.values() if r.state == "ready" and not r.is_leaving]
+        furthest = max(stays, default=-1)
+        leaving = [(i, r) for i, r in self.records.items() if r.state == "ready" and r.is_leaving]
+        return [i for i, record in leaving if record.ready_step <= furthest or self.is_too_small]
 
     def next_members(self) -> list[int] | None:
         """Return who forms the next generation, those who are furthest first; None while it is too early for one."""
-        ready = [i for i in self.active if self.records[i].state == "ready"]
+        leaves = self.dispensable
+        ready = [i for i, record in self.records.items() if record.state == "ready" and i not in leaves]
         if self.is_complete or not ready:
             return None
         has_survivor = any(self.records[i].ready_step >= 0 for i in ready)

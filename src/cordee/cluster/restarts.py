@@ -32,7 +32,6 @@ class Restarts:
 
     max_restarts: int
     num_restarts: int = 0
-    num_recoveries: int = 0
     num_in_step: int = 0  # recoveries since the last step that was taken
     last_step: int = -2
 
@@ -50,7 +49,6 @@ class Restarts:
 
     def recover(self, step: int, losses: Sequence[Trouble], reason: str = "") -> str | None:
         """Take note that a team ended after `step` steps (-1 for none); return why the run must end, if it must."""
-        self.num_recoveries += 1
         self.num_in_step = self.num_in_step + 1 if step <= self.last_step else 1
         self.last_step = max(step, self.last_step)
         if self.num_in_step < MOST_LOSSES_IN_ONE_STEP:

@@ -209,6 +209,49 @@ def test_who_wants_to_leave_pauses_the_others_and_is_left_out() -> None:
     assert membership.culprit(100.0) is None and membership.take_losses() == []
 
 
+def test_who_alone_has_the_weights_leaves_when_another_has_them() -> None:
+    membership = trained(2)
+    membership.exit(1, "was killed by SIGKILL", 2.0, is_killed=True)
+    membership.expect(1, 2.0)
+    membership.wait(0, 5, has_dropped=True, reason="worker 1 died")
+    membership.records[0].is_leaving = True
+    assert membership.dispensable == [] and membership.next_members() == [0]
+    membership.form([0])
+    assert not membership.needs_pause, "its heir is on the way: it trains on"
+    membership.register(1, 3.0)
+    membership.wait(1, -1, has_dropped=False)
+    assert membership.needs_pause
+    membership.wait(0, 9, has_dropped=False)
+    assert membership.dispensable == [] and membership.next_members() == [0, 1]
+    membership.form([0, 1])
+    assert membership.needs_pause
+    for index in (0, 1):
+        membership.wait(index, 10, has_dropped=False)
+    assert membership.dispensable == [0] and membership.next_members() == [1]
+
+
+def test_one_that_is_a_step_ahead_leaves_when_the_others_have_taken_it() -> None:
+    membership = trained(3)
+    membership.exit(2, "was killed by SIGKILL", 2.0, is_killed=True)
+    membership.records[0].is_leaving = True
+    for index, step in ((0, 8), (1, 7)):
+        membership.wait(index, step, has_dropped=index == 1, reason="worker 2 died")
+    assert membership.dispensable == [] and membership.next_members() == [0, 1]
+
+
+def test_a_generation_that_lost_a_member_is_broken_until_the_next() -> None:
+    membership = trained(3)
+    assert membership.why_broken == ""
+    membership.exit(2, "was killed by SIGKILL", 2.0, is_killed=True)
+    assert membership.why_broken == "worker 2 was killed by SIGKILL"
+    for index in (0, 1):
+        membership.wait(index, 5, has_dropped=True, reason="worker 2 died")
+    membership.form([0, 1])
+    assert membership.why_broken == ""
+    membership.wait(1, 5, has_dropped=False, reason="no shared memory")
+    assert membership.why_broken == "worker 1: no shared memory"
+
+
 def test_a_death_after_the_last_step_of_all_is_no_loss() -> None:
     membership = trained(2)
     membership.finish(0)

@@ -75,8 +75,9 @@ def _form_mailbox(team: HostTeam, size: int, timeout: timedelta) -> Mailbox:
 def _form_gloo(store: Any, rank: int, size: int, timeout: timedelta, *, local: bool) -> ProcessGroupGloo:
     if not local:
         return ProcessGroupGloo(store, rank, size, timeout=timeout)
-    # Inside a host gloo needs no address of the outside, which it can fail to find.
+    # Inside a host gloo needs no address of the outside, which it can fail to find. It connects when it is first used:
+    # connecting at once to a peer that has just been frozen does not end, not even after the timeout.
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
     options._timeout = timeout
     return ProcessGroupGloo(store, rank, size, options)
