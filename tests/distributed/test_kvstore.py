@@ -109,7 +109,7 @@ def test_mistakes_have_one_clear_message(store: cordee.KVStore, name: str, serve
     store.init(name, np.zeros((2, 3), np.float32))
     for mistake, message in (
         (lambda: store.init(name, np.zeros((2, 3), np.float32)), "has been initialised before"),
-        (lambda: store.pull(f"{name}s"), r"has not been initialised; did you mean"),
+        (lambda: store.pull(f"{name}s"), r"has not been initialised: call init first; did you mean"),
         (
             lambda: store.push(name, np.zeros((3, 2), np.float32)),
             r"float32 of shape \(2, 3\), and this value is float32",
@@ -120,8 +120,16 @@ def test_mistakes_have_one_clear_message(store: cordee.KVStore, name: str, serve
         (lambda: store.push_rows(name, [2], np.zeros((1, 3), np.float32)), "has no row 2: it has 2 rows"),
         (lambda: store.push_rows(name, [0.5], np.zeros((1, 3), np.float32)), "rows are a list of whole numbers"),
         (lambda: store.push_rows(name, [0], np.zeros((2, 3), np.float32)), "1 rows of key"),
-        (lambda: store.pull(name, min_version=-5), "min_version = -5 must be at least 0"),
-        (lambda: store.pull(name, min_version=2**70), "must be at least 0 and below"),
+        (lambda: store.pull(name, min_version=-5), "min_version = -5 must be a whole number from 0 to"),
+        (lambda: store.pull(name, min_version=2**70), "must be a whole number from 0 to"),
+        (lambda: store.pull(name, min_version="new"), "min_version = 'new' must be a whole number"),
+        (lambda: store.pull(name, min_version=9, timeout_s="1s"), "timeout_s = '1s' must be at least 0"),
+        (lambda: store.init([f"{name} b"], 3), "a list of keys needs a list of values, not a int"),
+        (lambda: store.push_pull([name], 3), "a list of keys needs a list of values, not a int"),
+        (lambda: store.push_pull([name], [], [np.zeros((2, 3), np.float32)]), "1 keys and 0 values"),
+        (lambda: store.push_pull_async([name], [np.zeros((2, 3), np.float32)], []), "1 keys and 0 values"),
+        (lambda: store.set_updater(3), "an updater is chosen by its name, not by 3"),
+        (lambda: store.set_updater("sgd", lr=object()), "lr = <object .* cannot be sent to the servers"),
         (lambda: store.set_updater("updates:nothing"), "do not know 'updates:nothing'"),
         (lambda: store.set_updater("sgd", lr="much"), "lr"),
     ):

@@ -206,7 +206,10 @@ def test_an_error_in_a_worker_is_told_once(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"servers": 0}, "strategy.servers = 0 must be at least 1"),
-        ({"servers": 500}, "strategy.servers = 500 is too many"),
+        ({"servers": 1000}, "strategy.servers = 1000 must be at most 64"),
+        ({"staleness": 2, "aggregate": "sum"}, "aggregate = 'sum' is for the gradients of a step"),
+        ({"topk": 0.5}, "strategy.topk = 0.5 is for compression = 'topk'"),
+        ({"servers": 60, "workers": 2}, "strategy.servers = 60 is too many"),
         ({"staleness": -1}, "staleness = -1 must be at least 0"),
         ({"staleness": "bounded"}, "strategy.staleness"),
         ({"push_every": 2}, "staleness = 0 exchanges at every step"),

@@ -78,6 +78,7 @@ class ParameterService:
         self.connect: Callable[[str], Connection]
         self.fence: Callable[[str, int], None] = lambda worker, incarnation: None
         self.warn: Callable[[str], None] = lambda message: None
+        self.name = "server"
 
     def handle(self, call: Call) -> None:
         match call.message:
@@ -154,7 +155,7 @@ class ParameterService:
         try:
             self._second.call(message, [buffer.torch() for buffer in buffers], reply_bytes=self._reply_bytes)
         except CommunicationError as error:
-            self.warn(f"the second server is lost ({error}): going on alone until there is another")
+            self.warn(f"{self.name} has lost its second server ({error}): going on alone until there is another")
             self._second.close()
             self._second = None
 
@@ -187,6 +188,7 @@ def main(argument: dict[str, Any]) -> int:
             speaker = Speaker(run=order.run_id, name=order.name, incarnation=time.time_ns())
             keys = ServerKeys.from_text(order.server_keys)
             with CallServer("tcp://127.0.0.1:*", speaker, PARAMETERS, keys, service.handle, limits=LIMITS) as server:
+                service.name = order.name
                 service.fence = server.fence
                 service.connect = link.connect_to
                 service.warn = lambda message: link.emit("warning", {"message": message})

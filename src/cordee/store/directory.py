@@ -170,7 +170,7 @@ class Directory:
         record = self.keys.get(key)
         if record is None:
             known = [name for name, other in self.keys.items() if other.is_ready]
-            raise StoreError(f"key '{key}' has not been initialised{nearest(key, known)}; call init first")
+            raise StoreError(f"key '{key}' has not been initialised: call init first{nearest(key, known)}")
         if not record.is_ready:
             raise StoreError(f"key '{key}' has no value yet: {self.describe(record.owner)} is about to bring it")
         return record

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
+import msgspec
+
 from cordee.communication.messages import Json
 from cordee.core import env
 from cordee.core.durations import parse_duration
@@ -151,8 +153,7 @@ class KVStore:
         if not isinstance(key, (list, tuple)):
             self._init(key, _name(key), take(value))
             return
-        values = list(value)
-        _check_count(key, values)
+        values = _list_for(key, value)
         prepared = [(one, _name(one), take(its)) for one, its in zip(key, values, strict=True)]
         if twice := [name for name, count in Counter(name for _, name, _ in prepared).items() if count > 1]:
             raise StoreError(f"key '{twice[0]}' comes twice in the list: init each key once")
@@ -198,9 +199,7 @@ class KVStore:
     def push_pull(self, key: Key | Keys, value: Any, out: Any = None) -> Any:
         """Push and return the value that has the push, as `Pulled`; one way instead of two."""
         if isinstance(key, (list, tuple)):
-            outs = out if out is not None else [None] * len(key)
-            pairs = list(zip(value, outs, strict=True))
-            return self._each(lambda one, its: self.push_pull(one, *its), key, pairs)
+            return self._each(lambda one, its: self.push_pull(one, *its), key, _pairs(key, value, out))
         return self._push_pull(self._settled(key), value, out)
 
     def push_async(self, key: Key | Keys, value: Any, *, priority: float = 0) -> Handle:
@@ -223,10 +222,7 @@ class KVStore:
 
     def push_pull_async(self, key: Key | Keys, value: Any, out: Any = None, *, priority: float = 0) -> Handle:
         """Begin a push_pull; the value must not change before it has ended."""
-        if isinstance(key, (list, tuple)):
-            pairs: Any = list(zip(value, out if out is not None else [None] * len(value), strict=True))
-        else:
-            pairs = (value, out)
+        pairs: Any = _pairs(key, value, out) if isinstance(key, (list, tuple)) else (value, out)
         return self._begin(key, pairs, priority, lambda entry, its: self._push_pull(entry, *its))
 
     def push_rows(self, key: Key, rows: Any, values: Any) -> int:
@@ -248,6 +244,7 @@ class KVStore:
         changes nothing.
         """
         self._check_open()
+        _check_updater(name, settings)
         self._queue.settle()
         if keys is None:
             for server in range(self.num_servers):
@@ -306,8 +303,8 @@ class KVStore:
     def _pull(self, entry: Entry, out: Any, min_version: int | None, timeout_s: float | None) -> Pulled:
         target = self._target(entry, out)
         limit_s = self._membership.failure_timeout_s if timeout_s is None else _waiting(timeout_s)
-        if min_version is not None and not 0 <= min_version < 2**63:
-            raise StoreError(f"min_version = {min_version} must be at least 0 and below 2**63")
+        if min_version is not None and not (isinstance(min_version, int) and 0 <= min_version < 2**63):
+            raise StoreError(f"min_version = {min_version!r} must be a whole number from 0 to 2**63 - 1")
         version = transfer.pull(self._wire, entry, target.view, min_version or 0, limit_s)
         return Pulled(target.finish(), version)
 
@@ -355,16 +352,14 @@ class KVStore:
             entry = self._entry(key)
             return self._queue.submit(entry.key, priority, lambda: operation(entry, value))
         keys = key
-        values = [None] * len(keys) if is_optional and value is None else list(value)
-        _check_count(keys, values)
+        values = [None] * len(keys) if is_optional and value is None else _list_for(keys, value)
         return JointHandle(
             [str(one) for one in keys],
             [self._begin(one, its, priority, operation) for one, its in zip(keys, values, strict=True)],
         )
 
     def _each(self, operation: Callable[[Any, Any], _Result], keys: Any, values: Any) -> list[_Result]:
-        values = [None] * len(keys) if values is None else list(values)
-        _check_count(keys, values)
+        values = [None] * len(keys) if values is None else _list_for(keys, values)
         return [operation(one, its) for one, its in zip(keys, values, strict=True)]
 
     def _check_open(self) -> None:
@@ -387,9 +382,33 @@ def _name(key: Key) -> str:
     return name
 
 
-def _check_count(keys: Sequence[Any], values: Sequence[Any]) -> None:
-    if len(keys) != len(values):
-        raise StoreError(f"{len(keys)} keys and {len(values)} values: there must be one for each")
+def _list_for(keys: Sequence[Any], values: Any) -> list[Any]:
+    """Return the values that come with a list of keys, one for each."""
+    try:
+        listed = list(values)
+    except TypeError:
+        raise StoreError(f"a list of keys needs a list of values, not a {type(values).__name__}") from None
+    if len(keys) != len(listed):
+        raise StoreError(f"{len(keys)} keys and {len(listed)} values: there must be one for each")
+    return listed
+
+
+def _pairs(keys: Sequence[Any], values: Any, outs: Any) -> list[tuple[Any, Any]]:
+    outs = [None] * len(keys) if outs is None else _list_for(keys, outs)
+    return list(zip(_list_for(keys, values), outs, strict=True))
+
+
+def _check_updater(name: str, settings: dict[str, Json]) -> None:
+    if not isinstance(name, str):
+        raise StoreError(f"set_updater: an updater is chosen by its name, not by {name!r}")
+    for setting, value in settings.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            raise StoreError(
+                f"set_updater: {setting} = {value!r} cannot be sent to the servers: "
+                "settings are numbers, texts, and lists of them"
+            ) from None
 
 
 def _check_fits(entry: Entry, kind: str, shape: tuple[int, ...]) -> None:
@@ -404,7 +423,7 @@ def _default(kind: str) -> Origin:
 
 
 def _waiting(timeout_s: float) -> float:
-    if not 0 <= timeout_s < float("inf"):
+    if not (isinstance(timeout_s, (int, float)) and 0 <= timeout_s < float("inf")):
         raise StoreError(f"timeout_s = {timeout_s!r} must be at least 0 and finite")
     return float(timeout_s)
 
@@ -413,6 +432,6 @@ def _seconds(failure_timeout: str | float) -> float:
     seconds = (
         parse_duration(failure_timeout, "failure_timeout") if isinstance(failure_timeout, str) else failure_timeout
     )
-    if seconds < 0.5:
+    if not seconds >= 0.5:
         raise JobError(f"failure_timeout = {failure_timeout!r} must be at least 0.5 s")
     return seconds

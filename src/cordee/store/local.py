@@ -17,6 +17,7 @@ import msgspec
 from cordee.core.errors import StoreError
 from cordee.store.keys import StoreKey
 
+MAX_SERVERS = 64
 _START_S = 60.0  # importing torch takes seconds on a busy machine
 _END_S = 5.0
 
@@ -38,8 +39,11 @@ class LocalServers:
 
     def __init__(self, num_servers: int, updaters: list[str], failure_timeout_s: float) -> None:
         """Start them and wait until they serve. Raises StoreError that says what went wrong."""
-        if num_servers < 1:
-            raise StoreError(f"num_servers = {num_servers} must be at least 1")
+        if not (isinstance(num_servers, int) and 1 <= num_servers <= MAX_SERVERS):
+            raise StoreError(
+                f"num_servers = {num_servers!r} must be a whole number from 1 to {MAX_SERVERS}: "
+                "they are processes of this host"
+            )
         self.key = StoreKey.make()
         self._children: list[subprocess.Popen[bytes]] = []
         try:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from cordee.communication.buffers import ITEM_BYTES, Buffer, BufferSpec, Parcel, padded
+from cordee.communication.buffers import ITEM_BYTES, Buffer, BufferSpec, Parcel, WireError, padded
 from cordee.communication.calls import Connection, Pending, ServerDiedError, ServerFrozenError
 from cordee.communication.channel import RefusedError
 from cordee.communication.messages import Message
@@ -120,6 +120,8 @@ class Wire:
                 return connection.call(message, buffers, receive=receive, reply_bytes=reply_bytes)
             except RefusedError as error:
                 raise as_store_error(error) from error
+            except WireError:  # the message itself: no other attempt would do better
+                raise
             except CommunicationError as error:
                 deadline = deadline or time.monotonic() + self._timeout_s
                 self._drop(server, connection)

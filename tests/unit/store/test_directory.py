@@ -69,7 +69,7 @@ def test_a_key_gets_the_value_of_worker_0() -> None:
         directory.declare("w0", "a", "float32", (2,), 2, 0)
     with pytest.raises(StoreError, match=r"float32 of shape \(2,\) for another worker, and int8 of shape \(2,\) here"):
         directory.declare("w2", "a", "int8", (2,), 5, 0)
-    with pytest.raises(StoreError, match="key 'aa' has not been initialised; did you mean 'a'"):
+    with pytest.raises(StoreError, match="key 'aa' has not been initialised: call init first; did you mean 'a'"):
         directory.locate("aa")
 
 

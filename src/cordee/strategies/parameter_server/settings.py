@@ -9,6 +9,8 @@ from cordee.core.errors import JobError
 from cordee.core.settings import Section
 
 UNBOUNDED = "unbounded"
+MAX_SERVERS = 64
+DEFAULT_TOPK = 0.01
 
 
 class ParameterServerSettings(Section, frozen=True, kw_only=True):
@@ -22,7 +24,7 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
     staleness_lr: Literal["none", "inverse"] = "none"  # inverse: the rate is divided by the age of the gradient
     delay_compensation: float = 0.0  # the lambda of DC-ASGD; 0 is off
     compression: Literal["none", "fp16", "int8", "topk"] = "none"  # of what travels, both ways
-    topk: float = 0.01  # share of the values that `topk` sends
+    topk: float = DEFAULT_TOPK  # share of the values that `topk` sends
     weight_decay: float = 0.0  # added to the gradients on the servers
     clip_norm: float = 0.0  # largest norm of a gradient on the servers; 0 leaves it alone
     replicas: Literal[1, 2] = 1  # 2: every server has a second that can take its place at once
@@ -31,6 +33,10 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check(self.servers >= 1, f"strategy.servers = {self.servers} must be at least 1")
+        _check(
+            self.servers <= MAX_SERVERS,
+            f"strategy.servers = {self.servers} must be at most {MAX_SERVERS}: they are processes of this host",
+        )
         if isinstance(self.staleness, int):
             _check(self.staleness >= 0, f"strategy.staleness = {self.staleness} must be at least 0, or 'unbounded'")
         _check(self.push_every >= 1, f"strategy.push_every = {self.push_every} must be at least 1")
@@ -45,11 +51,24 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
                 "strategy.staleness = 0 has no old gradients: delay_compensation and staleness_lr are for "
                 "staleness above 0 or 'unbounded'"
             )
+        if not self.is_in_step and self.aggregate != "weighted":
+            raise JobError(
+                f"strategy.aggregate = '{self.aggregate}' is for the gradients of a step that are applied together, "
+                f"and strategy.staleness = {self.staleness!r} applies each by itself: leave aggregate out, or set "
+                "staleness = 0"
+            )
         for key in ("delay_compensation", "weight_decay", "clip_norm", "drop_late"):
             value = getattr(self, key)
             _check(math.isfinite(value), f"strategy.{key} = {value} must be a finite number")
-        _check(self.delay_compensation >= 0, "strategy.delay_compensation must be at least 0")
+        _check(
+            self.delay_compensation >= 0,
+            f"strategy.delay_compensation = {self.delay_compensation} must be at least 0",
+        )
         _check(0 < self.topk <= 1, f"strategy.topk = {self.topk} must be above 0 and at most 1")
+        _check(
+            self.compression == "topk" or self.topk == DEFAULT_TOPK,
+            f"strategy.topk = {self.topk} is for compression = 'topk', and strategy.compression = '{self.compression}'",
+        )
         _check(self.weight_decay >= 0, f"strategy.weight_decay = {self.weight_decay} must be at least 0")
         _check(self.clip_norm >= 0, f"strategy.clip_norm = {self.clip_norm} must be at least 0")
         _check(self.drop_late >= 0, f"strategy.drop_late = {self.drop_late} must be at least 0")
