@@ -73,6 +73,8 @@ def server(
     """
     from cordee.store.serving import serve
 
+    _check_address("--listen", listen)
+    _check_address("--join", join)
     serve(
         listen=listen,
         num_workers=workers,
@@ -106,6 +108,20 @@ def worker(
 
     if not script.is_file():
         raise JobError(f"no script {str(script)!r}")
+    _check_address("--servers", servers)
     enter_store(servers, key_file)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, str(script), *context.args])
+
+
+def _check_address(option: str, address: str | None) -> None:
+    """Raise JobError if an option is given and is no address of a store."""
+    from cordee.communication.sockets import check_address
+    from cordee.core.errors import CommunicationError, JobError
+
+    if address is None:
+        return
+    try:
+        check_address(address, is_encrypted=True)
+    except CommunicationError as error:
+        raise JobError(f"{option}: {error}") from error

@@ -258,6 +258,7 @@ class ServedCoordinator:
         while not dispatcher.is_over:
             self._commit()
             dispatcher.serve(TICK_S)
+            self._commit()  # workers wait for their answers; nobody waits for what follows
             self._take_reports(dispatcher)
             self._check_silence(dispatcher, started_s)
             self._check_guests(dispatcher)
@@ -507,9 +508,9 @@ class ServedCoordinator:
         return self._sum_up(outcome, plan, None)
 
     def _summarise(self, dispatcher: Dispatcher, plan: RunPlan) -> Summary:
-        training_s = time.perf_counter() - (dispatcher.first_work_s or self._memory.begun_s)
         trained = self._progress.samples - self._memory.samples_before
-        return self._sum_up(dispatcher.outcome, plan, trained / training_s if trained else None)
+        training_s = dispatcher.training_s
+        return self._sum_up(dispatcher.outcome, plan, trained / training_s if trained and training_s else None)
 
     def _sum_up(self, outcome: Outcome, plan: RunPlan, samples_per_second: float | None) -> Summary:
         summary = sum_up(

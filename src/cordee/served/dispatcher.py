@@ -119,8 +119,10 @@ class Dispatcher:
         return self._memory.is_over
 
     @property
-    def first_work_s(self) -> float | None:
-        return self._memory.first_work_s
+    def training_s(self) -> float | None:
+        """Seconds from the first unit of work to the newest step; None before there is one."""
+        first_s, last_s = self._memory.first_work_s, self._memory.last_step_s
+        return None if first_s is None or last_s is None else last_s - first_s
 
     @property
     def addresses(self) -> list[str]:
@@ -308,6 +310,7 @@ class Dispatcher:
     def _close_step(self, step: int, sums: StepSum) -> None:
         plan, progress = self.plan, self.progress
         self._memory.counted = step + 1
+        self._memory.last_step_s = time.perf_counter()
         if plan.is_first_of_epoch(step):
             progress.loss_sum, progress.loss_count = 0.0, 0
         progress.step = plan.steps_after(step + 1)
@@ -348,6 +351,8 @@ class Dispatcher:
             is_ordered = self._memory.has_ordered_last if is_last else self._memory.ordered_step == self._memory.barrier
             if not is_ordered:
                 self._order(is_last)
+            if is_last:  # there is no more work, and the evaluator can use the cores
+                self._send_home()
             if (
                 is_last
                 or self._memory.reading
@@ -428,6 +433,7 @@ class Dispatcher:
         settles, scale = self._memory.settle
         self._memory.num_orders += 1
         self._memory.ordered_at = (progress.step, progress.epoch, progress.batch, progress.samples)
+        self._memory.ordered_loss = progress.train_loss
         order = Order(
             number=self._memory.num_orders,
             step=progress.step,
@@ -465,8 +471,8 @@ class Dispatcher:
         if done.metrics:
             metrics = msgspec.json.decode(done.metrics, type=Metrics)
             outcome.metrics = metrics
-            epoch = max(1, progress.epoch if progress.batch == 0 else progress.epoch + 1)
-            self.emit("evaluation", step=done.step, epoch=epoch, **progress.describe_evaluation(metrics))
+            told = progress.describe_evaluation(metrics) | {"train_loss": self._memory.ordered_loss}
+            self.emit("evaluation", step=done.step, epoch=max(1, epoch if batch == 0 else epoch + 1), **told)
             reason = progress.take_evaluation(metrics, done.step, plan.policy)
             if reason is not None and not self._memory.is_final and not self.ledger.is_complete:
                 self.stop(reason)  # what is begun meanwhile is finished; where training waited, nothing is
@@ -476,13 +482,15 @@ class Dispatcher:
 
     def _end(self) -> None:
         self._memory.is_over = True
+        self._send_home()
+
+    def _send_home(self) -> None:
         for name in list(self._waiting):
             self._reply(self._waiting.pop(name), Leave())
 
     def dismiss(self) -> None:
         """Tell whoever asks that there is nothing more to do."""
-        for name in list(self._waiting):
-            self._reply(self._waiting.pop(name), Leave())
+        self._send_home()
         if self._desk is not None:
             desk, self._desk = self._desk, None
             self._reply(desk, Leave())

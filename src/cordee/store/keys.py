@@ -93,7 +93,7 @@ def find_key(address: str, text: str, path: Path | None) -> StoreKey:
     if not place.exists():
         raise StoreError(
             f"no key for the store at {address}: there is no file {place}. Copy it from the server's host, "
-            f"which says at its start where it is, and name it by {KEY_FILE_VARIABLE}; or put its "
+            f"which says at its start where it is, and name it by --key-file or {KEY_FILE_VARIABLE}; or put its "
             f"text into {KEY_VARIABLE}"
         )
     try:

@@ -44,12 +44,13 @@ class Play:
         })  # fmt: skip
         plan = RunPlan(job, ParameterServerSettings(), 8, 6, StopPolicy(job.stop), counts_classes=True)
         self.channel = Channel()
+        self.events: list[tuple[str, dict[str, Any]]] = []
         self.dispatcher = Dispatcher(
             self.channel,  # type: ignore[arg-type]
             plan,
             Ledger(8, 4, 1, plan.num_steps),
             Progress(),
-            emit=lambda *args, **fields: None,
+            emit=lambda kind, **fields: self.events.append((kind, fields)),
             show=lambda step, loss: None,
             failure_timeout_s=5.0,
             num_servers=1,
@@ -124,10 +125,24 @@ def test_a_stop_in_the_middle_of_a_step_waits_for_it_and_sends_everybody_home() 
     play.say("evaluator-0", AskOrder())
     work = work_of(play.say("worker-0", TakeWork()))
     play.dispatcher.stop("interrupt")
-    order = play.order(play.say("worker-0", TakeWork(done=work.unit, num_samples=4)))
+    answers = play.say("worker-0", TakeWork(done=work.unit, num_samples=4))
+    order = play.order(answers)
     assert (order.step, order.save, order.evaluate) == (1, True, False)
-    play.channel.answers.clear()
-    play.say("evaluator-0", SnapshotTaken(()))
-    answers = play.say("evaluator-0", OrderDone(1, "", "sha", "step", number=order.number))
-    assert ("worker-0", Leave()) in answers
+    assert ("worker-0", Leave()) in answers, "there is no more work for it, whatever the evaluator still does"
+    play.carry_out(order)
     assert play.dispatcher.is_over
+
+
+def test_an_evaluation_tells_of_the_steps_it_measured() -> None:
+    play = Play()
+    play.say("evaluator-0", AskOrder())
+    answers = play.say("worker-0", TakeWork())
+    for loss in (3.0, 5.0):  # the two steps of the first epoch
+        unit = work_of(answers).unit
+        answers = play.say("worker-0", TakeWork(done=unit, loss_sum=4 * loss, count=4, num_samples=4))
+    order = play.order(answers)
+    (work,) = [message for _, message in play.say("evaluator-0", SnapshotTaken(())) if isinstance(message, Work)]
+    play.say("worker-0", TakeWork(done=work.unit, loss_sum=4.0, count=4, num_samples=4))  # while it is measured
+    play.carry_out(order)
+    (told,) = [fields for kind, fields in play.events if kind == "evaluation"]
+    assert (told["step"], told["epoch"], told["train_loss"]) == (2, 1, 4.0)
