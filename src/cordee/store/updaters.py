@@ -5,7 +5,6 @@ Functions come from modules that were named when the server started: clients nam
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -129,8 +128,9 @@ class OptimizerUpdater:
         part.values.grad = gradient
         try:
             # Said explicitly, or torch warns that sparse tensors, which some optimizers make of rows, are not checked.
-            with contextlib.nullcontext() if is_dense else torch.sparse.check_sparse_tensor_invariants(False):
-                optimizer.step()
+            if not is_dense:
+                torch.sparse.check_sparse_tensor_invariants.disable()
+            optimizer.step()
         except RuntimeError as error:
             raise StoreError(f"updater '{self._name}' cannot apply the push to key '{part.key}': {error}") from error
         finally:
