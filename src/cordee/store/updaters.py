@@ -129,7 +129,7 @@ class OptimizerUpdater:
         try:
             # Said explicitly, or torch warns that sparse tensors, which some optimizers make of rows, are not checked.
             if not is_dense:
-                torch.sparse.check_sparse_tensor_invariants.disable()
+                torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
             optimizer.step()
         except RuntimeError as error:
             raise StoreError(f"updater '{self._name}' cannot apply the push to key '{part.key}': {error}") from error
