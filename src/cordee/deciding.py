@@ -16,7 +16,7 @@ from cordee.core.components import LIVE_PREFIX
 from cordee.data.datasets import IterableSource
 from cordee.planner import Candidate, Prediction, Work, search
 from cordee.planner.cache import keep, read_kept
-from cordee.planner.costs import MODELS, in_time, predict
+from cordee.planner.costs import MODELS, in_time, mesh_of, predict
 from cordee.planner.machine import free_memory_bytes
 from cordee.planner.pipelines import num_chunks_of
 from cordee.planner.profile import ModelProfile
@@ -94,12 +94,14 @@ def _as_asked(job: Job, work: Work) -> Prediction | None:
     name, workers, settings = job.strategy.name, job.strategy.workers, dict(job.strategy.settings)
     if workers == 1 and name == "data_parallel":  # what is left of a team
         name = "single"
-    if name == "pipeline":
-        settings["microbatches"] = settings.get("microbatches") or min(4 * workers, work.batch_size)
-        if num_chunks_of(settings.get("schedule", "1f1b"), workers) > len(work.profile.blocks):
-            return None
     if name not in MODELS or (name == "hybrid" and "mesh" not in settings):
         return None
+    mesh = mesh_of(Candidate(strategy=name, workers=workers, settings=settings))
+    if mesh.num_stages > 1:
+        share_size = max(1, work.batch_size // mesh.num_data)
+        settings["microbatches"] = settings.get("microbatches") or min(4 * mesh.num_stages, share_size)
+        if num_chunks_of(settings.get("schedule", "1f1b"), mesh.num_stages) > len(work.profile.blocks):
+            return None
     return predict(Candidate(strategy=name, workers=workers, settings=settings), work)
 
 

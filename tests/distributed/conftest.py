@@ -28,3 +28,8 @@ def three() -> Iterator[Crew]:
 @pytest.fixture(scope="module")
 def four() -> Iterator[Crew]:
     yield from _crew(4)
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[Crew]:
+    yield from _crew(8)

@@ -1,4 +1,4 @@
-"""A mesh of data parallelism and one way to split a model computes what `single` computes."""
+"""A mesh of data parallelism and of ways to split a model computes what `single` computes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ CASES: dict[str, tuple[str, Table]] = {
     "gpt, pipeline": ("gpt", {"mesh": {"data": 2, "pipeline": 2}, "schedule": "interleaved", "microbatches": 2}),
     "gpt, tensor": ("gpt", {"mesh": {"data": 2, "tensor": 2}}),
     "lenet, sharded": ("lenet", {"mesh": {"data": 2, "sharded": 2}}),
+    "mlp, pipeline of slices": ("mlp", {"mesh": {"data": 1, "pipeline": 2, "tensor": 2}, "microbatches": 3}),
+    "clipping, pipeline of slices": ("mlp, momentum and clipping", {"mesh": {"pipeline": 2, "tensor": 2}}),
+    "gpt, pipeline of slices": ("gpt", {"mesh": {"pipeline": 2, "tensor": 2}, "recompute": True}),
+    "mlp, sharded slices": ("mlp", {"mesh": {"sharded": 2, "tensor": 2}, "unit_bytes": 1000}),
+    "clipping, sharded slices": ("mlp, momentum and clipping", {"mesh": {"sharded": 2, "tensor": 2}}),
+    "gpt, sharded slices": ("gpt", {"mesh": {"sharded": 2, "tensor": 2}, "unit_bytes": 1000}),
+    "mlp, sharded pipeline": ("mlp", {"mesh": {"pipeline": 2, "sharded": 2}, "schedule": "interleaved"}),
+    "clipping, sharded pipeline": ("mlp, momentum and clipping", {"mesh": {"pipeline": 2, "sharded": 2}}),
+    "gpt, sharded pipeline": ("gpt", {"mesh": {"pipeline": 2, "sharded": 2}, "schedule": "zero-bubble"}),
 }
 
 
@@ -34,3 +43,18 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 def test_four_workers_equal_one(four: Crew, case: str, references: References, tmp_path: Path) -> None:
     name, settings = CASES[case]
     check_equal(four, JOBS[name], {"name": "hybrid", **settings}, references(JOBS[name]), tmp_path)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("inner", ["pipeline", "sharded"])
+def test_eight_workers_on_three_axes(eight: Crew, inner: str, references: References, tmp_path: Path) -> None:
+    strategy = {"name": "hybrid", "mesh": {"data": 2, inner: 2, "tensor": 2}}
+    check_equal(eight, JOBS["gpt"], strategy, references(JOBS["gpt"]), tmp_path)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("other", ["data", "tensor"])
+def test_eight_workers_with_a_sharded_pipeline(eight: Crew, other: str, references: References, tmp_path: Path) -> None:
+    strategy = {"name": "hybrid", "mesh": {other: 2, "sharded": 2, "pipeline": 2}}
+    name = "mlp, momentum and clipping"
+    check_equal(eight, JOBS[name], strategy, references(JOBS[name]), tmp_path)

@@ -32,7 +32,15 @@ STRATEGIES: dict[str, Table] = {
     "tensor": {"name": "tensor"},
 }
 SPLIT = [name for name in STRATEGIES if name not in ("single", "data_parallel")]
-MESHES = {axis: {"name": "hybrid", "mesh": {"data": 2, axis: 2}} for axis in ("pipeline", "sharded", "tensor")}
+MESHES: dict[str, Table] = {
+    "pipeline": {"data": 2, "pipeline": 2},
+    "sharded": {"data": 2, "sharded": 2},
+    "tensor": {"data": 2, "tensor": 2},
+    "pipeline of slices": {"pipeline": 2, "tensor": 2},
+    "sharded slices": {"sharded": 2, "tensor": 2},
+    "sharded pipeline": {"pipeline": 2, "sharded": 2},
+}
+NEXT_MESH = dict(zip(MESHES, [*list(MESHES)[1:], "pipeline"]))
 PAIRS = [pair for name in SPLIT for pair in ((name, "single"), (name, "data_parallel"), ("data_parallel", name))]
 
 
@@ -67,9 +75,9 @@ def test_a_run_that_had_ended_is_still_there(two: Crew, name: str, tmp_path: Pat
     assert again.summary.weights_sha256 == ended.summary.weights_sha256
 
 
-@pytest.mark.parametrize("axis", MESHES)
-def test_a_mesh_goes_on_from_another(four: Crew, axis: str, uninterrupted: Outcome, tmp_path: Path) -> None:
-    go(four, MESHES[axis], 3, tmp_path)
-    go(four, MESHES["pipeline" if axis == "tensor" else "tensor"], 7, tmp_path, resume=True)
+@pytest.mark.parametrize("first", MESHES)
+def test_a_mesh_goes_on_from_another(four: Crew, first: str, uninterrupted: Outcome, tmp_path: Path) -> None:
+    go(four, {"name": "hybrid", "mesh": MESHES[first]}, 3, tmp_path)
+    go(four, {"name": "hybrid", "mesh": MESHES[NEXT_MESH[first]]}, 7, tmp_path, resume=True)
     after = go(four, "single", 10, tmp_path, resume=True)
     assert largest_difference(uninterrupted, after) <= LARGEST_DIFFERENCE

@@ -21,6 +21,7 @@ STRATEGIES = {
     "sharded": ["--strategy", "sharded"],
     "tensor": ["--strategy", "tensor", "--set", 'strategy.plan={"0"="column","3"="row"}'],
     "hybrid": ["--strategy", "hybrid", "--workers", "4", "--set", "strategy.mesh={data=2,pipeline=2}"],
+    "sharded pipeline": ["--strategy", "hybrid", "--workers", "4", "--set", "strategy.mesh={sharded=2,pipeline=2}"],
 }
 
 
@@ -29,7 +30,7 @@ def kill(run: Launched, step: int, number: signal.Signals = signal.SIGKILL) -> N
     os.kill(run.pids()[VICTIM], number)
 
 
-@pytest.mark.parametrize("name", ["sharded", "pipeline", "tensor", "hybrid"])
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint(tmp_path: Path, name: str) -> None:
     with launch(tmp_path, *STRATEGIES[name], *COMMON, steps=STEPS) as run:
         kill(run, EVERY_STEPS + 5)

@@ -47,11 +47,13 @@ class GradientExchange:
             self._tail = torch.zeros(num_tail, device=device)
             self._flats.append(self._tail)
 
-    def reduce(self, extras: Sequence[float], *, count_at: int, nominal_count: int) -> list[float]:
+    def reduce(
+        self, extras: Sequence[float] = (), *, count_at: int | None = None, nominal_count: int = 1
+    ) -> list[float]:
         """Replace each gradient by its sum over the members, scaled to the actual count; return the summed extras.
 
-        `extras[count_at]` is this member's number of items. A parameter without a gradient on any member keeps
-        none; one with a gradient on some members gets their sum.
+        `extras[count_at]` is this member's number of items; without it nothing is scaled. A parameter without a
+        gradient on any member keeps none; one with a gradient on some members gets their sum.
         """
         assert self._tail is not None
         flags = copy_gradients(self._views, [parameter.grad for parameter in self._parameters])
@@ -60,7 +62,7 @@ class GradientExchange:
             dist.all_reduce(flat, group=self._group)
         tail = self._tail.tolist()
         users, totals = tail[: len(flags)], tail[len(flags) :]
-        total_count = totals[count_at]
+        total_count = nominal_count if count_at is None else totals[count_at]
         if total_count and total_count != nominal_count:
             scale = nominal_count / total_count
             torch._foreach_mul_([view for view, num in zip(self._views, users, strict=True) if num], scale)

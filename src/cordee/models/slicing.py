@@ -9,6 +9,7 @@ from typing import Literal
 from torch import nn
 
 from cordee.core.errors import JobError, ModelError, nearest
+from cordee.models.blocks import Block, Chain, Wire
 from cordee.models.gpt import CausalSelfAttention
 
 # column  outputs are split: takes whole activations, gives a slice of them   (an embedding: whole)
@@ -31,6 +32,24 @@ def choose_slicing(model: nn.Module, num_slices: int, given: Mapping[str, Style]
     for name, style in plan.items():
         _check_divides(name, model.get_submodule(name), style, num_slices)
     return plan
+
+
+def keep_pairs(chain: Chain, model: nn.Module, plan: Mapping[str, Style]) -> Chain:
+    """Return the chain with blocks joined where slices of activations pass from a 'column' layer to its 'row' one."""
+    styles = {id(model.get_submodule(name)): style for name, style in plan.items()}
+    blocks: list[Block] = []
+    wires: list[Wire] = []
+    is_open = False
+    for block, wire in zip(chain.blocks, chain.wires, strict=True):
+        if is_open:
+            blocks[-1], wires[-1] = blocks[-1] + block, wire
+        else:
+            blocks.append(block)
+            wires.append(wire)
+        for module in (inner for outer in block.modules for inner in outer.modules()):
+            if isinstance(module, nn.Linear) and id(module) in styles:
+                is_open = styles[id(module)] == "column"
+    return Chain(tuple(blocks), tuple(wires))
 
 
 def _by_patterns(model: nn.Module, given: Mapping[str, Style]) -> dict[str, Style]:

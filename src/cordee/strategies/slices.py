@@ -25,7 +25,7 @@ class Held(Protocol):
         """That of the whole parameter."""
 
     def take_gradient(self) -> None:
-        """Let `local` have the gradient that the backward pass computed."""
+        """Let `local` have the gradient that the backward pass computed. Once it has, nothing happens."""
 
     def drop_gradient(self) -> None: ...
 
@@ -81,9 +81,11 @@ class SlicedParameter:
 
     def take_gradient(self) -> None:
         gradient = self._parameter.grad
-        if gradient is not None and gradient.placements != self._parameter.placements:
+        if gradient is None:
+            return
+        if gradient.placements != self._parameter.placements:
             gradient = gradient.redistribute(placements=self._parameter.placements)  # partial sums
-        self.local.grad = None if gradient is None else _local(gradient)
+        self.local.grad, self._parameter.grad = _local(gradient), None
 
     def drop_gradient(self) -> None:
         self.local.grad = self._parameter.grad = None

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,7 +17,7 @@ from cordee.communication.exchange import GradientExchange
 from cordee.compute import Computation, Loss, OptimizerRecipe, Votes
 from cordee.core import Batch, Job
 from cordee.core.errors import TrainingError
-from cordee.strategies.axes import Axes
+from cordee.strategies.axes import Mesh
 from cordee.strategies.slices import Holdings, square_norm
 from cordee.strategies.strategy import Update
 from cordee.strategies.whole import WholeModel
@@ -37,7 +38,8 @@ class SplitModel(ABC):
     _exchange: GradientExchange | None  # with those who hold the same and compute other samples
     _is_speaker: bool  # whether this worker reports the loss of its share of the batch
 
-    def __init__(self, job: Job, computation: Computation) -> None:
+    def __init__(self, job: Job, computation: Computation, mesh: Mesh) -> None:
+        self._mesh = mesh
         self._clip_norm = job.training.clip_norm
         self._nominal_count = job.training.batch_size
         self._computation = computation
@@ -50,13 +52,21 @@ class SplitModel(ABC):
         model.zero_grad()  # of a step that was dropped
         return model.to(self._computation.device)
 
-    def _adopt(self, whole: WholeModel, held: Holdings, recipe: OptimizerRecipe, axes: Axes, team: Team) -> None:
+    def _adopt(
+        self,
+        whole: WholeModel,
+        held: Holdings,
+        recipe: OptimizerRecipe,
+        twins: dist.ProcessGroup | None,
+        team: Team,
+    ) -> None:
+        """Take the model over. `twins` are those who hold the same and compute other samples, if there are any."""
         self.model, self._whole, self._held, self._recipe, self._team = whole.model, whole, held, recipe, team
         trained = [parameter for _, parameter in held.named_parameters() if parameter.requires_grad]
         self._optimizer = recipe.make(held.named_parameters()) if trained else None
         # A worker that has nothing to train still says at which rate the others do.
         self._clock = self._optimizer or recipe.make([("clock", nn.Parameter(torch.zeros(1)))])
-        self._exchange = GradientExchange(trained, 1, axes.replicas) if trained and axes.replicas else None
+        self._exchange = GradientExchange(trained, 0, twins) if trained and twins else None
 
     @abstractmethod
     def _compute(self, parts: Sequence[Batch], *, measure: bool) -> Loss:
@@ -65,10 +75,6 @@ class SplitModel(ABC):
         Where batches are cut into shares it is the gradient of the sum over the share divided by the nominal count.
         Returns the loss of the share; those who do not speak know only its count.
         """
-
-    def _divisor(self, total_count: int) -> float:
-        """Return by how many items the summed gradient is divided when the whole batch has `total_count`."""
-        return total_count
 
     @abstractmethod
     def consolidate(self) -> None: ...
@@ -83,13 +89,14 @@ class SplitModel(ABC):
         for one in self._held:
             one.take_gradient()
         if self._exchange is not None:
-            self._exchange.reduce([float(local.count)], count_at=0, nominal_count=self._nominal_count)
+            self._exchange.reduce()
         own_square = square_norm(self._held) if self._clip_norm else 0.0
         report = local.summands()
         own_report = report if self._is_speaker else [0.0] * len(report)
         square, *totals = self._team.sum([own_square, *own_report, *vote()])
         loss = Loss.from_totals(totals, has_accuracy=measure and self._computation.counts_classes)
-        scale = self._divisor(loss.count) / loss.count if loss.count else 1.0
+        # The share of one who is alone was divided by its own count.
+        scale = self._nominal_count / loss.count if loss.count and self._mesh.num_shares > 1 else 1.0
         if scale != 1.0 and (gradients := self._gradients()):
             torch._foreach_mul_(gradients, scale)
         self._norm = math.sqrt(square) * scale
@@ -139,7 +146,8 @@ def gather_weights(held: Holdings, model: nn.Module) -> None:
     """Copy the whole of all parameters into the model. Collective."""
     targets = dict(model.named_parameters())
     for one in held:
-        targets[one.name].copy_(one.gather(one.local.detach()))
+        if one.local is not targets[one.name]:
+            targets[one.name].copy_(one.gather(one.local.detach()))
 
 
 @torch.no_grad()
@@ -147,7 +155,8 @@ def cut_weights(held: Holdings, model: nn.Module) -> None:
     """Copy out of the model what is held of it. Local."""
     sources = dict(model.named_parameters())
     for one in held:
-        one.local.copy_(one.cut(sources[one.name]))
+        if one.local is not sources[one.name]:
+            one.local.copy_(one.cut(sources[one.name]))
 
 
 @torch.no_grad()

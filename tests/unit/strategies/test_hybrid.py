@@ -11,13 +11,38 @@ from cordee.assembly import assemble
 from cordee.cluster import Team
 from cordee.core.errors import CordeeError
 from cordee.core.job import Job
-from cordee.strategies.hybrid.mesh import Mesh, read_mesh
+from cordee.strategies.axes import Mesh
+from cordee.strategies.hybrid.mesh import read_mesh
 
 
 def test_meshes() -> None:
-    assert read_mesh({"data": 2, "pipeline": 3}, 6) == Mesh(2, "pipeline", 3)
-    assert read_mesh({"tensor": 2, "data": 2, "pipeline": 1}, 4) == Mesh(2, "tensor", 2)
-    assert read_mesh({"sharded": 4}, 4) == Mesh(1, "sharded", 4)
+    assert read_mesh({"data": 2, "pipeline": 3}, 6) == Mesh(data=2, pipeline=3)
+    assert read_mesh({"tensor": 2, "data": 2, "pipeline": 2}, 8) == Mesh(data=2, pipeline=2, tensor=2)
+    assert read_mesh({"sharded": 4}, 4) == Mesh(sharded=4)
+
+
+def test_places_on_a_mesh() -> None:
+    mesh = Mesh(data=2, sharded=3, pipeline=2, tensor=2)
+    assert [mesh.worker_at(mesh.place_of(index)) for index in range(24)] == list(range(24))
+    assert mesh.place_of(1) == Mesh(0, 0, 0, 1)
+    # Who shares a model's layers out is next to each other; who computes other samples is further away.
+    small = Mesh(data=2, pipeline=2, tensor=2)
+    assert small.rosters(["tensor"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert small.rosters(["pipeline"]) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert small.rosters(["data"]) == small.rosters(["data", "sharded"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_pairs_of_sliced_layers_are_not_cut_apart() -> None:
+    """The mlp has five blocks, and linear1, its activation and linear2 must stay together."""
+    mesh = {"pipeline": 4, "tensor": 2}
+    job = small_job(model={"use": "mlp", "hidden": [8, 4]}, strategy={"name": "hybrid", "workers": 8, "mesh": mesh})
+    assemble(job, Team(num_workers=8, num_local_workers=8))
+    deeper = small_job(
+        model={"use": "mlp", "hidden": [8, 4]},
+        strategy={"name": "hybrid", "workers": 10, "mesh": {"pipeline": 5, "tensor": 2}},
+    )
+    with pytest.raises(CordeeError, match=r"at most 4 stages, the job has 5: .*flatten, linear1, activation2, classif"):
+        assemble(deeper, Team(num_workers=10, num_local_workers=10))
 
 
 def test_workers_of_one_copy_have_one_share_of_the_batch() -> None:
@@ -35,7 +60,10 @@ def test_workers_of_one_copy_have_one_share_of_the_batch() -> None:
         ({"mesh": {"data": 2, "pipelin": 2}}, "mesh has no axis 'pipelin'; did you mean 'pipeline'"),
         ({"mesh": {"data": 4, "tensor": 0}}, "the size of 'tensor' must be at least 1"),
         ({"mesh": {"data": 4}}, "splits nothing: .* or set strategy.name = 'data_parallel'"),
-        ({"mesh": {"pipeline": 2, "tensor": 2}}, "combines 'data' with one of .*, not 'pipeline' with 'tensor'"),
+        ({"mesh": {"pipeline": 2, "sharded": 2}, "unit_bytes": 9}, "unit_bytes does not go with a pipeline"),
+        ({"mesh": {"pipeline": 2, "sharded": 2}, "microbatches": 5}, "microbatches = 5 cuts 4 samples"),
+        ({"mesh": {"pipeline": 4, "tensor": 1}, "plan": {"a": "row"}}, "plan is a setting of 'tensor', which .*mesh"),
+        ({"mesh": {"sharded": 2, "tensor": 2}, "batch_norm": "sync"}, "batch_norm = 'sync' .* along 'tensor'"),
         ({"mesh": {"data": 2, "tensor": 2}, "microbatches": 2}, "microbatches is a setting of 'pipeline', the job's"),
         ({"mesh": {"data": 2, "pipeline": 2}, "microbatches": 5}, "microbatches = 5 cuts 4 samples"),
         ({"mesh": {"data": 2, "pipeline": 2}, "stages": 4}, "one stage per worker, the job has 4 stages on 2 workers"),

@@ -1,4 +1,4 @@
-"""`hybrid`: a mesh of data parallelism and one way to split a model."""
+"""`hybrid`: a mesh of data parallelism and of ways to split a model."""
 
 from cordee.strategies.hybrid.strategy import HybridSettings, borrowed_keys, make_hybrid
 

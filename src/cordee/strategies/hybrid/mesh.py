@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from cordee.core.errors import JobError, nearest
+from cordee.strategies.axes import Mesh
 
-INNER_AXES = ("pipeline", "sharded", "tensor")
-AXES = ("data", *INNER_AXES)
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """`num_replicas` copies of a model, each of which is split over `num_parts` workers in one way."""
-
-    num_replicas: int
-    inner: str
-    num_parts: int
+SPLITTING_AXES = ("pipeline", "sharded", "tensor")
+AXES = ("data", *SPLITTING_AXES)
 
 
 def read_mesh(sizes: Mapping[str, int], workers: int) -> Mesh:
     """Return the mesh; raises JobError where it cannot be, or does not multiply to the workers."""
-    shown = "{" + ", ".join(f"{axis} = {size}" for axis, size in sizes.items()) + "}"
+    shown = show_mesh(sizes)
     if not sizes:
         raise JobError("strategy 'hybrid' needs strategy.mesh, for example {data = 2, pipeline = 2}")
     for axis, size in sizes.items():
@@ -37,15 +28,14 @@ def read_mesh(sizes: Mapping[str, int], workers: int) -> Mesh:
             f"strategy.mesh = {shown} has {product} workers, the job has {workers}: set strategy.workers = {product}, "
             "or change the mesh"
         )
-    inner = [axis for axis in INNER_AXES if sizes.get(axis, 1) > 1]
-    if len(inner) > 1:
+    if all(sizes.get(axis, 1) == 1 for axis in SPLITTING_AXES):
         raise JobError(
-            f"strategy.mesh = {shown}: this version combines 'data' with one of {', '.join(INNER_AXES)}, not "
-            f"'{inner[0]}' with '{inner[1]}'"
+            f"strategy.mesh = {shown} splits nothing: give one of {', '.join(SPLITTING_AXES)} a size of 2 or more, or "
+            "set strategy.name = 'data_parallel'"
         )
-    if not inner:
-        raise JobError(
-            f"strategy.mesh = {shown} splits nothing: give one of {', '.join(INNER_AXES)} a size of 2 or more, or set "
-            "strategy.name = 'data_parallel'"
-        )
-    return Mesh(sizes.get("data", 1), inner[0], sizes[inner[0]])
+    return Mesh(**sizes)
+
+
+def show_mesh(sizes: Mapping[str, int]) -> str:
+    """Return the mesh as it is written in a job file."""
+    return "{" + ", ".join(f"{axis} = {size}" for axis, size in sizes.items()) + "}"

@@ -1,45 +1,75 @@
-"""The hybrid strategy: one of the strategies that split a model, with several copies of it."""
+"""The hybrid strategy: those of the axes of a mesh, taken together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from cordee.compute import Computation
 from cordee.core import Job
+from cordee.core.errors import JobError
 from cordee.core.job import read_section
 from cordee.core.settings import Section
-from cordee.strategies.hybrid.mesh import read_mesh
+from cordee.strategies.hybrid.mesh import read_mesh, show_mesh
 from cordee.strategies.pipeline import Pipeline, PipelineSettings
 from cordee.strategies.sharded import Sharded, ShardedSettings
 from cordee.strategies.strategy import Strategy
 from cordee.strategies.tensor import TensorParallel, TensorSettings
 
-_INNER: Mapping[str, tuple[Callable[..., Strategy], type[Section]]] = {
-    "pipeline": (Pipeline, PipelineSettings),
-    "sharded": (Sharded, ShardedSettings),
-    "tensor": (TensorParallel, TensorSettings),
+_SETTINGS: Mapping[str, type[Section]] = {
+    "pipeline": PipelineSettings,
+    "sharded": ShardedSettings,
+    "tensor": TensorSettings,
 }
 
 
 class HybridSettings(Section, frozen=True, kw_only=True):
-    """Keys of [strategy] that belong to hybrid, besides those of the strategy it combines with data parallelism."""
+    """Keys of [strategy] that belong to hybrid, besides those of the strategies on its mesh."""
 
     mesh: dict[str, int] = msgspec.field(default_factory=dict)  # axis and number of workers along it
 
 
 def make_hybrid(job: Job, settings: HybridSettings, computation: Computation) -> Strategy:
-    """Return the strategy of the mesh's inner axis, with as many replicas as the data axis has workers."""
+    """Return the strategy that computes, told of the other axes of the mesh."""
     mesh = read_mesh(settings.mesh, job.strategy.workers)
-    make, inner_settings = _INNER[mesh.inner]
     given = {key: value for key, value in job.strategy.settings.items() if key != "mesh"}
-    return make(job, read_section("strategy", given, inner_settings), computation, num_replicas=mesh.num_replicas)
+    _refuse_without_axis(given, settings.mesh)
+    stages = _read(given, PipelineSettings)
+    slices = _read(given, TensorSettings)
+    shards = _read(given, ShardedSettings)
+    if mesh.pipeline > 1:
+        for key in ShardedSettings.__struct_fields__:
+            if key in given:
+                raise JobError(
+                    f"strategy.{key} does not go with a pipeline: on strategy.mesh = {show_mesh(settings.mesh)} the "
+                    "axis 'sharded' shares out gradients and optimizer state, which has no settings; remove it"
+                )
+        return Pipeline(job, stages, computation, mesh=mesh, slicing=slices)
+    if mesh.sharded > 1:
+        return Sharded(job, shards, computation, mesh=mesh, slicing=slices)
+    return TensorParallel(job, slices, computation, mesh=mesh)
 
 
 def borrowed_keys(given: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys of [strategy] that belong to the strategies on the mesh."""
     mesh = given.get("mesh", {})
-    inner = [axis for axis in _INNER if isinstance(mesh, Mapping) and axis in mesh]
-    return tuple(key for axis in inner for key in _INNER[axis][1].__struct_fields__)
+    axes = [axis for axis in _SETTINGS if isinstance(mesh, Mapping) and axis in mesh]
+    return tuple(key for axis in axes for key in _SETTINGS[axis].__struct_fields__)
+
+
+def _refuse_without_axis(given: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    for axis, settings in _SETTINGS.items():
+        for key in settings.__struct_fields__:
+            if key in given and sizes.get(axis, 1) == 1:
+                raise JobError(
+                    f"strategy.{key} is a setting of '{axis}', which strategy.mesh = {show_mesh(sizes)} does not "
+                    f"use: remove it, or give '{axis}' a size of 2 or more"
+                )
+
+
+def _read(given: Mapping[str, Any], settings: type[Section]) -> Any:
+    """Return those of the keys that are the section's own."""
+    own = {key: value for key, value in given.items() if key in settings.__struct_fields__}
+    return read_section("strategy", own, settings)

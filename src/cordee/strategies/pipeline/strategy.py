@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from cordee.checkpoint import State, optimizer_state
 from cordee.cluster import Team
@@ -21,16 +23,22 @@ from cordee.core.seeds import derive_seed
 from cordee.core.settings import Section
 from cordee.models.blocks import Chain, make_chain, repeat_to, undisturbed
 from cordee.models.cutting import cut_by_hand, cut_by_time, listed
-from cordee.strategies.axes import Axes, form_axes
+from cordee.models.slicing import choose_slicing, keep_pairs
+from cordee.strategies.axes import Axes, Mesh, form_axes
 from cordee.strategies.data_parallel.batch_norm import average_tensors
+from cordee.strategies.elementwise import require_elementwise
 from cordee.strategies.pipeline.collecting import collect_states
 from cordee.strategies.pipeline.modules import StageModule
 from cordee.strategies.pipeline.schedules import Runner, are_rounds_even
 from cordee.strategies.pipeline.stages import Ownership, Stage, make_stages, share_out
 from cordee.strategies.pipeline.timing import measure_blocks
-from cordee.strategies.slices import Holdings, WholeParameter
-from cordee.strategies.split import SplitModel
-from cordee.strategies.strategy import Requirements, require_samples
+from cordee.strategies.shares import Shares
+from cordee.strategies.slices import Held, Holdings, hold
+from cordee.strategies.split import SplitModel, cut_weights, gather_weights
+from cordee.strategies.strategy import Requirements, Update, require_samples
+from cordee.strategies.tensor import TensorSettings
+from cordee.strategies.tensor.layers import check_same, check_sliced, slice_model, working_copy
+from cordee.strategies.tensor.streams import SliceStreams
 from cordee.strategies.whole import WholeModel
 
 log = logging.getLogger("cordee.pipeline")
@@ -56,26 +64,33 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
 class Pipeline(SplitModel):
     """Every worker has some layers of the model and passes activations on, micro-batch after micro-batch.
 
-    With several replicas, each of them is a pipeline over its own share of the batch.
+    With several replicas, each of them is a pipeline over its own share of the batch. With a tensor axis the layers of
+    a stage are sliced; with a sharded one, gradients and optimizer state of a stage are shared out.
     """
 
     _axes: Axes
 
     def __init__(
-        self, job: Job, settings: PipelineSettings, computation: Computation, *, num_replicas: int = 1
+        self,
+        job: Job,
+        settings: PipelineSettings,
+        computation: Computation,
+        *,
+        mesh: Mesh | None = None,
+        slicing: TensorSettings | None = None,
     ) -> None:
-        super().__init__(job, computation)
+        super().__init__(job, computation, mesh or Mesh(pipeline=job.strategy.workers))
         self._settings = settings
-        self._num_replicas = num_replicas
-        num_parts = job.strategy.workers // num_replicas
+        self._slicing = slicing or TensorSettings()
+        num_parts = self._mesh.pipeline
         default = 2 * num_parts if settings.schedule == "interleaved" else num_parts
         self._num_stages = len(settings.placement) or settings.stages or default
         self._chain: Chain | None = None
-        self._share_size = -(-job.training.batch_size // num_replicas // job.training.accumulate)
+        self._share_size = -(-job.training.batch_size // self._mesh.num_shares // job.training.accumulate)
 
     def requirements(self, job: Job) -> Requirements:
         settings, workers = self._settings, job.strategy.workers
-        num_parts = workers // self._num_replicas
+        num_parts = self._mesh.pipeline
         if num_parts < 2:
             raise JobError(f"a pipeline needs 2 workers or more, the job has {workers}: set strategy.workers = 2")
         num_stages = self._num_stages
@@ -100,11 +115,14 @@ class Pipeline(SplitModel):
                 "halves: use '1f1b' or 'interleaved'"
             )
         self._check_microbatches(job, num_parts, num_stages)
-        return Requirements(num_workers=workers, num_data_shards=self._num_replicas)
+        return Requirements(num_workers=workers, num_data_shards=self._mesh.num_shares)
 
     def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
         with self._computation.autocast():
-            self._chain = make_chain(model, example.inputs.to(next((p.device for p in model.parameters()), "cpu")))
+            inputs = example.inputs.to(next((p.device for p in model.parameters()), "cpu"))
+            self._chain = self._make_chain(model, inputs)
+        if self._mesh.sharded > 1 or self._mesh.tensor > 1:
+            require_elementwise(recipe, "hybrid")
         names = [block.name for block in self._chain.blocks]
         if self._settings.placement:
             cut_by_hand(names, self._settings.placement)
@@ -118,29 +136,26 @@ class Pipeline(SplitModel):
         device = self._computation.device
         model = self._recall(model)
         broadcast([*model.parameters(), *model.buffers()])
-        self._axes = axes = form_axes(team, self._num_replicas)
+        self._axes = axes = form_axes(team, self._mesh)
         inputs = example.inputs.to(device)
         if self._chain is None:
             self.check(model, recipe, Batch(inputs, example.targets))
         assert self._chain is not None
-        stages = self._cut(model, self._chain, inputs, team)
-        part_of = [stage.index % axes.num_parts for stage in stages]
-        self._ownership = owned = share_out(model, stages, part_of)
+        counts = self._cut(model, self._chain, inputs, team)
+        working, chain = self._slice(model, self._chain, inputs)
+        stages = make_stages(chain, counts)
+        part_of = [stage.index % self._mesh.pipeline for stage in stages]
+        self._ownership = owned = share_out(working, stages, part_of)
         self._log_cut(stages, part_of)
 
-        names = {id(p): name for name, p in model.named_parameters()}
-        held = Holdings(
-            [
-                WholeParameter(names[id(p)], p, num_holders=len(owned.parameters[names[id(p)]]) * self._num_replicas)
-                for p in model.parameters()
-                if axes.part_index in owned.parameters[names[id(p)]]
-            ]
-        )
-        buffers = [b for n, b in model.named_buffers() if axes.part_index in owned.buffers[n]]
-        self._adopt(WholeModel(model, [*(one.local for one in held), *buffers]), held, recipe, axes, team)
-        self._own_buffers = buffers
-        self._tied = self._form_ties(owned, dict(model.named_parameters()))
-        own = [stage for stage in stages if part_of[stage.index] == axes.part_index]
+        held = self._hold(working, owned)
+        self._buffers = {n: b for n, b in working.named_buffers() if axes.place.pipeline in owned.buffers[n]}
+        self._tied = self._form_ties(owned, {one.name: one for one in held})
+        self._shares = Shares(held, axes.sharded) if axes.sharded is not None else None
+        kept = [*(one.local for one in held), *self._buffers.values()] if working is model else []
+        holdings = Holdings(held if self._shares is None else self._shares.held)
+        self._adopt(WholeModel(model, kept), holdings, recipe, axes.data, team)
+        own = [stage for stage in stages if part_of[stage.index] == axes.place.pipeline]
         modules = [
             (stage, StageModule(stage.blocks, self._computation, recompute=self._settings.recompute)) for stage in own
         ]
@@ -148,32 +163,43 @@ class Pipeline(SplitModel):
             modules,
             num_stages=len(stages),
             schedule=self._settings.schedule,
-            group=axes.parts,
+            group=axes.pipeline,
             device=device,
             loss=self._loss_of,
         )
-        self._is_speaker = self._runner.is_last
-        self._num_microbatches = self._choose_microbatches(axes.num_parts)
+        self._is_speaker = self._runner.is_last and axes.place.tensor == 0
+        self._num_microbatches = self._choose_microbatches(self._mesh.pipeline)
 
     def consolidate(self) -> None:
-        if self._axes.replicas is not None:
-            average_tensors(self._own_buffers, self._num_replicas, self._axes.replicas)
+        if self._axes.shares is not None:
+            average_tensors(list(self._buffers.values()), self._mesh.num_shares, self._axes.shares)
         self._whole.restore()
+        gather_weights(self._held, self.model)
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         owners = {**self._ownership.parameters, **self._ownership.buffers}
         with torch.no_grad():
+            for name, buffer in self._buffers.items():
+                tensors[name].copy_(buffer)
             for name, tensor in tensors.items():
-                dist.broadcast(tensor, group=self._axes.parts, group_src=owners[name][0])
+                dist.broadcast(tensor, group=self._axes.pipeline, group_src=owners[name][0])
+
+    def update(self, step: int) -> Update:
+        done = super().update(step)
+        if self._shares is not None:
+            self._shares.publish()
+        return done
 
     def _compute(self, parts: Sequence[Batch], *, measure: bool) -> Loss:
         count = self._computation.loss.count
         own_count = sum(count(part.targets) for part in parts)
         num_samples = sum(part.num_samples for part in parts)
-        self._begin(own_count if self._num_replicas == 1 else self._nominal_count, measure)
+        self._begin(own_count if self._mesh.num_shares == 1 else self._nominal_count, measure)
         for part in parts:
             if part.num_samples:
                 self._runner.run(part, self._num_microbatches)
         self._sum_tied()
+        if self._shares is not None:
+            self._shares.reduce()
         mean = self._loss_sum / own_count if own_count else 0.0
         return Loss(mean, own_count, self._num_correct if measure else None, num_samples)
 
@@ -181,7 +207,7 @@ class Pipeline(SplitModel):
         self._loss_divisor, self._measures = divisor, measure and self._computation.counts_classes
         self._loss_sum, self._num_correct = 0.0, 0
         # All workers of a pipeline were given one seed, of which each of them makes a stream of its own.
-        torch.default_generator.manual_seed(derive_seed(torch.initial_seed(), "part", self._axes.part_index))
+        torch.default_generator.manual_seed(derive_seed(torch.initial_seed(), "part", self._axes.place.pipeline))
 
     def _loss_of(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the share of a micro-batch in the loss of the whole batch. Called by torch on the last stage."""
@@ -196,56 +222,104 @@ class Pipeline(SplitModel):
         return loss * (count / self._loss_divisor)
 
     def _spread(self) -> None:
-        pass  # stages and the whole model have the same tensors
+        cut_weights(self._held, self.model)
+        sources = dict(self.model.named_buffers())
+        with torch.no_grad():
+            for name, buffer in self._buffers.items():
+                buffer.copy_(sources[name])
+        if self._shares is not None:
+            self._shares.publish()
 
     def _optimizer_state(self) -> State:
         own = None if self._optimizer is None else optimizer_state(self._optimizer, self._held)
-        if self._axes.replica_index:
+        place = self._axes.place
+        if place.data:
             return State({}, {})
-        return collect_states(own, self._axes.parts)
+        is_first = place.sharded == place.tensor == 0
+        if own is not None:
+            own = self._held.gathered(own, keep=is_first)
+        return collect_states(own, self._axes.pipeline) if is_first else State({}, {})
 
-    def _form_ties(
-        self, owned: Ownership, parameters: dict[str, nn.Parameter]
-    ) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+    def _hold(self, working: nn.Module, owned: Ownership) -> list[Held]:
+        """Return what this worker has of its stages' parameters."""
+        mesh, held = self._mesh, []
+        for name, parameter in working.named_parameters():
+            parts = owned.parameters[name]
+            if self._axes.place.pipeline in parts:
+                num_slice_holders = len(parts) * mesh.data
+                num_holders = num_slice_holders * mesh.tensor
+                held.append(hold(name, parameter, num_holders=num_holders, num_slice_holders=num_slice_holders))
+        return held
+
+    def _form_ties(self, owned: Ownership, held: Mapping[str, Held]) -> list[tuple[Held, dist.ProcessGroup]]:
         """Form a group for every set of parts that have a weight in common; return those of this worker. Collective."""
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         ties = []
         for name, parts in owned.tied().items():
             if parts not in groups:
-                rosters = [[copy * self._axes.num_parts + part for part in parts] for copy in range(self._num_replicas)]
+                rosters = [[roster[part] for part in parts] for roster in self._mesh.rosters(["pipeline"])]
                 formed = [dist.new_group(roster) for roster in rosters]
-                groups[parts] = formed[self._axes.replica_index]
-            if self._axes.part_index in parts and parameters[name].requires_grad:
-                ties.append((parameters[name], groups[parts]))
+                groups[parts] = next(g for g, r in zip(formed, rosters, strict=True) if self._is_among(r, parts))
+            if name in held and held[name].local.requires_grad:
+                ties.append((held[name], groups[parts]))
         return ties
+
+    def _is_among(self, roster: Sequence[int], parts: Sequence[int]) -> bool:
+        """Whether these workers are those of this worker's own pipeline, with the given parts."""
+        place = self._axes.place
+        return list(roster) == [self._mesh.worker_at(replace(place, pipeline=part)) for part in parts]
 
     def _sum_tied(self) -> None:
         """Give all stages that use a weight the sum of their gradients, so that they take the same step."""
-        for parameter, group in self._tied:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
+        for one, group in self._tied:
+            one.take_gradient()
+            if one.local.grad is None:
+                one.local.grad = torch.zeros_like(one.local)
+            dist.all_reduce(one.local.grad, group=group)
 
-    def _cut(self, model: nn.Module, chain: Chain, inputs: Tensor, team: Team) -> list[Stage]:
+    def _make_chain(self, model: nn.Module, inputs: Tensor) -> Chain:
+        chain = make_chain(model, inputs)
+        if self._mesh.tensor == 1:
+            return chain
+        return keep_pairs(chain, model, choose_slicing(model, self._mesh.tensor, self._slicing.plan))
+
+    def _slice(self, model: nn.Module, chain: Chain, inputs: Tensor) -> tuple[nn.Module, Chain]:
+        """Return a copy of the model with sliced layers, and its blocks; the model itself without a tensor axis."""
+        if self._axes.tensor is None:
+            return model, chain
+        plan = choose_slicing(model, self._mesh.tensor, self._slicing.plan)
+        working = working_copy(model, plan)
+        with self._computation.autocast():
+            chain = self._make_chain(working, inputs)
+        slice_model(working, DeviceMesh.from_group(self._axes.tensor, self._computation.device.type), plan)
+        check_sliced(chain, working)
+        check_same(model, working, inputs, self._computation)
+        streams = SliceStreams(working, plan, self._axes.place.tensor, self._computation.device)
+        for block in chain.blocks:  # the model itself is never called
+            block.modules[0].register_forward_pre_hook(lambda *_: streams.begin())
+        return working, chain
+
+    def _cut(self, model: nn.Module, chain: Chain, inputs: Tensor, team: Team) -> list[int]:
+        """Return how many blocks each stage gets. Collective: the first worker measures for all."""
         names = [block.name for block in chain.blocks]
         if self._settings.placement:
-            return make_stages(chain, cut_by_hand(names, self._settings.placement))
+            return cut_by_hand(names, self._settings.placement)
         times = torch.zeros(len(names), dtype=torch.float64)
         if team.is_first:  # one measures for all: cuts must be the same
-            num_microbatches = self._choose_microbatches(self._axes.num_parts)
+            num_microbatches = self._choose_microbatches(self._mesh.pipeline)
             with undisturbed(model):
                 model.train()
                 batch = repeat_to(inputs, max(2, self._share_size // num_microbatches))
                 times = torch.tensor(measure_blocks(chain, batch, self._computation), dtype=torch.float64)
         broadcast([times])
-        return make_stages(chain, cut_by_time(times.tolist(), self._num_stages))
+        return cut_by_time(times.tolist(), self._num_stages)
 
     def _choose_microbatches(self, num_parts: int) -> int:
         return self._settings.microbatches or max(1, min(_MICROBATCHES_PER_PART * num_parts, self._share_size))
 
     def _check_microbatches(self, job: Job, num_parts: int, num_stages: int) -> None:
         number, schedule = self._choose_microbatches(num_parts), self._settings.schedule
-        require_samples(job, self._num_replicas, "replicas")
+        require_samples(job, self._mesh.num_shares, "replicas")
         if number > self._share_size:
             raise JobError(
                 f"strategy.microbatches = {number} cuts {self._share_size} samples into empty parts: set it to at most "
@@ -266,5 +340,5 @@ class Pipeline(SplitModel):
         for stage in stages:
             first, last = stage.blocks[0].name, stage.blocks[-1].name
             size = sum(parameter.numel() for parameter in stage.parameters())
-            worker = self._axes.worker_index(part_of[stage.index])
+            worker = self._mesh.worker_at(replace(self._axes.place, pipeline=part_of[stage.index]))
             log.info("stage %d on worker %d: %s to %s, %d parameters", stage.index, worker, first, last, size)

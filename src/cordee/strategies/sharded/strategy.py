@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement
 
 from cordee.cluster import Team
 from cordee.communication.exchange import broadcast
@@ -17,15 +19,21 @@ from cordee.compute import Computation, Loss, OptimizerRecipe
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, ModelError
 from cordee.core.settings import Section
-from cordee.strategies.axes import Axes
-from cordee.strategies.data_parallel.batch_norm import average_buffers, synchronise_batch_norms
+from cordee.models.slicing import choose_slicing
+from cordee.strategies.axes import Mesh, form_axes
+from cordee.strategies.data_parallel.batch_norm import average_tensors, synchronise_batch_norms
 from cordee.strategies.data_parallel.reducers import Motions, joined
 from cordee.strategies.elementwise import require_elementwise
 from cordee.strategies.sharded.units import choose_units
-from cordee.strategies.slices import Holdings, hold
+from cordee.strategies.slices import Held, Holdings, SlicedParameter
 from cordee.strategies.split import SplitModel, copy_buffers, cut_weights, gather_weights
 from cordee.strategies.strategy import Requirements, require_samples
+from cordee.strategies.tensor import TensorSettings
+from cordee.strategies.tensor.layers import check_same, slice_model, working_copy
+from cordee.strategies.tensor.streams import SliceStreams
 from cordee.strategies.whole import WholeModel
+
+_AXES = tuple(field.name for field in fields(Mesh))
 
 
 class ShardedSettings(Section, frozen=True, kw_only=True):
@@ -46,50 +54,62 @@ class Sharded(SplitModel):
     """Every worker computes its share of each batch and keeps a slice of each parameter, gathered on use.
 
     With several replicas (HSDP) the workers of one replica share the parameters out, and gradients are summed over all.
+    With a tensor axis the layers are sliced first, and workers along it compute the same samples.
     """
 
-    def __init__(self, job: Job, settings: ShardedSettings, computation: Computation, *, num_replicas: int = 1) -> None:
-        super().__init__(job, computation)
+    def __init__(
+        self,
+        job: Job,
+        settings: ShardedSettings,
+        computation: Computation,
+        *,
+        mesh: Mesh | None = None,
+        slicing: TensorSettings | None = None,
+    ) -> None:
+        super().__init__(job, computation, mesh or Mesh(sharded=job.strategy.workers))
         self._settings = settings
-        self._num_replicas = num_replicas
-        self._is_speaker = True
+        self._slicing = slicing or TensorSettings()
 
     def requirements(self, job: Job) -> Requirements:
         workers = job.strategy.workers
         if workers == 1:
             raise JobError("strategy 'sharded' needs 2 workers or more, the job has 1: set strategy.workers = 2")
-        require_samples(job, workers)
+        require_samples(job, self._mesh.num_shares, "workers" if self._mesh.num_shares == workers else "shares")
+        if self._settings.batch_norm == "sync" and self._mesh.tensor > 1:
+            raise JobError(
+                "strategy.batch_norm = 'sync' would count the samples that workers along 'tensor' have in common more "
+                "than once: use 'average' or 'local'"
+            )
         if self._settings.offload and self._computation.device.type == "cpu":
             raise JobError(
                 "strategy.offload = true moves parameters from a GPU to main memory, and this job computes on the CPU: "
                 "remove it"
             )
-        return Requirements(num_workers=workers, num_data_shards=workers)
+        return Requirements(num_workers=workers, num_data_shards=self._mesh.num_shares)
 
     def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
         _refuse_scalars(model)
+        if self._mesh.tensor > 1:
+            choose_slicing(model, self._mesh.tensor, self._slicing.plan)
         require_elementwise(recipe, "sharded")
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
         model = self._recall(model)
         broadcast([*model.parameters(), *model.buffers()])
-        self._working = self._shard(copy.deepcopy(model), team)
-        held = Holdings(
-            [
-                hold(name, parameter, num_holders=team.num_workers, num_slice_holders=self._num_replicas)
-                for name, parameter in self._working.named_parameters()
-            ]
-        )
-        # FSDP itself sums over replicas as well.
-        alone = Axes(num_replicas=1, replica_index=0, num_parts=team.num_workers, part_index=team.worker_index)
-        self._adopt(WholeModel(model), held, recipe, alone, team)
+        mesh = init_device_mesh(self._computation.device.type, tuple(self._mesh), mesh_dim_names=_AXES)
+        self._axes = form_axes(team, self._mesh)
+        self._working = self._shard(self._slice(model, mesh, example), mesh)
+        held = Holdings([self._hold(name, parameter) for name, parameter in self._working.named_parameters()])
+        self._adopt(WholeModel(model), held, recipe, None, team)  # FSDP itself sums over replicas as well
         self._join = Motions(self._working, self._working, self._computation)
+        self._is_speaker = self._axes.place.tensor == 0
 
     def consolidate(self) -> None:
+        buffers = list(self._working.buffers())
         if self._settings.batch_norm == "local":
-            broadcast(list(self._working.buffers()))
+            broadcast(buffers)
         else:
-            average_buffers(self._working, self._team.num_workers)
+            average_tensors(buffers, self._mesh.num_shares, self._axes.shares)
         self._whole.restore()
         gather_weights(self._held, self.model)
         copy_buffers(self._working, self.model)
@@ -105,26 +125,34 @@ class Sharded(SplitModel):
         return joined(losses)
 
     def _pass(self, parts: Sequence[Batch], measure: bool) -> Loss:
-        # FSDP divides by the number of workers; multiplying the loss by it makes a sum of the mean again.
-        total_count = self._nominal_count / self._team.num_workers
+        # FSDP divides by the number of shares; multiplying the loss by it makes a sum of the mean again.
+        total_count = self._nominal_count / self._mesh.num_shares
         return self._computation.forward_backward(
             self._working, parts, total_count=total_count, measure=measure, join=self._join
         )
-
-    def _divisor(self, total_count: int) -> float:
-        return self._nominal_count
 
     def _spread(self) -> None:
         cut_weights(self._held, self.model)
         copy_buffers(self.model, self._working)
 
-    def _shard(self, model: nn.Module, team: Team) -> Any:
-        device = self._computation.device.type
-        if self._num_replicas > 1:
-            shape = (self._num_replicas, team.num_workers // self._num_replicas)
-            mesh = init_device_mesh(device, shape, mesh_dim_names=("replicas", "slices"))
-        else:
-            mesh = init_device_mesh(device, (team.num_workers,))
+    def _slice(self, model: nn.Module, mesh: DeviceMesh, example: Batch) -> nn.Module:
+        """Return a copy of the model, whose layers are slices where the mesh has a tensor axis. Collective."""
+        if self._mesh.tensor == 1:
+            # FSDP copies what it keeps of a parameter, so that the copy need not have its own.
+            return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+        plan = choose_slicing(model, self._mesh.tensor, self._slicing.plan)
+        working = slice_model(working_copy(model, plan), mesh["tensor"], plan)
+        check_same(model, working, example.inputs.to(self._computation.device), self._computation)
+        SliceStreams(working, plan, self._axes.place.tensor, self._computation.device)
+        return working
+
+    def _hold(self, name: str, parameter: nn.Parameter) -> Held:
+        assert isinstance(parameter, DTensor)
+        is_sliced = any(placement.is_shard() for placement in _along(parameter, "tensor"))
+        return SlicedParameter(name, parameter, self._mesh.data * (1 if is_sliced else self._mesh.tensor))
+
+    def _shard(self, model: nn.Module, whole_mesh: DeviceMesh) -> Any:
+        mesh = whole_mesh["data", "sharded"] if self._mesh.data > 1 else whole_mesh["sharded"]
         options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not self._settings.keep_gathered}
         has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
         if self._computation.precision == "bf16" and not has_batch_norm:
@@ -145,6 +173,12 @@ def _own_memory(unit: nn.Module, inputs: Any, output: Any) -> Any:
     """Copy an output that is a view: changing it in place (ReLU(inplace=True)) would cut FSDP's backward hook off."""
     is_view = isinstance(output, torch.Tensor) and output.requires_grad and output._is_view()
     return output.clone() if is_view else output
+
+
+def _along(parameter: DTensor, axis: str) -> list[Placement]:
+    """Return how the parameter lies along an axis of its mesh; nothing if it does not lie there."""
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return [placement for name, placement in zip(names, parameter.placements, strict=True) if name == axis]
 
 
 def _refuse_scalars(model: nn.Module) -> None:

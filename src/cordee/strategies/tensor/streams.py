@@ -2,7 +2,8 @@
 
 Workers start every step with one seed, so that dropout of what all of them have is the same everywhere. What lies
 between a layer of the style 'column' and one of the style 'row' is a slice, and with the same numbers each slice would
-get the same mask: from the one layer to the other, numbers come from a stream of the worker's own.
+get the same mask: from the one layer to the other, numbers come from a stream of the worker's own. It follows from a
+number of everybody's stream, so that a pass that is computed again draws the same masks again.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from cordee.models.slicing import Style
 class SliceStreams:
     """Switches this process's random numbers while `model`, which is sliced by `plan`, computes on slices."""
 
-    def __init__(self, model: nn.Module, plan: Mapping[str, Style], part_index: int, device: torch.device) -> None:
-        self._part_index = part_index
+    def __init__(self, model: nn.Module, plan: Mapping[str, Style], slice_index: int, device: torch.device) -> None:
+        self._slice_index = slice_index
         self._generator = (
             torch.cuda.default_generators[torch.cuda.current_device()]
             if device.type == "cuda"
             else torch.default_generator
         )
-        self._own: Tensor | None = None  # the state of the worker's stream; None before the first step
-        self._common: Tensor | None = None  # that of everybody's, while the worker's own is in use
+        self._common: Tensor | None = None  # the state of everybody's stream, while the worker's own is in use
+        model.register_forward_pre_hook(lambda *_: self.begin())
         for name, style in plan.items():
             layer = model.get_submodule(name)
             if isinstance(layer, nn.Linear) and style == "column":
@@ -36,18 +37,16 @@ class SliceStreams:
                 layer.register_forward_pre_hook(lambda *_: self._leave())
 
     def begin(self) -> None:
-        """Derive the worker's stream from the seed of the step."""
-        own = torch.Generator(self._generator.device)
-        own.manual_seed(derive_seed(self._generator.initial_seed(), "slice", self._part_index))
-        self._own, self._common = own.get_state(), None
+        """Forget a pass that ended between the two layers, as torch ends one that it computes again."""
+        self._common = None
 
     def _enter(self) -> None:
-        if self._own is not None and self._common is None:
+        if self._common is None:
+            number = torch.randint(1 << 62, (1,), generator=self._generator, device=self._generator.device)
             self._common = self._generator.get_state()
-            self._generator.set_state(self._own)
+            self._generator.manual_seed(derive_seed(int(number), "slice", self._slice_index))
 
     def _leave(self) -> None:
         if self._common is not None:
-            self._own = self._generator.get_state()
             self._generator.set_state(self._common)
             self._common = None
