@@ -230,6 +230,9 @@ _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true o
 
 def _choices(given: Any, annotation: Any) -> str:
     """Return which words may be given, where the annotation, or a member of its union, has some."""
+    if get_origin(annotation) is dict:  # of its values
+        _, annotation = get_args(annotation)
+        given = list(given.values()) if isinstance(given, Mapping) else given
     members = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
     names = [str(choice) for member in members if get_origin(member) is Literal for choice in get_args(member)]
     if not names:

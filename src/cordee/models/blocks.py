@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,8 +22,12 @@ from cordee.models.tracing import trace_chain
 class Block:
     """Modules that are computed one after the other and are never cut apart."""
 
-    name: str
+    names: tuple[str, ...]  # of its modules
     modules: tuple[nn.Module, ...]
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
 
     def __call__(self, inputs: Tensor) -> Tensor:
         for module in self.modules:
@@ -37,7 +41,7 @@ class Block:
         return [buffer for module in self.modules for buffer in module.buffers()]
 
     def __add__(self, other: Block) -> Block:
-        return Block(self.name, self.modules + other.modules)
+        return Block(self.names + other.names, self.modules + other.modules)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Chain:
 
     blocks: tuple[Block, ...]
     wires: tuple[Wire, ...]
+    bond: str = ""  # of a traced model: what keeps most of it together, in words
 
 
 def make_chain(model: nn.Module, example: Tensor) -> Chain:
@@ -66,12 +71,16 @@ def make_chain(model: nn.Module, example: Tensor) -> Chain:
     Raises ModelError, with the operation and what to do, if the model is none.
     """
     with undisturbed(model):
-        named = flatten_sequence(model) if type(model) is nn.Sequential else trace_chain(model, example)
-        blocks = [Block(name, (module,)) for name, module in named]
+        bond = ""
+        if type(model) is nn.Sequential:
+            named = flatten_sequence(model)
+        else:
+            named, bond = trace_chain(model, example)
+        blocks = [Block((name,), (module,)) for name, module in named]
         if not blocks:
             raise ModelError("the model has no layers: there is nothing to cut")
         model.eval()
-        return _join_inseparable(blocks, example)
+        return replace(_join_inseparable(blocks, example), bond=bond)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -36,13 +37,15 @@ def cut_by_time(times: Sequence[float], num_stages: int) -> list[int]:
     return counts[::-1]
 
 
-def cut_by_hand(names: Sequence[str], placement: Sequence[Sequence[str]]) -> list[int]:
-    """Return how many consecutive blocks each stage gets where its blocks are named, by patterns like "layer[1-3]".
+def cut_by_hand(blocks: Sequence[Sequence[str]], placement: Sequence[Sequence[str]]) -> list[int]:
+    """Return how many consecutive blocks each stage gets where its modules are named, by patterns like "layer[1-3]".
 
-    A name also stands for the blocks inside it. Raises JobError for names that no block has, for blocks that are in no
-    stage or in two, and for stages that are not runs of consecutive blocks.
+    `blocks` are the names of the modules of each. A name also stands for the modules inside it. Raises JobError for
+    names that no module has, for modules that are in no stage or in two, for stages that are empty or not runs of
+    consecutive blocks, and where a block would be cut apart.
     """
-    stage_of: list[int] = []
+    names = [name for block in blocks for name in block]
+    stage_of: dict[str, int] = {}
     unused = {pattern for patterns in placement for pattern in patterns}
     for name in names:
         found = [(k, p) for k, patterns in enumerate(placement) for p in patterns if _matches(name, p)]
@@ -53,17 +56,27 @@ def cut_by_hand(names: Sequence[str], placement: Sequence[Sequence[str]]) -> lis
             raise JobError(
                 f"strategy.placement puts block '{name}' {where}: it must be in one (blocks: {listed(names)})"
             )
-        stage_of.append(stages[0])
+        stage_of[name] = stages[0]
     if unused:
         pattern = sorted(unused)[0]
         raise JobError(f"strategy.placement names '{pattern}', which no block has{nearest(pattern, names)}")
-    for before, after, name in zip(stage_of, stage_of[1:], names[1:]):
-        if after not in (before, before + 1):
+    for stage in range(len(placement)):
+        if stage not in stage_of.values():
+            raise JobError(f"strategy.placement gives stage {stage} no blocks: name some, or remove it")
+    for before, after in itertools.pairwise(names):
+        if stage_of[after] not in (stage_of[before], stage_of[before] + 1):
             raise JobError(
-                f"strategy.placement puts block '{name}' into stage {after} after one of stage {before}: stages must "
-                f"be runs of consecutive blocks, in order (blocks: {listed(names)})"
+                f"strategy.placement puts block '{after}' into stage {stage_of[after]} after one of stage "
+                f"{stage_of[before]}: stages must be runs of consecutive blocks, in order (blocks: {listed(names)})"
             )
-    return [stage_of.count(stage) for stage in range(len(placement))]
+    for first, *others in blocks:
+        for other in others:
+            if stage_of[other] != stage_of[first]:
+                raise JobError(
+                    f"strategy.placement puts '{first}' and '{other}' into different stages, and they cannot be cut "
+                    "apart, since one changes the other's output in place or takes slices of it: put them into one"
+                )
+    return [sum(stage_of[block[0]] == stage for block in blocks) for stage in range(len(placement))]
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -34,6 +34,21 @@ def choose_slicing(model: nn.Module, num_slices: int, given: Mapping[str, Style]
     return plan
 
 
+def check_called(chain: Chain, model: nn.Module, plan: Mapping[str, Style]) -> None:
+    """Raise ModelError if a block uses the weight of a layer that is split without calling the layer."""
+    layers = {id(model.get_submodule(name)) for name in plan}
+    names = {id(p): name for name in plan for p in model.get_submodule(name).parameters(recurse=False)}
+    for block in chain.blocks:
+        for module in (inner for outer in block.modules for inner in outer.modules()):
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) in names and id(module) not in layers:
+                    raise ModelError(
+                        f"block '{block.name}' uses the weight of '{names[id(parameter)]}' without calling the layer, "
+                        "as traced models may, so that it cannot be sliced: leave it out of strategy.plan, write the "
+                        "model as an nn.Sequential of blocks, or leave 'tensor' or 'pipeline' out of strategy.mesh"
+                    )
+
+
 def keep_pairs(chain: Chain, model: nn.Module, plan: Mapping[str, Style]) -> Chain:
     """Return the chain with blocks joined where slices of activations pass from a 'column' layer to its 'row' one."""
     styles = {id(model.get_submodule(name)): style for name, style in plan.items()}

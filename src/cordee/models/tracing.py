@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -11,11 +14,13 @@ from torch import Tensor, fx, nn
 
 from cordee.core.errors import ModelError
 
-_ADVICE = "write the model as an nn.Sequential of blocks, or use strategy.name = 'sharded' or 'data_parallel'"
+CUT_ADVICE = "write the model as an nn.Sequential of blocks, or use strategy.name = 'sharded' or 'data_parallel'"
 
 
-def trace_chain(model: nn.Module, example: Tensor) -> list[tuple[str, nn.Module]]:
+def trace_chain(model: nn.Module, example: Tensor) -> tuple[list[tuple[str, nn.Module]], str]:
     """Return the segments of the model by the name of their last operation; each takes and gives one tensor.
+
+    With them comes which value is needed for longest, in words: it is what keeps operations together.
 
     Tried first with torch.fx, which keeps the model's own modules, then with torch.export, which follows what depends
     on shapes. Raises ModelError that names the line that neither can follow.
@@ -33,7 +38,22 @@ def trace_chain(model: nn.Module, example: Tensor) -> list[tuple[str, nn.Module]
             end = cuts.get(node, result)
             segments.append((_name(node), _segment(traced, pending, start, end)))
             start, pending = end, []
-    return segments
+    return segments, _find_bond(traced)
+
+
+def _find_bond(traced: fx.GraphModule) -> str:
+    order = {node: at for at, node in enumerate(traced.graph.nodes)}
+    spans = [
+        (order[user] - order[node], node, user)
+        for node in traced.graph.nodes
+        for user in node.users
+        if node.op != "get_attr" and user.op != "output"
+    ]
+    if not spans:
+        return ""
+    _, node, user = max(spans, key=lambda span: span[0])
+    source = f"the input '{node.name}'" if node.op == "placeholder" else f"what '{_name(node)}' gives"
+    return f"{source} is needed again by '{_name(user)}'"
 
 
 def find_cuts(traced: fx.GraphModule, example: Tensor) -> dict[fx.Node, fx.Node]:
@@ -60,14 +80,27 @@ def _trace(model: nn.Module, example: Tensor) -> fx.GraphModule:
             return fx.symbolic_trace(model)
         except Exception as error:  # noqa: BLE001 - torch raises anything it likes, and may export what it cannot trace
             try:
-                return _export(model, example)
+                with _silence():
+                    return _export(model, example)
             except Exception:  # noqa: BLE001 - the first error is the one a reader can follow
                 raise ModelError(
                     f"the model {type(model).__name__} cannot be traced, so it cannot be cut into stages: "
-                    f"{_first_line(error)}{_place(error)}: {_ADVICE}"
+                    f"{_first_line(error)}{_place(error)}: {CUT_ADVICE}"
                 ) from error
     finally:
         model.train(was_training)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Inside, torch does not print the graphs and warnings that it has for what it cannot export."""
+    threshold = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(threshold)
 
 
 def _export(model: nn.Module, example: Tensor) -> fx.GraphModule:

@@ -85,6 +85,8 @@ def _refuse_others_settings(name: str, given: Mapping[str, Any]) -> None:
                 f"strategy.{key} is a setting of {_listed(owners)}, the job's strategy is '{name}': "
                 f"remove it, or set strategy.name = '{owners[0]}'"
             )
+        if key not in own:
+            raise JobError(f"[strategy] has no key '{key}'{nearest(key, own)} (it has: {', '.join(sorted(own))})")
 
 
 def _listed(names: Sequence[str]) -> str:

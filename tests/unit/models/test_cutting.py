@@ -39,9 +39,9 @@ def test_layers_that_allow_it_are_cut_evenly() -> None:
 
 
 def test_by_hand() -> None:
-    names = ["conv1.0", "conv1.2", "flatten", "linear1", "linear2"]
-    assert cut_by_hand(names, [["conv1", "flatten"], ["linear?"]]) == [3, 2]
-    assert cut_by_hand(names, [["conv1.0"], ["conv1.2", "fl*"], ["linear1", "linear2"]]) == [1, 2, 2]
+    blocks = [["conv1.0"], ["conv1.2"], ["flatten"], ["linear1", "relu"], ["linear2"]]
+    assert cut_by_hand(blocks, [["conv1", "flatten"], ["linear?", "relu"]]) == [3, 2]
+    assert cut_by_hand(blocks, [["conv1.0"], ["conv1.2", "fl*"], ["linear1", "relu", "linear2"]]) == [1, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,17 @@ def test_by_hand() -> None:
         ([["a", "c"], ["b"]], "puts block 'c' into stage 0 after one of stage 1"),
         ([["a", "b", "c"], ["d"]], "names 'd', which no block has"),
         ([["b", "c"], ["a"]], "puts block 'b' into stage 0 after one of stage 1"),
+        ([[], ["a", "b", "c"]], "gives stage 0 no blocks"),
     ],
 )
 def test_by_hand_refuses(placement: list[list[str]], message: str) -> None:
     with pytest.raises(JobError, match=message):
-        cut_by_hand(["a", "b", "c"], placement)
+        cut_by_hand([["a"], ["b"], ["c"]], placement)
+
+
+def test_by_hand_refuses_to_cut_a_block_apart() -> None:
+    with pytest.raises(JobError, match="puts 'b' and 'c' into different stages, and they cannot be cut apart"):
+        cut_by_hand([["a"], ["b", "c"]], [["a", "b"], ["c"]])
 
 
 IMAGES = torch.randn(2, 3, 32, 32)
@@ -145,13 +151,16 @@ def test_traced_models(kind: type[Residual]) -> None:
     assert len(chain.blocks) >= 5  # each layer with its skip, at least
 
 
-def test_what_a_value_decides_cannot_be_cut() -> None:
+def test_what_a_value_decides_cannot_be_cut(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ModelError, match=r"AsksValues cannot be traced.*test_cutting.py:\d+.*if inputs.sum\(\) > 0"):
         make_chain(AsksValues(), torch.randn(2, 6))
+    assert capfd.readouterr() == ("", ""), "torch prints the graph that it could not export"
 
 
 def test_a_skip_around_everything_leaves_one_block() -> None:
-    assert len(make_chain(LongSkip(), torch.randn(2, 6)).blocks) == 1
+    chain = make_chain(LongSkip(), torch.randn(2, 6))
+    assert len(chain.blocks) == 1
+    assert chain.bond == "the input 'inputs' is needed again by 'cat'"
 
 
 def test_a_module_used_twice_is_computed_twice() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from small_jobs import small_job
+from torch import Tensor, nn
 
 from cordee.assembly import assemble
 from cordee.cluster import Team
@@ -45,6 +47,24 @@ def test_pairs_of_sliced_layers_are_not_cut_apart() -> None:
         assemble(deeper, Team(num_workers=10, num_local_workers=10))
 
 
+class UsesItsWeight(nn.Module):
+    """The weight of a layer without the layer."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(input_shape[0], 8), nn.Linear(input_shape[0], num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(inputs)) @ self.first.weight)
+
+
+def test_weights_without_their_layer_are_not_sliced() -> None:
+    strategy = {"name": "hybrid", "workers": 4, "mesh": {"pipeline": 2, "tensor": 2}, "plan": {"first": "gather"}}
+    job = small_job(model={"use": UsesItsWeight}, strategy=strategy)
+    with pytest.raises(CordeeError, match="uses the weight of 'first' without calling the layer"):
+        assemble(job, Team(num_workers=4, num_local_workers=4))
+
+
 def test_workers_of_one_copy_have_one_share_of_the_batch() -> None:
     job = small_job(strategy={"name": "hybrid", "workers": 4, "mesh": {"data": 2, "pipeline": 2}, "microbatches": 2})
     shards = [assemble(job, Team(index, 4, num_local_workers=4)).shards for index in range(4)]
@@ -68,6 +88,14 @@ def test_workers_of_one_copy_have_one_share_of_the_batch() -> None:
         ({"mesh": {"data": 2, "pipeline": 2}, "microbatches": 5}, "microbatches = 5 cuts 4 samples"),
         ({"mesh": {"data": 2, "pipeline": 2}, "stages": 4}, "one stage per worker, the job has 4 stages on 2 workers"),
         ({"mesh": {"data": 2, "sharded": 2}, "offload": True}, "strategy.offload = true"),
+        ({"mesh": {"data": 2, "pipeline": 2}, "microbatch": 2}, "no key 'microbatch'; did you mean 'microbatches'"),
+        (
+            {
+                "mesh": {"pipeline": 2, "tensor": 2},
+                "placement": [["flatten", "linear1"], ["activation1", "dropout1", "classifier"]],
+            },
+            "puts 'linear1' and 'activation1' into different stages, and they cannot be cut apart",
+        ),
         ({"mesh": [2, 2]}, "strategy.mesh = .* does not fit"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_jobs import small_job
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
@@ -121,6 +121,7 @@ def test_states_of_parts_make_the_state_of_the_whole() -> None:
         ({"stages": -1}, "strategy.stages = -1 must be at least 0"),
         ({"stages": 2, "placement": [["flatten"], ["linear1"], ["x"]]}, "contradict each other"),
         ({"placement": [["flatten", "linear1"], ["classifier"]]}, "puts block 'activation1' in no stage"),
+        ({"placement": [["*1"], ["flatten"], ["classifier"]]}, "placement has 3 stages, which 2 workers cannot share"),
         ({"unit_bytes": 1000}, "strategy.unit_bytes is a setting of 'sharded', the job's strategy is 'pipeline'"),
     ],
 )
@@ -128,6 +129,33 @@ def test_what_it_refuses(settings: dict[str, Any], message: str) -> None:
     job = small_job(strategy={"name": "pipeline", "workers": 2, **settings})
     with pytest.raises(CordeeError, match=message):
         assemble(job, Team(num_workers=job.strategy.workers, num_local_workers=2))
+
+
+class SkipsAll(nn.Module):
+    """Its input is needed at its end."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(input_shape[0], 8), nn.Linear(8, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(inputs))) + inputs.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            SkipsAll,
+            "SkipsAll cannot be cut into stages: the input 'inputs' is needed again by 'sum_1': write the model",
+        ),
+        (lambda input_shape, num_classes: nn.Sequential(nn.Linear(input_shape[0], num_classes)), "one block only, '0'"),
+    ],
+)
+def test_models_that_cannot_be_cut(model: Any, message: str) -> None:
+    job = small_job(model={"use": model}, strategy={"name": "pipeline", "workers": 2})
+    with pytest.raises(CordeeError, match=message):
+        assemble(job, Team(num_workers=2, num_local_workers=2))
 
 
 def test_accumulation_leaves_smaller_parts() -> None:

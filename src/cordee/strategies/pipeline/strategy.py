@@ -23,7 +23,8 @@ from cordee.core.seeds import derive_seed
 from cordee.core.settings import Section
 from cordee.models.blocks import Chain, make_chain, repeat_to, undisturbed
 from cordee.models.cutting import cut_by_hand, cut_by_time, listed
-from cordee.models.slicing import choose_slicing, keep_pairs
+from cordee.models.slicing import check_called, choose_slicing, keep_pairs
+from cordee.models.tracing import CUT_ADVICE
 from cordee.strategies.axes import Axes, Mesh, form_axes
 from cordee.strategies.data_parallel.batch_norm import average_tensors
 from cordee.strategies.elementwise import require_elementwise
@@ -37,7 +38,7 @@ from cordee.strategies.slices import Held, Holdings, hold
 from cordee.strategies.split import SplitModel, cut_weights, gather_weights
 from cordee.strategies.strategy import Requirements, Update, require_samples
 from cordee.strategies.tensor import TensorSettings
-from cordee.strategies.tensor.layers import check_same, check_sliced, slice_model, working_copy
+from cordee.strategies.tensor.layers import check_same, slice_model, working_copy
 from cordee.strategies.tensor.streams import SliceStreams
 from cordee.strategies.whole import WholeModel
 
@@ -99,6 +100,11 @@ class Pipeline(SplitModel):
                 f"strategy.stages = {settings.stages} and strategy.placement of {len(settings.placement)} stages "
                 "contradict each other: remove one of them"
             )
+        if num_stages % num_parts and settings.placement:
+            raise JobError(
+                f"strategy.placement has {num_stages} stages, which {num_parts} workers cannot share out evenly: give "
+                f"it {num_parts}, or {2 * num_parts} with strategy.schedule = 'interleaved'"
+            )
         if num_stages % num_parts:
             raise JobError(
                 f"strategy 'pipeline' cannot share {num_stages} stages out evenly over {num_parts} workers: set "
@@ -125,7 +131,10 @@ class Pipeline(SplitModel):
             require_elementwise(recipe, "hybrid")
         names = [block.name for block in self._chain.blocks]
         if self._settings.placement:
-            cut_by_hand(names, self._settings.placement)
+            cut_by_hand([block.names for block in self._chain.blocks], self._settings.placement)
+        elif len(names) == 1:
+            reason = self._chain.bond or f"it has one block only, '{names[0]}'"
+            raise ModelError(f"the model {type(model).__name__} cannot be cut into stages: {reason}: {CUT_ADVICE}")
         elif self._num_stages > len(names):
             raise ModelError(
                 f"the model can be cut into at most {len(names)} stages, the job has {self._num_stages}: set "
@@ -281,7 +290,9 @@ class Pipeline(SplitModel):
         chain = make_chain(model, inputs)
         if self._mesh.tensor == 1:
             return chain
-        return keep_pairs(chain, model, choose_slicing(model, self._mesh.tensor, self._slicing.plan))
+        plan = choose_slicing(model, self._mesh.tensor, self._slicing.plan)
+        check_called(chain, model, plan)
+        return keep_pairs(chain, model, plan)
 
     def _slice(self, model: nn.Module, chain: Chain, inputs: Tensor) -> tuple[nn.Module, Chain]:
         """Return a copy of the model with sliced layers, and its blocks; the model itself without a tensor axis."""
@@ -292,7 +303,6 @@ class Pipeline(SplitModel):
         with self._computation.autocast():
             chain = self._make_chain(working, inputs)
         slice_model(working, DeviceMesh.from_group(self._axes.tensor, self._computation.device.type), plan)
-        check_sliced(chain, working)
         check_same(model, working, inputs, self._computation)
         streams = SliceStreams(working, plan, self._axes.place.tensor, self._computation.device)
         for block in chain.blocks:  # the model itself is never called
@@ -303,7 +313,7 @@ class Pipeline(SplitModel):
         """Return how many blocks each stage gets. Collective: the first worker measures for all."""
         names = [block.name for block in chain.blocks]
         if self._settings.placement:
-            return cut_by_hand(names, self._settings.placement)
+            return cut_by_hand([block.names for block in chain.blocks], self._settings.placement)
         times = torch.zeros(len(names), dtype=torch.float64)
         if team.is_first:  # one measures for all: cuts must be the same
             num_microbatches = self._choose_microbatches(self._mesh.pipeline)

@@ -12,8 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from cordee.compute import Computation
-from cordee.core.errors import JobError, ModelError
-from cordee.models.blocks import Chain
+from cordee.core.errors import JobError
 from cordee.models.slicing import Style
 
 _TOLERANCE = 1e-3  # of outputs, relative to the largest: in bf16 a sum in another order differs by as much
@@ -41,18 +40,6 @@ def slice_model(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style]) -
             owner, _, attribute = other.rpartition(".")
             setattr(model.get_submodule(owner), attribute, kept)
     return model
-
-
-def check_sliced(chain: Chain, working: nn.Module) -> None:
-    """Raise ModelError if a block uses a weight that has been replaced by a slice without the layer around it."""
-    known = {id(parameter) for parameter in working.parameters()}
-    for block in chain.blocks:
-        if any(id(parameter) not in known for parameter in block.parameters()):
-            raise ModelError(
-                f"block '{block.name}' uses the weight of a layer that is to be sliced without calling the layer, as "
-                "traced models may: leave the layer out of strategy.plan, write the model as an nn.Sequential of "
-                "blocks, or leave 'tensor' or 'pipeline' out of strategy.mesh"
-            )
 
 
 def check_same(model: nn.Module, sliced: nn.Module, inputs: Tensor, computation: Computation) -> None:
