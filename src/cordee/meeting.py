@@ -82,10 +82,12 @@ def meet(
     Raises CommunicationError if the group cannot be formed: `why_over()` says why, or a member died, or none came.
     """
     register()
+    # Kept here: torch holds on to what is below Python only, and groups that are formed later meet there as well.
+    store = MeetingStore(path, num_members, why_over, MEETING_TIMEOUT_S)
     try:
         dist.init_process_group(
             "cordee",
-            store=MeetingStore(path, num_members, why_over, MEETING_TIMEOUT_S),
+            store=store,
             rank=rank,
             world_size=num_members,
             timeout=COLLECTIVE_TIMEOUT,

@@ -16,11 +16,11 @@ _context = mp.get_context("spawn")
 
 
 def add_up(folder: str, rank: int, generation: int, why_over: str = "") -> float:
-    """Form a generation of two and add something up in it."""
+    """Form a generation of two, in it another group, and add something up in that."""
     path = Path(folder) / f"generation-{generation}"
     with meet(path, rank, 2, failure_timeout_s=5.0, why_over=lambda: why_over):
         total = torch.tensor([1.0 + rank])
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=dist.new_group([0, 1]))
         return float(total)
 
 
