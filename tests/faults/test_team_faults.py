@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import psutil
 import pytest
 
 from cordee.auditing import audit_run
+from cordee.bench.report import describe_machine
 from cordee.cluster.control import scale_run
 from cordee.core.errors import JobError, RunDirectoryError
 
@@ -161,6 +163,34 @@ def check_held(run: Launched, undisturbed: str, *, recoveries: int) -> None:
     assert [finding.detail for finding in audit_run(run.run_dir) if finding.state != "ok"] == []
 
 
+def note_kill(run: Launched, undisturbed: str, killed_s: float, **trial: int) -> None:
+    """Add what a kill cost to the file `CORDEE_FAULT_FIGURES`, if there is one to be."""
+    if not (path := os.environ.get("CORDEE_FAULT_FIGURES")):
+        return
+    figures = Path(path)
+    trials = json.loads(figures.read_text())["trials"] if figures.exists() else []
+    events = run.events()
+    formed = next(at for at, event in enumerate(events) if event["type"] == "generation" and event["generation"] == 2)
+    next_step = next(event for event in events[formed:] if event["type"] == "step")
+    trials.append(
+        {
+            **trial,
+            "seconds_to_next_step": round(float(str(next_step["time"])) - killed_s, 4),
+            "steps_redone": run.summary()["steps_redone"],
+            "weights_equal": run.summary()["weights_sha256"] == undisturbed,
+        }
+    )
+    seconds = [trial["seconds_to_next_step"] for trial in trials]
+    of_all = {
+        "num_trials": len(trials),
+        "median_seconds": statistics.median(seconds),
+        "worst_seconds": max(seconds),
+        "most_steps_redone": max(trial["steps_redone"] for trial in trials),
+        "all_weights_equal": all(trial["weights_equal"] for trial in trials),
+    }
+    figures.write_text(json.dumps({"machine": describe_machine(), **of_all, "trials": trials}, indent=1) + "\n")
+
+
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_a_killed_worker_is_trained_around(tmp_path: Path, undisturbed: str, seed: int) -> None:
     chance = random.Random(seed)
@@ -168,8 +198,12 @@ def test_a_killed_worker_is_trained_around(tmp_path: Path, undisturbed: str, see
     with launch(tmp_path, "--workers", str(num_workers)) as run:
         run.wait_for_step(step)
         victim = chance.randrange(num_workers)
+        killed_s = time.time()
         os.kill(run.pids()[victim], signal.SIGKILL)
-        check_held(run, undisturbed, recoveries=1)
+        try:
+            check_held(run, undisturbed, recoveries=1)
+        finally:
+            note_kill(run, undisturbed, killed_s, seed=seed, workers=num_workers, step=step, victim=victim)
         (lost,) = run.of("worker_lost")
         assert lost["worker"] == victim and lost["reason"] == "was killed by SIGKILL"
 
