@@ -20,18 +20,17 @@ import psutil
 from cordee.auditing import audit_run
 from cordee.cluster.control import scale_run
 from cordee.cluster.local import is_alive
-from cordee.communication.outage import OUTAGE_S
 from cordee.core import Job
-from cordee.core.env import faulty_environment
 from cordee.core.errors import CordeeError, JobError, TrainingError, nearest
 from cordee.doctor import Finding
 from cordee.monitoring import read_events
 from cordee.monitoring.run_directory import EVENTS_FILE, JOB_FILE
+from cordee.outage import cut_off
 
 START_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 60.0
 SCALE_TIMEOUT_S = 10.0  # for the coordinator to hear of it
-HARM_S = 2.0  # how long a worker is slow, or its disk full
+HARM_S = 2.0  # how long a worker is slow or cut off, or its disk full
 MANY_RESTARTS = 100_000
 COORDINATOR = "coordinator"
 
@@ -151,9 +150,8 @@ def _fill_disk(victim: Victim) -> None:
 
 
 def _partition(victim: Victim) -> None:
-    """Cut the worker's channels for a while."""
-    os.kill(victim.pid, signal.SIGUSR1)
-    time.sleep(OUTAGE_S)
+    """Have the kernel drop what goes over the worker's connections."""
+    cut_off(victim.pid, HARM_S)
 
 
 def _leave(victim: Victim) -> None:
@@ -186,9 +184,7 @@ FAULTS: dict[str, Callable[[Victim], None]] = {
 
 @contextlib.contextmanager
 def _training(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=faulty_environment()
-    )
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         yield process
     finally:

@@ -15,7 +15,6 @@ from cordee.assembly import assemble
 from cordee.cluster import Team
 from cordee.cluster.coordinator import WORKER_PREFIX
 from cordee.cluster.link import Answer, CoordinatorLink
-from cordee.communication import outage
 from cordee.communication.keys import ClientKeys
 from cordee.communication.lost_peer import find_lost_peer
 from cordee.compute.memory import MemoryWatch
@@ -76,7 +75,6 @@ def main(argument: dict[str, Any]) -> int:
     order = msgspec.convert(argument, WorkerOrder)
     memory = MemoryWatch()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
-    outage.install()
     keys = ClientKeys.from_text(order.keys)
     log_file = Path(order.run_dir) / "logs" / f"worker-{order.worker_index}.log"
     with (

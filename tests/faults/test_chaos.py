@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from cordee.chaos import FAULTS, plan_faults
 from cordee.core.errors import JobError
+from cordee.outage import _copy_descriptor, cut_off
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -52,16 +58,59 @@ def test_what_cannot_be_planned(kinds: list[str], every_s: float, message: str) 
         plan_faults(kinds, every_s=every_s, for_s=10.0, seed=0)
 
 
+def test_nothing_gets_through_and_nothing_is_lost() -> None:
+    """A process sends a number every few milliseconds; while it is cut off none arrives, and afterwards all do."""
+    program = (
+        "import itertools, select, socket, sys\n"
+        "line = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
+        "for number in itertools.count():\n"
+        "    line.sendall(b'%d ' % number)\n"
+        "    if select.select([sys.stdin], [], [], 0.02)[0]: break\n"
+    )
+    received, gaps, last_s = b"", [], time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+        command = [sys.executable, "-c", program, str(server.getsockname()[1])]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as sender, server.accept()[0] as line:
+            assert sender.stdin is not None
+            line.settimeout(30.0)
+            received += line.recv(4096)
+            outage = pool.submit(cut_off, sender.pid, 1.0)
+            while chunk := line.recv(4096):
+                gaps.append(time.monotonic() - last_s)
+                last_s = time.monotonic()
+                received += chunk
+                if outage.done() and not sender.stdin.closed:
+                    sender.stdin.close()
+    assert outage.result() == 1 and max(gaps) >= 1.0
+    numbers = received.split()
+    assert numbers == [b"%d" % number for number in range(len(numbers))]
+
+
+def refused_as_nobody(pid: int) -> None:
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    with pytest.raises(JobError, match=r"does not let us reach the sockets of process \d+ .* leave 'partition' out"):
+        _copy_descriptor(pid, 0)
+
+
+def test_where_it_is_not_permitted_it_says_so() -> None:
+    pid = os.getpid() if os.geteuid() == 0 else 1
+    child = multiprocessing.get_context("fork").Process(target=refused_as_nobody, args=(pid,))
+    child.start()
+    child.join(timeout=30)
+    assert child.exitcode == 0
+
+
 @pytest.mark.parametrize(
     ("strategy", "kinds"),
     [
-        ("data_parallel", "kill,freeze,leave,coordinator"),
+        ("data_parallel", "kill,freeze,leave,coordinator,partition"),
         pytest.param("parameter_server", "partition,leave,coordinator", marks=pytest.mark.long),
     ],
 )
 def test_a_run_is_sound_after_faults(tmp_path: Path, strategy: str, kinds: str) -> None:
     (tmp_path / "job.toml").write_text(JOB.replace("data_parallel", strategy))
-    options = ["--faults", kinds, "--every", "3s", "--for", "10s", "--seed", "5", "--run-dir", "run"]
+    options = ["--faults", kinds, "--every", "3s", "--for", "10s", "--seed", "6", "--run-dir", "run"]
     command = [sys.executable, "-m", "cordee", "chaos", "job.toml", *options]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

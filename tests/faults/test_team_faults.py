@@ -60,7 +60,8 @@ class Net(torch.nn.Sequential):
         time.sleep((0.05 if os.path.exists(os.path.dirname(__file__) + "/slowly") else 0.003) * self.training)
         return super().forward(inputs)
 """
-NUM_SEEDS = int(os.environ.get("CORDEE_FAULT_TRIALS", "1"))
+NUM_TRIALS = int(os.environ.get("CORDEE_FAULT_TRIALS", "1"))
+KILLS_IN_A_RUN = 5
 
 
 class Launched:
@@ -163,23 +164,52 @@ def check_held(run: Launched, undisturbed: str, *, recoveries: int) -> None:
     assert [finding.detail for finding in audit_run(run.run_dir) if finding.state != "ok"] == []
 
 
-def note_kill(run: Launched, undisturbed: str, killed_s: float, **trial: int) -> None:
-    """Add what a kill cost to the file `CORDEE_FAULT_FIGURES`, if there is one to be."""
+@pytest.mark.parametrize("seed", range(-(-NUM_TRIALS // KILLS_IN_A_RUN)))
+def test_killed_workers_are_trained_around(tmp_path: Path, undisturbed: str, seed: int) -> None:
+    """Killed at a random moment, the next one as soon as the replacement of the last is a member."""
+    chance = random.Random(seed)
+    num_workers = chance.randint(2, 3)
+    kills: list[dict[str, Any]] = []
+    with launch(tmp_path, "--workers", str(num_workers), "--set", "cluster.max_restarts=100") as run:
+        run.wait_for_step(chance.randint(1, 20))
+        for number in range(min(NUM_TRIALS, KILLS_IN_A_RUN)):
+            (tmp_path / "slowly").touch()  # so that the run does not end while a replacement is on its way
+            wait_for_members(run, num_workers)
+            run.wait_for_step(run.of("generation")[-1]["step"] or 0)
+            (tmp_path / "slowly").unlink()
+            time.sleep(chance.uniform(0.0, 0.1))
+            victim = chance.randrange(num_workers)
+            killed_s = time.time()
+            os.kill(run.pids()[victim], signal.SIGKILL)
+            while len(run.of("recovery")) <= number:
+                assert time.time() - killed_s < 60 and run.process.poll() is None, run.process.communicate()
+                time.sleep(0.01)
+            kills.append({"seed": seed, "workers": num_workers, "victim": victim, **cost_of(run, number, killed_s)})
+        check_held(run, undisturbed, recoveries=len(kills))
+        assert [event["worker"] for event in run.of("worker_lost")] == [kill["victim"] for kill in kills]
+        assert {event["reason"] for event in run.of("worker_lost")} == {"was killed by SIGKILL"}
+        note_kills([{**kill, "weights_equal": run.summary()["weights_sha256"] == undisturbed} for kill in kills])
+
+
+def cost_of(run: Launched, number: int, killed_s: float) -> dict[str, Any]:
+    """Return where a kill happened, and how long it was until the survivors had taken their next step."""
+    recovery, events = run.of("recovery")[number], run.events()
+    formed = events.index(next(e for e in run.of("generation") if e["generation"] == recovery["generation"]))
+    next_step = next(event for event in run.of("step") if event["step"] >= recovery["step"])
+    assert events.index(next_step) > formed, (recovery, next_step)
+    return {
+        "step": recovery["step"],
+        "seconds_to_next_step": round(next_step["time"] - killed_s, 4),
+        "steps_redone": recovery["steps_redone"],
+    }
+
+
+def note_kills(kills: list[dict[str, Any]]) -> None:
+    """Add what kills cost to the file `CORDEE_FAULT_FIGURES`, if one is named."""
     if not (path := os.environ.get("CORDEE_FAULT_FIGURES")):
         return
     figures = Path(path)
-    trials = json.loads(figures.read_text())["trials"] if figures.exists() else []
-    events = run.events()
-    formed = next(at for at, event in enumerate(events) if event["type"] == "generation" and event["generation"] == 2)
-    next_step = next(event for event in events[formed:] if event["type"] == "step")
-    trials.append(
-        {
-            **trial,
-            "seconds_to_next_step": round(float(str(next_step["time"])) - killed_s, 4),
-            "steps_redone": run.summary()["steps_redone"],
-            "weights_equal": run.summary()["weights_sha256"] == undisturbed,
-        }
-    )
+    trials = [*(json.loads(figures.read_text())["trials"] if figures.exists() else []), *kills]
     seconds = [trial["seconds_to_next_step"] for trial in trials]
     of_all = {
         "num_trials": len(trials),
@@ -189,23 +219,6 @@ def note_kill(run: Launched, undisturbed: str, killed_s: float, **trial: int) ->
         "all_weights_equal": all(trial["weights_equal"] for trial in trials),
     }
     figures.write_text(json.dumps({"machine": describe_machine(), **of_all, "trials": trials}, indent=1) + "\n")
-
-
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_a_killed_worker_is_trained_around(tmp_path: Path, undisturbed: str, seed: int) -> None:
-    chance = random.Random(seed)
-    num_workers, step = chance.randint(2, 3), chance.randint(1, STEPS // 2)
-    with launch(tmp_path, "--workers", str(num_workers)) as run:
-        run.wait_for_step(step)
-        victim = chance.randrange(num_workers)
-        killed_s = time.time()
-        os.kill(run.pids()[victim], signal.SIGKILL)
-        try:
-            check_held(run, undisturbed, recoveries=1)
-        finally:
-            note_kill(run, undisturbed, killed_s, seed=seed, workers=num_workers, step=step, victim=victim)
-        (lost,) = run.of("worker_lost")
-        assert lost["worker"] == victim and lost["reason"] == "was killed by SIGKILL"
 
 
 def test_a_frozen_worker_is_ended_and_trained_around(tmp_path: Path, undisturbed: str) -> None:

@@ -48,6 +48,7 @@ RANKS: dict[str, int] = {
     "exporting": 10,
     "doctor": 10,
     "auditing": 11,
+    "outage": 14,
     "chaos": 15,
     "bench": 15,
     "cli": 16,

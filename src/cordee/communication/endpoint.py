@@ -19,7 +19,6 @@ from typing import Any, Self
 import msgspec
 import zmq
 
-from cordee.communication import outage
 from cordee.communication.buffers import Buffer, outgoing
 from cordee.communication.gate import Gate
 from cordee.communication.messages import Count, Message, Name
@@ -198,8 +197,6 @@ class Endpoint:
             patience.poll(min(remaining_s, _RETRY_S) * 1000)
 
     def _put(self, route: bytes | None, header: bytes, views: list[memoryview], copy: bool) -> Sent:
-        if outage.is_on():
-            raise zmq.Again
         self._is_torn = True
         # Only the first frame can find the queue full: libzmq takes the rest of a message it has begun.
         try:
@@ -231,9 +228,6 @@ class Endpoint:
 
     def _wait(self, remaining_s: float) -> None:
         """Wait for a signal of any of the sockets. The caller holds `_receiving`, and not `_using`."""
-        if outage.is_on():  # what has come in signals, and is not taken
-            time.sleep(min(remaining_s, 0.01))
-            return
         for ready, _ in self._signals.poll(max(0.0, remaining_s) * 1000):
             self._note_signal(ready)
             if ready == self._wake and not self._is_closed:
@@ -244,7 +238,7 @@ class Endpoint:
 
     def _take_frames(self, num_heads: int) -> list[zmq.Frame] | None:
         """Return the frames of the next message, or None. Of frames beyond the limits only the count is kept."""
-        if outage.is_on() or not can_receive(self._socket):  # an exception would take longer
+        if not can_receive(self._socket):  # an exception would take longer
             return None
         self._is_torn = True
         try:

@@ -51,16 +51,6 @@ def runs_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ.get("CORDEE_RUNS") or "runs").expanduser()
 
 
-def takes_faults(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether workers let `cordee chaos` cut them off (`CORDEE_CHAOS=1`, which it sets itself)."""
-    return bool(environ.get("CORDEE_CHAOS"))
-
-
-def faulty_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment of a run that takes faults."""
-    return {**environ, "CORDEE_CHAOS": "1"}
-
-
 def wants_traceback(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether errors should come with their traceback (`CORDEE_TRACEBACK=1`), for reporting bugs."""
     return bool(environ.get("CORDEE_TRACEBACK"))

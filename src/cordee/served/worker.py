@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from cordee.assembly import Assembly, assemble
 from cordee.cluster import Team
-from cordee.communication import outage
 from cordee.compute import Loss, split_batch
 from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
@@ -41,7 +40,6 @@ def main(argument: dict[str, Any]) -> int:
     """Work until the run ends; return the exit code. Called in a fresh fork of the fork server."""
     order = msgspec.convert(argument, ProcessOrder)
     memory = MemoryWatch()
-    outage.install()
     leave_asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: leave_asked.set())  # a spot instance, Slurm, Kubernetes
     # The launcher asks, when it is time; one that it did not start is asked by its user.

@@ -35,11 +35,6 @@ def test_tracebacks_are_for_those_who_ask() -> None:
     assert env.wants_traceback({"CORDEE_TRACEBACK": "1"})
 
 
-def test_faults_are_for_those_who_ask() -> None:
-    assert not env.takes_faults({})
-    assert env.takes_faults(env.faulty_environment({}))
-
-
 def test_colour() -> None:
     assert env.wants_colour({"TERM": "xterm"})
     assert not env.wants_colour({"NO_COLOR": "1"})
