@@ -94,7 +94,7 @@ class Launched:
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "summary.json").read_text())
 
-    def wait_for_step(self, step: int, timeout_s: float = 60.0) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.process.communicate()
@@ -146,13 +146,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     with launch(
         tmp_path_factory.mktemp("undisturbed"), "--strategy", "single", "--workers", "1", "--set", "stop.time=300"
     ) as run:
-        assert run.finish(timeout_s=120)[0] == 0
+        assert run.finish(timeout_s=220)[0] == 0
         return str(run.summary()["weights_sha256"])
 
 
 def check_held(run: Launched, undisturbed: str, *, recoveries: int) -> None:
     """The run went through, lost at most a step for each loss, and ended with the weights of the undisturbed one."""
-    code, stderr = run.finish(timeout_s=60)
+    code, stderr = run.finish(timeout_s=150)
     assert code == 0, stderr
     assert not run.survivors()
     summary = run.summary()
