@@ -163,6 +163,7 @@ def assemble(job: Job, team: Team) -> Assembly:
     strategy = make_strategy(job, computation)
     needs = strategy.requirements(job)
     _check_autoscale(job, needs)
+    _check_address(job, needs)
     shards, test_shards = _shards(job, needs, team)
     train, test = _loaders(job, splits, shards, test_shards)
     total_steps = _total_steps(job, train)
@@ -206,6 +207,15 @@ def _check_autoscale(job: Job, needs: Requirements) -> None:
         )
     if cluster.max_workers is not None and workers > cluster.max_workers:
         raise JobError(f"strategy.workers = {workers} is more than cluster.max_workers = {cluster.max_workers}")
+
+
+def _check_address(job: Job, needs: Requirements) -> None:
+    if job.cluster.address and (not needs.is_elastic or job.strategy.workers < 2):
+        raise JobError(
+            f"cluster.address = {job.cluster.address!r} lets workers of other hosts join, which strategy "
+            f"'{job.strategy.name}' with {job.strategy.workers} worker{'s' * (job.strategy.workers > 1)} cannot have: "
+            "use 'data_parallel' and begin with at least 2"
+        )
 
 
 def _threads(job: Job, team: Team) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from cordee import checkpoint
 from cordee.assembly import Assembly, assemble
 from cordee.cluster import Team
 from cordee.cluster.local import LocalEngine
+from cordee.communication.this_host import find_listening
 from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
 from cordee.core.components import LIVE_PREFIX
@@ -95,6 +96,8 @@ def train(
             engine = stack.enter_context(LocalEngine())
         if is_served:
             check_served(parts)
+        if job.cluster.address:
+            find_listening(job.cluster.address)
         directory = RunDirectory.open_existing(path) if resume else RunDirectory.create(path, job.to_toml())
         stack.enter_context(_telling_how_to_go_on(directory, quiet))
         with directory, setup_logging(directory.launcher_log if engine else directory.worker_log()):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from cordee.cluster.board import CoordinatorBoard
 from cordee.communication.shared_memory import BackendSettings, register
 from cordee.core.errors import CommunicationError
 
@@ -19,20 +21,22 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 # Members that have said that they are ready, and live: on a busy machine they may need long. One that dies or freezes
 # meanwhile is known to the coordinator, which tells the others.
 MEETING_TIMEOUT_S = 60.0
+LEAST_CONNECTING_S = 15.0  # between hosts: a firewall may swallow what is sent, and all wait meanwhile
+COULD_NOT_MEET = "could not meet"
 FIRST_NAP_S, LONGEST_NAP_S = 0.001, 0.01
 
 _Base: Any = dist.distributed_c10d.Store  # its stubs give `wait` two overloads: one method cannot have both
 
 
 class MeetingStore(_Base):  # type: ignore[misc]
-    """What members of a generation tell each other in a file while they form their group.
+    """What members of a generation tell each other, in a file or on a board, while they form their group.
 
     Waiting ends with CommunicationError when `why_over()` has an answer, and after `timeout_s`.
     """
 
-    def __init__(self, path: Path, num_members: int, why_over: Callable[[], str], timeout_s: float) -> None:
+    def __init__(self, file: Any, why_over: Callable[[], str], timeout_s: float) -> None:
         super().__init__()
-        self._file = dist.FileStore(str(path), num_members)  # type: ignore[attr-defined]
+        self._file = file
         self._why_over = why_over
         self._timeout_s = timeout_s
 
@@ -73,17 +77,36 @@ class MeetingStore(_Base):  # type: ignore[misc]
             nap_s = min(2 * nap_s, LONGEST_NAP_S)
 
 
+class BetweenHosts(NamedTuple):
+    """What members need to meet if they are on several hosts."""
+
+    board: CoordinatorBoard
+    address: str  # of this host
+
+
 @contextlib.contextmanager
 def meet(
-    path: Path, rank: int, num_members: int, *, failure_timeout_s: float, why_over: Callable[[], str]
+    path: Path,
+    rank: int,
+    num_members: int,
+    *,
+    failure_timeout_s: float,
+    why_over: Callable[[], str],
+    between: BetweenHosts | None = None,
 ) -> Iterator[None]:
-    """Inside, this process is a member of a group that finds itself in the file at `path`. Collective.
+    """Inside, this process is a member of a group that finds itself in the file at `path`, or `between` hosts.
 
-    Raises CommunicationError if the group cannot be formed: `why_over()` says why, or a member died, or none came.
+    Collective. Raises CommunicationError if the group cannot be formed: `why_over()` says why, or a member died, or
+    none came.
     """
     register()
     # Kept here: torch holds on to what is below Python only, and groups that are formed later meet there as well.
-    store = MeetingStore(path, num_members, why_over, MEETING_TIMEOUT_S)
+    file = between.board if between else dist.FileStore(str(path), num_members)  # type: ignore[attr-defined]
+    store = MeetingStore(file, why_over, MEETING_TIMEOUT_S)
+    settings = BackendSettings(failure_timeout_s=failure_timeout_s)
+    if between:
+        connecting_s = max(LEAST_CONNECTING_S, 2 * failure_timeout_s)
+        settings = replace(settings, address=between.address, meeting_timeout_s=connecting_s)
     try:
         dist.init_process_group(
             "cordee",
@@ -91,12 +114,12 @@ def meet(
             rank=rank,
             world_size=num_members,
             timeout=COLLECTIVE_TIMEOUT,
-            pg_options=BackendSettings(failure_timeout_s=failure_timeout_s),
+            pg_options=settings,
         )
     except (CommunicationError, RuntimeError) as error:
         # torch names groups by counting them, and counts one that failed: a new process would wait under another name.
         dist.distributed_c10d._world.group_count = 0
-        raise CommunicationError(f"{path.name} could not meet: {why_over() or error}") from error
+        raise CommunicationError(f"{path.name} {COULD_NOT_MEET}: {why_over() or error}") from error
     try:
         yield
     finally:

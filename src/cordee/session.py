@@ -65,9 +65,9 @@ class Session:
     def go_on(self, team: Team, *, may_load: bool, log_file: Path, is_end: Callable[[], bool]) -> bool:
         """Train as a member of `team` until the run ends or the team does; return whether the run has ended.
 
-        Collective. Members that are behind the first, or new, get everything from it. Where nobody has anything,
-        all load the newest checkpoint if `may_load`, or begin. Raises CommunicationError when a member is lost:
-        the step that was under way did not happen, and `go_on` may be called with another team.
+        Collective. Members that are behind, or new, get everything from the one that is furthest. Where nobody has
+        anything, all load the newest checkpoint if `may_load`, or begin. Raises CommunicationError when a member is
+        lost: the step that was under way did not happen, and `go_on` may be called with another team.
         """
         with self._naming_errors(log_file):
             self._enter(team, may_load)
@@ -87,6 +87,10 @@ class Session:
         """How many steps this worker can go on from; -1 before it has a model that is the team's."""
         return self.step if self._is_up_to_date else -1
 
+    def forget(self) -> None:
+        """What this worker has is not the team's any more: it gets everything from the others."""
+        self._is_up_to_date = False
+
     @property
     def has_dropped(self) -> bool:
         """Whether a step was begun that could not be finished."""
@@ -104,16 +108,29 @@ class Session:
         state: State | None = None
         if own >= 0:
             state = self._trainer.state()  # setting up makes a new optimizer
-        if 0 <= min(steps) < steps[0] or min(steps) < 0 <= steps[0]:
-            shared = checkpoint.share_state(state if team.is_first else None)
-            state = state if own == steps[0] else shared
+        furthest = max(steps)
+        if state is not None and steps[0] < furthest:  # setting up gives all the first one's weights
+            state = State({name: tensor.clone() for name, tensor in state.tensors.items()}, state.values)
+        if min(steps) < furthest:
+            source = steps.index(furthest)
+            shared = checkpoint.share_state(state if team.worker_index == source else None, source)
+            state = state if own == furthest else shared
         self._parts = parts
         parts.setup()
         self._trainer.enter(parts, state)
         self._is_up_to_date = True
-        if steps[0] < 0 and may_load:
-            self._resume()
+        if furthest < 0 and may_load:
+            self._resume_together(team)
         self._trainer.report_commit()
+
+    def _resume_together(self, team: Team) -> None:
+        """Load the newest checkpoint everywhere. Collective."""
+        if team.is_first or not team.is_wide:
+            self._resume()
+        if team.is_wide:  # the others may have no way to the run directory
+            shared = checkpoint.share_state(self._trainer.state() if team.is_first else None)
+            if not team.is_first:
+                self._trainer.resume(shared)
 
     def _require_checkpoint(self) -> None:
         """Raise TrainingError where this worker has trained before and there is nothing to go on from."""

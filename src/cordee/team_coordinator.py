@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from cordee.assembly import bare_strategy
-from cordee.cluster.control import Control, write_control
+from cordee.cluster.control import Control, NotYetError, write_control
 from cordee.cluster.coordinator import Coordinator, State
 from cordee.cluster.fork_server import Exited, Started
 from cordee.cluster.launcher_link import CoordinatorOrder, LauncherLink, lead_run, open_channel
@@ -28,9 +29,11 @@ from cordee.cluster.scaling import Scaling
 from cordee.cluster.stragglers import Stragglers
 from cordee.communication.keys import ServerKeys
 from cordee.communication.messages import COORDINATION, Enlist
+from cordee.communication.this_host import find_listening, host_id, own_address
 from cordee.communication.wire import Codec
 from cordee.core import Job
 from cordee.core.errors import JobError, TrainingError
+from cordee.meeting import COULD_NOT_MEET
 from cordee.monitoring import Summary
 from cordee.worker import WorkerOrder
 
@@ -65,11 +68,14 @@ class _Memory(msgspec.Struct, kw_only=True):
     """What a coordinator must know to take up where another was."""
 
     address: str
+    public: str = ""  # the address for other hosts, if there is one
+    data: str = ""  # what is known of the data, for workers of other hosts
     membership: Membership
     restarts: Restarts
     workers: State = msgspec.field(default_factory=State)
     pids: dict[int, int] = {}
     guests: dict[int, int] = {}  # worker -> pid, of those that somebody else started
+    met: list[int] = []  # members of the last generation that took a step
     summaries: dict[int, Summary] = {}
     lost: list[Trouble] = []  # since the last generation was formed
     recovery: _Recovery | None = None  # that is not complete
@@ -109,7 +115,12 @@ class TeamCoordinator:
                 is_elastic=self._strategy.requirements(job).is_elastic,
             )
             restarts = Restarts(job.cluster.max_restarts)
-            self._memory = _Memory(address="tcp://127.0.0.1:*", membership=membership, restarts=restarts)
+            self._memory = _Memory(
+                address="tcp://127.0.0.1:*",
+                public=find_listening(job.cluster.address).address if job.cluster.address else "",
+                membership=membership,
+                restarts=restarts,
+            )
         self._membership = self._memory.membership
         self._restarts = self._memory.restarts
         self._disbanded = 0  # the last generation whose members were told that it is over; heartbeats tell again
@@ -123,8 +134,8 @@ class TeamCoordinator:
         """
         memory, team, job = self._memory, self._team, self._job
         keys = ServerKeys.from_text(team.server_keys)
-        with open_channel(memory.address, team.run_id, Codec(COORDINATION), keys) as channel:
-            memory.address = channel.address
+        with open_channel(memory.address, team.run_id, Codec(COORDINATION), keys, memory.public) as channel:
+            memory.address, memory.public = channel.address, channel.public
             self._order = WorkerOrder(
                 run_dir=team.run_dir,
                 run_id=team.run_id,
@@ -136,6 +147,7 @@ class TeamCoordinator:
                 resume=team.resume,
                 failure_timeout_s=job.cluster.failure_timeout_s,
                 join_timeout_s=STARTUP_TIMEOUT_S,
+                host_address=own_address(memory.public) if memory.public else "",
             )
             self._coordinator = Coordinator(
                 channel, self._membership, self._take_event, self._scale, self._enlist, memory.workers
@@ -146,7 +158,8 @@ class TeamCoordinator:
             else:
                 self._tell_again()
             self._commit()
-            write_control(self._run_dir, Control(channel.address, team.run_id, team.control_keys))
+            control = Control.of(memory.address, team.run_id, team.control_keys, memory.public)
+            write_control(self._run_dir, control)
             while not self._membership.is_over:
                 self._coordinator.serve(TICK_S)
                 self._look_after()
@@ -188,7 +201,7 @@ class TeamCoordinator:
         wanted = msgspec.structs.replace(job.strategy, workers=num_workers)
         self._strategy.requirements(msgspec.structs.replace(job, strategy=wanted))  # raises what it cannot do
         before = membership.active
-        for index in sorted(before)[num_workers:]:
+        for index in sorted(before, key=lambda i: (membership.records[i].is_far, i))[num_workers:]:
             membership.records[index].is_leaving = True
         unused = (index for index in itertools.count() if membership.is_free(index))
         for index in itertools.islice(unused, max(0, num_workers - len(before))):
@@ -212,18 +225,40 @@ class TeamCoordinator:
         membership, job = self._membership, self._job
         if not membership.is_elastic:
             raise JobError(f"strategy '{job.strategy.name}' has a fixed number of workers: nobody can join it")
-        if wish.host != socket.gethostname():
-            raise JobError(f"the run is on {socket.gethostname()}, and workers of other hosts cannot join it yet")
+        is_far = wish.host_id != host_id()
+        if is_far:
+            self._check_far(wish)
         wanted = msgspec.structs.replace(job.strategy, workers=len(membership.active) + 1)
         self._strategy.requirements(msgspec.structs.replace(job, strategy=wanted))  # raises what it cannot do
         index = next(index for index in itertools.count() if membership.is_free(index))
         self._coordinator.fence(index)
         membership.expect(index, time.monotonic())
-        membership.records[index].is_guest = True
+        record = membership.records[index]
+        record.is_guest, record.is_far = True, is_far
         self._memory.pids.pop(index, None)
         self._memory.guests[index] = wish.pid
         own = msgspec.structs.replace(self._order, worker_index=index, launcher_pid=self._team.launcher_pid)
+        if is_far:
+            own = msgspec.structs.replace(
+                own,
+                launcher_pid=0,
+                address=self._memory.public,
+                resume=False,
+                job=(self._run_dir / "job.toml").read_text(encoding="utf-8"),
+                data=self._memory.data,
+            )
         return msgspec.json.encode(own).decode()
+
+    def _check_far(self, wish: Enlist) -> None:
+        """Raise JobError if a worker of another host cannot take part, or not yet."""
+        if not self._memory.public:
+            raise JobError(f"the run on {socket.gethostname()} takes no workers of other hosts: set cluster.address")
+        if wish.torch != torch.__version__:
+            raise JobError(
+                f"the run uses torch {torch.__version__}, this process torch {wish.torch}: install the same version"
+            )
+        if not self._memory.data or not self._membership.generation:
+            raise NotYetError("the run is still starting: try again when it trains")
 
     def _start(self, index: int) -> None:
         """Start a process for a worker, and listen to no earlier one."""
@@ -244,7 +279,7 @@ class TeamCoordinator:
                 membership.exit(report.index, describe_exit(report), now_s, is_killed=report.status < 0)
         for index, pid in self._memory.guests.items():
             record = membership.records[index]
-            if record.state in ACTIVE and not is_alive(pid):
+            if record.state in ACTIVE and not record.is_far and not is_alive(pid):
                 membership.exit(index, "ended without a word", now_s, is_killed=True)
         for index in membership.check_silence(now_s, self._is_working):
             if membership.records[index].is_guest or (membership.is_elastic and not self._restarts.can_replace):
@@ -258,6 +293,8 @@ class TeamCoordinator:
 
     def _is_working(self, index: int) -> bool:
         guest = self._memory.guests.get(index)
+        if self._membership.records[index].is_far:
+            return False  # nobody can look at it
         return self._launcher.is_working(index) if guest is None else self._watch.is_working(guest)
 
     def _set_aside(self, index: int) -> None:
@@ -291,8 +328,24 @@ class TeamCoordinator:
         else:
             what = f"no replacement is left (cluster.max_restarts = {self._restarts.max_restarts})"
         if record.is_away:
-            what += "; if it wakes up it joins again"
+            what += "; if it can be heard again it joins again" if record.is_far else "; if it wakes up it joins again"
         self._launcher.emit("warning", message=f"{loss.describe()}; {what}")
+
+    def _expel_unreachable(self) -> None:
+        """Go on without workers of other hosts that the others cannot connect to: they would keep them for ever."""
+        membership = self._membership
+        far = [i for i in membership.active if membership.records[i].is_far]
+        late = [i for i in far if i not in self._memory.met] or far
+        where = ", ".join(f"{self._coordinator.state.workers[i].member.host} (worker {i})" for i in late)
+        message = (
+            f"the run and {where} could not connect to each other: workers exchange gradients over TCP at ports that "
+            "the system chooses, which a firewall between the hosts must let through"
+        )
+        self._coordinator.direct("leave", late, message)
+        for index in late:
+            membership.records[index].is_leaving = True
+            membership.finish(index)
+        self._launcher.emit("warning", message=message)
 
     def _bear_shortage(self, loss: Trouble) -> None:
         """Too few workers are left: wait for others, if those left have something to save afterwards."""
@@ -304,7 +357,8 @@ class TeamCoordinator:
             f"{lack}, and all {cluster.max_restarts} replacements are used up (cluster.max_restarts); "
             f"its log is {self._worker_log(loss.worker_index)}"
         )
-        if not (left and membership.is_elastic and membership.generation):
+        has_near = any(not membership.records[index].is_far for index in membership.active)  # who can save
+        if not (has_near and membership.is_elastic and membership.generation):
             raise TrainingError(verdict)
         self._memory.shortage = Shortage(verdict, time.monotonic() + cluster.wait_for_workers_s)
         if cluster.wait_for_workers_s:
@@ -332,6 +386,8 @@ class TeamCoordinator:
         self._check_shortage()
         for index in membership.dismiss_late():
             self._launcher.signal(index, signal.SIGKILL)
+            if membership.records[index].is_guest and index in self._coordinator.state.workers:
+                self._coordinator.direct("leave", [index])
         if membership.why_broken and self._disbanded < membership.generation:
             self._disbanded = membership.generation
             self._coordinator.direct("disband", membership.members, membership.why_broken)
@@ -381,6 +437,11 @@ class TeamCoordinator:
                 membership.records[index].state = "member"
             return
         reason = next((r.reason for i in members if (r := membership.records[i]).reason), "")
+        if COULD_NOT_MEET in reason and membership.has_far and not self._memory.lost:
+            self._expel_unreachable()
+            for index in members:
+                membership.records[index].reason = ""
+            return
         if self._memory.lost or reason:
             self._recover(first, reason)
         self._coordinator.form(members, self._memory.threads)
@@ -421,7 +482,10 @@ class TeamCoordinator:
             self._memory.summaries[fields["worker"]] = msgspec.convert(fields["summary"], Summary)
         elif kind == "pace":
             self._note_pace(fields["worker"], fields["step"], fields["seconds"])
+        elif kind == "data":
+            self._memory.data = fields["fingerprint"]
         elif kind == "first_step":
+            self._memory.met = list(self._membership.members)
             self._complete_recovery(fields["step"])
         else:
             self._launcher.emit(kind, **fields)

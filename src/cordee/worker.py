@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -13,14 +13,17 @@ import msgspec
 
 from cordee.assembly import assemble
 from cordee.cluster import Team
+from cordee.cluster.board import CoordinatorBoard
 from cordee.cluster.coordinator import WORKER_PREFIX
 from cordee.cluster.link import Answer, CoordinatorLink
 from cordee.communication.keys import ClientKeys
 from cordee.communication.lost_peer import find_lost_peer
+from cordee.communication.shared_memory.cables import cut_cables
 from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CommunicationError
-from cordee.meeting import meet
+from cordee.data.fingerprint import check_same, fingerprint
+from cordee.meeting import BetweenHosts, meet
 from cordee.monitoring import Event, Monitor, setup_logging
 from cordee.session import Session
 
@@ -41,6 +44,13 @@ class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
     failure_timeout_s: float
     join_timeout_s: float
     launcher_pid: int = 0  # for one that the launcher did not start: it ends when this one does
+    host_address: str = ""  # of this host, for what goes between hosts; empty where nobody can join from another
+    job: str = ""  # as TOML, for one on another host: it has a run directory of its own
+    data: str = ""  # what is known of the run's data, for one on another host
+
+    @property
+    def is_far(self) -> bool:
+        return bool(self.job)
 
 
 class LinkSink:
@@ -72,7 +82,11 @@ class LinkSink:
 
 def main(argument: dict[str, Any]) -> int:
     """Work until the run ends; return the exit code. Called in a fresh fork of the fork server."""
-    order = msgspec.convert(argument, WorkerOrder)
+    return 0 if work(msgspec.convert(argument, WorkerOrder)) is None else 1
+
+
+def work(order: WorkerOrder) -> Exception | None:
+    """Work until the run ends; return why this worker could not go on, if it could not."""
     memory = MemoryWatch()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
     keys = ClientKeys.from_text(order.keys)
@@ -83,16 +97,17 @@ def main(argument: dict[str, Any]) -> int:
     ):
         member = _Member(order, link, log_file, memory)
         try:
-            link.join(order.join_timeout_s, launcher_pid=order.launcher_pid)
-            with _leaving_in_order(link, also_on_interrupt=order.launcher_pid > 0):
+            link.join(order.join_timeout_s, launcher_pid=order.launcher_pid, is_far=order.is_far)
+            with _leaving_in_order(link, also_on_interrupt=order.launcher_pid > 0 or order.is_far):
                 member.work()
             link.leave()
         except Exception as error:
             log.exception("worker %d cannot go on", order.worker_index)
             link.step = member.step
-            link.fail(find_lost_peer(error) or error, link.step)
-            return 1
-    return 0
+            reason = find_lost_peer(error) or error
+            link.fail(reason, link.step)
+            return reason
+    return None
 
 
 class _Member:
@@ -103,6 +118,7 @@ class _Member:
         self._run_dir = Path(order.run_dir)
         self._session: Session | None = None
         self._answer: Answer | None = None
+        self._num_returns = 0
         self._reason = ""  # why the last generation ended, unless it was asked to halt
 
     @property
@@ -115,6 +131,10 @@ class _Member:
         index = min(order.worker_index, order.num_workers - 1)
         places = Team(index, order.num_workers, num_local_workers=order.num_workers, local_rank=index)
         parts = assemble(Job.load(self._run_dir / "job.toml"), places)
+        if order.is_far:
+            check_same(order.data, parts.splits)
+        elif order.host_address:
+            link.emit("data", {"fingerprint": fingerprint(parts.splits)})
         sink = LinkSink(link, order.worker_index)
         with Monitor([sink]) as monitor:
             self._session = session = Session(
@@ -135,11 +155,11 @@ class _Member:
         """Train in one team after the other; return whether the run has ended, and not just for this worker."""
         while True:
             if self._answer is None:
-                self._answer = self._link.await_generation(
-                    session.ready_step, has_dropped=session.has_dropped, reason=self._reason
-                )
+                self._answer = self._await(session, has_dropped=session.has_dropped)
             answer, self._answer = self._answer, None
             if answer.directive.action == "leave":
+                if answer.directive.reason:
+                    raise CommunicationError(answer.directive.reason)
                 return False
             assert answer.directive.action == "new_generation", answer
             if self._train(session, sink, answer):
@@ -149,7 +169,7 @@ class _Member:
         """Train as a member of the generation that `answer` calls for; return whether the run has ended."""
         self._reason = ""
         try:
-            with _group(self._order, answer, lambda: self._link.why_disbanded(answer.generation)) as team:
+            with _group(self._order, answer, self._link) as team:
                 sink.is_first = team.is_first
                 return session.go_on(
                     team,
@@ -162,10 +182,21 @@ class _Member:
             log.warning("generation %d is over at step %d: %s", answer.generation, session.step, error)
             return False
 
+    def _await(self, session: Session, *, has_dropped: bool) -> Answer:
+        """Wait for what to do next; one that was given up meanwhile begins anew."""
+        returns = self._num_returns
+        if returns != self._link.num_returns:
+            session.forget()
+        answer = self._link.await_generation(session.ready_step, has_dropped=has_dropped, reason=self._reason)
+        self._num_returns = self._link.num_returns
+        if returns != self._num_returns:
+            session.forget()
+        return answer
+
     def _is_end(self) -> bool:
         """Ask what a halt that the team agreed on is for: the end of the run, or another team."""
         assert self._session is not None
-        self._answer = self._link.await_generation(self._session.ready_step, has_dropped=False)
+        self._answer = self._await(self._session, has_dropped=False)
         if self._answer.directive.action != "finish":
             return False
         self._answer = None
@@ -173,18 +204,34 @@ class _Member:
 
 
 @contextlib.contextmanager
-def _group(order: WorkerOrder, answer: Answer, why_over: Callable[[], str]) -> Iterator[Team]:
+def _group(order: WorkerOrder, answer: Answer, link: CoordinatorLink) -> Iterator[Team]:
     """Form the group of a generation, and give it up afterwards. Collective."""
-    names = [member.name for member in answer.directive.members]
-    rank = names.index(f"{WORKER_PREFIX}{order.worker_index}")
-    path = Path(order.store) / f"generation-{answer.generation}"
-    with meet(path, rank, len(names), failure_timeout_s=order.failure_timeout_s, why_over=why_over):
+    members, generation = answer.directive.members, answer.generation
+    rank = [member.name for member in members].index(f"{WORKER_PREFIX}{order.worker_index}")
+    beside = [i for i, member in enumerate(members) if member.host_id == members[rank].host_id]
+    with contextlib.ExitStack() as stack:
+        between: BetweenHosts | None = None
+        if len(beside) < len(members):
+            stack.enter_context(link.on_disband(generation, cut_cables))
+            keys = ClientKeys.from_text(order.keys)
+            board = CoordinatorBoard(order.address, order.run_id, order.worker_index, keys, generation)
+            between = BetweenHosts(stack.enter_context(board), order.host_address)
+        meeting = meet(
+            Path(order.store) / f"generation-{generation}",
+            rank,
+            len(members),
+            failure_timeout_s=order.failure_timeout_s,
+            why_over=lambda: link.why_disbanded(generation),
+            between=between,
+        )
+        stack.enter_context(meeting)
         yield Team(
             worker_index=rank,
-            num_workers=len(names),
-            num_local_workers=len(names),
-            local_rank=rank,
-            generation=answer.generation,
+            num_workers=len(members),
+            num_local_workers=len(beside),
+            local_rank=beside.index(rank),
+            generation=generation,
+            is_wide=between is not None,
             threads=answer.directive.threads,
         )
 

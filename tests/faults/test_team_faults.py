@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from wires import Wires, two_networks
 
 from cordee.auditing import audit_run
 from cordee.bench.report import describe_machine
@@ -67,13 +69,16 @@ KILLS_IN_A_RUN = 5
 class Launched:
     """A `cordee train` in a process of its own, and what its events say."""
 
-    def __init__(self, folder: Path, *args: str, steps: int = 1_000_000, before: str = "") -> None:
+    def __init__(
+        self, folder: Path, *args: str, steps: int = 1_000_000, before: str = "", wires: Wires | None = None
+    ) -> None:
         self.run_dir = folder / "run"
         (folder / "unhurried.py").write_text(before + UNHURRIED)
         job = folder / "job.toml"
         job.write_text(JOB.replace("{steps}", str(steps)))
+        command = [sys.executable, "-m", "cordee", "train", str(job), "--run-dir", str(self.run_dir), *args]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cordee", "train", str(job), "--run-dir", str(self.run_dir), *args],
+            command if wires is None else wires.inside(0, *command),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -124,8 +129,10 @@ STEPS = 250
 
 
 @contextlib.contextmanager
-def launch(folder: Path, *args: str, steps: int = STEPS, before: str = "") -> Iterator[Launched]:
-    run = Launched(folder, *args, steps=steps, before=before)
+def launch(
+    folder: Path, *args: str, steps: int = STEPS, before: str = "", wires: Wires | None = None
+) -> Iterator[Launched]:
+    run = Launched(folder, *args, steps=steps, before=before, wires=wires)
     try:
         yield run
     finally:
@@ -360,6 +367,47 @@ def test_somebody_joins_freezes_wakes_and_leaves(tmp_path: Path, undisturbed: st
         assert "as worker 2" in stdout and "worker 2 is done" in stdout
         check_held(run, undisturbed, recoveries=1)
         assert [event["worker"] for event in run.of("worker_left")] == [2]
+
+
+@contextlib.contextmanager
+def joining(wires: Wires, ticket: Path, folder: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
+    """`cordee join` on the other host, which has a cache of its own."""
+    command = wires.inside(1, sys.executable, "-m", "cordee", "join", str(ticket), *args)
+    environment = {**os.environ, "CORDEE_CACHE": str(folder)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as guest:
+        try:
+            yield guest
+        finally:
+            guest.kill()
+
+
+def test_a_worker_of_another_host_joins_is_cut_off_comes_back_and_is_killed(tmp_path: Path, undisturbed: str) -> None:
+    (tmp_path / "slowly").touch()
+    with two_networks() as wires, launch(tmp_path, "--set", "cluster.address=10.99.0.1", wires=wires) as run:
+        run.wait_for_step(2)
+        ticket = tmp_path / "ticket"
+        shutil.copy(run.run_dir / "control.json", ticket)
+        ticket.chmod(0o600)
+        with joining(wires, ticket, tmp_path / "far") as guest:
+            wait_for_members(run, 3)
+            run.wait_for_step(run.of("step")[-1]["step"] + 3)
+            wires.cut()
+            cut_s = time.monotonic()
+            wait_for_members(run, 2)
+            run.wait_for_step(run.of("step")[-1]["step"] + 1)
+            assert time.monotonic() - cut_s < 30, "it waited for what gloo waits for, and not for the failure timeout"
+            wires.mend()
+            wait_for_members(run, 3)
+            run.wait_for_step(run.of("step")[-1]["step"] + 3)
+            guest.kill()
+            wait_for_members(run, 2)
+            stdout, _ = guest.communicate()
+        (tmp_path / "slowly").unlink()
+        assert "as worker 2" in stdout and "without encryption" in stdout
+        check_held(run, undisturbed, recoveries=2)
+        assert [event["worker"] for event in run.of("worker_lost")] == [2, 2]
+        assert {event["pid"] for event in run.of("worker_started") if event["worker"] == 2} == {guest.pid}
 
 
 @pytest.mark.long

@@ -41,6 +41,7 @@ RANKS: dict[str, int] = {
     "served": 8,
     "team_coordinator": 9,
     "team_run": 9,
+    "joining": 9,
     "launch": 14,
     "own_loop": 10,
     "script_run": 10,

@@ -20,44 +20,47 @@ class _Spec(msgspec.Struct, frozen=True, array_like=True):
     shape: list[int]
 
 
-def share_state(state: State | None) -> State:
-    """Give every member of the default group the first member's state, and return it. Collective.
+def share_state(state: State | None, source: int = 0) -> State:
+    """Give every member of the default group the state of the member `source`, and return it. Collective.
 
-    Only the first member needs to have one. The tensors that the others get are their own.
+    Only that member needs to have one. The tensors that the others get are their own.
     """
-    is_first = dist.get_rank() == 0
+    is_source = dist.get_rank() == source
     specs: list[_Spec] = []
-    if is_first:
+    if is_source:
         assert state is not None
         specs = [_Spec(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in state.tensors.items()]
-        header, values = _share_bytes(msgspec.json.encode(specs)), _share_bytes(encode_values(state.values))
+        header, values = (
+            _share_bytes(msgspec.json.encode(specs), source),
+            _share_bytes(encode_values(state.values), source),
+        )
     else:
-        header, values = _share_bytes(None), _share_bytes(None)
+        header, values = _share_bytes(None, source), _share_bytes(None, source)
         specs = msgspec.json.decode(header, type=list[_Spec])
     tensors = {}
     for spec in specs:
-        tensor = state.tensors[spec.name] if is_first and state is not None else _empty(spec)
+        tensor = state.tensors[spec.name] if is_source and state is not None else _empty(spec)
         if tensor.numel():
-            _share_tensor(tensor, is_first)
+            _share_tensor(tensor, source)
         tensors[spec.name] = tensor
     return State(tensors, decode_values(values))
 
 
-def _share_bytes(content: bytes | None) -> bytes:
+def _share_bytes(content: bytes | None, source: int) -> bytes:
     size = torch.tensor([0 if content is None else len(content)])
-    dist.broadcast(size, src=0)
+    dist.broadcast(size, src=source)
     buffer = torch.empty(int(size), dtype=torch.uint8)
     if content is not None:
         buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    dist.broadcast(buffer, src=0)
+    dist.broadcast(buffer, src=source)
     return bytes(buffer.numpy())
 
 
-def _share_tensor(tensor: Tensor, is_first: bool) -> None:
+def _share_tensor(tensor: Tensor, source: int) -> None:
     # As bytes: not every dtype can be sent as it is.
     flat = tensor.detach().contiguous().reshape(-1)
-    sent = flat.cpu() if is_first else flat
-    dist.broadcast(sent.view(torch.uint8), src=0)
+    sent = flat.cpu() if dist.get_rank() == source else flat
+    dist.broadcast(sent.view(torch.uint8), src=source)
 
 
 def _empty(spec: _Spec) -> Tensor:

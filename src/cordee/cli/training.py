@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cordee.cli.output import INTERRUPTED, print_error, print_json, print_table, print_text
+from cordee.cli.output import INTERRUPTED, print_json, print_table, print_text
 
 
 def train(
@@ -107,24 +107,30 @@ def scale(
 
 
 def join(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="The run's directory, or a ticket: its control.json.", show_default=False),
+    ],
+    data_root: Annotated[
+        Path | None,
+        typer.Option(help="On another host: where the job's data is there.", metavar="DIR", show_default=False),
+    ] = None,
 ) -> None:
     """Work for a run that is under way, as one more worker, until it ends.
 
-    On the host of the run; whoever can read control.json in its directory may join. Ctrl-C or SIGTERM leaves after
-    the step, and nothing is lost. Exit code 1 if this worker fails; the run goes on without it.
+    Whoever can read control.json in the run's directory may join. From another host: copy that file (scp keeps it
+    private) and give it as RUN; the run must have been started with cluster.address, and the job's data and modules
+    must be there. Ctrl-C or SIGTERM leaves after the step, and nothing is lost. Exit code 1 if this worker fails;
+    the run goes on without it.
+
+    For example:
+
+        scp big:runs/lenet/control.json . && cordee join control.json
     """
-    from cordee.cluster.control import check_control, enlist
+    from cordee.cluster.control import reach, read_control
 
-    check_control(run)  # before torch is imported
-    from cordee.served import worker as served
-    from cordee.worker import main
+    control = read_control(run)  # what is wrong with it is told before torch is imported
+    reach(control, run)
+    from cordee.joining import join_run
 
-    order = enlist(run)
-    index = order["worker_index"] if "worker_index" in order else order["index"]
-    log = run / "logs" / f"worker-{index}.log"
-    print_text(f"joining {run} as worker {index}; Ctrl-C leaves after the step")
-    if (main if "worker_index" in order else served.main)(order):
-        print_error(f"worker {index} could not go on; its log is {log}")
-        raise typer.Exit(1)
-    print_text(f"worker {index} is done")
+    join_run(run, control, data_root, print_text)

@@ -1,13 +1,16 @@
-"""Speaking to a run that is under way: its launcher leaves an address and a key in the run directory."""
+"""Speaking to a run that is under way: its coordinator leaves an address and a key in the run directory.
+
+The file is also the ticket with which workers of other hosts join, if the run listens for them (`cluster.address`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
+import stat
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -15,20 +18,49 @@ from cordee.communication.channel import ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
 from cordee.communication.messages import COORDINATION, Accepted, Enlist, Scale
+from cordee.communication.this_host import host_id
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError, JobError, RunDirectoryError
+from cordee.version import __version__
 
 CONTROL_FILE = "control.json"
 CONTROL_NAME = "control"
 REPLY_TIMEOUT_S = 10.0
+NOT_YET = "not-yet"  # why a wish is refused that may be asked again in a moment
 
 
-class Control(msgspec.Struct, frozen=True):
-    """Where a run is spoken to, and the key for it. Whoever can read the file can scale the run."""
+class Control(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run is spoken to, and the key for it. Whoever can read the file can scale the run and join it."""
 
-    address: str
+    address: str  # for processes of the run's own host
     run: str
     keys: str
+    host: str = ""  # name of the run's host
+    host_id: str = ""
+    public: str = ""  # for those of other hosts; empty if the run does not listen for them
+    version: str = ""  # of cordee
+
+    @classmethod
+    def of(cls, address: str, run: str, keys: str, public: str = "") -> Control:
+        """Return that of a run on this host."""
+        return cls(
+            address=address,
+            run=run,
+            keys=keys,
+            host=socket.gethostname(),
+            host_id=host_id(),
+            public=public,
+            version=__version__,
+        )
+
+    @property
+    def is_far(self) -> bool:
+        """Whether this process is on another host than the run."""
+        return self.host_id != host_id()
+
+
+class NotYetError(JobError):
+    """The run cannot do that yet; it may be asked again in a moment."""
 
 
 def write_control(folder: Path, control: Control) -> None:
@@ -56,47 +88,67 @@ def scale_run(folder: Path, num_workers: int, threads: int = 0) -> str:
         raise JobError(f"N = {num_workers} must be at least 1; Ctrl-C in the run's terminal ends it, saved")
     if not 0 <= threads <= 4096:
         raise JobError(f"--threads {threads} must be from 1 to 4096")
-    return _ask(folder, Scale(num_workers, threads))
+    return _ask(read_control(folder), folder, Scale(num_workers, threads))
 
 
-def _ask(folder: Path, wish: Scale | Enlist) -> str:
-    control = _read_control(folder)
+def enlist(control: Control, place: Path, torch_version: str) -> str:
+    """Ask a run to take this process as a worker; return what a worker is told, as JSON. `place` is for messages.
+
+    Raises JobError when the run refuses, NotYetError when it is too early, and RunDirectoryError when nobody answers.
+    """
+    wish = Enlist(os.getpid(), socket.gethostname(), host_id(), __version__, torch_version)
+    return _ask(control, place, wish)
+
+
+def _ask(control: Control, place: Path, wish: Scale | Enlist) -> str:
     speaker = Speaker(run=control.run, name=CONTROL_NAME, incarnation=time.time_ns())
-    keys = ClientKeys.from_text(control.keys)
     try:
-        with ClientChannel(control.address, speaker, Codec(COORDINATION), keys) as channel:
+        keys = ClientKeys.from_text(control.keys)
+        with ClientChannel(reach(control, place), speaker, Codec(COORDINATION), keys) as channel:
             reply = channel.request(wish, timeout_s=REPLY_TIMEOUT_S).message
     except RefusedError as error:
-        raise JobError(error.detail or str(error)) from error
+        kind = NotYetError if error.reason == NOT_YET else JobError
+        raise kind(error.detail or str(error)) from error
     except CommunicationError as error:
-        raise RunDirectoryError(f"the launcher of the run {folder} does not answer: {error}") from error
+        raise RunDirectoryError(f"the launcher of the run {place} does not answer: {error}") from error
     assert isinstance(reply, Accepted), reply
     return reply.detail
 
 
-def check_control(folder: Path) -> None:
-    """Raise RunDirectoryError where nobody listens."""
-    _read_control(folder)
+def reach(control: Control, place: Path) -> str:
+    """Return the address at which this process reaches the run. Raises JobError if there is none."""
+    if not control.is_far:
+        return control.address
+    if not control.public:
+        raise JobError(
+            f"the run {place} is on another host ({control.host}) and listens there alone: start it with "
+            "cluster.address, the address at which that host can be reached"
+        )
+    return control.public
 
 
-def enlist(folder: Path) -> dict[str, Any]:
-    """Ask the run in `folder` to take this process as a worker; return what a worker is told.
-
-    Raises JobError when the run refuses, and RunDirectoryError when none is under way there.
-    """
-    reply = _ask(folder, Enlist(os.getpid(), socket.gethostname()))
-    order: dict[str, Any] = msgspec.json.decode(reply)
-    return order
-
-
-def _read_control(folder: Path) -> Control:
-    if not (folder / "job.toml").exists():
-        raise RunDirectoryError(f"{folder} is not a run directory: it has no job.toml")
+def read_control(place: Path) -> Control:
+    """Return what a run directory, or a ticket, says. Raises RunDirectoryError where nobody listens, and JobError."""
+    is_ticket = place.is_file()
+    if not is_ticket and not place.is_dir():
+        raise RunDirectoryError(f"there is no run directory and no ticket {str(place)!r}")
+    if not is_ticket and not (place / "job.toml").exists():
+        raise RunDirectoryError(f"{place} is not a run directory: it has no job.toml")
+    path = place if is_ticket else place / CONTROL_FILE
     try:
-        return msgspec.json.decode((folder / CONTROL_FILE).read_bytes(), type=Control)
+        if is_ticket and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise JobError(f"the ticket {path} can be read by others, who could join the run: chmod 600 {path}")
+        control = msgspec.json.decode(path.read_bytes(), type=Control)
     except FileNotFoundError:
         raise RunDirectoryError(
-            f"nobody listens in the run {folder}: it has ended, or it trains in one process"
+            f"nobody listens in the run {place}: it has ended, or it trains in one process"
         ) from None
     except (OSError, msgspec.DecodeError) as error:
-        raise RunDirectoryError(f"cannot read {folder / CONTROL_FILE}: {error}") from error
+        what = f"{path} is no ticket, or a damaged one" if is_ticket else f"cannot read {path}"
+        raise RunDirectoryError(f"{what}: {error}") from error
+    if control.version != __version__:
+        raise JobError(
+            f"the run {place} is one of cordee {control.version or 'of an earlier version'}, this is cordee "
+            f"{__version__}: install the same version"
+        )
+    return control

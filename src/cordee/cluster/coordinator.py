@@ -13,11 +13,12 @@ from typing import Any
 
 import msgspec
 
-from cordee.cluster.control import CONTROL_NAME
+from cordee.cluster.control import CONTROL_NAME, NOT_YET, NotYetError
 from cordee.cluster.membership import Membership, Trouble
 from cordee.communication.channel import Peer, Received, ServerChannel
 from cordee.communication.messages import (
     Accepted,
+    Ask,
     Directive,
     Enlist,
     Event,
@@ -29,8 +30,10 @@ from cordee.communication.messages import (
     Member,
     Message,
     Noted,
+    Put,
     Ready,
     Refused,
+    Said,
     Scale,
     Welcome,
 )
@@ -80,6 +83,7 @@ class Coordinator:
         self._peers: dict[int, Peer] = {}
         self._replies: list[tuple[Received, Message]] = []
         self._directives: list[tuple[int, Directive]] = []
+        self._said: dict[str, bytes] = {}  # by the members of the generation that meets, if they are on several hosts
         self.state = state or State()
         channel.generation = membership.generation
         for index, incarnation in self.state.least.items():
@@ -125,6 +129,7 @@ class Coordinator:
         """Begin the next generation with these workers, in this order. Refuse what belongs to an earlier one."""
         self._membership.form(members)
         generation = self._channel.generation = self._membership.generation
+        self._said = {}
         team = tuple(self.state.workers[index].member for index in members)
         for index in members:
             directive = self._answer(index, Directive("new_generation", team, "", generation, threads=threads))
@@ -147,6 +152,9 @@ class Coordinator:
     def _handle(self, received: Received) -> None:
         if received.envelope.sender == CONTROL_NAME and isinstance(received.message, Scale | Enlist):
             self._obey(received, received.message)
+            return
+        if isinstance(received.message, Put | Ask):
+            self._pass_on(received, received.message)
             return
         index = self._index_of(received.envelope.sender)
         if index is None:
@@ -205,6 +213,16 @@ class Coordinator:
         has_dropped, reason = (False, "") if is_new else (ready.has_dropped, ready.reason)
         self._membership.wait(index, ready.step, has_dropped=has_dropped, reason=reason)
 
+    def _pass_on(self, received: Received, message: Put | Ask) -> None:
+        """Let members of the generation that meets find each other. Not written down: they say it again if need be."""
+        if message.meeting != self._membership.generation:
+            self._reply(received, Refused("stale-generation", f"generation {message.meeting} is over"))
+        elif isinstance(message, Ask):
+            self._reply(received, Said(self._said.get(message.key)))
+        else:
+            self._said[message.key] = message.value
+            self._reply(received, Accepted())
+
     def _obey(self, received: Received, wish: Scale | Enlist) -> None:
         """Do what somebody with the run's control file wants."""
         try:
@@ -215,7 +233,8 @@ class Coordinator:
             else:
                 self._reply(received, Refused("unexpected", "this run cannot do that"))
         except JobError as error:
-            self._reply(received, Refused("refused", str(error)))
+            reason = NOT_YET if isinstance(error, NotYetError) else "refused"
+            self._reply(received, Refused(reason, str(error)))
 
     def _welcome(self, received: Received, index: int, hello: Hello) -> None:
         timeout_s = self._membership.failure_timeout_s
@@ -229,7 +248,7 @@ class Coordinator:
             return
         self._reply(received, Welcome(failure_timeout_s=timeout_s, heartbeat_s=timeout_s / 5))
         self._peers[index] = received.peer
-        member = Member(received.envelope.sender, hello.role, hello.host, index)
+        member = Member(received.envelope.sender, hello.role, hello.host, index, hello.host_id)
         self.state.workers[index] = WorkerState(incarnation, member)
         self.state.least[index] = incarnation
         self._membership.register(index, time.monotonic())

@@ -217,8 +217,8 @@ def lead_run(order: CoordinatorOrder, lead: Callable[[LauncherLink], Summary]) -
     return 0
 
 
-def open_channel(address: str, run_id: str, codec: Codec, keys: ServerKeys) -> ServerChannel:
-    """Listen at the address of an earlier coordinator, or at a new one. Raises CommunicationError.
+def open_channel(address: str, run_id: str, codec: Codec, keys: ServerKeys, public: str = "") -> ServerChannel:
+    """Listen at the addresses of an earlier coordinator, or at new ones. Raises CommunicationError.
 
     The port of one that was killed is free at once, unless somebody else took it meanwhile.
     """
@@ -226,7 +226,7 @@ def open_channel(address: str, run_id: str, codec: Codec, keys: ServerKeys) -> S
     speaker = Speaker(run=run_id, name="coordinator", incarnation=time.time_ns())
     while True:
         try:
-            return ServerChannel(address, speaker, codec, keys)
+            return ServerChannel(address, speaker, codec, keys, public=public)
         except CommunicationError:
             if time.monotonic() > deadline_s:
                 raise

@@ -7,10 +7,12 @@ import logging
 import os
 import queue
 import socket
+import sys
 import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -36,6 +38,7 @@ from cordee.communication.messages import (
     Refused,
     Welcome,
 )
+from cordee.communication.this_host import host_id
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 
@@ -75,12 +78,16 @@ class CoordinatorLink:
         self._is_stop_asked = False
         self._is_pause_asked = False
         self._disbanded = (0, "")  # the last generation that is known to be over, and why
+        self._on_disband: Callable[[], None] = lambda: None
+        self._is_far = False
+        self._heard_s = time.monotonic()  # when the coordinator last said something
         self._wants_to_leave = False
         self._is_leaving = threading.Event()
         self._launcher_pid = 0
         self._dismissal = ""  # why this worker is not one any more
         self._thread: threading.Thread | None = None
         self._timeout_s = 5.0
+        self.num_returns = 0  # how often it was given up and joined again: the others went on without it
         self.step = 0  # told with each heartbeat
 
     @property
@@ -97,11 +104,13 @@ class CoordinatorLink:
         last, reason = self._disbanded
         return reason if generation <= last else ""
 
-    def join(self, timeout_s: float, *, launcher_pid: int = 0) -> None:
-        """Register, and show signs of life from now on. One that the launcher did not start ends when it does."""
-        self._launcher_pid = launcher_pid
-        hello = Hello(role="worker", pid=os.getpid(), host=socket.gethostname())
-        reply = self._request(hello, timeout_s)
+    def join(self, timeout_s: float, *, launcher_pid: int = 0, is_far: bool = False) -> None:
+        """Register, and show signs of life from now on. One that the launcher did not start ends when it does.
+
+        One on another host cannot look at the launcher: it ends when the coordinator is out of reach for long.
+        """
+        self._launcher_pid, self._is_far = launcher_pid, is_far
+        reply = self._request(_hello(), timeout_s)
         assert isinstance(reply, Welcome), reply
         self._timeout_s = reply.failure_timeout_s
         self._thread = threading.Thread(
@@ -140,6 +149,22 @@ class CoordinatorLink:
         ready = self._ready = Ready(step, has_dropped, reason[:4000], self._num_asked, self._num_told)
         self._say(ready)
         return self._answers.get()
+
+    @contextlib.contextmanager
+    def on_disband(self, generation: int, act: Callable[[], None]) -> Iterator[None]:
+        """Inside, have `act` called, by another thread, when the generation is known to be over."""
+        self._on_disband = act
+        try:
+            if self.why_disbanded(generation):
+                act()
+            yield
+        finally:
+            self._on_disband = lambda: None
+
+    def _disband(self, generation: int, reason: str) -> None:
+        self._disbanded = max(self._disbanded, (generation, reason))
+        if generation >= self._channel.generation:
+            self._on_disband()
 
     def ask_to_leave(self) -> None:
         """Have the coordinator told that this worker must go. For signal handlers: returns at once."""
@@ -203,6 +228,8 @@ class CoordinatorLink:
                 if self._is_leaving.wait(min(heartbeat_s, RETRY_S)):
                     return
                 continue  # the coordinator may come back; if the launcher died, so do we
+            if received is not None:
+                self._heard_s = time.monotonic()
             if received is not None and isinstance(received.message, Directive):
                 self._obey(received.message, received.envelope.generation)
             elif received is not None and isinstance(received.message, Noted):
@@ -219,15 +246,16 @@ class CoordinatorLink:
             self._num_told, self._last_beat, self._num_asked = 0, (0, 0), 1
             self._channel.speaker = msgspec.structs.replace(self._channel.speaker, incarnation=time.time_ns())
             if self._ready is not None:
-                self._ready = msgspec.structs.replace(self._ready, number=1, told=0)
+                self._ready = msgspec.structs.replace(self._ready, step=-1, has_dropped=False, number=1, told=0)
+            self.num_returns += 1
             self._telling.notify_all()
-        hello = Hello(role="worker", pid=os.getpid(), host=socket.gethostname())
+        self._disband(self._channel.generation, "this worker was given up")
         try:
-            self._request(hello, LONGEST_ABSENCE_S)
-            log.warning("this worker was given up because it was frozen; it has joined again")
+            self._request(_hello(), LONGEST_ABSENCE_S)
+            log.warning("this worker was given up because it could not be heard; it has joined again")
         except RefusedError as error:
             self._dismissal = error.detail or str(error)
-            log.warning("this worker was given up because it was frozen, and leaves: %s", self._dismissal)
+            log.warning("this worker was given up because it could not be heard, and leaves: %s", self._dismissal)
             self._ready = None
             self._answers.put(Answer(Directive("leave"), 0))
 
@@ -236,6 +264,11 @@ class CoordinatorLink:
         if self._is_launcher_gone:
             log.error("the run is over: its launcher (process %d) is gone", self._launcher_pid)
             os._exit(1)  # the main thread may wait for the others for ever
+        if self._is_far and time.monotonic() - self._heard_s > LONGEST_ABSENCE_S:
+            message = f"the run has ended or is out of reach: nothing was heard of it for {LONGEST_ABSENCE_S:g} s"
+            log.error("%s", message)
+            sys.stderr.write(f"error: {message}\n")
+            os._exit(1)
         with self._telling:
             num_told = self._num_told
             sent = self._channel.send(Heartbeat(self.step), timeout_s=0.0)
@@ -262,7 +295,7 @@ class CoordinatorLink:
         elif directive.action == "pause":
             self._is_pause_asked = generation >= self._channel.generation  # not one of an earlier generation
         elif directive.action == "disband":
-            self._disbanded = max(self._disbanded, (directive.generation, directive.reason))
+            self._disband(directive.generation, directive.reason)
         elif self._ready is not None and directive.answers == self._ready.number:
             self._ready = None
             self._is_pause_asked = False
@@ -276,3 +309,7 @@ class CoordinatorLink:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _hello() -> Hello:
+    return Hello(role="worker", pid=os.getpid(), host=socket.gethostname(), host_id=host_id())

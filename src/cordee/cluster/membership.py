@@ -48,6 +48,7 @@ class Record:
     is_leaving: bool = False
     fate: str = ""  # why it is being killed
     is_guest: bool = False  # somebody else started it: it is not replaced, and its troubles are its own
+    is_far: bool = False  # on another host: the run directory is not there, nor can its process be looked at
     is_away: bool = False  # frozen and given up, but not killed: it may come back
 
 
@@ -145,7 +146,8 @@ class Membership:
                 if record.state != "starting" and is_working(index):
                     record.heard_s = now_s
                     continue
-                what = "did not start" if record.state == "starting" else "is frozen: no sign of life"
+                what = "is out of reach: no sign of life" if record.is_far else "is frozen: no sign of life"
+                what = "did not start" if record.state == "starting" else what
                 record.fate = f"{what} for {now_s - record.heard_s:.1f} s"
                 silent.append(index)
         return silent
@@ -174,6 +176,11 @@ class Membership:
     def members(self) -> list[int]:
         """Those who train in the present generation."""
         return [index for index, record in self.records.items() if record.state == "member"]
+
+    @property
+    def has_far(self) -> bool:
+        """Whether a worker of another host takes part, or has just been lost."""
+        return any(record.is_far for record in self.records.values())
 
     @property
     def is_complete(self) -> bool:
@@ -219,7 +226,10 @@ class Membership:
         return [i for i, record in leaving if record.ready_step <= furthest or self.is_too_small]
 
     def next_members(self) -> list[int] | None:
-        """Return who forms the next generation, those who are furthest first; None while it is too early for one."""
+        """Return who forms the next generation; None while it is too early for one.
+
+        Those of the run's own host come first, and of those the ones that are furthest.
+        """
         leaves = self.dispensable
         ready = [i for i, record in self.records.items() if record.state == "ready" and i not in leaves]
         if self.is_complete or not ready:
@@ -230,11 +240,15 @@ class Membership:
             return None
         if not self.is_elastic and len(ready) != self.num_workers:
             return None
-        return sorted(ready, key=lambda i: (-self.records[i].ready_step, i))
+        if all(self.records[i].is_far for i in ready):
+            return None  # the first writes checkpoints, which is of use on the run's own host alone
+        return sorted(ready, key=lambda i: (self.records[i].is_far, -self.records[i].ready_step, i))
 
     @property
     def is_too_small(self) -> bool:
         """Whether those left are fewer than can go on, and nobody is on the way."""
+        if all(self.records[i].is_far for i in self.active):
+            return True
         return len(self.active) < (self.min_workers if self.is_elastic else self.num_workers)
 
     def form(self, members: list[int]) -> None:

@@ -31,7 +31,7 @@ from cordee.communication.gate import Verdict
 from cordee.communication.keys import ClientKeys, ServerKeys
 from cordee.communication.messages import Message, Refused
 from cordee.communication.monitor import Monitor
-from cordee.communication.sockets import bound_address, descriptor
+from cordee.communication.sockets import bound_address, check_address, descriptor, is_ipv6
 from cordee.communication.wire import Codec, Envelope, WireError
 from cordee.core.errors import CommunicationError
 
@@ -72,11 +72,19 @@ class ServerChannel(Endpoint):
     """Listens at an address for the clients whose keys are admitted.
 
     `address` may leave the port to the system: "tcp://127.0.0.1:*", "ipc://*". The attribute `address` then
-    tells the one chosen. Handshakes of new clients progress only while `receive` runs.
+    tells the one chosen. Handshakes of new clients progress only while `receive` runs. With `public` it listens
+    there as well, for other hosts; the attribute `public` tells that one.
     """
 
     def __init__(
-        self, address: str, speaker: Speaker, codec: Codec, keys: ServerKeys | None, *, curve: bool = True
+        self,
+        address: str,
+        speaker: Speaker,
+        codec: Codec,
+        keys: ServerKeys | None,
+        *,
+        curve: bool = True,
+        public: str = "",
     ) -> None:
         _check_keys(address, keys, curve)
         super().__init__(zmq.ROUTER, address, speaker, codec, curve)
@@ -94,12 +102,21 @@ class ServerChannel(Endpoint):
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
             self._socket.zap_domain = DOMAIN
             self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no answer from the doorman is a "no"
+        self.address = self._listen(address)
+        self.public = ""
+        if public:
+            check_address(public, curve)
+            self._socket.ipv6 = is_ipv6(public)
+            self.public = self._listen(public)
+
+    def _listen(self, address: str) -> str:
+        """Return the address with the port that was chosen."""
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close(0)
             raise CommunicationError(f"cannot listen at {address}: {error.strerror}") from error
-        self.address = bound_address(self._socket)
+        return bound_address(self._socket)
 
     @property
     def refusals(self) -> dict[str, int]:

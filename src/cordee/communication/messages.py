@@ -38,6 +38,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     role: Name
     host: Name
     index: Count  # its place among the members of its role
+    host_id: Name = "here"  # equal for members that share a host
 
 
 Members: TypeAlias = Annotated[tuple[Member, ...], Meta(max_length=65536)]
@@ -51,6 +52,7 @@ class Hello(Message, frozen=True):
     role: Name  # "worker", "server", …
     pid: Count
     host: Name
+    host_id: Name = "here"
 
 
 class Welcome(Message, frozen=True):
@@ -135,6 +137,33 @@ class Directive(Message, frozen=True):
     threads: Count = 0  # that each member of the new generation computes with; 0 is what the job says
 
 
+class Put(Message, frozen=True):
+    """The sender says something to the members of a generation that meets. Answered by `Accepted` or `Refused`."""
+
+    is_generational = False
+
+    meeting: Count  # the generation
+    key: Annotated[str, Meta(max_length=1024)]
+    value: Annotated[bytes, Meta(max_length=65536)]
+
+
+class Ask(Message, frozen=True):
+    """What was said under this key? Answered by `Said`, or `Refused` when the generation is over."""
+
+    is_generational = False
+
+    meeting: Count
+    key: Annotated[str, Meta(max_length=1024)]
+
+
+class Said(Message, frozen=True):
+    """What was `Put` under a key; None while nobody has."""
+
+    is_generational = False
+
+    value: Annotated[bytes, Meta(max_length=65536)] | None = None
+
+
 class Scale(Message, frozen=True):
     """Somebody with the run's control file wants another number of workers. Answered by `Accepted` or `Refused`."""
 
@@ -151,6 +180,9 @@ class Enlist(Message, frozen=True):
 
     pid: Count
     host: Name
+    host_id: Name
+    cordee: Name  # version
+    torch: Name  # version
 
 
 class Accepted(Message, frozen=True):
@@ -190,6 +222,9 @@ COORDINATION: tuple[type[Message], ...] = (
     Ready,
     Leaving,
     Directive,
+    Put,
+    Ask,
+    Said,
     Scale,
     Enlist,
     Accepted,

@@ -119,6 +119,7 @@ class Cluster(Section, frozen=True, kw_only=True):
     max_restarts: int = 3  # lost processes that are replaced before the run gives up, or goes on with fewer
     min_workers: int = 1  # fewer than this do not go on: they wait for others, and then save and end
     wait_for_workers: str | float = "30s"  # for how long they wait
+    address: str = ""  # HOST or HOST:PORT of this host at which workers of other hosts may join; else none can
     autoscale: bool = False  # change the number of workers, and of their threads, by what is measured
     max_workers: int | None = None  # to which autoscaling goes; as many as there are cores where it is not set
     autoscale_every: str | float = "10s"  # for how long a size is measured before the next is decided on

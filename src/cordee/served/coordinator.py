@@ -123,7 +123,7 @@ class ServedCoordinator:
             else:
                 log.warning("taking up at step %d", self._progress.step)
             self._commit()
-            write_control(self._run_dir, Control(channel.address, self._order.run_id, self._order.control_keys))
+            write_control(self._run_dir, Control.of(channel.address, self._order.run_id, self._order.control_keys))
             self._attend(dispatcher)
             self._dismiss(dispatcher)
         self._progress.elapsed_s = self._elapsed_s()

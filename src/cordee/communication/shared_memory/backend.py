@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
+from cordee.communication.shared_memory.cables import laying_cables
 from cordee.communication.shared_memory.execution import Conductor
 from cordee.communication.shared_memory.hosts import (
     HostTeam,
@@ -22,7 +24,7 @@ from cordee.communication.shared_memory.liveness import Identity
 from cordee.communication.shared_memory.mailbox import Mailbox
 from cordee.communication.shared_memory.process_group import CordeeProcessGroup
 from cordee.communication.shared_memory.settings import BackendSettings
-from cordee.communication.shared_memory.two_level import TwoLevel, form_leaders
+from cordee.communication.shared_memory.two_level import TwoLevel, leaders_of
 from cordee.core.errors import CommunicationError
 
 _inherited = BackendSettings()
@@ -52,7 +54,10 @@ def create_group(options: Any, settings: BackendSettings | None) -> CordeeProces
     record = MemberRecord(own_host_id(settings, identity.rank), identity, settings.slot_bytes, num_cores)
     records = exchange_records(store, rank, size, record)
     hosts = group_by_host([other.host_id for other in records])
-    gloo = _form_gloo(PrefixStore("gloo", store), rank, size, timeout, local=len(hosts) == 1)
+    if len(hosts) == 1:
+        gloo = _form_near(PrefixStore("gloo", store), rank, size, timeout)
+    else:
+        gloo = _form_wide(PrefixStore("gloo", store), rank, size, timeout, settings)
     if len(hosts) == size and not (size == 1 and settings.shared_memory):
         return CordeeProcessGroup(rank, size, gloo, None, None, None, None)
 
@@ -60,10 +65,9 @@ def create_group(options: Any, settings: BackendSettings | None) -> CordeeProces
     team = form_host_team(store, rank, hosts[host_index], records, settings)
     conductor = Conductor(team.host.rounds, timeout.total_seconds(), settings.patience_s, options.group_id)
     if len(hosts) > 1:
-        leaders = form_leaders(PrefixStore("leaders", store), hosts, rank, timeout)
-        return CordeeProcessGroup(
-            rank, size, gloo, team, conductor, None, TwoLevel(team.host, hosts, host_index, leaders)
-        )
+        leaders = _form_leaders(PrefixStore("leaders", store), hosts, rank, timeout, settings)
+        two_level = TwoLevel(team.host, hosts, host_index, leaders)
+        return CordeeProcessGroup(rank, size, gloo, team, conductor, None, two_level)
     return CordeeProcessGroup(rank, size, gloo, team, conductor, _form_mailbox(team, size, timeout), None)
 
 
@@ -72,12 +76,38 @@ def _form_mailbox(team: HostTeam, size: int, timeout: timedelta) -> Mailbox:
     return Mailbox(team.segment, team.layout, team.host.member, team.watch, ranks, timeout.total_seconds())
 
 
-def _form_gloo(store: Any, rank: int, size: int, timeout: timedelta, *, local: bool) -> ProcessGroupGloo:
-    if not local:
-        return ProcessGroupGloo(store, rank, size, timeout=timeout)
+def _form_leaders(
+    store: Any, hosts: Sequence[Sequence[int]], rank: int, timeout: timedelta, settings: BackendSettings
+) -> ProcessGroupGloo | None:
+    """Collective over the leaders: return their gloo group; None on the other ranks, which need not call."""
+    leading = leaders_of(hosts)
+    if rank not in leading:
+        return None
+    return _form_wide(store, leading.index(rank), len(leading), timeout, settings)
+
+
+def _form_wide(store: Any, rank: int, size: int, timeout: timedelta, settings: BackendSettings) -> ProcessGroupGloo:
+    """Form a gloo group across hosts."""
+    meeting = timedelta(seconds=settings.meeting_timeout_s) if settings.meeting_timeout_s else timeout
+    with laying_cables(settings.address):
+        if settings.address is None:
+            group = ProcessGroupGloo(store, rank, size, timeout=meeting)
+        else:
+            device = ProcessGroupGloo.create_device(hostname=settings.address)
+            group = ProcessGroupGloo(store, rank, size, _gloo_options(device, meeting))
+    group.set_timeout(timeout)
+    return group
+
+
+def _form_near(store: Any, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
     # Inside a host gloo needs no address of the outside, which it can fail to find. It connects when it is first used:
     # connecting at once to a peer that has just been frozen does not end, not even after the timeout.
+    device = ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)
+    return ProcessGroupGloo(store, rank, size, _gloo_options(device, timeout))
+
+
+def _gloo_options(device: Any, timeout: timedelta) -> Any:
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
+    options._devices = [device]
     options._timeout = timeout
-    return ProcessGroupGloo(store, rank, size, options)
+    return options

@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
@@ -21,6 +20,7 @@ from cordee.communication.shared_memory.rounds import Rounds
 from cordee.communication.shared_memory.segment import Address, Segment, attach_segment, create_segment
 from cordee.communication.shared_memory.settings import BackendSettings
 from cordee.communication.shared_memory.slots import Slots
+from cordee.communication.this_host import host_id
 from cordee.core.errors import CommunicationError
 
 
@@ -45,8 +45,7 @@ class MemberRecord:
 def own_host_id(settings: BackendSettings, rank: int) -> str:
     """Return an id that is equal for processes that can share memory, and unique where that is impossible.
 
-    It is the running kernel plus the process and network namespaces: containers on one machine, or network
-    namespaces in tests, count as hosts of their own.
+    See `this_host.host_id`: containers on one machine count as hosts of their own.
     """
     if not settings.shared_memory:
         return f"{socket.gethostname()}/alone/{rank}"
@@ -61,16 +60,14 @@ def own_host_id(settings: BackendSettings, rank: int) -> str:
             stacklevel=2,
         )
         return f"{socket.gethostname()}/alone/{rank}"
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    spaces = "/".join(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "net"))  # noqa: PTH116
-    return f"{boot}/{spaces}"
+    return host_id()
 
 
 def group_by_host(host_ids: Sequence[str]) -> list[list[int]]:
     """Return the group ranks of each host, hosts in the order of their first rank."""
     hosts: dict[str, list[int]] = {}
-    for rank, host_id in enumerate(host_ids):
-        hosts.setdefault(host_id, []).append(rank)
+    for rank, one in enumerate(host_ids):
+        hosts.setdefault(one, []).append(rank)
     return list(hosts.values())
 
 

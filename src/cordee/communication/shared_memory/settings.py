@@ -20,6 +20,8 @@ class BackendSettings:
     failure_timeout_s: float = 5.0  # a member without a sign of life for this long is called frozen
     host_id: str | None = None  # members with equal ids share memory; None finds out by itself
     shared_memory: bool = True  # False sends everything through gloo
+    address: str | None = None  # of this host, through which gloo reaches other hosts; None leaves it to gloo
+    meeting_timeout_s: float | None = None  # for connecting to other hosts; None: as long as a collective may take
     patience_s: float = 0.002  # how long an asynchronous call may wait for peers before a thread takes it over
 
     def __post_init__(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
@@ -86,12 +85,9 @@ class TwoLevel:
             yield from collectives.broadcast(self.host, data, _LEADER)
 
 
-def form_leaders(store: Any, hosts: Sequence[Sequence[int]], rank: int, timeout: timedelta) -> ProcessGroupGloo | None:
-    """Collective over the leaders: return their gloo group; None on the other ranks, which need not call."""
-    leading = [ranks[_LEADER] for ranks in hosts]
-    if rank not in leading:
-        return None
-    return ProcessGroupGloo(store, leading.index(rank), len(leading), timeout=timeout)
+def leaders_of(hosts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the group rank of each host that talks to the other hosts."""
+    return [ranks[_LEADER] for ranks in hosts]
 
 
 def _wait(work: Any) -> None:

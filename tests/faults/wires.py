@@ -1,0 +1,57 @@
+"""Two network namespaces with a cable between them: hosts that cannot reach each other's loopback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+DEVICE = "rope0"
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+class Wires:
+    """The two ends of a cable. `names` are the namespaces, `addresses` what each is reached at."""
+
+    def __init__(self) -> None:
+        self.names = [f"cordee{os.getpid()}{side}" for side in "ab"]
+        self.addresses = ["10.99.0.1", "10.99.0.2"]
+
+    def inside(self, side: int, *command: str) -> list[str]:
+        """Return the command that runs another at one end. Its process is that of the other."""
+        return ["ip", "netns", "exec", self.names[side], *command]
+
+    def cut(self) -> None:
+        ip("-n", self.names[1], "link", "set", DEVICE, "down")
+
+    def mend(self) -> None:
+        ip("-n", self.names[1], "link", "set", DEVICE, "up")
+
+
+@contextmanager
+def two_networks() -> Iterator[Wires]:
+    """Skips the test where namespaces cannot be made."""
+    wires = Wires()
+    try:
+        try:
+            for name in wires.names:
+                ip("netns", "add", name)
+            ends = ("netns", wires.names[0], "type", "veth", "peer", "name", DEVICE, "netns", wires.names[1])
+            ip("link", "add", DEVICE, *ends)
+            for name, address in zip(wires.names, wires.addresses):
+                ip("-n", name, "addr", "add", f"{address}/24", "dev", DEVICE)
+                ip("-n", name, "link", "set", DEVICE, "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"network namespaces need root and iproute2: {error}")
+        yield wires
+    finally:
+        for name in wires.names:
+            with suppress(OSError, subprocess.CalledProcessError):
+                ip("netns", "delete", name)
