@@ -110,6 +110,11 @@ def _ask(control: Control, place: Path, wish: Scale | Enlist) -> str:
         kind = NotYetError if error.reason == NOT_YET else JobError
         raise kind(error.detail or str(error)) from error
     except CommunicationError as error:
+        if control.is_far:
+            raise RunDirectoryError(
+                f"the run of the ticket {place} does not answer: it has ended, or its host ({control.host}) cannot be "
+                f"reached from here: {error}"
+            ) from error
         raise RunDirectoryError(f"the launcher of the run {place} does not answer: {error}") from error
     assert isinstance(reply, Accepted), reply
     return reply.detail
