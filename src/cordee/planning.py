@@ -198,12 +198,14 @@ def _measure(
     if missing and not is_live:
         is_cached = False
         with LocalEngine() as engine:
+            is_new = not machine.knows_overhead("single") and not all(map(machine.has_exchanges, missing))
+            alone_bytes = measure_alone() if is_new else 0  # now, while the engine imports torch
             for size in missing:
                 if not machine.has_exchanges(size):
                     reports = measure_crew(engine, size, job=None, budget_s=budget_s)
                     machine = add_to_machine(machine, reports)
                     overheads = measure_trials(engine, size, reports[0].bare, machine)
-                    if not machine.knows_overhead("single") and (alone_bytes := measure_alone()):
+                    if alone_bytes and not machine.knows_overhead("single"):
                         worker_bytes = machine.process_bytes + alone_bytes
                         overheads.append(Overhead(strategy="single", num_processes=1, worker_bytes=worker_bytes))
                     machine = msgspec.structs.replace(machine, overheads=(*machine.overheads, *overheads))

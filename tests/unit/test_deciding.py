@@ -10,7 +10,7 @@ import pytest
 import cordee
 from cordee.assembly import Assembly, assemble
 from cordee.cluster import Team
-from cordee.deciding import Decision, decide, plans_first
+from cordee.deciding import Decision, decide, plans_first, predict_as
 from cordee.planner.cache import keep
 from cordee.planner.machine import Exchange, Machine
 from cordee.planning import machine_key
@@ -68,6 +68,38 @@ def test_a_small_model_is_profiled_on_the_spot_once_the_machine_is_known() -> No
     # Kept: what follows predicts without measuring, whatever the strategy.
     assert decided(job(2, name="data_parallel")).prediction is not None
     assert decided(job(1)).prediction is not None
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"name": "data_parallel"},
+        {"name": "sharded"},
+        {"name": "tensor"},
+        {"name": "parameter_server", "servers": 1},
+        {"name": "pipeline"},
+        {"name": "pipeline", "schedule": "gpipe", "microbatches": 2},
+        {"name": "hybrid", "mesh": {"data": 1, "pipeline": 2}},
+    ],
+    ids=lambda strategy: "-".join(map(str, strategy.values())),
+)
+def test_every_strategy_that_is_asked_for_by_name_is_predicted(strategy: dict[str, object]) -> None:
+    know_the_machine()
+    decided(job(2))  # profiles the model
+    asked = job(2, **strategy)
+    found = predict_as(asked, of_the_rule(job(2)))
+    assert found is not None and found.step_s > 0 and found.strategy == strategy["name"]
+
+
+def test_a_schedule_that_the_model_has_too_few_blocks_for_is_not_predicted() -> None:
+    know_the_machine()
+    decided(job(2))
+    asked = job(2, name="pipeline", schedule="interleaved")  # four chunks of one block each
+    assert predict_as(asked, of_the_rule(job(2))) is not None
+    shallow = {"model": cordee.Use("mlp", hidden=[])}
+    few = msgspec.structs.replace(job(2), **shallow)
+    decided(few)
+    assert predict_as(msgspec.structs.replace(asked, **shallow), of_the_rule(few)) is None
 
 
 def test_the_faster_strategy_is_taken_and_the_reason_names_both() -> None:

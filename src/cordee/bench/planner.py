@@ -3,16 +3,21 @@
 Each model is profiled anew, and right after that run by `cordee.train` in each of the ways that were predicted, with
 the settings the planner thought best. A step's time is the median over windows of the run, the first left out. Before
 and after each run a fixed piece of computing is timed: where it takes another time than it took beside the profile, the
-machine had other work, the run is made again, and at last its time is divided by that ratio.
+machine had other work, the run is made again, and at last its time is divided by that ratio. Without `--cases` it also
+takes the time of planning itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fnmatch
+import json
 import multiprocessing
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,16 +26,17 @@ import msgspec
 import torch
 from torch import nn
 
-from cordee.bench.planner_rows import Measured, make_rows
+from cordee.bench.planner_rows import Measured, PlanTimes, make_rows
 from cordee.bench.report import Report, describe_machine
 from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CordeeError, JobError
 from cordee.launch import train
-from cordee.planner import Plan, Prediction, Work
+from cordee.planner import Plan, Prediction, Work, search
 from cordee.planner.measuring import time_call
 from cordee.planner.simulator.team import simulate_team
-from cordee.planning import kept_machine, plan_and_work
+from cordee.planner.site import DescribedCluster, Device, Link
+from cordee.planning import kept_machine, plan_and_work, profile_of
 
 ROUNDS = 1
 STRATEGIES = ("single", "data_parallel", "parameter_server", "sharded", "pipeline", "tensor")
@@ -40,6 +46,8 @@ RUN_S = 3.0  # that a run should train for
 LEAST_STEPS, MOST_STEPS = 16, 600
 REFERENCE_S = 0.25
 MOST_ATTEMPTS = 3
+PLANNED = "resnet20"  # of which planning is timed
+NUM_DEVICES = 64  # that are searched for it
 DISTURBED = 0.15  # the machine is slower or faster by this than beside the profile
 
 
@@ -112,6 +120,10 @@ def measure(
             found.append(one)
             _write_journal(journal, one)
             say(one.describe())
+    times = None
+    if not wanted:
+        say(f"{PLANNED}: the time of a plan")
+        times = _time_plan()
     settings = {
         "rounds": rounds,
         "workers": list(workers),
@@ -120,7 +132,36 @@ def measure(
     }
     raw = {one.name: [1e3 * seconds for seconds in one.step_s] for one in found}
     raw |= {f"{one.name}, ratio of the reference": list(one.load) for one in found}
-    return Report("planner", describe_machine(), settings, raw, "ms", make_rows(found))
+    return Report("planner", describe_machine(), settings, raw, "ms", make_rows(found, times))
+
+
+def _time_plan() -> PlanTimes:
+    """Return how long planning takes: the command with nothing measured before, with all of it, and the search."""
+    case = next(case for case in CASES if case.name == PLANNED)
+    with tempfile.TemporaryDirectory(prefix="cordee-bench-") as folder:
+        path = Path(folder) / "job.toml"
+        path.write_text(job_of(case).to_toml(), encoding="utf-8")
+        started = time.perf_counter()
+        _plan_by_command(path, "--fresh")
+        fresh_s = time.perf_counter() - started
+        cached = _plan_by_command(path)
+    profile = profile_of(job_of(case))
+    devices = [Device(f"node-{index // 8}", "gpu", 40.0, 80e9) for index in range(NUM_DEVICES)]
+    networks = {device.host: Link(20e-6, 3e9) for device in devices}
+    site = DescribedCluster(devices, Link(5e-6, 2e11), networks, overlaps=True)
+    started = time.perf_counter()
+    search(Work(profile, 64 * NUM_DEVICES, site), NUM_DEVICES)
+    return PlanTimes(fresh_s=fresh_s, cached_s=cached["profile_s"], search_s=time.perf_counter() - started)
+
+
+def _plan_by_command(path: Path, *options: str) -> dict[str, Any]:
+    # -P: a file in the working folder that is called like a module of Python's is not that module.
+    command = [sys.executable, "-P", "-m", "cordee", "plan", str(path), "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CordeeError(f"`cordee plan` failed: {done.stderr.strip()}")
+    plan: dict[str, Any] = json.loads(done.stdout)
+    return plan
 
 
 def job_of(case: Case) -> Job:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from cordee.bench.report import Report
@@ -49,7 +50,7 @@ def run_benchmark(name: str, *, rounds: int | None, output: Path | None, cases: 
         raise JobError(f"--cases is for benchmarks that have several, and '{name}' has not: leave it out")
     rounds = rounds or getattr(module, "ROUNDS", ROUNDS)
     report = measure(rounds=rounds, say=lambda line: print(line, file=sys.stderr, flush=True), **options)
-    Console(highlight=False).print(_table(report))
+    _print_table(_table(report))
     if output is not None:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -72,6 +73,15 @@ def _table(report: Report) -> Table:
     for row in report.rows:
         table.add_row(*(_shown(row[column]) for column in columns))
     return table
+
+
+def _print_table(table: Table) -> None:
+    """Print it as wide as its words are: a file has room, and a narrow terminal breaks lines instead of words."""
+    console = Console(highlight=False)
+    needed = Measurement.get(console, console.options.update(max_width=1000), table).minimum
+    if needed > console.width:
+        console = Console(highlight=False, width=needed)
+    console.print(table)
 
 
 def _shown(value: object) -> str:

@@ -17,6 +17,7 @@ WAYS = [
     Candidate(strategy="sharded", workers=2),
     Candidate(strategy="parameter_server", workers=2, settings={"servers": 1, "staleness": 0}),
     Candidate(strategy="pipeline", workers=2, settings={"microbatches": 8, "schedule": "1f1b"}),
+    Candidate(strategy="pipeline", workers=2, settings={"microbatches": 4, "schedule": "interleaved"}),
     Candidate(strategy="tensor", workers=2),
     Candidate(strategy="hybrid", workers=4, settings={"mesh": {"data": 2, "pipeline": 2}, "microbatches": 4}),
     Candidate(strategy="hybrid", workers=4, settings={"mesh": {"data": 2, "tensor": 2}}),
