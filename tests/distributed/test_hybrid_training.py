@@ -46,10 +46,16 @@ def test_four_workers_equal_one(four: Crew, case: str, references: References, t
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("inner", ["pipeline", "sharded"])
-def test_eight_workers_on_three_axes(eight: Crew, inner: str, references: References, tmp_path: Path) -> None:
-    strategy = {"name": "hybrid", "mesh": {"data": 2, inner: 2, "tensor": 2}}
-    check_equal(eight, JOBS["gpt"], strategy, references(JOBS["gpt"]), tmp_path)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"mesh": {"data": 2, "pipeline": 2, "tensor": 2}, "microbatches": 2},
+        {"mesh": {"data": 2, "sharded": 2, "tensor": 2}},
+    ],
+    ids=["pipeline", "sharded"],
+)
+def test_eight_workers_on_three_axes(eight: Crew, strategy: Table, references: References, tmp_path: Path) -> None:
+    check_equal(eight, JOBS["gpt"], {"name": "hybrid", **strategy}, references(JOBS["gpt"]), tmp_path)
 
 
 @pytest.mark.timeout(400)

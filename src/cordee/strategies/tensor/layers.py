@@ -17,6 +17,11 @@ from cordee.models.slicing import Style
 
 _TOLERANCE = 1e-3  # of outputs, relative to the largest: in bf16 a sum in another order differs by as much
 
+_PAIRS = (
+    "a layer of the style 'column' gives slices, which only a layer of the style 'row' takes, with nothing but "
+    "element-wise functions between them; use 'gather' and 'scatter' where whole activations are needed"
+)
+
 
 def working_copy(model: nn.Module, plan: Mapping[str, Style]) -> nn.Module:
     """Return a copy of the model to be sliced; it has the very weights of the layers that slices will replace."""
@@ -52,17 +57,14 @@ def check_same(model: nn.Module, sliced: nn.Module, inputs: Tensor, computation:
             try:
                 outputs.append(one(inputs).float())
             except RuntimeError as error:  # shapes that do not fit: everybody has the same
-                raise JobError(f"strategy.plan does not fit the model: {str(error).splitlines()[0]}") from error
+                problem = str(error).splitlines()[0]
+                raise JobError(f"strategy.plan does not fit the model ({problem}): {_PAIRS}") from error
         one.train(was_training)
     expected, found = outputs
     limit = _TOLERANCE if computation.precision == "fp32" else 30 * _TOLERANCE
     is_close = found.shape == expected.shape
     if not is_close or not (found - expected).abs().max() <= limit * expected.abs().max().clamp(min=1.0):
-        raise JobError(
-            "strategy.plan changes what the model computes: a layer of the style 'column' gives slices, which only "
-            "a layer of the style 'row' takes, with nothing but element-wise functions between them; use 'gather' "
-            "and 'scatter' where whole activations are needed"
-        )
+        raise JobError(f"strategy.plan changes what the model computes: {_PAIRS}")
 
 
 def _style(layer: nn.Module, style: Style) -> ParallelStyle:
