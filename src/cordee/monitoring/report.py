@@ -47,6 +47,7 @@ def render_result(summary: Summary, run_dir: str | Path, hints: Sequence[str] = 
         ("train loss", number(summary.train_loss)),
         ("time", _time(summary)),
         ("prediction", _forecast(summary)),
+        ("staleness", _staleness(summary)),
         ("recoveries", _recoveries(summary)),
         ("weights", f"sha256 {summary.weights_sha256[:12]}" if summary.weights_sha256 else ""),
         ("files", str(run_dir)),
@@ -156,6 +157,15 @@ def _forecast(summary: Summary) -> str:
 
 def _recoveries(summary: Summary) -> str:
     return f"{summary.recoveries}, {plural(summary.steps_redone, 'step')} done again" if summary.recoveries else ""
+
+
+def _staleness(summary: Summary) -> str:
+    """Return how old gradients were when they came in; nothing for a run in step, where none is."""
+    ages = {int(age): count for age, count in (summary.staleness or {}).items() if count}
+    if not any(ages):
+        return ""
+    mean = sum(age * count for age, count in ages.items()) / sum(ages.values())
+    return f"gradients came {mean:.1f} updates late on average, at most {max(ages)}"
 
 
 def _with(value: str, label: str, extra: str) -> str:

@@ -106,7 +106,8 @@ def header_lines(run: Mapping[str, Any]) -> list[str]:
     model = f"{run.get('name', '')}: "
     if run.get("parameters"):
         model += f"{run['parameters']:,} parameters, "
-    lines = [f"{model}{run.get('strategy', 'single')}, {plural(workers, 'worker')} {on}"]
+    servers = f", {plural(run['servers'], 'server')}" if run.get("servers") else ""
+    lines = [f"{model}{run.get('strategy', 'single')}, {plural(workers, 'worker')} {on}{servers}"]
     data = []
     if run.get("train_samples"):
         tests = f" and {run['test_samples']:,} test" if run.get("test_samples") else ""

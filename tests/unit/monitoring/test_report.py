@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -42,6 +43,15 @@ def test_the_result_of_a_run():
         "next",
         "  cordee export runs/x",
     ]
+
+
+def test_how_late_gradients_were():
+    def told(ages: dict[str, int]) -> list[str]:
+        lines = printed(render_result(msgspec.structs.replace(DONE, staleness=ages), "runs/x"))
+        return [line for line in lines if "staleness" in line]
+
+    assert told({"0": 2, "1": 1, "3": 1}) == ["  staleness      gradients came 1.0 updates late on average, at most 3"]
+    assert told({"0": 4}) == []
 
 
 @pytest.mark.parametrize(

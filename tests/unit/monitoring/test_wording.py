@@ -140,6 +140,8 @@ def test_the_header_says_what_on_what_and_where():
         "run directory: runs/x",
     ]
     assert wording.header_lines({"name": "x", "total_steps": None, "epochs": None}) == ["x: single, 1 worker on cpu"]
+    served = {"name": "x", "strategy": "parameter_server", "workers": 2, "servers": 1}
+    assert wording.header_lines(served) == ["x: parameter_server, 2 workers on cpu, 1 server"]
 
 
 RUN = {"total_steps": 1000, "epochs": 4, "batch_size": 10, "start_step": 0}
