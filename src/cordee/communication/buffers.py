@@ -66,7 +66,7 @@ class BufferSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     @property
     def extent_bytes(self) -> int:
         """Like `num_bytes`, with empty dimensions counted as one: what strides are computed from."""
-        return prod(max(size, 1) for size in self.shape) * ITEM_BYTES[self.dtype]
+        return self.num_bytes or prod(max(size, 1) for size in self.shape) * ITEM_BYTES[self.dtype]
 
 
 class Buffer:
@@ -96,9 +96,12 @@ class Buffer:
         import torch
 
         # Through NumPy rather than torch.frombuffer, which refuses empty buffers and ignores alignment.
-        carrier = np.dtype("int16" if self.spec.dtype == "bfloat16" else self.spec.dtype)
-        tensor = torch.from_numpy(self._array(carrier))
-        self._tensor = tensor.view(getattr(torch, self.spec.dtype)).reshape(self.spec.shape)
+        kind, shape = self.spec.dtype, self.spec.shape
+        is_carried = kind == "bfloat16"
+        tensor = torch.from_numpy(self._array(_INT16 if is_carried else _ARRAY_TYPES[kind]))
+        if is_carried:
+            tensor = tensor.view(torch.bfloat16)
+        self._tensor = tensor if len(shape) == 1 else tensor.reshape(shape)
         return self._tensor
 
     def _array(self, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -154,6 +157,9 @@ def incoming(position: int, spec: BufferSpec, data: memoryview) -> Buffer:
 
 
 _Plain: TypeAlias = "tuple[str, tuple[int, ...], np.ndarray[Any, Any] | None]"
+
+_ARRAY_TYPES = {kind: np.dtype(kind) for kind in ITEM_BYTES if kind != "bfloat16"}
+_INT16 = _ARRAY_TYPES["int16"]
 
 # By type object: asking NumPy for the name of a type takes longer than all the rest of `outgoing`.
 ARRAY_KINDS = {np.dtype(kind).newbyteorder("<"): kind for kind in ITEM_BYTES if kind != "bfloat16"}

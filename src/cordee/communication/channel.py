@@ -138,7 +138,8 @@ class ServerChannel(Endpoint):
         one bad client does not stop the others from being served.
         """
         deadline = time.monotonic() + timeout_s
-        with self._alone():
+        self._begin_receiving()
+        try:
             while True:
                 with self._using:
                     self._check_usable()
@@ -157,6 +158,8 @@ class ServerChannel(Endpoint):
                     return None
                 if frames is None:
                     self._wait(remaining_s)
+        finally:
+            self._end_receiving()
 
     def send(
         self,
@@ -357,7 +360,8 @@ class ClientChannel(Endpoint):
         )
 
     def _receive(self, deadline: float, num_lost: int | None) -> Received | None:
-        with self._alone():
+        self._begin_receiving()
+        try:
             while True:
                 with self._using:
                     self._check_usable()
@@ -375,6 +379,8 @@ class ClientChannel(Endpoint):
                     return None
                 if frames is None:
                     self._wait(remaining_s)
+        finally:
+            self._end_receiving()
 
     def _open(self, frames: list[zmq.Frame]) -> Received | None:
         envelope = self._codec.decode_header(frames[0].buffer)

@@ -12,8 +12,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Self
 
 import msgspec
@@ -139,17 +138,16 @@ class Endpoint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _begin_receiving(self) -> None:
+        """To be followed by `_end_receiving`, whatever happens. Two functions: a context manager takes 3 µs more."""
         if not self._receiving.acquire(blocking=False):
             with self._using:
                 self._check_usable()
             raise CommunicationError(f"two threads receive from the channel {self.address} at once")
-        try:
-            yield
-        finally:
-            self._is_waiting = False
-            self._receiving.release()
+
+    def _end_receiving(self) -> None:
+        self._is_waiting = False
+        self._receiving.release()
 
     def _close_sockets(self) -> None:
         """Close what the subclass has opened beside the main socket."""

@@ -115,9 +115,7 @@ class Codec:
             raise WireError(
                 f"a message from {envelope.sender} describes {len(envelope.buffers)} buffers but has {len(frames)}"
             )
-        return tuple(
-            incoming(position, spec, frame) for position, (spec, frame) in enumerate(zip(envelope.buffers, frames))
-        )
+        return tuple(map(incoming, range(len(frames)), envelope.buffers, frames))
 
     def _check_header(self, num_bytes: int) -> None:
         if num_bytes > self.limits.max_header_bytes:

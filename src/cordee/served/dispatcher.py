@@ -178,8 +178,8 @@ class Dispatcher:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the run ends with the steps that are begun."""
-        return self._memory.is_final
+        """Whether the run ends with the steps that are begun: there is no more work to hand out."""
+        return self._memory.is_final or self.ledger.is_complete
 
     def lose(self, name: str) -> list[Unit]:
         """Forget a process that ended; return the units of work it had in hand."""
@@ -282,6 +282,8 @@ class Dispatcher:
         if not self.ledger.commit(done.done):
             return
         self._memory.num_refused_in_a_row = self._memory.num_refused_in_a_row + 1 if done.refused else 0
+        if done.refused:  # by one server or by all of them: told once
+            self.emit("warning", message=f"{done.refused}: it is refused, and the step goes on without it")
         self._note_pace(worker, done.done)
         before = self._memory.counted
         sums = self._memory.sums.setdefault(done.done // self.ledger.num_shares, StepSum())

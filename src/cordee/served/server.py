@@ -142,8 +142,6 @@ class ParameterService:
         unit = UnitPush(worker, push.unit, push.step, push.share, push.num_shares, push.count, push.base, push.floor)
         self._pass_on(push, call.buffers, call.caller)
         outcome = self._shard.push(push.piece, unit, gradient)
-        if outcome.kind == "refused" and not push.worker:
-            self.warn(outcome.detail)
         call.reply(Pushed(outcome.kind, outcome.squares, outcome.detail))
 
     def _pass_on(self, message: Message, buffers: Sequence[Buffer], worker: str) -> None:

@@ -133,6 +133,32 @@ def test_a_stop_in_the_middle_of_a_step_waits_for_it_and_sends_everybody_home() 
     assert play.dispatcher.is_over
 
 
+def test_a_refused_gradient_is_told_once_and_the_run_goes_on() -> None:
+    play = Play()
+    work = work_of(play.say("worker-0", TakeWork()))
+    answers = play.say("worker-0", TakeWork(done=work.unit, refused="the gradient of worker-0 is not finite"))
+    assert work_of(answers).unit == work.unit + 1
+    (warning,) = [fields["message"] for kind, fields in play.events if kind == "warning"]
+    assert warning == "the gradient of worker-0 is not finite: it is refused, and the step goes on without it"
+
+
+def test_a_run_without_more_work_does_not_lack_workers() -> None:
+    play = Play()
+    play.say("evaluator-0", AskOrder())
+    answers = play.say("worker-0", TakeWork())
+    while not play.dispatcher.ledger.is_complete:
+        assert not play.dispatcher.is_ending
+        orders = [message for _, message in answers if isinstance(message, Order)]
+        if orders:
+            answers = play.say("evaluator-0", SnapshotTaken(()))
+            metrics = '{"loss": 1.0, "accuracy": 0.5, "top5_accuracy": null, "num_samples": 1, "seconds": 0.1}'
+            play.say("evaluator-0", OrderDone(orders[0].step, metrics, "sha", number=orders[0].number))
+            play.say("evaluator-0", AskOrder())
+        answers = play.say("worker-0", TakeWork(done=work_of(answers).unit, num_samples=4))
+    assert ("worker-0", Leave()) in answers
+    assert play.dispatcher.is_ending and not play.dispatcher.is_over
+
+
 def test_an_evaluation_tells_of_the_steps_it_measured() -> None:
     play = Play()
     play.say("evaluator-0", AskOrder())
