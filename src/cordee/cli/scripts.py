@@ -74,7 +74,6 @@ def server(
     from cordee.store.serving import serve
 
     _check_address("--listen", listen)
-    _check_address("--join", join)
     serve(
         listen=listen,
         num_workers=workers,

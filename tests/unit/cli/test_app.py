@@ -195,7 +195,7 @@ def test_a_command_line_that_makes_no_sense(arguments: list[str]) -> None:
     assert CliRunner().invoke(app, arguments).exit_code == 2
 
 
-@pytest.mark.parametrize("arguments", [["server", "--listen"], ["server", "--join"], ["worker", "--servers"]])
+@pytest.mark.parametrize("arguments", [["server", "--listen"], ["worker", "--servers"]])
 def test_an_address_of_a_store_that_is_none(arguments: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("")
