@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,16 +69,20 @@ def measure_cut(name: str, num_stages: int, num_microbatches: int) -> list[int]:
     return cut_by_time(measure_blocks(chain, microbatch, computation), num_stages)
 
 
+def placement_of(chain: Chain, counts: Sequence[int]) -> list[list[str]]:
+    """Return the names of all modules of each stage, for `strategy.placement`."""
+    ends = itertools.accumulate(counts)
+    stages = [chain.blocks[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    return [[name for block in stage for name in block.names] for stage in stages]
+
+
 def cordee_loop(place: Place, clock: Clock, *, work: Work) -> None:
-    names = [block.name for block in _chain(work.model)[1].blocks]
-    ends = list(itertools.accumulate(work.counts))
-    placement = [names[end - count : end] for end, count in zip(ends, work.counts, strict=True)]
     strategy = {
         "name": "pipeline",
         "workers": place.size,
         "schedule": work.schedule,
         "microbatches": work.num_microbatches,
-        "placement": placement,
+        "placement": placement_of(_chain(work.model)[1], work.counts),
     }
     train_for_ever(_job(work, strategy, accumulate=1), place, clock)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from cordee.bench.materials import train_tensors
 from cordee.bench.pipeline import _rows
-from cordee.bench.pipeline_loops import MODELS, measure_cut
+from cordee.bench.pipeline_loops import MODELS, measure_cut, placement_of
+from cordee.models.blocks import make_chain
+from cordee.models.cutting import cut_by_hand
 
 
 def test_idle_shares_and_ratios() -> None:
@@ -24,3 +27,11 @@ def test_the_cut_has_all_blocks() -> None:
     assert MODELS["gpt"].batch_size % 8 == 0
     counts = measure_cut("gpt", 2, 8)
     assert len(counts) == 2 and sum(counts) == 6
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_measured_cut_is_one_that_the_strategy_takes_by_hand(name: str) -> None:
+    inputs, _ = train_tensors(MODELS[name].data)
+    chain = make_chain(MODELS[name].build(), inputs[:2])
+    counts = [2, len(chain.blocks) - 2]
+    assert cut_by_hand([block.names for block in chain.blocks], placement_of(chain, counts)) == counts
