@@ -34,7 +34,7 @@ from cordee.data.augment import Augmentation
 from cordee.data.datasets import IterableSource
 from cordee.data.online import OnlineStream
 from cordee.models import BUILTIN_MODELS
-from cordee.strategies import Requirements, Strategy, make_strategy
+from cordee.strategies import STRATEGIES, Requirements, Strategy, make_strategy
 from cordee.version import __version__
 
 
@@ -210,11 +210,12 @@ def _check_autoscale(job: Job, needs: Requirements) -> None:
 
 
 def _check_address(job: Job, needs: Requirements) -> None:
-    if job.cluster.address and (not needs.is_elastic or job.strategy.workers < 2):
+    is_served = STRATEGIES[job.strategy.name].is_served
+    if job.cluster.address and not is_served and (not needs.is_elastic or job.strategy.workers < 2):
         raise JobError(
             f"cluster.address = {job.cluster.address!r} lets workers of other hosts join, which strategy "
             f"'{job.strategy.name}' with {job.strategy.workers} worker{'s' * (job.strategy.workers > 1)} cannot have: "
-            "use 'data_parallel' and begin with at least 2"
+            "use 'data_parallel' and begin with at least 2, or 'parameter_server'"
         )
 
 

@@ -17,6 +17,7 @@ from cordee.core import Job
 from cordee.core.env import cache_folder
 from cordee.core.errors import CommunicationError, CordeeError, JobError, TrainingError
 from cordee.served import worker as served_worker
+from cordee.served.link import ProcessOrder
 
 LONGEST_START_S = 120.0  # of a run that is asked to take a worker before it trains
 ASK_EVERY_S = 0.5
@@ -33,16 +34,14 @@ def join_run(place: Path, control: Control, data_root: Path | None, say: Callabl
     index = order["worker_index"] if "worker_index" in order else order["index"]
     if control.is_far:
         order |= _settle_here(order, control, index, data_root)
-        say(
-            f"joining the run on {control.host} as worker {index}; gradients and weights cross the network without "
-            "encryption; Ctrl-C leaves after the step"
-        )
+        plain = "; gradients and weights cross the network without encryption" if "worker_index" in order else ""
+        say(f"joining the run on {control.host} as worker {index}{plain}; Ctrl-C leaves after the step")
     else:
         say(f"joining {place} as worker {index}; Ctrl-C leaves after the step")
     if "worker_index" in order:
         error = worker.work(msgspec.convert(order, worker.WorkerOrder))
     else:
-        error = TrainingError("see its log") if served_worker.main(order) else None
+        error = served_worker.work(msgspec.convert(order, ProcessOrder))
     if error is not None:
         log = Path(order["run_dir"]) / "logs" / f"worker-{index}.log"
         what = str(error) if isinstance(error, CordeeError) else f"{type(error).__name__}: {error}"

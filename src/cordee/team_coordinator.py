@@ -9,16 +9,14 @@ from __future__ import annotations
 import itertools
 import logging
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from cordee.assembly import bare_strategy
-from cordee.cluster.control import Control, NotYetError, write_control
+from cordee.cluster.control import Control, NotYetError, check_far, write_control
 from cordee.cluster.coordinator import Coordinator, State
 from cordee.cluster.fork_server import Exited, Started
 from cordee.cluster.launcher_link import CoordinatorOrder, LauncherLink, lead_run, open_channel
@@ -227,7 +225,9 @@ class TeamCoordinator:
             raise JobError(f"strategy '{job.strategy.name}' has a fixed number of workers: nobody can join it")
         is_far = wish.host_id != host_id()
         if is_far:
-            self._check_far(wish)
+            check_far(wish, self._memory.public)
+            if not self._memory.data or not membership.generation:
+                raise NotYetError("the run is still starting: try again when it trains")
         wanted = msgspec.structs.replace(job.strategy, workers=len(membership.active) + 1)
         self._strategy.requirements(msgspec.structs.replace(job, strategy=wanted))  # raises what it cannot do
         index = next(index for index in itertools.count() if membership.is_free(index))
@@ -248,17 +248,6 @@ class TeamCoordinator:
                 data=self._memory.data,
             )
         return msgspec.json.encode(own).decode()
-
-    def _check_far(self, wish: Enlist) -> None:
-        """Raise JobError if a worker of another host cannot take part, or not yet."""
-        if not self._memory.public:
-            raise JobError(f"the run on {socket.gethostname()} takes no workers of other hosts: set cluster.address")
-        if wish.torch != torch.__version__:
-            raise JobError(
-                f"the run uses torch {torch.__version__}, this process torch {wish.torch}: install the same version"
-            )
-        if not self._memory.data or not self._membership.generation:
-            raise NotYetError("the run is still starting: try again when it trains")
 
     def _start(self, index: int) -> None:
         """Start a process for a worker, and listen to no earlier one."""

@@ -120,6 +120,19 @@ def _ask(control: Control, place: Path, wish: Scale | Enlist) -> str:
     return reply.detail
 
 
+def check_far(wish: Enlist, public: str) -> None:
+    """Raise JobError if a worker of another host cannot take part in a run of this host and version of torch."""
+    import torch  # here, since those who ask need not have it
+
+    if not public:
+        raise JobError(f"the run on {socket.gethostname()} takes no workers of other hosts: set cluster.address")
+    if wish.cordee != __version__ or wish.torch != str(torch.__version__):
+        raise JobError(
+            f"the run uses cordee {__version__} and torch {torch.__version__}, this process cordee {wish.cordee} and "
+            f"torch {wish.torch}: install the same versions"
+        )
+
+
 def reach(control: Control, place: Path) -> str:
     """Return the address at which this process reaches the run. Raises JobError if there is none."""
     if not control.is_far:

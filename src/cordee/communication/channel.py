@@ -255,8 +255,16 @@ class ClientChannel(Endpoint):
     """
 
     def __init__(
-        self, address: str, speaker: Speaker, codec: Codec, keys: ClientKeys | None, *, curve: bool = True
+        self,
+        address: str,
+        speaker: Speaker,
+        codec: Codec,
+        keys: ClientKeys | None,
+        *,
+        curve: bool = True,
+        silence_s: float = 0.0,
     ) -> None:
+        """With `silence_s` a connection over which nothing comes back for so long counts as broken."""
         _check_keys(address, keys, curve)
         super().__init__(zmq.DEALER, address, speaker, codec, curve)
         self._aside: deque[Received] = deque()  # came in while a request waited for its reply
@@ -265,6 +273,9 @@ class ClientChannel(Endpoint):
         # Nothing is queued before there is a connection, so that a send says when there is none.
         self._socket.immediate = True
         self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 50, 1000
+        if silence_s:
+            self._socket.heartbeat_ivl = round(silence_s / 3 * 1000)
+            self._socket.heartbeat_timeout = round(silence_s * 1000)
         if curve and keys is not None:
             self._socket.curve_serverkey = keys.server_public
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import msgspec
 
 from cordee import checkpoint
-from cordee.cluster.control import Control, write_control
+from cordee.cluster.control import Control, check_far, write_control
 from cordee.cluster.fork_server import Exited
 from cordee.cluster.launcher_link import LauncherLink, lead_run, open_channel
 from cordee.cluster.local import describe_exit, is_alive, is_stopped
@@ -27,6 +26,7 @@ from cordee.communication.calls import Connection
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys, ServerKeys
 from cordee.communication.messages import Enlist, Scale
+from cordee.communication.this_host import find_listening, host_id, own_address
 from cordee.communication.wire import Codec
 from cordee.compute import make_schedule
 from cordee.core import Job
@@ -82,6 +82,7 @@ class ServedCoordinator:
             progress = self._progress = self._load_progress(order.resume)
             self._memory = RunMemory(
                 address="tcp://127.0.0.1:*",
+                public=find_listening(job.cluster.address).address if job.cluster.address else "",
                 next_worker=job.strategy.workers,
                 started=time.time(),
                 begun_s=time.perf_counter(),
@@ -100,8 +101,9 @@ class ServedCoordinator:
         num_shares = job.training.num_shards or job.strategy.workers
         ledger = Ledger(plan.num_samples, plan.batch_size, num_shares, plan.num_steps, first)
         keys = ServerKeys.from_text(self._order.server_keys)
-        with open_channel(memory.address, self._order.run_id, Codec(SERVED, LIMITS), keys) as channel:
-            memory.address = channel.address
+        codec = Codec(SERVED, LIMITS)
+        with open_channel(memory.address, self._order.run_id, codec, keys, memory.public) as channel:
+            memory.address, memory.public = channel.address, channel.public
             dispatcher = self._dispatcher = Dispatcher(
                 channel,
                 plan,
@@ -123,7 +125,8 @@ class ServedCoordinator:
             else:
                 log.warning("taking up at step %d", self._progress.step)
             self._commit()
-            write_control(self._run_dir, Control.of(channel.address, self._order.run_id, self._order.control_keys))
+            run_id, control_keys = self._order.run_id, self._order.control_keys
+            write_control(self._run_dir, Control.of(channel.address, run_id, control_keys, channel.public))
             self._attend(dispatcher)
             self._dismiss(dispatcher)
         self._progress.elapsed_s = self._elapsed_s()
@@ -186,12 +189,23 @@ class ServedCoordinator:
             raise JobError("workers of parameter servers keep their threads: leave --threads out")
         if isinstance(wish, Scale):
             return self._scale(wish.num_workers)
-        if wish.host != socket.gethostname():
-            raise JobError(f"the run is on {socket.gethostname()}, and workers of other hosts cannot join it yet")
+        is_far = wish.host_id != host_id()
+        if is_far:
+            check_far(wish, self._memory.public)
         index = self._take_number()
         self._memory.guests[index] = wish.pid
         order = self._order_for(Process("worker", index, 0), resume=False)
-        return msgspec.json.encode(msgspec.structs.replace(order, launcher_pid=self._order.launcher_pid)).decode()
+        if not is_far:
+            return msgspec.json.encode(msgspec.structs.replace(order, launcher_pid=self._order.launcher_pid)).decode()
+        self._memory.far[index] = time.monotonic()
+        order = msgspec.structs.replace(
+            order,
+            dispatcher=self._memory.public,
+            job=(self._run_dir / "job.toml").read_text(encoding="utf-8"),
+            data=self._facts.data,
+            num_local=1,
+        )
+        return msgspec.json.encode(order).decode()
 
     def _scale(self, num_workers: int) -> str:
         """Start workers, or have the last ones leave. Returns at once what will happen."""
@@ -240,6 +254,7 @@ class ServedCoordinator:
             failure_timeout_s=self._job.cluster.failure_timeout_s,
             startup_timeout_s=STARTUP_TIMEOUT_S,
             resume=resume,
+            host_address=own_address(self._memory.public) if self._memory.public else "",
             num_local=self._job.strategy.workers,
         )
 
@@ -423,7 +438,10 @@ class ServedCoordinator:
 
     def _check_guests(self, dispatcher: Dispatcher) -> None:
         """Go on without guests that ended or froze. Nobody takes their place."""
+        self._check_far_guests(dispatcher)
         for index, pid in list(self._memory.guests.items()):
+            if index in self._memory.far:
+                continue
             hearing = dispatcher.hearings.get(f"worker-{index}")
             if not is_alive(pid):
                 del self._memory.guests[index]
@@ -434,6 +452,22 @@ class ServedCoordinator:
             is_silent = hearing is not None and not hearing.is_done and time.monotonic() - hearing.heard_s > limit_s
             if is_silent and is_stopped(pid):
                 self._give_up(dispatcher, index, "is frozen; if it wakes up it joins again")
+
+    def _check_far_guests(self, dispatcher: Dispatcher) -> None:
+        """Go on without guests of other hosts that are not heard of; all that is known of them is what they say."""
+        now_s, guests = time.monotonic(), self._memory.guests
+        for index, since_s in self._memory.far.items():
+            hearing = dispatcher.hearings.get(f"worker-{index}")
+            if hearing is None:
+                if now_s - since_s > STARTUP_TIMEOUT_S:
+                    guests.pop(index, None)
+                continue
+            guests[index] = hearing.pid  # also one that is back
+            if hearing.is_done:
+                del guests[index]
+            elif now_s - hearing.heard_s > self._job.cluster.failure_timeout_s:
+                del guests[index]
+                self._give_up(dispatcher, index, "is out of reach; if it can be heard again it joins again")
 
     def _give_up(self, dispatcher: Dispatcher, index: int, why: str) -> None:
         """Go on without a worker that is not replaced."""
@@ -451,9 +485,10 @@ class ServedCoordinator:
     def _check_failures(self, dispatcher: Dispatcher) -> None:
         for name, failure in list(dispatcher.failures):
             index = int(name.removeprefix("worker-")) if name.startswith("worker-") else -1
-            if index in self._memory.guests:  # its troubles are its own
+            if index in self._memory.guests or index in self._memory.far:  # its troubles are its own
                 dispatcher.failures.remove((name, failure))
-                del self._memory.guests[index]
+                self._memory.guests.pop(index, None)
+                self._memory.far.pop(index, None)
                 self._give_up(dispatcher, index, failure.error)
         causes = [entry for entry in dispatcher.failures if not entry[1].is_consequence]
         for name, failure in causes or dispatcher.failures:

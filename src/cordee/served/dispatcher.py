@@ -265,7 +265,7 @@ class Dispatcher:
             if join.index >= self.num_servers:
                 self._reply(received, Refused("unknown-process", f"there is no server {join.index}"))
                 return
-            self.hearings[name].address = join.address
+            self.hearings[name].address, self.hearings[name].public = join.address, join.public
             self._memory.posts.join(join.index, name)
         self._reply(received, Joined(self.failure_timeout_s))
         self.emit("worker_started", worker=join.index, pid=join.pid, host=join.host, role=join.role)
@@ -274,8 +274,10 @@ class Dispatcher:
     def _tell_servers(self) -> None:
         if not self.is_ready:
             return
+        far = tuple(self.hearings[name].public for name in self._memory.posts.serving)
         for received in self._asking:
-            self._reply(received, Servers(self._memory.posts.version, tuple(self.addresses)))
+            is_far = isinstance(received.message, AskServers) and received.message.is_far
+            self._reply(received, Servers(self._memory.posts.version, far if is_far else tuple(self.addresses)))
         self._asking = []
 
     def _commit(self, worker: str, done: TakeWork) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -28,6 +29,8 @@ from cordee.strategies.parameter_server.messages import PARAMETERS
 
 log = logging.getLogger(__name__)
 
+LONGEST_ABSENCE_S = 30.0  # of the dispatcher, before a worker of another host ends
+
 
 class ProcessOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What the launcher tells a process when it starts it. Travels through a private socket."""
@@ -44,7 +47,14 @@ class ProcessOrder(msgspec.Struct, frozen=True, kw_only=True):
     startup_timeout_s: float
     resume: bool = False
     launcher_pid: int = 0  # for one that the launcher did not start: it ends when this one does
+    host_address: str = ""  # of this host, for what goes between hosts; empty where nobody can join from another
+    job: str = ""  # as TOML, for one on another host: it has a run directory of its own
+    data: str = ""  # what is known of the run's data, for one on another host
     num_local: int = 1  # processes that compute on this host: they share its cores
+
+    @property
+    def is_far(self) -> bool:
+        return bool(self.job)
 
     @property
     def name(self) -> str:
@@ -59,16 +69,18 @@ class DispatchLink:
         self._keys = ClientKeys.from_text(order.client_keys)
         self.incarnation = time.time_ns()
         speaker = Speaker(run=order.run_id, name=order.name, incarnation=self.incarnation)
-        self._channel = ClientChannel(order.dispatcher, speaker, Codec(SERVED, LIMITS), self._keys)
+        silence_s = order.failure_timeout_s if order.is_far else 0.0  # a broken link is told by nothing else
+        codec = Codec(SERVED, LIMITS)
+        self._channel = ClientChannel(order.dispatcher, speaker, codec, self._keys, silence_s=silence_s)
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._num_events = 0
         self.step = 0
 
-    def join(self, address: str = "") -> None:
+    def join(self, address: str = "", public: str = "") -> None:
         order = self._order
-        hello = Join(order.role, order.index, os.getpid(), socket.gethostname(), address)
+        hello = Join(order.role, order.index, os.getpid(), socket.gethostname(), address, public)
         reply = self.ask(hello)
         assert isinstance(reply, Joined)
         beat_s = reply.failure_timeout_s / 5
@@ -115,7 +127,7 @@ class DispatchLink:
         deadline = time.monotonic() + 4 * self._order.failure_timeout_s
         known = 0
         while True:
-            servers = self.ask(AskServers(known))
+            servers = self.ask(AskServers(known, self._order.is_far))
             assert isinstance(servers, Servers)
             try:
                 return self.connect_to(servers.addresses[server])
@@ -161,11 +173,18 @@ class DispatchLink:
         return False
 
     def _keep_alive(self, beat_s: float) -> None:
+        heard_s = time.monotonic()
         while not self._is_closing.wait(beat_s):
             if self._order.launcher_pid and not is_alive(self._order.launcher_pid):
                 log.error("the run is over: its launcher (process %d) is gone", self._order.launcher_pid)
                 os._exit(1)  # the main thread may wait for an answer for ever
+            if self._order.is_far and time.monotonic() - heard_s > LONGEST_ABSENCE_S:
+                message = f"the run has ended or is out of reach: nothing was heard of it for {LONGEST_ABSENCE_S:g} s"
+                log.error("%s", message)
+                sys.stderr.write(f"error: {message}\n")
+                os._exit(1)
             try:
                 self._channel.send(Heartbeat(self.step), timeout_s=beat_s)
+                heard_s = time.monotonic()
             except CommunicationError:
                 continue  # the launcher is busy, or gone, and this process with it

@@ -24,6 +24,7 @@ class Hearing:
     incarnation: int
     heard_s: float
     address: str = ""  # of a server
+    public: str = ""  # the same, for workers of other hosts
     step: int = 0
     is_done: bool = False
     num_events: int = 0  # heard of it

@@ -22,6 +22,7 @@ class Join(Message, frozen=True):
     pid: Count
     host: Name
     address: Annotated[str, Meta(max_length=256)] = ""
+    public: Annotated[str, Meta(max_length=256)] = ""  # for workers of other hosts
 
 
 class Joined(Message, frozen=True):
@@ -38,6 +39,7 @@ class AskServers(Message, frozen=True):
     is_generational = False
 
     known: Count = 0
+    is_far: bool = False  # the sender is on another host
 
 
 class Servers(Message, frozen=True):

@@ -17,6 +17,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     counts_classes: bool
     has_test: bool
     lr_factor: float
+    data: str = ""  # a fingerprint, where workers of other hosts may join
     description: dict[str, Any]  # for the event `run_started`
 
 

@@ -33,6 +33,8 @@ class RunMemory(msgspec.Struct, kw_only=True):
     """What a coordinator must know to take up where another was."""
 
     address: str
+    public: str = ""  # the address for other hosts, if there is one
+    far: dict[int, float] = {}  # workers of other hosts, and when they were taken
     next_worker: int
     started: float
     begun_s: float

@@ -10,6 +10,7 @@ from cordee.assembly import Assembly
 from cordee.cluster.local import LocalEngine
 from cordee.cluster.supervisor import Supervisor
 from cordee.core.errors import JobError
+from cordee.data.fingerprint import fingerprint
 from cordee.monitoring import Monitor, RunDirectory, Summary
 from cordee.served.orders import RunFacts
 
@@ -48,6 +49,7 @@ class ServedRun:
             counts_classes=parts.splits.num_classes is not None,
             has_test=parts.test is not None,
             lr_factor=parts.recipe.lr_factor,
+            data=fingerprint(parts.splits) if parts.job.cluster.address else "",
             description=parts.describe(),
         )
         timeout_s = parts.job.cluster.failure_timeout_s

@@ -22,6 +22,7 @@ from cordee.communication.calls import Call, CallServer, Connection
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
 from cordee.communication.messages import Message
+from cordee.communication.this_host import Listening
 from cordee.core import Job
 from cordee.core.errors import CommunicationError
 from cordee.monitoring import setup_logging
@@ -185,12 +186,15 @@ def main(argument: dict[str, Any]) -> int:
             service = _make_service(order, run_dir)
             speaker = Speaker(run=order.run_id, name=order.name, incarnation=time.time_ns())
             keys = ServerKeys.from_text(order.server_keys)
-            with CallServer("tcp://127.0.0.1:*", speaker, PARAMETERS, keys, service.handle, limits=LIMITS) as server:
+            public = Listening(order.host_address, 0).address if order.host_address else ""
+            with CallServer(
+                "tcp://127.0.0.1:*", speaker, PARAMETERS, keys, service.handle, limits=LIMITS, public=public
+            ) as server:
                 service.name = order.name
                 service.fence = server.fence
                 service.connect = link.connect_to
                 service.warn = lambda message: link.emit("warning", {"message": message})
-                link.join(server.address)
+                link.join(server.address, server.public)
                 log.info("server %d listens at %s (process %d)", order.index, server.address, os.getpid())
                 server.run(is_over.is_set)
         except Exception as error:

@@ -23,6 +23,7 @@ from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CommunicationError
 from cordee.core.seeds import derive_seed
+from cordee.data.fingerprint import check_same
 from cordee.monitoring import setup_logging
 from cordee.served.link import DispatchLink, ProcessOrder
 from cordee.served.messages import Leave, TakeWork, Work
@@ -38,21 +39,29 @@ log = logging.getLogger("cordee.worker")
 
 def main(argument: dict[str, Any]) -> int:
     """Work until the run ends; return the exit code. Called in a fresh fork of the fork server."""
-    order = msgspec.convert(argument, ProcessOrder)
+    return 0 if work(msgspec.convert(argument, ProcessOrder)) is None else 1
+
+
+class _GivenUpError(Exception):
+    """This worker was taken for lost, and may join again."""
+
+
+def work(order: ProcessOrder) -> Exception | None:
+    """Work until the run ends; return why this worker could not go on, if it could not."""
     memory = MemoryWatch()
     leave_asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: leave_asked.set())  # a spot instance, Slurm, Kubernetes
     # The launcher asks, when it is time; one that it did not start is asked by its user.
-    interrupted = (lambda number, frame: leave_asked.set()) if order.launcher_pid else signal.SIG_IGN
+    interrupted = (lambda number, frame: leave_asked.set()) if order.launcher_pid or order.is_far else signal.SIG_IGN
     signal.signal(signal.SIGINT, interrupted)
     with setup_logging(Path(order.run_dir) / "logs" / f"{order.name}.log"):
-        while (code := _work(order, leave_asked, memory)) is None:
-            log.warning("this worker was given up because it was frozen; it joins again")
-    return code
+        while isinstance(problem := _work(order, leave_asked, memory), _GivenUpError):
+            log.warning("this worker was given up because it could not be heard; it joins again")
+    return problem
 
 
-def _work(order: ProcessOrder, leave_asked: threading.Event, memory: MemoryWatch) -> int | None:
-    """Join and work; return the exit code, or None if this worker was given up and may join again."""
+def _work(order: ProcessOrder, leave_asked: threading.Event, memory: MemoryWatch) -> Exception | None:
+    """Join and work; return why this worker could not go on, or that it was given up and may join again."""
     with DispatchLink(order) as link:
         try:
             job = Job.load(Path(order.run_dir) / "job.toml")
@@ -61,17 +70,20 @@ def _work(order: ProcessOrder, leave_asked: threading.Event, memory: MemoryWatch
                 num_workers=job.strategy.workers,
                 num_local_workers=order.num_local,
             )
-            loop = WorkLoop(assemble(job, team), link, order, leave_asked, memory)
+            parts = assemble(job, team)
+            if order.is_far:
+                check_same(order.data, parts.splits)
+            loop = WorkLoop(parts, link, order, leave_asked, memory)
             link.join()
             loop.run()
             link.leave()
         except Exception as error:
             if isinstance(error, CommunicationError) and link.is_given_up():
-                return None
+                return _GivenUpError()
             log.exception("%s cannot go on", order.name)
             link.fail(error)
-            return 1
-    return 0
+            return error
+    return None
 
 
 class PushWatch:

@@ -94,10 +94,12 @@ class CallServer:
         limits: Limits | None = None,
         curve: bool = True,
         shared_memory: bool = True,
+        public: str = "",
     ) -> None:
+        """With `public` it listens there as well, for clients of other hosts."""
         self._codec = Codec([*CONNECTION, *messages], limits)
-        self._channel = ServerChannel(address, speaker, self._codec, keys, curve=curve)
-        self.address = self._channel.address
+        self._channel = ServerChannel(address, speaker, self._codec, keys, curve=curve, public=public)
+        self.address, self.public = self._channel.address, self._channel.public
         self._handle = handle
         self._porch, porch_address = Porch.create()
         settings = BackendSettings(shared_memory=shared_memory)
