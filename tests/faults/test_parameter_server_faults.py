@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from wires import Wires, two_networks
 
 from cordee.cluster.control import scale_run
 
@@ -68,23 +70,15 @@ NUM_TRIALS = int(os.environ.get("CORDEE_FAULT_TRIALS", "1"))
 class Launched:
     """A `cordee train` in a process of its own, and what its events say."""
 
-    def __init__(self, folder: Path, *settings: str) -> None:
+    def __init__(self, folder: Path, *settings: str, wires: Wires | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.run_dir = folder / "run"
         (folder / "job.toml").write_text(JOB)
         (folder / "unhurried.py").write_text(UNHURRIED)
         options = [part for setting in settings for part in ("--set", setting)]
+        command = [*TRAIN, str(folder / "job.toml"), "--run-dir", str(self.run_dir), *options]
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "cordee",
-                "train",
-                str(folder / "job.toml"),
-                "--run-dir",
-                str(self.run_dir),
-                *options,
-            ],
+            command if wires is None else wires.inside(0, *command),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -211,6 +205,33 @@ def test_too_few_workers_wait_for_others_and_then_save_and_end(tmp_path: Path, u
         subprocess.run([*TRAIN, str(launched.run_dir / "job.toml"), *options], timeout=120, check=False).returncode == 0
     )
     assert json.loads((launched.run_dir / "summary.json").read_text())["weights_sha256"] == undisturbed
+
+
+@pytest.mark.long
+def test_a_worker_of_another_host_is_cut_off_comes_back_and_is_killed(tmp_path: Path, undisturbed: str) -> None:
+    (tmp_path / "slowly").touch()
+    with two_networks() as wires:
+        launched = Launched(tmp_path, "cluster.address = '10.99.0.1'", wires=wires)
+        launched.wait_for_step(2)
+        ticket = tmp_path / "ticket"
+        shutil.copy(launched.run_dir / "control.json", ticket)
+        ticket.chmod(0o600)
+        command = wires.inside(1, sys.executable, "-m", "cordee", "join", str(ticket))
+        environment = {**os.environ, "CORDEE_CACHE": str(tmp_path / "far")}
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as guest:
+            launched.wait_for("worker_started", lambda event: event["pid"] == guest.pid)
+            launched.wait_for_step(launched.events("step")[-1]["step"] + 3)
+            wires.cut()
+            launched.wait_for("worker_lost", lambda event: "is out of reach" in event["reason"])
+            launched.wait_for_step(launched.events("step")[-1]["step"] + 1)
+            wires.mend()
+            launched.wait_for("worker_started", lambda event: event["pid"] == guest.pid, count=2)
+            guest.kill()
+            launched.wait_for("worker_lost", lambda event: event["worker"] == 2, count=2)
+        (tmp_path / "slowly").unlink()
+        summary = launched.finish()
+    assert (summary["status"], summary["steps"], summary["recoveries"]) == ("completed", NUM_STEPS, 2)
+    assert summary["weights_sha256"] == undisturbed
 
 
 def test_a_lone_server_comes_back_from_the_last_checkpoint_and_says_what_is_lost(tmp_path: Path) -> None:

@@ -389,6 +389,10 @@ def test_a_worker_of_another_host_joins_is_cut_off_comes_back_and_is_killed(tmp_
         ticket = tmp_path / "ticket"
         shutil.copy(run.run_dir / "control.json", ticket)
         ticket.chmod(0o600)
+        with joining(wires, ticket, tmp_path / "far", "--data-root", str(tmp_path)) as other:
+            _, stderr = other.communicate(timeout=60)
+            assert other.returncode == 1 and "Traceback" not in stderr, stderr
+            assert re.search(r"worker 2 could not go on: .*'root'", stderr), "the data has no such argument"
         with joining(wires, ticket, tmp_path / "far") as guest:
             wait_for_members(run, 3)
             run.wait_for_step(run.of("step")[-1]["step"] + 3)
