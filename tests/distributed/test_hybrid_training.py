@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from crew import Crew
-from driving import Table
-from splitting import JOBS, References, check_equal
+from driving import Table, job, largest_difference, train_together
+from splitting import JOBS, TOKENS, References, check_equal
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(150)]
 
@@ -43,6 +43,33 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 def test_four_workers_equal_one(four: Crew, case: str, references: References, tmp_path: Path) -> None:
     name, settings = CASES[case]
     check_equal(four, JOBS[name], {"name": "hybrid", **settings}, references(JOBS[name]), tmp_path)
+
+
+@pytest.mark.parametrize("model", ["Skipping", "partly_frozen"])
+def test_a_sharded_pipeline_of_ones_own_model(four: Crew, model: str, references: References, tmp_path: Path) -> None:
+    """With weight decay: what has no gradient is left alone, and a copy without samples waits."""
+    table = job(
+        model={"use": f"networks:{model}"},
+        data={"size": 70},
+        optimizer={"use": "sgd", "lr": 0.05, "weight_decay": 0.01},
+    )
+    strategy = {"name": "hybrid", "mesh": {"pipeline": 2, "sharded": 2}}
+    check_equal(four, table, strategy, references(table), tmp_path)
+
+
+def test_slices_that_are_recomputed_draw_the_same_masks(four: Crew, tmp_path: Path) -> None:
+    table = job(
+        model={"use": "gpt", "num_layers": 2, "embedding_width": 32, "dropout": 0.2},
+        data=TOKENS,
+        training={"steps": 6},
+    )
+    placement = [["embedding", "layer1"], ["layer2", "output"]]  # a measured cut may come out differently
+    strategy = {"name": "hybrid", "mesh": {"pipeline": 2, "tensor": 2}, "microbatches": 2, "placement": placement}
+    kept, again = (
+        train_together(four, {**table, "strategy": {**strategy, "recompute": flag}}, tmp_path / str(flag))[0]
+        for flag in (False, True)
+    )
+    assert largest_difference(kept, again) == 0.0
 
 
 @pytest.mark.timeout(400)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from cordee.checkpoint import State
 
@@ -95,9 +95,12 @@ class SlicedParameter:
         spread = DTensor.from_local(
             local.contiguous(), of.device_mesh, of.placements, run_check=False, shape=of.shape, stride=of.stride()
         )
+        placements = list(of.placements)
         with torch.no_grad():
-            whole: Tensor = spread.full_tensor()
-        return whole
+            for axis in range(len(placements)):  # one after the other: of several at once torch warns
+                placements[axis] = Replicate()
+                spread = spread.redistribute(placements=placements)
+        return _local(spread)
 
     def cut(self, whole: Tensor) -> Tensor:
         of = self._parameter
