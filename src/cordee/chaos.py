@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import random
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from cordee.monitoring.run_directory import EVENTS_FILE, JOB_FILE
 from cordee.outage import cut_off
 
 START_TIMEOUT_S = 180.0
-END_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 180.0
 SCALE_TIMEOUT_S = 10.0  # for the coordinator to hear of it
 HARM_S = 2.0  # how long a worker is slow or cut off, or its disk full
 MANY_RESTARTS = 100_000
@@ -36,7 +37,7 @@ COORDINATOR = "coordinator"
 
 
 class Fault(NamedTuple):
-    """One thing to do to a worker, `at_s` seconds after the first step."""
+    """One thing to do to a worker, `at_s` seconds after the faults begin."""
 
     at_s: float
     kind: str
@@ -47,8 +48,9 @@ class Outcome(msgspec.Struct, frozen=True):
     """What became of the run."""
 
     faults: list[str]
-    seconds: float
+    seconds: float  # with faults
     samples_per_second: float
+    calm_samples_per_second: float | None  # before and after the faults
     recoveries: int
     steps_redone: int
     slowest_recovery_s: float
@@ -79,15 +81,24 @@ def plan_faults(kinds: Sequence[str], *, every_s: float, for_s: float, seed: int
 
 
 def unleash(
-    command: Sequence[str], run_dir: Path, faults: Sequence[Fault], *, for_s: float, say: Callable[[str], None]
+    command: Sequence[str],
+    run_dir: Path,
+    faults: Sequence[Fault],
+    *,
+    for_s: float,
+    calm_s: float = 0.0,
+    say: Callable[[str], None],
 ) -> Outcome:
-    """Start a run and let the faults happen for `for_s` seconds from its first step on, then end and check it.
+    """Start a run and let the faults happen for `for_s` seconds, then end and check it.
 
-    Raises TrainingError if the run fails, or does not end when it is told to.
+    Nothing happens to it for half of `calm_s` before, from its first step on, and for the other half after. Raises
+    TrainingError if the run fails, or does not end when it is told to.
     """
     with _training(command) as process:
         _await_first_step(process, run_dir)
-        started_s, started_samples = time.monotonic(), _samples(run_dir)
+        calm = [(time.time(), time.time() + calm_s / 2)]
+        _sleep_until(time.monotonic() + calm_s / 2, process)
+        began, started_s = time.time(), time.monotonic()
         happened = []
         for fault in faults:
             _sleep_until(started_s + fault.at_s, process)
@@ -99,19 +110,47 @@ def unleash(
                 FAULTS[fault.kind](victim)
                 happened.append(fault.kind)
         _sleep_until(started_s + for_s, process)
-        seconds, samples = time.monotonic() - started_s, _samples(run_dir) - started_samples
+        ended = time.time()
+        _sleep_until(time.monotonic() + calm_s / 2, process)
+        calm.append((ended, time.time()))
         _end(process)
     events = list(read_events(run_dir / EVENTS_FILE))
     recoveries = [event for event in events if event["type"] == "recovery"]
     return Outcome(
         faults=happened,
-        seconds=seconds,
-        samples_per_second=samples / seconds,
+        seconds=ended - began,
+        samples_per_second=samples_per_second(events, [(began, ended)]),
+        calm_samples_per_second=samples_per_second(events, calm) if calm_s else None,
         recoveries=len(recoveries),
         steps_redone=sum(event.get("steps_redone", 0) for event in recoveries),
         slowest_recovery_s=max((event["seconds"] for event in recoveries), default=0.0),
         findings=audit_run(run_dir),
     )
+
+
+def samples_per_second(events: Sequence[Mapping[str, Any]], spans: Sequence[tuple[float, float]]) -> float:
+    """Return how many samples were trained on per second in these spans of time, by the steps that were reported.
+
+    Between two reports as many are taken to be done in each moment. Steps that were done again count once.
+    """
+    times: list[float] = []
+    samples: list[int] = []
+    for event in events:
+        if event["type"] in ("step", "commit") and (not samples or event["samples"] > samples[-1]):
+            times.append(event["time"])
+            samples.append(event["samples"])
+    if not times:
+        return 0.0
+    counted = sum(_interpolate(end, times, samples) - _interpolate(begin, times, samples) for begin, end in spans)
+    return counted / sum(end - begin for begin, end in spans)
+
+
+def _interpolate(at: float, times: Sequence[float], values: Sequence[float]) -> float:
+    after = bisect.bisect_right(times, at)
+    if after in (0, len(times)):
+        return values[min(after, len(times) - 1)]
+    share = (at - times[after - 1]) / (times[after] - times[after - 1])
+    return values[after - 1] + share * (values[after] - values[after - 1])
 
 
 class Victim(NamedTuple):
@@ -244,9 +283,24 @@ def _end(process: subprocess.Popen[str]) -> None:
     try:
         process.wait(timeout=END_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise TrainingError(f"the run did not end within {END_TIMEOUT_S:g} s of being told to") from None
+        left = ", ".join(_describe(one) for one in [psutil.Process(process.pid), *_family(process.pid)])
+        raise TrainingError(
+            f"the run did not end within {END_TIMEOUT_S:g} s of being told to; its processes: {left}"
+        ) from None
     if process.returncode not in (0, 130):
         raise TrainingError(f"the run failed: {_last_words(process)}")
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return list(psutil.Process(pid).children(recursive=True))
+    return []
+
+
+def _describe(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return f"{process.pid} ({process.name()}, {process.status()})"
+    return f"{process.pid} (gone)"
 
 
 def _last_words(process: subprocess.Popen[str]) -> str:

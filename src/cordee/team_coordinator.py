@@ -386,7 +386,9 @@ class TeamCoordinator:
         members = membership.next_members()
         if members is not None:
             self._form(members)
-        elif (membership.needs_pause or self._wants_reform) and not self._memory.is_pause_told:
+        elif (membership.needs_pause or self._wants_reform) and not (
+            self._memory.is_pause_told or membership.why_broken  # then they halt without being told
+        ):
             self._memory.is_pause_told = True
             self._coordinator.direct("pause", membership.members)
         wants_stop = self._launcher.should_stop() or self._memory.verdict is not None

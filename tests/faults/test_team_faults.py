@@ -182,7 +182,7 @@ def test_killed_workers_are_trained_around(tmp_path: Path, undisturbed: str, see
         for number in range(min(NUM_TRIALS, KILLS_IN_A_RUN)):
             (tmp_path / "slowly").touch()  # so that the run does not end while a replacement is on its way
             wait_for_members(run, num_workers)
-            run.wait_for_step(run.of("generation")[-1]["step"] or 0)
+            run.wait_for_step((run.of("generation")[-1]["step"] or 0) + 1)  # so that all have what they need to go on
             (tmp_path / "slowly").unlink()
             time.sleep(chance.uniform(0.0, 0.1))
             victim = chance.randrange(num_workers)
@@ -191,6 +191,7 @@ def test_killed_workers_are_trained_around(tmp_path: Path, undisturbed: str, see
             while len(run.of("recovery")) <= number:
                 assert time.time() - killed_s < 60 and run.process.poll() is None, run.process.communicate()
                 time.sleep(0.01)
+            run.wait_for_step(run.of("recovery")[number]["step"])
             kills.append({"seed": seed, "workers": num_workers, "victim": victim, **cost_of(run, number, killed_s)})
         check_held(run, undisturbed, recoveries=len(kills))
         assert [event["worker"] for event in run.of("worker_lost")] == [kill["victim"] for kill in kills]

@@ -26,6 +26,7 @@ BENCHMARKS = {
     "staleness": "parameter servers with unlike workers, and what free-running workers learn",
     "allreduce": "the backend beside gloo and OpenMPI, and what the memory allows",
     "recovery": "a worker is killed: time to the next step, beside torchrun's restart",
+    "reproducible": "what reproducible mode costs beside the ordinary one: four models, one and two workers",
     "server": "push_pull of the key-value store beside an echo of the same bytes through ZeroMQ",
 }
 

@@ -16,7 +16,10 @@ def chaos(
         str, typer.Option(help="Which of kill, freeze, slow, full-disk, partition, coordinator, leave.")
     ] = "kill,freeze",
     every: Annotated[str, typer.Option(help="Time between two faults.")] = "5s",
-    duration: Annotated[str, typer.Option("--for", help="How long to train, from the first step on.")] = "1m",
+    duration: Annotated[str, typer.Option("--for", help="How long faults happen.")] = "1m",
+    calm: Annotated[
+        str, typer.Option(help="How long nothing happens, half of it before and half after the faults.")
+    ] = "0s",
     seed: Annotated[int, typer.Option(help="Chooses faults and workers.")] = 0,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run goes.", show_default=False)] = None,
     overrides: Annotated[
@@ -36,16 +39,23 @@ def chaos(
     from cordee.monitoring import new_run_path
 
     loaded = Job.load(job, overrides=overrides or [])
-    for_s = parse_duration(duration, "--for")
+    for_s, calm_s = parse_duration(duration, "--for"), parse_duration(calm, "--calm")
     plan = plan_faults(faults.split(","), every_s=parse_duration(every, "--every"), for_s=for_s, seed=seed)
     folder = run_dir or new_run_path(runs_folder(), f"{loaded.name}-chaos")
-    outcome = unleash(train_command(job, folder, overrides or []), folder, plan, for_s=for_s, say=print_text)
+    command = train_command(job, folder, overrides or [])
+    outcome = unleash(command, folder, plan, for_s=for_s, calm_s=calm_s, say=print_text)
     print_text(render_findings(outcome.findings, as_json=False, verdicts=VERDICTS))
     print_text(
         f"{len(outcome.faults)} faults in {outcome.seconds:.0f} s, {outcome.recoveries} recoveries, the slowest in "
         f"{outcome.slowest_recovery_s:.2f} s, {outcome.steps_redone} steps redone, "
         f"{outcome.samples_per_second:,.0f} samples/s; the run is {folder}"
     )
+    if outcome.calm_samples_per_second:
+        share = outcome.samples_per_second / outcome.calm_samples_per_second
+        print_text(
+            f"without faults {outcome.calm_samples_per_second:,.0f} samples/s, with a fault every {every} "
+            f"{outcome.samples_per_second:,.0f}: {share:.1%}"
+        )
     if not can_train(outcome.findings):
         raise typer.Exit(1)
 

@@ -114,6 +114,8 @@ class Coordinator:
             try:
                 self._channel.send(self._peers[index], directive)
             except CommunicationError as error:
+                if directive.action == "disband":  # maybe it is the one that was lost
+                    continue
                 warning = f"worker {index} could not be told to {directive.action}: {error}"
                 self._on_event("warning", {"message": warning})
 
