@@ -20,6 +20,7 @@ LARGE = (1024,) * 3  # 8 MB of parameters
 KINDS = (SMALL, DEEP, LARGE)
 NUM_STEPS = 48
 NUM_WINDOWS = 8
+MOST_S = 2.0  # of training in a trial; a busy machine takes fewer steps
 WARM_UP_STEPS = 8
 
 
@@ -34,6 +35,7 @@ def trial_job(strategy: str, num_workers: int, settings: dict[str, Any], hidden:
             "monitoring": {"every_steps": NUM_STEPS // NUM_WINDOWS},
             "evaluation": {"every_epochs": 0},
             "checkpoint": {"every_steps": 0},
+            "stop": {"time": MOST_S},
         }
     )
 

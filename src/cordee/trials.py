@@ -25,8 +25,6 @@ from cordee.served import ServedRun
 from cordee.strategies import STRATEGIES
 from cordee.team_run import TeamRun
 
-NUM_WINDOWS = 8
-
 
 class _Trial(NamedTuple):
     """Settings to try, how many parts a step then has, and how many passes over the model it takes a worker."""
@@ -147,7 +145,8 @@ def _run(engine: LocalEngine, job: Job, num_parts: int) -> _Found:
         finally:
             engine.stop()  # so that nothing of it is heard of later
     # The first event is that of the first step, the second window has what warms up.
-    step_s = job.training.batch_size / statistics.median(rates.samples_per_second[2:])
+    found = rates.samples_per_second
+    step_s = job.training.batch_size / statistics.median(found[2:] or found)
     sizes = [parameter.nbytes for parameter in parts.model.parameters()]
     return _Found(step_s, summary.peak_memory_bytes or 0, Amount(num_parts, len(sizes), sum(sizes)))
 
