@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from cordee.planner.prediction import Candidate, Work
+from cordee.planner.profile import Block
 
 
 def replica_bytes(candidate: Candidate, work: Work, *, flat_copies: int = 0) -> float:
@@ -50,11 +51,18 @@ def part_bytes(
         share = sum(block.parameter_bytes for block in blocks) / num_slices
         own = share * (2 + profile.optimizer_state_bytes / max(1, profile.parameter_bytes))
         own /= num_data if is_sharded else 1
-        worst = max(worst, own + sum(block.activation_bytes for block in blocks) * samples * beyond)
+        kept_bytes = sum(_kept_bytes(block, num_slices) for block in blocks)
+        worst = max(worst, own + kept_bytes * samples * beyond)
     reading = profile.input_bytes * work.batch_size / num_data
     # A sliced model is a copy, made before it is sliced; stages are the model's own layers.
     whole = _whole(work) - (0 if num_slices > 1 or is_sharded else profile.parameter_bytes)
     return _base(candidate, work) + worst + whole + profile.buffer_bytes + profile.fixed_bytes + reading
+
+
+def _kept_bytes(block: Block, num_slices: int) -> float:
+    """Return the activations of a sample that a worker keeps: what is inside a sliced block is sliced as well."""
+    inside = max(0.0, block.activation_bytes - block.output_bytes)
+    return block.activation_bytes - inside * block.splittable * (1 - 1 / num_slices)
 
 
 def _base(candidate: Candidate, work: Work) -> float:

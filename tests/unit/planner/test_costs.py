@@ -99,6 +99,15 @@ def test_tensor_slices_only_what_can_be_sliced() -> None:
     assert half.compute_s == pytest.approx(0.030 + 0.0005)
 
 
+def test_tensor_keeps_a_slice_of_what_is_inside_its_layers() -> None:
+    task = work(profile(splittable=1.0), cluster(4))
+    two, four = (predict(of("tensor", number), task).memory_bytes for number in (2, 4))
+    state = 40 * MB * 4  # parameters, gradients, and the optimizer's two
+    # Of 1000 bytes a sample and block the output's 100 stay whole; the peak of a pass is 4200 bytes for 4000 kept ones.
+    inside = 4 * 900 * 64 * 4200 / 4000
+    assert two - four == pytest.approx((state + inside) * (1 / 2 - 1 / 4))
+
+
 def test_accumulation_takes_less_memory_for_the_same_work() -> None:
     plain = predict(of("single", 1), work(profile(), here(1)))
     parts = predict(of("single", 1), work(profile(), here(1), accumulate=4))
