@@ -61,6 +61,27 @@ class Net(torch.nn.Linear):
 """
 
 
+# Every sample takes its time, so that more workers are faster and more threads are not.
+STEADY = """
+import time, torch
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(16, 4)
+    def forward(self, inputs):
+        if self.training and torch.is_grad_enabled():
+            time.sleep(0.02 * len(inputs))
+            open(f"threads-{torch.get_num_threads()}", "w").close()
+        return super().forward(inputs)
+"""
+# Python imports this in every process: what the coordinator measures of the host is that of one with idle cores. This
+# machine may have none, and two are too few for it to propose threads.
+IDLE_HOST = """
+import os, psutil
+os.sched_getaffinity = lambda pid: set(range(8))
+psutil.cpu_percent = lambda: 0.0
+"""
+
+
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     path = folder / "run" / "events.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -80,6 +101,29 @@ def test_a_team_that_waits_gets_smaller_and_its_threads_can_be_changed(tmp_path:
         assert not (tmp_path / "threads-2").exists()
         assert scale_run(tmp_path / "run", 2, threads=2).endswith("2 workers, 2 threads each")
         wait_until(lambda: (tmp_path / "threads-2").exists())
+        command.process.terminate()
+        assert command.finish().code == 130
+    assert [finding.detail for finding in audit_run(tmp_path / "run") if finding.state != "ok"] == []
+
+
+@pytest.mark.long
+def test_a_team_with_idle_cores_gets_larger_then_more_threads_and_takes_back_what_does_not_pay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "uneven.py").write_text(STEADY)
+    (tmp_path / "sitecustomize.py").write_text(IDLE_HOST)
+    (tmp_path / "job.toml").write_text(JOB)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    options = ("--workers", "2", "--set", "cluster.autoscale_every=4s", "--run-dir", "run", "-q")
+    with started("train", "job.toml", *options, folder=tmp_path) as command:
+        wait_until(lambda: len(events(tmp_path, "scale")) >= 3 or command.process.poll() is not None, timeout_s=150)
+        out, up, back = events(tmp_path, "scale")[:3]
+        assert (out["before"], out["workers"], out["threads"]) == (2, 3, None)
+        assert out["reason"].startswith("cores are free: ")
+        assert (up["workers"], up["threads"]) == (3, 2)
+        assert up["reason"].startswith("cores are free, workers are enough: ")
+        assert (tmp_path / "threads-2").exists()
+        assert (back["workers"], back["threads"]) == (3, 1) and "steps a second" in back["reason"]
         command.process.terminate()
         assert command.finish().code == 130
     assert [finding.detail for finding in audit_run(tmp_path / "run") if finding.state != "ok"] == []
