@@ -73,12 +73,11 @@ class Net(torch.nn.Linear):
             open(f"threads-{torch.get_num_threads()}", "w").close()
         return super().forward(inputs)
 """
-# Python imports this in every process: what the coordinator measures of the host is that of one with idle cores. This
-# machine may have none, and two are too few for it to propose threads.
+# Python imports this in every process: what the coordinator measures of the host is that of one with four times as many
+# cores, all of them idle. This machine may have none, and two are too few for it to propose threads.
 IDLE_HOST = """
-import os, psutil
-os.sched_getaffinity = lambda pid: set(range(8))
-psutil.cpu_percent = lambda: 0.0
+import psutil
+psutil.cpu_percent = lambda: -300.0
 """
 
 
