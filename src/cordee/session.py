@@ -151,7 +151,8 @@ class Session:
                 raise lost from problem
             log.exception("training failed at step %d", self.step + 1)
             raise TrainingError(
-                f"step {self.step + 1} raised {type(problem).__name__}: {problem} (the traceback is in {log_file})"
+                f"step {self.step + 1} raised {type(problem).__name__}: {problem}{_advice(problem)} "
+                f"(the traceback is in {log_file})"
             ) from problem
 
     def summarise(self, error: BaseException | None) -> Summary:
@@ -217,3 +218,14 @@ def _step_s(outcome: Outcome | None) -> float | None:
     if outcome is None or not outcome.samples_per_second or not outcome.progress.step:
         return None
     return outcome.progress.samples / outcome.progress.step / outcome.samples_per_second
+
+
+def _advice(problem: Exception) -> str:
+    """Return what to do about an error of torch whose cause is in the job."""
+    if "Expected more than 1 value per channel" not in str(problem):
+        return ""
+    return (
+        ": a batch norm cannot train on a single sample, which is a worker's share, or a micro-batch, of the last, "
+        "smaller batch of an epoch: choose a training.batch_size that divides the samples, or fewer micro-batches or "
+        "workers"
+    )

@@ -167,6 +167,12 @@ def partly_frozen(*, input_shape: tuple[int, ...], num_classes: int) -> nn.Modul
     return model
 
 
+def flat_with_norm(*, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """A batch norm over samples alone, which needs two of them."""
+    (width,) = input_shape
+    return nn.Sequential(nn.Linear(width, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, num_classes))
+
+
 class Stream(IterableDataset[tuple[Tensor, int]]):
     """37 samples one after the other, without a length."""
 

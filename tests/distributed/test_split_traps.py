@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from crew import Crew
+from crew import CaseError, Crew
 from driving import StopAt, Table, job, largest_difference, train_alone, train_together
 from splitting import JOBS, References, check_equal
 
@@ -34,6 +34,16 @@ def test_a_stage_without_anything_to_train(two: Crew, references: References, tm
     table = job(model={"use": "networks:partly_frozen"}, training={"clip_norm": 0.5})
     strategy = {"name": "pipeline", "placement": [["0", "1"], ["2", "3", "4"]], "microbatches": 4}
     check_equal(two, table, strategy, references(table), tmp_path)
+
+
+def test_a_micro_batch_too_small_for_a_batch_norm(two: Crew, tmp_path: Path) -> None:
+    """The last batch has two samples, a micro-batch each. torch's own message does not say what the layer raised."""
+    table = job(model={"use": "networks:flat_with_norm"}, data={"size": 18}, training={"batch_size": 16, "steps": 2})
+    expected = (
+        r"step 2 raised ValueError: Expected more than 1 value per channel .*: a batch norm cannot train on a single"
+    )
+    with pytest.raises(CaseError, match=expected):
+        train_together(two, {**table, "strategy": STRATEGIES["pipeline"]}, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["pipeline", "tensor"])

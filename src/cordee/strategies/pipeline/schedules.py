@@ -87,7 +87,8 @@ class Runner:
             schedule = self._schedule_for(count, size)
             inputs = (batch.inputs[start:end].to(self._device),) if self._is_first else ()
             targets = batch.targets[start:end].to(self._device) if self.is_last else None
-            schedule.step(*inputs, target=targets, return_outputs=False)
+            if problem := _step(schedule, inputs, targets):
+                raise problem
             start = end
 
     def _schedule_for(self, num_microbatches: int, size: int) -> Any:
@@ -121,3 +122,14 @@ class Runner:
         return PipelineStage(
             module, stage.index, self._num_stages, self._device, input_args=given, output_args=gives, group=self._group
         )
+
+
+def _step(schedule: Any, inputs: tuple[Tensor, ...], targets: Tensor | None) -> Exception | None:
+    """Run a schedule. What a layer raised is returned as it is: torch puts it into words of its own, without it."""
+    try:
+        schedule.step(*inputs, target=targets, return_outputs=False)
+    except RuntimeError as error:
+        if isinstance(error.__cause__, Exception) and "failed to run forward" in str(error):
+            return error.__cause__
+        raise
+    return None
