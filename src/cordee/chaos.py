@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from cordee.monitoring.run_directory import EVENTS_FILE, JOB_FILE
 from cordee.outage import cut_off
 
 START_TIMEOUT_S = 180.0
+STEP_TIMEOUT_S = 180.0  # for the next step that is reported, after a fault
 END_TIMEOUT_S = 180.0
 SCALE_TIMEOUT_S = 10.0  # for the coordinator to hear of it
 HARM_S = 2.0  # how long a worker is slow or cut off, or its disk full
@@ -109,6 +111,7 @@ def unleash(
                 say(f"{fault.at_s:6.1f} s  {fault.kind} {victim.name} (pid {victim.pid})")
                 FAULTS[fault.kind](victim)
                 happened.append(fault.kind)
+                _await_step(process, run_dir, fault)
         _sleep_until(started_s + for_s, process)
         ended = time.time()
         _sleep_until(time.monotonic() + calm_s / 2, process)
@@ -223,15 +226,15 @@ FAULTS: dict[str, Callable[[Victim], None]] = {
 
 @contextlib.contextmanager
 def _training(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
+    with tempfile.TemporaryFile("w+") as stderr:  # a pipe that nobody reads would fill up in a long run
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, text=True)
+        process.stderr = stderr
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
 
 
 def _pids(run_dir: Path) -> dict[int, int]:
@@ -271,6 +274,21 @@ def _await_first_step(process: subprocess.Popen[str], run_dir: Path) -> None:
         time.sleep(0.1)
 
 
+def _await_step(process: subprocess.Popen[str], run_dir: Path, fault: Fault) -> None:
+    """Wait until training has gone on. On a busy machine that may take longer than it is to the next fault, and a
+    step that workers are lost in again and again is given up, rightly.
+    """
+    happened, deadline_s = time.time(), time.monotonic() + STEP_TIMEOUT_S
+    while process.poll() is None and _last_step_time(run_dir) <= happened:
+        if time.monotonic() > deadline_s:
+            raise TrainingError(f"no step was taken within {STEP_TIMEOUT_S:g} s of '{fault.kind}' at {fault.at_s:g} s")
+        time.sleep(0.1)
+
+
+def _last_step_time(run_dir: Path) -> float:
+    return max((event["time"] for event in _events(run_dir) if event["type"] in ("step", "recovery")), default=0.0)
+
+
 def _sleep_until(moment_s: float, process: subprocess.Popen[str]) -> None:
     while process.poll() is None and time.monotonic() < moment_s:
         time.sleep(min(0.1, max(0.0, moment_s - time.monotonic())))
@@ -306,4 +324,5 @@ def _describe(process: psutil.Process) -> str:
 def _last_words(process: subprocess.Popen[str]) -> str:
     process.wait()
     assert process.stderr is not None
+    process.stderr.seek(0)
     return process.stderr.read().strip().removeprefix("cordee: ") or f"exit code {process.returncode}"
