@@ -20,7 +20,7 @@ LARGE = (1024,) * 3  # 8 MB of parameters
 KINDS = (SMALL, DEEP, LARGE)
 NUM_STEPS = 48
 NUM_WINDOWS = 8
-MOST_S = 2.0  # of training in a trial; a busy machine takes fewer steps
+MOST_S = 4.0  # of training in a trial; a busy machine takes fewer steps
 WARM_UP_STEPS = 8
 
 

@@ -97,6 +97,18 @@ def fit(fields: Sequence[str], amounts: Sequence[Amount], seconds: Sequence[floa
     return {}
 
 
+def step_of(samples_per_second: Sequence[float], batch_size: int) -> float:
+    """Return the seconds of a step from the speeds that the windows of a trial had.
+
+    Raises CordeeError if time was up before there was one, as on a machine that has much else to do.
+    """
+    # The first is that of the first step, the second window has what warms up.
+    counted = samples_per_second[2:] or samples_per_second
+    if not counted:
+        raise CordeeError("the trial took no step in its time")
+    return batch_size / statistics.median(counted)
+
+
 def _exchange_s(strategy: str, amount: Amount, site: ThisMachine) -> float:
     """Return what the cost model counts for the exchanges of a trial, beside the overhead."""
     members = range(len(site.devices))
@@ -144,9 +156,7 @@ def _run(engine: LocalEngine, job: Job, num_parts: int) -> _Found:
             summary = kind(parts, directory, monitor, lambda: False).lead(engine, resume=False)
         finally:
             engine.stop()  # so that nothing of it is heard of later
-    # The first event is that of the first step, the second window has what warms up.
-    found = rates.samples_per_second
-    step_s = job.training.batch_size / statistics.median(found[2:] or found)
+    step_s = step_of(rates.samples_per_second, job.training.batch_size)
     sizes = [parameter.nbytes for parameter in parts.model.parameters()]
     return _Found(step_s, summary.peak_memory_bytes or 0, Amount(num_parts, len(sizes), sum(sizes)))
 
