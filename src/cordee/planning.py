@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +44,24 @@ def plan(
     fresh: bool = False,
     fresh_profile: bool = False,
     budget_s: float = BUDGET_S,
+    tell: Callable[[str], None] = lambda doing: None,
 ) -> Plan:
     """Predict what `job` would take on every strategy, and choose one that this version has.
 
     Looks at up to `workers` workers; without it at as many as the job has, or this machine has cores for, or
     `cluster` (a cluster file) has devices. Profiles the model unless the cache has it; `fresh` measures anew,
     `fresh_profile` only what belongs to the model, and `budget_s` is about how long each number of processes is
-    measured.
+    measured. `tell` is called with what is being measured, since that takes a while.
     Raises a CordeeError for a job that cannot be run, and JobError if it fits into memory nowhere.
     """
     made, _ = plan_and_work(
-        Job.coerce(job, overrides), workers, cluster, fresh=fresh, fresh_profile=fresh_profile, budget_s=budget_s
+        Job.coerce(job, overrides),
+        workers,
+        cluster,
+        fresh=fresh,
+        fresh_profile=fresh_profile,
+        budget_s=budget_s,
+        tell=tell,
     )
     return made
 
@@ -67,6 +74,7 @@ def plan_and_work(
     fresh: bool = False,
     fresh_profile: bool = False,
     budget_s: float = BUDGET_S,
+    tell: Callable[[str], None] = lambda doing: None,
 ) -> tuple[Plan, Work]:
     """Return the plan, and what it was made from."""
     site: Site | None = None if cluster is None else load_cluster(Path(cluster))
@@ -82,6 +90,7 @@ def plan_and_work(
         fresh=fresh,
         fresh_profile=fresh or fresh_profile,
         budget_s=budget_s,
+        tell=tell,
     )
     profile_s = time.perf_counter() - started
     where = f"on {_cluster_name(site, cluster)}" if site is not None else f"here ({usable_cores()} cores)"
@@ -176,7 +185,13 @@ def _accepted(job: Job, parts: Assembly, predictions: Sequence[Prediction]) -> t
 
 
 def _measure(
-    parts: Assembly, most_workers: int, *, fresh: bool = False, fresh_profile: bool = False, budget_s: float
+    parts: Assembly,
+    most_workers: int,
+    *,
+    fresh: bool = False,
+    fresh_profile: bool = False,
+    budget_s: float,
+    tell: Callable[[str], None] = lambda doing: None,
 ) -> tuple[ModelProfile, Machine, bool]:
     """Return the profile and the machine, from the cache as far as it has them."""
     key, is_cached = profile_key(parts), True
@@ -191,6 +206,7 @@ def _measure(
         machine = Machine(cores=usable_cores()) if machine.was_busy else machine
     if profile is None:
         is_cached = False
+        tell("measuring the model layer by layer")
         profile = msgspec.structs.replace(take_profile(parts, budget_s=budget_s), was_busy=busy)
         keep("profiles", key, profile)
     is_live = LIVE_PREFIX in str(parts.job.to_dict())  # exists in this process only, where one worker trains
@@ -202,6 +218,7 @@ def _measure(
             alone_bytes = measure_alone() if is_new else 0  # now, while the engine imports torch
             for size in missing:
                 if not machine.has_exchanges(size):
+                    tell(f"measuring this machine with {size} processes, once for all jobs")
                     reports = measure_crew(engine, size, job=None, budget_s=budget_s)
                     machine = add_to_machine(machine, reports)
                     overheads = measure_trials(engine, size, reports[0].bare, machine)
@@ -212,6 +229,7 @@ def _measure(
                     machine = msgspec.structs.replace(machine, was_busy=machine.was_busy or busy)
                     keep("machines", machine_key(), machine)
                 if not profile.has_timings(size):
+                    tell(f"measuring the model in {size} processes at once")
                     reports = measure_crew(engine, size, job=parts.job, budget_s=budget_s)
                     profile = add_to_profile(profile, reports)
                     profile = msgspec.structs.replace(profile, was_busy=profile.was_busy or busy)

@@ -68,12 +68,14 @@ class WayOutcome(msgspec.Struct, frozen=True, kw_only=True):
     idle_share: float
 
 
-def simulate_here(job: str | Path, overrides: Sequence[str]) -> list[WayOutcome]:
+def simulate_here(
+    job: str | Path, overrides: Sequence[str], tell: Callable[[str], None] = lambda doing: None
+) -> list[WayOutcome]:
     """Play every strategy that trains in step through on this machine, the fastest first."""
     from cordee.planning import plan_and_work  # which imports torch
     from cordee.strategies import STRATEGIES
 
-    made, work = plan_and_work(Job.load(job, overrides))
+    made, work = plan_and_work(Job.load(job, overrides), tell=tell)
     outcomes = []
     for found in made.predictions:
         if found.strategy in STRATEGIES and is_in_step(found):

@@ -40,6 +40,11 @@ def print_table(table: RenderableType) -> None:
     print_text(captured.get().rstrip("\n"))
 
 
+def print_note(doing: str) -> None:
+    """Print to stderr what takes a while."""
+    print(f"{doing} ...", file=sys.stderr, flush=True)
+
+
 def print_error(message: str) -> None:
     """Print to stderr, behind the program's name."""
     style, plain = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() and wants_colour() else ("", "")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cordee.cli.output import print_json, print_table, print_text
+from cordee.cli.output import print_json, print_note, print_table, print_text
 
 
 def plan(
@@ -50,7 +50,7 @@ def plan(
     from cordee.planner.rendering import render_plan
     from cordee.planning import plan as make_plan
 
-    found = make_plan(job, overrides=settings or [], workers=workers, cluster=cluster, fresh=fresh)
+    found = make_plan(job, overrides=settings or [], workers=workers, cluster=cluster, fresh=fresh, tell=print_note)
     if as_json:
         print_json(found.to_dict())
     else:
@@ -108,7 +108,7 @@ def simulate(
     if here:
         if job is None or cluster is not None or page is not None:
             raise JobError("--here goes with --job alone, without a cluster and without --html")
-        ways = simulate_here(job, overrides)
+        ways = simulate_here(job, overrides, print_note)
         if as_json:
             print_json({"outcomes": ways})
         else:
