@@ -296,7 +296,8 @@ class TeamCoordinator:
     def _bear(self, loss: Trouble) -> None:
         """Take a loss: start a replacement if there is one left; otherwise go on with fewer, or give up."""
         membership = self._membership
-        self._memory.lost.append(loss)
+        if loss.worker_index in self._memory.met or not membership.records[loss.worker_index].is_guest:
+            self._memory.lost.append(loss)  # a guest that never took part leaves nothing to recover from
         self._launcher.emit("worker_lost", worker=loss.worker_index, step=membership.step, reason=loss.reason)
         record = membership.records[loss.worker_index]
         is_replaced = not record.is_guest and self._restarts.may_replace()
