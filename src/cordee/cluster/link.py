@@ -267,7 +267,7 @@ class CoordinatorLink:
         if self._is_far and time.monotonic() - self._heard_s > LONGEST_ABSENCE_S:
             message = f"the run has ended or is out of reach: nothing was heard of it for {LONGEST_ABSENCE_S:g} s"
             log.error("%s", message)
-            sys.stderr.write(f"error: {message}\n")
+            sys.stderr.write(f"cordee: {message}\n")
             os._exit(1)
         with self._telling:
             num_told = self._num_told

@@ -181,7 +181,7 @@ class DispatchLink:
             if self._order.is_far and time.monotonic() - heard_s > LONGEST_ABSENCE_S:
                 message = f"the run has ended or is out of reach: nothing was heard of it for {LONGEST_ABSENCE_S:g} s"
                 log.error("%s", message)
-                sys.stderr.write(f"error: {message}\n")
+                sys.stderr.write(f"cordee: {message}\n")
                 os._exit(1)
             try:
                 self._channel.send(Heartbeat(self.step), timeout_s=beat_s)
