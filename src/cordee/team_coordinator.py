@@ -474,6 +474,8 @@ class TeamCoordinator:
             self._memory.summaries[fields["worker"]] = msgspec.convert(fields["summary"], Summary)
         elif kind == "pace":
             self._note_pace(fields["worker"], fields["step"], fields["seconds"])
+        elif kind == "commit" and fields["generation"] < self._membership.generation:
+            pass  # of one that was given up, is back, and had not noticed: its generation is over
         elif kind == "data":
             self._memory.data = fields["fingerprint"]
         elif kind == "first_step":
