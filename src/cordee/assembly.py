@@ -210,8 +210,9 @@ def _check_autoscale(job: Job, needs: Requirements) -> None:
 
 
 def _check_address(job: Job, needs: Requirements) -> None:
-    is_served = STRATEGIES[job.strategy.name].is_served
-    if job.cluster.address and not is_served and (not needs.is_elastic or job.strategy.workers < 2):
+    if not job.cluster.address or STRATEGIES[job.strategy.name].is_served:
+        return
+    if not needs.is_elastic or job.strategy.workers < 2:
         raise JobError(
             f"cluster.address = {job.cluster.address!r} lets workers of other hosts join, which strategy "
             f"'{job.strategy.name}' with {job.strategy.workers} worker{'s' * (job.strategy.workers > 1)} cannot have: "
