@@ -45,7 +45,7 @@ def job(workspace: Workspace) -> Path:
 def test_a_plan_of_two_workers_and_of_a_cluster(workspace: Workspace, job: Path) -> None:
     workspace.timeout_s = 280.0  # a first plan makes a dozen short runs: half a minute, several on a busy machine
     first = workspace.run("plan", str(job), "--workers", "2", "--json")
-    assert first.returncode == 0, first.stderr
+    assert first.returncode == 0, first.stderr  # what is being measured stands there
     assert first.stderr.splitlines()[0] == "measuring the model layer by layer ..."
     assert "measuring this machine with 2 processes, once for all jobs ..." in first.stderr
     plan = json.loads(first.stdout)
@@ -56,7 +56,7 @@ def test_a_plan_of_two_workers_and_of_a_cluster(workspace: Workspace, job: Path)
     assert known["data_parallel", 2]["communication_s"] > 0
 
     table = workspace.run("plan", str(job), "--workers", "2")
-    assert_ended_well(table)
+    assert table.returncode == 0, table.stderr
     assert "→" in table.stdout and "runner-up: " in table.stdout
 
     options = ("--workers", "2", "--set", "training.steps=60", "--run-dir", "run")
@@ -68,7 +68,7 @@ def test_a_plan_of_two_workers_and_of_a_cluster(workspace: Workspace, job: Path)
     assert "strategy auto is " in (workspace.path / "run" / "logs" / "launcher.log").read_text()
 
     played = workspace.run("simulate", "--job", str(job), "--here", "--json")  # with what the plan has measured
-    assert_ended_well(played)
+    assert played.returncode == 0, played.stderr
     ways = {(way["strategy"].split()[0], way["workers"]): way for way in json.loads(played.stdout)["outcomes"]}
     others = {(name, 2) for name in ("data_parallel", "parameter_server", "pipeline", "sharded", "tensor")}
     assert {("single", 1)} | others <= ways.keys()
@@ -78,19 +78,16 @@ def test_a_plan_of_two_workers_and_of_a_cluster(workspace: Workspace, job: Path)
 
     (workspace.path / "cluster.toml").write_text(CLUSTER)
     cluster = workspace.run("plan", str(job), "--cluster", "cluster.toml", "--json")
-    assert_ended_well(cluster)
+    assert cluster.returncode == 0, cluster.stderr
     elsewhere = json.loads(cluster.stdout)
     assert max(found["workers"] for found in elsewhere["predictions"]) == 4
     workers = [tenant for tenants in elsewhere["placement"].values() for tenant in tenants]
     assert len(workers) == elsewhere["choice"]["workers"]
 
     (workspace.path / "small.toml").write_text(CLUSTER.replace("16 GB", "1 kB"))
-    assert_refused(
-        workspace.run("plan", str(job), "--cluster", "small.toml"),
-        2,
-        "no strategy fits into memory: ",
-        "Lower training.batch_size",
-    )
+    small = workspace.run("plan", str(job), "--cluster", "small.toml")
+    assert small.returncode == 2 and "Traceback" not in small.stderr
+    assert "no strategy fits into memory: " in small.stderr and "Lower training.batch_size" in small.stderr
 
 
 def test_a_mistake_in_the_cluster_file(workspace: Workspace, job: Path) -> None:
