@@ -88,6 +88,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in found if event["type"] == kind]
 
 
+@pytest.mark.long
 def test_a_team_that_waits_gets_smaller_and_its_threads_can_be_changed(tmp_path: Path) -> None:
     (tmp_path / "uneven.py").write_text(UNEVEN)
     (tmp_path / "job.toml").write_text(JOB)

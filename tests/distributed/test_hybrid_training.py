@@ -9,7 +9,7 @@ from crew import Crew
 from driving import Table, job, largest_difference, train_together
 from splitting import JOBS, TOKENS, References, check_equal
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.timeout(150)
 
 # Batches of 97 = 3 · 32 + 1 samples: a whole copy of the model has nothing to do in the last step of an epoch.
 CASES: dict[str, tuple[str, Table]] = {
@@ -39,12 +39,18 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
     return References(tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize("case", CASES)
+IN_SHORT = "mlp, pipeline of slices"
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == IN_SHORT else pytest.param(case, marks=pytest.mark.long) for case in CASES]
+)
 def test_four_workers_equal_one(four: Crew, case: str, references: References, tmp_path: Path) -> None:
     name, settings = CASES[case]
     check_equal(four, JOBS[name], {"name": "hybrid", **settings}, references(JOBS[name]), tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["Skipping", "partly_frozen"])
 def test_a_sharded_pipeline_of_ones_own_model(four: Crew, model: str, references: References, tmp_path: Path) -> None:
     """With weight decay: what has no gradient is left alone, and a copy without samples waits."""
@@ -57,6 +63,7 @@ def test_a_sharded_pipeline_of_ones_own_model(four: Crew, model: str, references
     check_equal(four, table, strategy, references(table), tmp_path)
 
 
+@pytest.mark.long
 def test_slices_that_are_recomputed_draw_the_same_masks(four: Crew, tmp_path: Path) -> None:
     table = job(
         model={"use": "gpt", "num_layers": 2, "embedding_width": 32, "dropout": 0.2},
@@ -72,6 +79,7 @@ def test_slices_that_are_recomputed_draw_the_same_masks(four: Crew, tmp_path: Pa
     assert largest_difference(kept, again) == 0.0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "strategy",
@@ -85,6 +93,7 @@ def test_eight_workers_on_three_axes(eight: Crew, strategy: Table, references: R
     check_equal(eight, JOBS["gpt"], {"name": "hybrid", **strategy}, references(JOBS["gpt"]), tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("other", ["data", "tensor"])
 def test_eight_workers_with_a_sharded_pipeline(eight: Crew, other: str, references: References, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def events_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
+@pytest.mark.long
 def test_two_runs_of_two_workers_side_by_side(tmp_path: Path) -> None:
     """They do not collide, equal one worker in every step, and leave a whole run directory each."""
     path = write_job(tmp_path, training={"steps": 30}, checkpoint={"every_steps": 10}, evaluation={"every_steps": 10})
@@ -113,6 +114,7 @@ def test_parts_that_live_in_this_process_need_one_worker(tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_what_every_worker_says_is_the_reason(tmp_path: Path) -> None:
     """No worker is the cause where none can form the group: here no segment of shared memory can be made."""
     path = write_job(tmp_path)

@@ -244,6 +244,7 @@ def test_a_lone_server_comes_back_from_the_last_checkpoint_and_says_what_is_lost
     assert any("its parameters go on from step-" in message and "are lost" in message for message in messages)
 
 
+@pytest.mark.long
 def test_free_running_workers_do_not_stop_for_one_that_is_lost(tmp_path: Path) -> None:
     # Snapshots wait for everybody: there are none here.
     no_snapshots = ("checkpoint.every_steps = 0", "evaluation.every_epochs = 0")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-KILLS = int(os.environ.get("CORDEE_FAULT_TRIALS", "0")) or 3
+KILLS = int(os.environ.get("CORDEE_FAULT_TRIALS", "0")) or 2
 TIMEOUT_S = 120.0
 # Of the time an undisturbed process spends on training, how long it may train before it is killed. Together
 # the attempts get less than the whole, so that all of them are killed in the middle.

@@ -252,9 +252,10 @@ cordee.meeting.MeetingStore.set = tell_and_go
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("key", "number"),
-    [("/gloo/", "SIGSTOP"), pytest.param("/member/", "SIGKILL", marks=pytest.mark.long)],
+    [("/gloo/", "SIGSTOP"), ("/member/", "SIGKILL")],
 )
 def test_one_is_lost_while_the_next_group_is_formed(tmp_path: Path, undisturbed: str, key: str, number: str) -> None:
     """The others do not wait for it: they hear from the coordinator that the meeting is off."""
@@ -293,6 +294,7 @@ def test_sigterm_makes_a_worker_leave_in_order(tmp_path: Path, undisturbed: str)
         assert run.of("generation")[-1]["members"] == [0, 2]
 
 
+@pytest.mark.long
 def test_a_run_is_scaled_up_and_down(tmp_path: Path, undisturbed: str) -> None:
     with launch(tmp_path, "--strategy", "auto") as run:
         run.wait_for_step(10)
@@ -383,6 +385,7 @@ def joining(wires: Wires, ticket: Path, folder: Path) -> Iterator[subprocess.Pop
             guest.kill()
 
 
+@pytest.mark.long
 def test_a_worker_of_another_host_joins_is_cut_off_comes_back_and_is_killed(tmp_path: Path, undisturbed: str) -> None:
     (tmp_path / "slowly").touch()
     with two_networks() as wires, launch(tmp_path, "--set", "cluster.address=10.99.0.1", wires=wires) as run:
@@ -442,6 +445,7 @@ def test_too_few_workers_save_and_end(tmp_path: Path) -> None:
         assert run.summary()["status"] == "failed"
 
 
+@pytest.mark.long
 def test_too_few_workers_wait_for_others(tmp_path: Path, undisturbed: str) -> None:
     with launch(tmp_path, "--set", "cluster.max_restarts=0", "--set", "cluster.min_workers=2") as run:
         run.wait_for_step(10)
@@ -457,6 +461,7 @@ def test_too_few_workers_wait_for_others(tmp_path: Path, undisturbed: str) -> No
         check_held(run, undisturbed, recoveries=1)
 
 
+@pytest.mark.long
 def test_a_step_that_kills_every_time_is_given_up(tmp_path: Path) -> None:
     (tmp_path / "deadly.py").write_text(
         "import os, signal, torch\n"
@@ -502,6 +507,7 @@ def test_ctrl_c_twice_ends_at_once(launched: Launched) -> None:
     assert summary["steps"] >= 5 and summary["samples"] >= 5
 
 
+@pytest.mark.long
 def test_a_killed_launcher_leaves_nothing_and_can_be_resumed(tmp_path: Path, undisturbed: str) -> None:
     with launch(tmp_path) as run:
         run.wait_for_step(60)
@@ -537,6 +543,7 @@ def test_a_worker_that_raises_is_reported_once(tmp_path: Path) -> None:
     assert "this worker has had enough" in (run.run_dir / "logs" / "worker-1.log").read_text()
 
 
+@pytest.mark.long
 def test_a_worker_that_exits_early_is_named(tmp_path: Path) -> None:
     (tmp_path / "leaver.py").write_text(
         "import os, torch\n"
