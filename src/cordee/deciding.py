@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from cordee.assembly import Assembly
 from cordee.core import Job
 from cordee.core.components import LIVE_PREFIX
@@ -17,7 +19,7 @@ from cordee.data.datasets import IterableSource
 from cordee.planner import Candidate, Prediction, Work, search
 from cordee.planner.cache import keep, read_kept
 from cordee.planner.costs import MODELS, in_time, mesh_of, predict
-from cordee.planner.machine import free_memory_bytes
+from cordee.planner.machine import free_memory_bytes, is_busy
 from cordee.planner.pipelines import num_chunks_of
 from cordee.planner.profile import ModelProfile
 from cordee.planner.search import CLOSE, is_candidate
@@ -37,6 +39,7 @@ class Decision:
     job: Job
     prediction: Prediction | None
     reason: str
+    is_sure: bool = True  # what it is predicted from was measured on a quiet machine
 
 
 def plans_first(asked: Job) -> bool:
@@ -58,7 +61,8 @@ def decide(asked: Job, parts: Assembly, *, may_measure: bool = True) -> Decision
     workers = parts.job.strategy.workers
     predictions = [p for p in search(work, workers) if p.workers == workers]
     if not is_auto:
-        return Decision(parts.job, _as_asked(parts.job, work), "the strategy is the one that the job says")
+        reason = "the strategy is the one that the job says"
+        return Decision(parts.job, _as_asked(parts.job, work), reason, is_sure)
     usual = next((p for p in predictions if p.strategy == parts.job.strategy.name), None)
     for prediction, job in _that_run(asked, parts, predictions) if is_sure else ():
         if usual is not None and usual.fits and prediction.step_s > usual.step_s * (1 - CLOSE):
@@ -67,7 +71,10 @@ def decide(asked: Job, parts: Assembly, *, may_measure: bool = True) -> Decision
             return Decision(job, prediction, _compared(prediction, usual))
     if usual is None:
         return Decision(parts.job, None, "the usual choice")
-    return Decision(parts.job, usual, f"{usual.strategy}, {in_time(usual.step_s)} a step: {usual.note}")
+    reason = f"{usual.strategy}, {in_time(usual.step_s)} a step: {usual.note}"
+    if not is_sure:
+        reason += "; other programs were using the machine when that was measured, so nothing else was looked at"
+    return Decision(parts.job, usual, reason, is_sure)
 
 
 def predict_as(job: Job, parts: Assembly) -> Prediction | None:
@@ -116,7 +123,9 @@ def _profile(parts: Assembly, *, may_measure: bool) -> tuple[ModelProfile | None
         step_s = estimate_step_s(parts)
         if step_s > QUICK_STEP_S:
             return None, f"the model was not profiled, as its step takes {in_time(step_s)}: `cordee plan` does so"
+        busy = is_busy()
         profile = take_profile(assemble_alone(parts.job), budget_s=QUICK_BUDGET_S)
+        profile = msgspec.structs.replace(profile, was_busy=busy)
     except Exception as error:  # noqa: BLE001 - a model that cannot be profiled may still be trained
         return None, f"the model could not be profiled: {type(error).__name__}: {error}"
     keep("profiles", key, profile)

@@ -50,7 +50,7 @@ from cordee.replanning import Replanner
 from cordee.run import Run
 from cordee.served import ServedRun, check_served
 from cordee.session import Session
-from cordee.strategies import STRATEGIES, choose_strategy
+from cordee.strategies import STRATEGIES, choose_strategy, refuse_others_settings
 from cordee.team_run import TeamRun
 from cordee.version import __version__
 
@@ -72,6 +72,7 @@ def train(
     """
     memory = MemoryWatch()
     asked = _as_job(job, overrides)
+    refuse_others_settings(asked)
     strategy = msgspec.structs.replace(asked.strategy, name=choose_strategy(asked))
     job = msgspec.structs.replace(asked, strategy=strategy)
     path = _run_path(job, run_dir, resume)
@@ -201,6 +202,7 @@ def _with_prediction(summary: Summary, decision: Decision) -> Summary:
         summary,
         predicted_step_seconds=decision.prediction.step_s,
         predicted_memory_bytes=round(decision.prediction.memory_bytes),
+        prediction_is_sure=decision.is_sure,
     )
 
 

@@ -21,7 +21,7 @@ from cordee.planner import Plan, Prediction, Work, choose, load_cluster, search
 from cordee.planner.cache import keep, key_of, read_kept
 from cordee.planner.machine import Machine, Overhead, describe_machine, free_memory_bytes, is_busy
 from cordee.planner.placement import place
-from cordee.planner.plan import refuse_without_room
+from cordee.planner.plan import refuse_without_choice, refuse_without_room
 from cordee.planner.profile import ModelProfile
 from cordee.planner.search import CLOSE, is_candidate
 from cordee.planner.site import Site, ThisMachine
@@ -77,6 +77,8 @@ def plan_and_work(
     tell: Callable[[str], None] = lambda doing: None,
 ) -> tuple[Plan, Work]:
     """Return the plan, and what it was made from."""
+    if workers is not None and (type(workers) is not int or workers < 1):
+        raise JobError(f"workers = {workers!r} is not a number of workers to look at: give 1 or more")
     site: Site | None = None if cluster is None else load_cluster(Path(cluster))
     most = workers or (max(job.strategy.workers, usable_cores()) if site is None else len(site.devices))
     if site is not None and most > len(site.devices):
@@ -102,6 +104,7 @@ def plan_and_work(
     available = sorted(STRATEGIES)
     refuse_without_room(predictions, available)
     accepted, refusals = _accepted(job, parts, predictions)
+    refuse_without_choice(accepted, refusals)
     choice, runner_up = choose(accepted, available)
     made = Plan(
         job=job.name,
@@ -166,22 +169,49 @@ def crew_sizes(most_workers: int) -> list[int]:
 
 
 def _accepted(job: Job, parts: Assembly, predictions: Sequence[Prediction]) -> tuple[list[Prediction], dict[str, str]]:
-    """Return the predictions that a choice is made from, as far as they are needed, and why other strategies would not
-    run the job. Settings of the job do not count: the plan is to say which strategy to take.
+    """Return the predictions that a choice is made from or compared with, and why others would not run the job.
+
+    Settings of the job do not count: the plan is to say which strategy to take.
     """
     asked = msgspec.structs.replace(job, strategy=msgspec.structs.replace(job.strategy, settings={}))
+    able = [p for p in predictions if p.strategy in STRATEGIES and is_candidate(p)]
+    most = max(prediction.workers for prediction in predictions)
     accepted: list[Prediction] = []
-    refusals: dict[str, str] = {}
-    for prediction in predictions:
-        if prediction.strategy not in STRATEGIES or prediction.strategy in refusals or not is_candidate(prediction):
-            continue
-        if (reason := refusal(asked, parts, prediction)) is not None:
-            refusals[prediction.strategy] = reason
-        else:
+    refused: dict[str, dict[str, str]] = {}  # strategy -> its predictions -> why
+    hopeless: set[str] = set()  # refused for the same reason whatever the number of workers
+
+    def look_at(prediction: Prediction) -> None:
+        reason = refusal(asked, parts, prediction)
+        if reason is None:
             accepted.append(prediction)
-        if len(accepted) >= 2 and accepted[0].step_s * (1 + CLOSE) < prediction.step_s:
-            break  # slower than what is chosen from
-    return accepted, refusals
+            return
+        known = refused.setdefault(prediction.strategy, {})
+        if reason in known.values():
+            hopeless.add(prediction.strategy)
+        known[prediction.name] = reason
+
+    passed_over = []
+    for prediction in able:
+        is_slow = len(accepted) >= 2 and accepted[0].step_s * (1 + CLOSE) < prediction.step_s
+        if is_slow and prediction.workers != most:
+            passed_over.append(prediction)  # neither chosen from nor spoken of
+        elif prediction.strategy not in hopeless:
+            look_at(prediction)
+    for prediction in passed_over:
+        if prediction.strategy in refused and prediction.strategy not in hopeless:
+            look_at(prediction)
+    return sorted(accepted, key=able.index), _told(accepted, refused)
+
+
+def _told(accepted: Sequence[Prediction], refused: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return reasons by strategy, where it has one for all numbers of workers, else by strategy and number."""
+    refusals: dict[str, str] = {}
+    for strategy, reasons in refused.items():
+        if len(set(reasons.values())) == 1 and all(prediction.strategy != strategy for prediction in accepted):
+            refusals[strategy] = next(iter(reasons.values()))
+        else:
+            refusals |= reasons
+    return refusals
 
 
 def _measure(

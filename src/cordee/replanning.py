@@ -60,7 +60,7 @@ class Replanner:
             "warning",
             message=f"with {num_workers} workers {best.label} is predicted to take {in_time(best.step_s)} a step, and "
             f"{current.strategy.name} {in_time(own.step_s)}: to change, end the run and go on with --resume "
-            f"--workers {num_workers}",
+            f"--workers {num_workers} --strategy {best.strategy}",
         )
 
 

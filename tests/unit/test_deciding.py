@@ -22,6 +22,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send", "copy")
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORDEE_CACHE", str(tmp_path))
+    monkeypatch.setattr("cordee.deciding.is_busy", lambda: False)  # whatever else this machine does
 
 
 def job(workers: int = 2, **strategy: object) -> cordee.Job:
@@ -109,6 +110,14 @@ def test_the_faster_strategy_is_taken_and_the_reason_names_both() -> None:
     assert found.prediction is not None and found.prediction.strategy == found.job.strategy.name
     assert "data_parallel would take 5" in found.reason
     assemble(found.job, Team(num_workers=2))  # it runs as it is
+
+
+def test_a_profile_of_a_busy_machine_is_marked_and_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    know_the_machine(all_reduce=5.0)
+    monkeypatch.setattr("cordee.deciding.is_busy", lambda: True)
+    found = decided(job(2))
+    assert found.job.strategy.name == "data_parallel" and not found.is_sure
+    assert "other programs were using the machine" in found.reason
 
 
 def test_a_setting_that_only_one_strategy_has_decides() -> None:

@@ -53,6 +53,12 @@ def test_what_is_not_a_job() -> None:
         train(5)  # type: ignore[arg-type]
 
 
+def test_auto_says_which_strategy_has_no_such_setting() -> None:
+    with pytest.raises(JobError, match="the job's strategy is 'auto', which takes 'single' here: remove it"):
+        train(small_job(strategy={"name": "auto", "microbatches": 4}))
+    assert not list(Path().glob("runs/*"))
+
+
 def test_the_public_names_are_enough() -> None:
     job = cordee.Job(
         model=cordee.Use("mlp", hidden=(4,)),

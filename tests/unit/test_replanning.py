@@ -38,7 +38,7 @@ def test_every_new_size_is_planned_once() -> None:
     assert (two["workers"], two["strategy"]) == (2, "data_parallel")
     assert two["predicted_step_seconds"] > 5.0 > two["best_step_seconds"] > 0
     assert proposal["message"].startswith(f"with 2 workers {two['best']}")
-    assert proposal["message"].endswith("end the run and go on with --resume --workers 2")
+    assert proposal["message"].endswith(f"go on with --resume --workers 2 --strategy {two['best']}")
     assert (one["workers"], one["best"]) == (1, "single")
     assert one["predicted_step_seconds"] == pytest.approx(one["best_step_seconds"])
 

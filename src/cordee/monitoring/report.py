@@ -152,7 +152,10 @@ def _forecast(summary: Summary) -> str:
     if not predicted_s or not measured_s:
         return ""
     error = predicted_s / measured_s - 1
-    return f"{1e3 * predicted_s:.3g} ms a step, measured {1e3 * measured_s:.3g} ms ({error:+.0%})"
+    text = f"{1e3 * predicted_s:.3g} ms a step, measured {1e3 * measured_s:.3g} ms ({error:+.0%})"
+    if summary.prediction_is_sure is False:
+        text += "; predicted from a profile of a busy machine: `cordee plan` again when it is quiet"
+    return text
 
 
 def _recoveries(summary: Summary) -> str:

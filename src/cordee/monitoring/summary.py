@@ -33,6 +33,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     best_step: int | None = None  # of the best evaluation
     peak_memory_bytes: int | None = None  # of the worker that took most, what it shares with others not counted
     predicted_memory_bytes: int | None = None
+    prediction_is_sure: bool | None = None  # False: from measurements beside other programs
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None  # from 0 to 1

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
 from cordee.core.errors import JobError
 
-_SIZES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
+_SIZES = {
+    "b": 1.0,
+    "kb": 1e3,
+    "mb": 1e6,
+    "gb": 1e9,
+    "tb": 1e12,
+    "kib": 2.0**10,
+    "mib": 2.0**20,
+    "gib": 2.0**30,
+    "tib": 2.0**40,
+}
 _RATES = {"bit/s": 0.125, "kbit/s": 125.0, "mbit/s": 125e3, "gbit/s": 125e6, "tbit/s": 125e9}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ/]*)\s*", re.IGNORECASE)
@@ -39,4 +50,6 @@ def _parse(value: str | float, units: Mapping[str, float], key: str) -> float:
         amount = 0.0
     if amount <= 0 and units is not _TIMES:
         raise JobError(f"{key} = {value!r} must be above 0")
+    if not math.isfinite(amount):
+        raise JobError(f"{key} = {value!r} is more than can be computed with: write a smaller number")
     return amount

@@ -29,6 +29,9 @@ from cordee.core.settings import Section
 from cordee.planner.amounts import parse_latency, parse_rate, parse_size
 from cordee.planner.site import DescribedCluster, Device, Link
 
+MOST_DEVICES = 100_000  # as many as a scenario may have workers
+MOST_SPEED = 1e9  # times this machine: far above any device, and no time comes out as nothing
+
 
 class DeviceKind(Section, frozen=True, kw_only=True):
     """A kind of device."""
@@ -95,6 +98,11 @@ def read_cluster(table: Mapping[str, Any]) -> DescribedCluster:
     for index, entry in enumerate(file.hosts, start=1):
         host = _host(f"hosts[{index}]", entry, kinds)
         used.add(host.device)
+        if len(devices) + host.count * host.devices > MOST_DEVICES:
+            raise JobError(
+                f"host '{host.name}': with count = {host.count} and devices = {host.devices} the cluster has more than "
+                f"{MOST_DEVICES:,} devices: describe a part of it"
+            )
         for number in range(1, host.count + 1):
             name = host.name if host.count == 1 else f"{host.name}-{number}"
             if name in networks:
@@ -116,8 +124,8 @@ def _device_kind(name: str, table: Any) -> DeviceKind:
         if isinstance(table, Mapping) and key not in table:
             raise JobError(f"[devices.{name}] has no '{key}': add it")
     kind: DeviceKind = read_section(f"devices.{name}", _floats(table, "speed"), DeviceKind)
-    if not kind.speed > 0:
-        raise JobError(f"devices.{name}.speed = {kind.speed} must be above 0")
+    if not 0 < kind.speed <= MOST_SPEED:
+        raise JobError(f"devices.{name}.speed = {kind.speed} must be above 0 and at most {MOST_SPEED:g}")
     return kind
 
 

@@ -23,7 +23,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     available: list[str]  # strategies of this version
     choice: Prediction | None
     runner_up: Prediction | None
-    refusals: dict[str, str]  # strategies that would not run this job, and why
+    refusals: dict[str, str]  # strategies, or those on some number of workers, that would not run this job, and why
     profile_s: float  # spent on measuring; next to nothing where it was cached
     search_s: float
     is_cached: bool
@@ -35,30 +35,32 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         found = (p for p in self.predictions if (p.strategy, p.workers) == (strategy, workers))
         return next(found, None)
 
+    def is_refused(self, prediction: Prediction) -> bool:
+        """Return whether the strategy is known to refuse the job."""
+        return prediction.strategy in self.refusals or prediction.name in self.refusals
+
     def explain(self) -> list[str]:
         """Return why, in plain sentences. The first one names the choice."""
         if self.choice is None:
             return [no_room(self.predictions, self.available)]
         choice, lines = self.choice, []
-        lines.append(f"choice: {choice.label} on {_workers(choice)}, {in_time(choice.step_s)} a step: {choice.note}")
+        lines.append(f"choice: {choice.name}, {in_time(choice.step_s)} a step: {choice.note}")
         if self.runner_up is not None:
             lines.append(_against(choice, self.runner_up))
         alone = self.find("single", 1)
         if alone is not None and choice.workers > 1 and alone is not self.runner_up:
             gain = alone.step_s / choice.step_s
-            lines.append(f"one worker would take {in_time(alone.step_s)}: {_workers(choice)} are {gain:.2f}× as fast")
+            lines.append(f"one worker would take {in_time(alone.step_s)}: {choice.crowd} are {gain:.2f}× as fast")
         others = [p for p in self.predictions if p.strategy not in self.available and p.fits]
         if others and others[0].step_s < choice.step_s * (1 - CLOSE):
-            lines.append(f"{_named(others[0])} would take {in_time(others[0].step_s)}, but is not in this version")
+            lines.append(f"{others[0].name} would take {in_time(others[0].step_s)}, but is not in this version")
         for prediction in self._others():
             took = in_time(prediction.step_s)
-            lines.append(
-                f"{_named(prediction)} would take {took}" + (f": {prediction.note}" if prediction.note else "")
-            )
-        lines += [f"{strategy} would refuse the job: {reason}" for strategy, reason in self.refusals.items()]
+            lines.append(f"{prediction.name} would take {took}" + (f": {prediction.note}" if prediction.note else ""))
+        lines += [f"{name} would refuse the job: {reason}" for name, reason in self.refusals.items()]
         for prediction in self.predictions:
             if not prediction.fits and prediction.strategy in self.available:
-                lines.append(f"{_named(prediction)} does not fit: {_lack(prediction)}")
+                lines.append(f"{prediction.name} does not fit: it lacks {_lack(prediction)}")
         if self.was_busy:
             lines.append("other programs were using this machine while it was measured: plan again when it is quiet")
         return lines
@@ -69,7 +71,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             p
             for p in self.predictions
             if p.strategy in self.available
-            and p.strategy not in self.refusals
+            and not self.is_refused(p)
             and p.fits
             and p.workers == max(other.workers for other in self.predictions)
             and p not in (self.choice, self.runner_up)
@@ -89,10 +91,17 @@ def refuse_without_room(predictions: list[Prediction], available: list[str]) -> 
         raise JobError(no_room(predictions, available))
 
 
+def refuse_without_choice(accepted: list[Prediction], refusals: dict[str, str]) -> None:
+    """Raise JobError, with the reasons, if whatever fits into memory would refuse the job."""
+    if not accepted:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+        raise JobError(f"no strategy that fits into memory would run this job. {reasons}")
+
+
 def no_room(predictions: list[Prediction], available: list[str]) -> str:
     nearest = min((p for p in predictions if p.strategy in available), key=lambda p: p.missing_bytes)
     return (
-        f"no strategy fits into memory: {_named(nearest)} comes nearest, and lacks {_lack(nearest)}. "
+        f"no strategy fits into memory: {nearest.name} comes nearest, and lacks {_lack(nearest)}. "
         "Lower training.batch_size, raise training.accumulate, or take machines with more memory"
     )
 
@@ -108,12 +117,4 @@ def _against(choice: Prediction, other: Prediction) -> str:
     slower = other.step_s / choice.step_s - 1
     how = "as fast, as far as can be predicted" if abs(slower) <= CLOSE else f"{slower:.0%} slower"
     why = f": {other.note}" if other.note else ""
-    return f"runner-up: {other.label} on {_workers(other)}, {in_time(other.step_s)} a step, {how}{why}"
-
-
-def _named(prediction: Prediction) -> str:
-    return f"{prediction.label} on {_workers(prediction)}"
-
-
-def _workers(prediction: Prediction) -> str:
-    return "1 worker" if prediction.workers == 1 else f"{prediction.workers} workers"
+    return f"runner-up: {other.name}, {in_time(other.step_s)} a step, {how}{why}"

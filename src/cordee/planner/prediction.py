@@ -50,6 +50,15 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         parts = [f"{key} {_short(value)}" for key, value in self.settings.items()]
         return self.strategy + (f" ({', '.join(parts)})" if parts else "")
 
+    @property
+    def crowd(self) -> str:
+        return "1 worker" if self.workers == 1 else f"{self.workers} workers"
+
+    @property
+    def name(self) -> str:
+        """What sets it apart from the others of a plan."""
+        return f"{self.label} on {self.crowd}"
+
 
 @dataclass(frozen=True)
 class Work:

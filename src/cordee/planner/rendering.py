@@ -10,6 +10,8 @@ from cordee.planner.costs import in_bytes, in_time
 from cordee.planner.plan import Plan
 from cordee.planner.prediction import Prediction
 
+_MARKS = {"✗": "does not fit into memory, or would refuse the job", "·": "is not in this version"}
+
 
 def render_plan(plan: Plan) -> RenderableType:
     """Return the table of predictions, and below it the choice and why."""
@@ -21,8 +23,8 @@ def render_plan(plan: Plan) -> RenderableType:
         style = "bold green" if prediction is plan.choice else "" if _can_run(plan, prediction) else "bright_black"
         table.add_row(*_cells(plan, prediction), style=style)
     lines = [Text(line) for line in plan.explain()]
-    if any(not _can_run(plan, prediction) for prediction in plan.predictions):
-        lines.append(Text("grey: does not fit, or is not in this version", "bright_black"))
+    marks = {_mark(plan, prediction) for prediction in plan.predictions}
+    lines += [Text(f"{mark} {meaning}", "bright_black") for mark, meaning in _MARKS.items() if mark in marks]
     for host, tenants in plan.placement.items():
         lines.append(Text(f"{host}: {', '.join(tenants)}", "bright_black"))
     spent = "profile from the cache" if plan.is_cached else f"profiled in {in_time(plan.profile_s)}"
@@ -31,13 +33,20 @@ def render_plan(plan: Plan) -> RenderableType:
 
 
 def _can_run(plan: Plan, prediction: Prediction) -> bool:
-    return prediction.fits and prediction.strategy in plan.available
+    return _mark(plan, prediction) not in _MARKS
+
+
+def _mark(plan: Plan, prediction: Prediction) -> str:
+    if prediction is plan.choice:
+        return "→"
+    if prediction.strategy not in plan.available:
+        return "·"
+    return "✗" if not prediction.fits or plan.is_refused(prediction) else ""
 
 
 def _cells(plan: Plan, prediction: Prediction) -> list[str]:
-    mark = "→" if prediction is plan.choice else "✗" if not prediction.fits else ""
     return [
-        mark,
+        _mark(plan, prediction),
         prediction.label,
         str(prediction.workers),
         in_time(prediction.step_s),

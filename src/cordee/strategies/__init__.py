@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from cordee.strategies.choice import STRATEGIES, choose_strategy, make_strategy
+from cordee.strategies.choice import STRATEGIES, choose_strategy, make_strategy, refuse_others_settings
 from cordee.strategies.strategy import Requirements, Strategy, Update
 
-__all__ = ["STRATEGIES", "Requirements", "Strategy", "Update", "choose_strategy", "make_strategy"]
+__all__ = [
+    "STRATEGIES",
+    "Requirements",
+    "Strategy",
+    "Update",
+    "choose_strategy",
+    "make_strategy",
+    "refuse_others_settings",
+]

@@ -61,7 +61,7 @@ def make_strategy(job: Job, computation: Computation) -> Strategy:
     """Return the job's strategy, ready for `setup`. Raises JobError for settings it does not have."""
     name = choose_strategy(job)
     entry = STRATEGIES[name]
-    _refuse_others_settings(name, job.strategy.settings)
+    refuse_others_settings(job)
     if job.training.reproducible and not entry.can_reproduce:
         able = [other for other, known in STRATEGIES.items() if known.can_reproduce]
         raise JobError(
@@ -75,14 +75,17 @@ def make_strategy(job: Job, computation: Computation) -> Strategy:
     return strategy
 
 
-def _refuse_others_settings(name: str, given: Mapping[str, Any]) -> None:
-    """Say whose a setting is that the strategy does not have, where it is somebody's."""
+def refuse_others_settings(job: Job) -> None:
+    """Raise JobError for a setting that the job's strategy does not have, and say whose it is."""
+    name, given = choose_strategy(job), job.strategy.settings
+    is_auto = job.strategy.name == "auto"
+    asked = f"'auto', which takes '{name}' here" if is_auto else f"'{name}'"
     own = (*STRATEGIES[name].settings.__struct_fields__, *STRATEGIES[name].borrowed_keys(given))
     for key in given:
         owners = [other for other, entry in STRATEGIES.items() if key in entry.settings.__struct_fields__]
         if key not in own and owners:
             raise JobError(
-                f"strategy.{key} is a setting of {_listed(owners)}, the job's strategy is '{name}': "
+                f"strategy.{key} is a setting of {_listed(owners)}, the job's strategy is {asked}: "
                 f"remove it, or set strategy.name = '{owners[0]}'"
             )
         if key not in own:

@@ -45,6 +45,14 @@ def test_the_result_of_a_run():
     ]
 
 
+def test_a_prediction_from_a_busy_machine_is_told_as_such():
+    predicted = msgspec.structs.replace(DONE, predicted_step_seconds=0.004, step_seconds=0.002)
+    assert "  prediction     4 ms a step, measured 2 ms (+100%)" in printed(render_result(predicted, "runs/x"))
+    unsure = msgspec.structs.replace(predicted, prediction_is_sure=False)
+    told = " ".join(" ".join(printed(render_result(unsure, "runs/x"))).split())
+    assert "(+100%); predicted from a profile of a busy machine: `cordee plan` again when it is quiet" in told
+
+
 def test_how_late_gradients_were():
     def told(ages: dict[str, int]) -> list[str]:
         lines = printed(render_result(msgspec.structs.replace(DONE, staleness=ages), "runs/x"))

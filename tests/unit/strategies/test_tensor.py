@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from small_jobs import small_job
-from torch import nn
+from torch import Tensor, nn
 
 from cordee.assembly import assemble
 from cordee.cluster import Team
@@ -16,6 +17,21 @@ from cordee.models.slicing import choose_slicing
 
 TOKENS = {"use": "synthetic", "kind": "tokens", "shape": [8], "num_classes": 30, "size": 40, "test_size": 8}
 IMAGES = {"use": "synthetic", "shape": [1, 28, 28], "num_classes": 10, "size": 40, "test_size": 8}
+
+
+PAIR = {"first": "column", "last": "row"}
+
+
+class Softmaxed(nn.Module):
+    """What is between its layers looks at all of the activations."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(input_shape[0], 8), nn.Linear(8, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        last: Tensor = self.last(torch.softmax(self.first(inputs), -1))
+        return last
 
 
 def perceptron(*hidden: int) -> nn.Module:
@@ -54,6 +70,13 @@ def test_both_ends_of_a_transformer_are_split_along_one_side() -> None:
             {"plan": {"linear1": "row"}, "workers": 4},
             "the 6 inputs of 'linear1' cannot be shared out evenly over 4",
         ),
+        (
+            {},
+            {"plan": {"linear1": "column"}},
+            r"plan does not fit the model \(mat1 and mat2 .*\): a layer of the",
+        ),
+        ({"data": IMAGES}, {"plan": {"classifier": "column"}}, "plan changes what the model computes: a layer of"),
+        ({"model": {"use": "test_tensor:Softmaxed"}}, {"plan": PAIR}, "plan changes what the model computes"),
         ({"optimizer": {"use": "adafactor"}}, {}, "'Adafactor' may look at whole parameters, and strategy 'tensor'"),
         ({}, {"stages": 2}, "strategy.stages is a setting of 'pipeline', the job's strategy is 'tensor'"),
     ],
@@ -62,3 +85,17 @@ def test_what_it_refuses(parts: dict[str, Any], settings: dict[str, Any], messag
     job = small_job(strategy={"name": "tensor", "workers": 2, **settings}, **parts)
     with pytest.raises(CordeeError, match=message):
         assemble(job, Team(num_workers=job.strategy.workers, num_local_workers=2))
+
+
+def test_a_plan_that_keeps_the_result_passes_the_rehearsal() -> None:
+    plan = {"linear1": "column", "linear2": "row", "classifier": "scatter"}
+    for strategy in (
+        {"name": "tensor", "workers": 2},
+        {"name": "hybrid", "workers": 4, "mesh": {"sharded": 2, "tensor": 2}},
+        {"name": "hybrid", "workers": 4, "mesh": {"pipeline": 2, "tensor": 2}},
+    ):
+        job = small_job(model={"use": "mlp", "hidden": [8, 8]}, strategy={**strategy, "plan": plan})
+        assemble(job, Team(num_workers=job.strategy.workers, num_local_workers=2))
+        wrong = small_job(model={"use": "mlp", "hidden": [8, 8]}, strategy={**strategy, "plan": {"linear1": "row"}})
+        with pytest.raises(CordeeError, match=r"strategy\.plan does not fit the model"):
+            assemble(wrong, Team(num_workers=job.strategy.workers, num_local_workers=2))

@@ -12,7 +12,7 @@ from cordee.planner.simulator.crowd import CrowdOutcome
 from cordee.planner.simulator.scenario import Scenario
 
 WIDTH, HEIGHT = 720, 360
-LEFT, RIGHT, TOP, BOTTOM = 56, 132, 40, 48
+LEFT, RIGHT, TOP, BOTTOM = 80, 132, 40, 48
 _COLOURS = ("#1f6fb2", "#c8553d", "#3a8f5c", "#7a5ba6")
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 760px; margin: 2em auto; color: #222; }
@@ -23,22 +23,25 @@ th { border-bottom: 1px solid #999; font-weight: 600; } svg { max-width: 100%; h
 
 def draw_page(scenario: Scenario, outcomes: Sequence[CrowdOutcome]) -> str:
     """Return the page."""
+    outcomes = sorted(outcomes, key=lambda outcome: outcome.workers)
     shares = {
         "computing": [(o.workers, o.efficiency) for o in outcomes],
         "exchanging": [(o.workers, o.exchange_share) for o in outcomes],
         "idle": [(o.workers, o.idle_share) for o in outcomes],
     }
     if scenario.mtbf_s:
-        shares["kept by saving"] = [(o.workers, o.effective_share) for o in outcomes]
-    base = outcomes[0]
-    speedup = {
-        "simulated": [(o.workers, o.throughput / base.throughput) for o in outcomes],
-        "without any loss": [(o.workers, o.workers / base.workers) for o in outcomes],
-    }
+        shares["training kept"] = [(o.workers, o.effective_share) for o in outcomes]
     title = html.escape(scenario.name or scenario.strategy)
-    charts = [draw_chart("Where the workers' time goes", shares, is_share=True)]
-    if len(outcomes) > 1:
-        charts.append(draw_chart(f"Speed, beside {plural(base.workers, 'worker')}", speedup, is_share=False))
+    charts = [draw_chart("Where the workers' time goes", "share of the time", shares, is_share=True)]
+    moving = [outcome for outcome in outcomes if outcome.throughput > 0]  # failures may leave a large crowd nothing
+    if len(moving) > 1:
+        base = moving[0]
+        speedup = {
+            "simulated": [(o.workers, o.throughput / base.throughput) for o in moving],
+            "without any loss": [(o.workers, o.workers / base.workers) for o in moving],
+        }
+        beside = f"times as fast as {plural(base.workers, 'worker')}"
+        charts.append(draw_chart("Speed", beside, speedup, is_share=False))
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>"
         f"<h1>{title}</h1><p>{html.escape(describe(scenario))}</p>{''.join(charts)}{_table(outcomes)}</html>\n"
@@ -60,7 +63,9 @@ def describe(scenario: Scenario) -> str:
     return text
 
 
-def draw_chart(title: str, series: Mapping[str, Sequence[tuple[float, float]]], *, is_share: bool) -> str:
+def draw_chart(
+    title: str, height_means: str, series: Mapping[str, Sequence[tuple[float, float]]], *, is_share: bool
+) -> str:
     """Return an SVG of lines over a logarithmic number of workers; shares have an axis from 0 to 100 %."""
     xs = sorted({x for points in series.values() for x, _ in points})
     top = 1.0 if is_share else max(y for points in series.values() for _, y in points)
@@ -86,6 +91,8 @@ def draw_chart(title: str, series: Mapping[str, Sequence[tuple[float, float]]], 
     for x in _thinned(xs):
         parts.append(_text(across(x), HEIGHT - BOTTOM + 20, f"{x:,.0f}", "middle"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "workers", "middle"))
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    parts.append(f"<g transform='rotate(-90 16 {middle:.1f})'>{_text(16, middle, height_means, 'middle')}</g>")
     labels = _apart({name: down(points[-1][1]) for name, points in series.items()})
     for (name, points), colour in zip(series.items(), _COLOURS, strict=False):
         path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in points)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from cordee.planner.amounts import parse_latency, parse_rate, parse_size
 _REQUIRED = ("workers", "step", "gradients")
 _NUMBERS = ("step", "spread", "gradients", "bucket", "bandwidth", "inside_bandwidth", "latency", "backward")
 MOST_WORKERS = 100_000
+MOST_LAYERS = 10_000
+MOST_STEPS = 20_000_000  # of all workers together: so many are held in 160 MB
 
 
 class Scenario(Section, frozen=True, kw_only=True):
@@ -56,6 +59,13 @@ class Scenario(Section, frozen=True, kw_only=True):
         for key, lowest in (("per_host", 1), ("steps", 1), ("layers", 1), ("servers", 0), ("seed", 0)):
             if getattr(self, key) < lowest:
                 raise JobError(f"{key} = {getattr(self, key)} must be at least {lowest}")
+        if self.layers > MOST_LAYERS:
+            raise JobError(f"layers = {self.layers} must be at most {MOST_LAYERS:,}")
+        if self.steps * max(self.workers) > MOST_STEPS:
+            raise JobError(
+                f"steps = {self.steps} of {max(self.workers):,} workers are more than {MOST_STEPS:,} in all: set steps "
+                f"to at most {max(1, MOST_STEPS // max(self.workers))}"
+            )
         if isinstance(self.staleness, int) and self.staleness < 0:
             raise JobError(f"staleness = {self.staleness} must be at least 0, or 'unbounded'")
         if not 0.0 <= self.spread < 2.0:
@@ -66,6 +76,8 @@ class Scenario(Section, frozen=True, kw_only=True):
         for seconds, key in ((self.step_s, "step"), (self.checkpoint_every_s, "checkpoint_every")):
             if not seconds > 0:
                 raise JobError(f"{key} must be longer than nothing")
+        for key in ("mtbf_s", "restart_s", "checkpoint_time_s", "latency_s"):
+            getattr(self, key)  # raises where it is not an amount
         if self.strategy == "all_reduce" and (self.staleness != 0 or self.servers):
             raise JobError(
                 "staleness and servers belong to strategy = 'parameter_server'; the scenario has 'all_reduce'"
@@ -146,9 +158,10 @@ def read_scenario(table: Mapping[str, Any], overrides: Iterable[str] = ()) -> Sc
 
 
 def _seconds(value: str | float, key: str) -> float:
-    if not isinstance(value, str):
-        return float(value)
-    return parse_duration(value, key)
+    seconds = parse_duration(value, key) if isinstance(value, str) else float(value)
+    if not 0 <= seconds < math.inf:
+        raise JobError(f"{key} = {value} must be a length of time, of 0 or more seconds")
+    return seconds
 
 
 def _check_order(order: tuple[tuple[float, float], ...]) -> None:

@@ -39,6 +39,7 @@ from cordee.strategies.split import SplitModel, cut_weights, gather_weights
 from cordee.strategies.strategy import Requirements, Update, require_samples
 from cordee.strategies.tensor import TensorSettings
 from cordee.strategies.tensor.layers import check_same, slice_model, working_copy
+from cordee.strategies.tensor.rehearsal import check_plan
 from cordee.strategies.tensor.streams import SliceStreams
 from cordee.strategies.whole import WholeModel
 
@@ -127,6 +128,8 @@ class Pipeline(SplitModel):
         with self._computation.autocast():
             inputs = example.inputs.to(next((p.device for p in model.parameters()), "cpu"))
             self._chain = self._make_chain(model, inputs)
+        if self._mesh.tensor > 1:
+            check_plan(model, self._mesh.tensor, self._slicing.plan, inputs, self._computation)
         if self._mesh.sharded > 1 or self._mesh.tensor > 1:
             require_elementwise(recipe, "hybrid")
         names = [block.name for block in self._chain.blocks]

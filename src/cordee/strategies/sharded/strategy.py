@@ -30,6 +30,7 @@ from cordee.strategies.split import SplitModel, copy_buffers, cut_weights, gathe
 from cordee.strategies.strategy import Requirements, require_samples
 from cordee.strategies.tensor import TensorSettings
 from cordee.strategies.tensor.layers import check_same, slice_model, working_copy
+from cordee.strategies.tensor.rehearsal import check_plan
 from cordee.strategies.tensor.streams import SliceStreams
 from cordee.strategies.whole import WholeModel
 
@@ -90,7 +91,8 @@ class Sharded(SplitModel):
     def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
         _refuse_scalars(model)
         if self._mesh.tensor > 1:
-            choose_slicing(model, self._mesh.tensor, self._slicing.plan)
+            inputs = example.inputs.to(next((p.device for p in model.parameters()), "cpu"))
+            check_plan(model, self._mesh.tensor, self._slicing.plan, inputs, self._computation)
         require_elementwise(recipe, "sharded")
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:

@@ -49,18 +49,34 @@ def slice_model(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style]) -
 
 def check_same(model: nn.Module, sliced: nn.Module, inputs: Tensor, computation: Computation) -> None:
     """Raise JobError unless the sliced model computes what the whole one does. Collective."""
-    outputs = []
-    for one in (model, sliced):
-        was_training = one.training
-        one.eval()
+    expected = compute_whole(model, inputs, computation)
+    try:
+        found = compute_whole(sliced, inputs, computation)
+    except Exception as error:  # shapes that do not fit: everybody has the same
+        raise misfit(error) from error
+    refuse_difference(expected, found, computation)
+
+
+def compute_whole(model: nn.Module, inputs: Tensor, computation: Computation) -> Tensor:
+    """Return what the model computes when it is evaluated; its mode stays what it is."""
+    was_training = model.training
+    model.eval()
+    try:
         with torch.no_grad(), computation.autocast():
-            try:
-                outputs.append(one(inputs).float())
-            except RuntimeError as error:  # shapes that do not fit: everybody has the same
-                problem = str(error).splitlines()[0]
-                raise JobError(f"strategy.plan does not fit the model ({problem}): {_PAIRS}") from error
-        one.train(was_training)
-    expected, found = outputs
+            outputs: Tensor = model(inputs)
+        return outputs.float()
+    finally:
+        model.train(was_training)
+
+
+def misfit(error: Exception) -> JobError:
+    """Return what to say of a sliced model that cannot compute."""
+    problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return JobError(f"strategy.plan does not fit the model ({problem}): {_PAIRS}")
+
+
+def refuse_difference(expected: Tensor, found: Tensor, computation: Computation) -> None:
+    """Raise JobError unless a sliced model's outputs are those of the whole one, up to rounding."""
     limit = _TOLERANCE if computation.precision == "fp32" else 30 * _TOLERANCE
     is_close = found.shape == expected.shape
     if not is_close or not (found - expected).abs().max() <= limit * expected.abs().max().clamp(min=1.0):

@@ -22,6 +22,7 @@ from cordee.strategies.slices import Holdings, hold
 from cordee.strategies.split import SplitModel, copy_buffers, cut_weights, gather_weights
 from cordee.strategies.strategy import Requirements, require_samples
 from cordee.strategies.tensor.layers import check_same, slice_model, working_copy
+from cordee.strategies.tensor.rehearsal import check_plan
 from cordee.strategies.tensor.streams import SliceStreams
 from cordee.strategies.whole import WholeModel
 
@@ -57,7 +58,8 @@ class TensorParallel(SplitModel):
         return Requirements(num_workers=workers, num_data_shards=self._mesh.data)
 
     def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
-        choose_slicing(model, self._mesh.tensor, self._settings.plan)
+        inputs = example.inputs.to(next((p.device for p in model.parameters()), "cpu"))
+        check_plan(model, self._mesh.tensor, self._settings.plan, inputs, self._computation)
         require_elementwise(recipe, "tensor")
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,22 @@ def test_the_page_has_everything_in_it() -> None:
     scenario = read_scenario({**BASE, "workers": [1, 8, 64], "name": "<b>", "mtbf": "10d"})
     page = draw_page(scenario, simulate(scenario))
     assert page.count("<svg") == 2 and "<h1>&lt;b&gt;</h1>" in page
-    assert "kept by saving" in page and "src=" not in page and "href=" not in page
+    assert (
+        "training kept" in page
+        and ">workers<" in page
+        and ">times as fast as 1 worker<" in page
+        and "src=" not in page
+        and "href=" not in page
+    )
+
+
+def test_a_crowd_that_fails_all_the_time_is_drawn_as_well() -> None:
+    scenario = read_scenario({**BASE, "workers": [1000, 100, 1], "mtbf": "10h"})
+    outcomes = simulate(scenario)
+    assert [outcome.throughput > 0 for outcome in outcomes] == [False, True, True]
+    assert "times as fast as 1 worker<" in draw_page(scenario, outcomes)
+    hopeless = read_scenario({**BASE, "mtbf": "1s"})
+    assert draw_page(hopeless, simulate(hopeless)).count("<svg") == 1
 
 
 @pytest.mark.parametrize(
@@ -106,6 +122,12 @@ def test_the_page_has_everything_in_it() -> None:
         ({"spread": 2.5}, "spread = 2.5 must be at least 0 and below 2"),
         ({"order": [[0.5, 0.5]]}, "the last share of the bytes must be 1.0"),
         ({"order": [[0.5, 0.9], [0.4, 1.0]]}, "shares must be from 0 to 1 and grow"),
+        ({"step": math.inf}, "step = inf must be a length of time"),
+        ({"mtbf": -5}, "mtbf = -5.0 must be a length of time"),
+        ({"restart": math.nan}, "restart = nan must be a length of time"),
+        ({"latency": "1e999us"}, "latency = '1e999us' is more than can be computed with"),
+        ({"steps": 10**9}, "steps = 1000000000 of 4 workers are more than 20,000,000 in all: set steps to at most"),
+        ({"layers": 10**9}, "layers = 1000000000 must be at most 10,000"),
         ({"steps": 0}, "steps = 0 must be at least 1"),
         ({"checkpoint_every": "0s"}, "checkpoint_every must be longer than nothing"),
     ],
