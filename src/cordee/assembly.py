@@ -24,6 +24,7 @@ from cordee.compute import (
     make_schedule,
     share_threads,
 )
+from cordee.compute.memory import keep_freed
 from cordee.core import Batch, Job
 from cordee.core.components import bind, name_of, resolve
 from cordee.core.errors import CordeeError, JobError, ModelError
@@ -153,6 +154,7 @@ def assemble(job: Job, team: Team) -> Assembly:
     if job.training.reproducible and device.type != "cpu":
         raise JobError("training.reproducible = true works on CPUs in this version: set training.device = 'cpu'")
     splits = load_data(job.data, seed=job.seed, python_path=job.python_path)
+    keep_freed()  # from here on: what loading took need not be kept
     _check_stop_settings(job, splits)
     computation = Computation(
         loss=make_loss(job.loss, job.python_path),

@@ -1,9 +1,10 @@
 """Two stages on one host: `pipeline` against torch.distributed.pipelining on gloo, written by hand, with the same cut.
 
 One kernel thread per process for everybody; samples per second. `one worker` computes the same micro-batches one after
-the other. From it follows the share of their time in which two stages idle, or do what one worker need not:
-1 - pipeline / (2 · one worker). In theory, with equal stages and free messages, it is (stages - 1) / (micro-batches +
-stages - 1).
+the other. `two alone` are two such workers at the same time, each with a model of its own: what these cores do when
+both are busy all the time. From it follows the share of their time in which two stages idle, or do what a worker alone
+need not: 1 - pipeline / two alone. In theory, with equal stages and free messages, it is (stages - 1) / (micro-batches
++ stages - 1).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from cordee.bench.report import Report, describe_machine, interleave, median_rat
 
 NUM_STAGES = 2
 NUM_MICROBATCHES = 8
+ALONE = "two alone"
 LEAST_RATIO = 1.0
 LARGEST_GAP = 0.10  # between the idle share and theory
 
@@ -50,6 +52,7 @@ def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
             "torch on gloo": partial(torch_loop, work=work, backend="gloo"),
             "torch on cordee": partial(torch_loop, work=work, backend="cordee"),
             "one worker": partial(alone_loop, work=work),
+            ALONE: partial(alone_loop, work=work),
         }
         with contextlib.ExitStack() as stack:
             running = {
@@ -82,7 +85,13 @@ def _cut(model: str) -> list[int]:
 def _start(name: str, loop: Loop, heat: _Heat) -> Contestant:
     size = 1 if name == "one worker" else NUM_STAGES
     # A contestant counts the samples of all its processes; those of a pipeline have one batch between them.
-    return Contestant(loop, size=size, num_steps=heat.num_steps, batch_size=MODELS[heat.model].batch_size // size)
+    num_sharing = size if _is_split(name) else 1
+    batch_size = MODELS[heat.model].batch_size // num_sharing
+    return Contestant(loop, size=size, num_steps=heat.num_steps, batch_size=batch_size)
+
+
+def _is_split(name: str) -> bool:
+    return name not in ("one worker", ALONE)
 
 
 def _rows(label: str, figures: Mapping[str, list[float]]) -> list[dict[str, Any]]:
@@ -91,9 +100,8 @@ def _rows(label: str, figures: Mapping[str, list[float]]) -> list[dict[str, Any]
     rows = []
     for name in figures:
         ratio = median_ratio(figures["cordee"], figures[name])
-        shares = zip(figures[name], figures["one worker"], strict=True)
-        idle = statistics.median(1 - ours / (NUM_STAGES * alone) for ours, alone in shares)
-        is_split = name != "one worker"
+        shares = zip(figures[name], figures[ALONE], strict=True)
+        idle = statistics.median(1 - ours / alone for ours, alone in shares)
         outcome = ""
         if name == "torch on gloo":
             outcome = "reached" if ratio >= LEAST_RATIO else "MISSED"
@@ -105,8 +113,8 @@ def _rows(label: str, figures: Mapping[str, list[float]]) -> list[dict[str, Any]
                 "contestant": name,
                 "samples_per_second": middle[name],
                 "cordee_is_times": ratio,
-                "idle_share": idle if is_split else None,
-                "idle_in_theory": theory if is_split else None,
+                "idle_share": idle if _is_split(name) else None,
+                "idle_in_theory": theory if _is_split(name) else None,
                 "outcome": outcome,
             }
         )

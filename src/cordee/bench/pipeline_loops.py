@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -88,8 +89,11 @@ def cordee_loop(place: Place, clock: Clock, *, work: Work) -> None:
 
 
 def alone_loop(place: Place, clock: Clock, *, work: Work) -> None:
-    """One worker that computes the same micro-batches."""
-    train_for_ever(_job(work, {"name": "single"}, accumulate=work.num_microbatches), place, clock)
+    """A worker that computes the same micro-batches, whoever else does so at the same time."""
+    folder = Path(place.folder) / f"alone-{place.rank}"
+    folder.mkdir()
+    job = _job(work, {"name": "single"}, accumulate=work.num_microbatches)
+    train_for_ever(job, Place(0, 1, str(folder)), clock)
 
 
 def torch_loop(place: Place, clock: Clock, *, work: Work, backend: str) -> None:

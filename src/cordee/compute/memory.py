@@ -1,4 +1,7 @@
-"""How much memory this process takes, and took at its worst, by Linux's own books; zeros where there are none."""
+"""How much memory this process takes, and took at its worst, by Linux's own books; zeros where there are none.
+
+And what it does with memory that it frees.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,23 @@ import ctypes
 from pathlib import Path
 
 import psutil
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of mallopt's settings in glibc's malloc.h
+LARGEST_KEPT = 256 << 20  # bytes; what is larger is taken from the system and given back, as ever
+_NEVER = (1 << 31) - 1
+
+
+def keep_freed() -> None:
+    """Keep memory that is freed for what is taken next: every step takes and frees the same.
+
+    Left to itself, glibc gives activations and gradients back to the system after each step, and the next one gets
+    them again page by page, which took up to a quarter of a step's time (docs/benchmarks.md). Other C libraries are
+    left alone.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, LARGEST_KEPT)
+        library.mallopt(_TRIM_THRESHOLD, _NEVER)
 
 
 class MemoryWatch:

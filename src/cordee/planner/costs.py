@@ -109,7 +109,11 @@ class Mesh(NamedTuple):
     num_data: int = 1
     num_stages: int = 1
     num_slices: int = 1
-    is_sharded: bool = False  # what is along the data axis has slices of the optimizer and the gradients
+    num_sharded: int = 1  # of those along the data axis, that have slices of the optimizer and the gradients
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.num_sharded > 1
 
 
 def mesh_of(candidate: Candidate) -> Mesh:
@@ -126,14 +130,15 @@ def mesh_of(candidate: Candidate) -> Mesh:
         num_data=axes.get("data", 1) * axes.get("sharded", 1),
         num_stages=axes.get("pipeline", 1),
         num_slices=axes.get("tensor", 1),
-        is_sharded="sharded" in axes,
+        num_sharded=axes.get("sharded", 1),
     )
 
 
 def _mesh(candidate: Candidate, work: Work) -> Prediction:
     """Data over tensor over pipeline: members of a slice are neighbours, then those of a replica, then stages."""
     site, profile = work.site, work.profile
-    num_data, num_stages, num_slices, is_sharded = mesh_of(candidate)
+    mesh = mesh_of(candidate)
+    num_data, num_stages, num_slices, is_sharded = mesh.num_data, mesh.num_stages, mesh.num_slices, mesh.is_sharded
     num_micro = int(candidate.settings.get("microbatches", 1)) if num_stages > 1 else 1
     schedule = str(candidate.settings.get("schedule", "1f1b"))
     samples = work.batch_size / num_data / num_micro
@@ -192,7 +197,7 @@ def _mesh(candidate: Candidate, work: Work) -> Prediction:
         kept,
         num_slices=num_slices,
         num_data=num_data,
-        is_sharded=is_sharded,
+        num_sharded=mesh.num_sharded,
     )
     idle = 1 - sum(busy) / (min(num_stages, lanes_each) * passes_s) if passes_s and num_stages > 1 else 0.0
     stage_traffic = max((profile.blocks[end - 1].output_bytes for _, end in bounds[:-1]), default=0.0)

@@ -37,7 +37,7 @@ def part_bytes(
     *,
     num_slices: int,
     num_data: int,
-    is_sharded: bool,
+    num_sharded: int,
 ) -> float:
     """Return what the worker with the largest part of the model takes: worker `i` has the chunks `bounds[i]`.
 
@@ -50,12 +50,12 @@ def part_bytes(
         blocks = [block for start, end in chunks for block in profile.blocks[start:end]]
         share = sum(block.parameter_bytes for block in blocks) / num_slices
         own = share * (2 + profile.optimizer_state_bytes / max(1, profile.parameter_bytes))
-        own /= num_data if is_sharded else 1
+        own /= num_sharded
         kept_bytes = sum(_kept_bytes(block, num_slices) for block in blocks)
         worst = max(worst, own + kept_bytes * samples * beyond)
     reading = profile.input_bytes * work.batch_size / num_data
     # A sliced model is a copy, made before it is sliced; stages are the model's own layers.
-    whole = _whole(work) - (0 if num_slices > 1 or is_sharded else profile.parameter_bytes)
+    whole = _whole(work) - (0 if num_slices > 1 or num_sharded > 1 else profile.parameter_bytes)
     return _base(candidate, work) + worst + whole + profile.buffer_bytes + profile.fixed_bytes + reading
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from cordee.planner.costs import predict
 from cordee.planner.pipelines import SCHEDULES
@@ -20,8 +22,7 @@ CLOSE = 0.05  # predictions nearer to each other than this are equal
 def degrees(most: int) -> list[int]:
     """Return the numbers of workers worth a look: powers of two, those that divide `most`, and `most`."""
     powers = {1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most}
-    divisors = {number for number in range(1, most + 1) if most % number == 0}
-    return sorted(powers | divisors | {most})
+    return sorted(powers | set(_divisors(most)))
 
 
 def candidates(work: Work, most_workers: int) -> Iterator[Candidate]:
@@ -57,21 +58,26 @@ def _schedules(num_stages: int, num_blocks: int, samples: int) -> Iterator[tuple
 
 
 def _meshes(workers: int, num_blocks: int, batch_size: int, can_slice: bool) -> Iterator[Candidate]:
-    """Yield the meshes that `hybrid` has: data with one way to split a model, each of 2 or more."""
-    for num_parts in degrees(workers):
-        num_data = workers // num_parts
-        if workers % num_parts or num_parts < 2 or num_data < 2:
+    """Yield the meshes that `hybrid` has: every way to share the workers out over two axes or more."""
+    for data, sharded, tensor in itertools.product(_divisors(workers), repeat=3):
+        num_shares, pipeline = data * sharded, workers // (data * sharded * tensor)
+        if num_shares * tensor * pipeline != workers or (tensor > 1 and not can_slice):
             continue
-        yield Candidate(strategy="hybrid", workers=workers, settings={"mesh": {"data": num_data, "sharded": num_parts}})
-        if can_slice:
-            yield Candidate(
-                strategy="hybrid", workers=workers, settings={"mesh": {"data": num_data, "tensor": num_parts}}
-            )
-        num_micro = min(4 * num_parts, batch_size // num_data)
-        if num_parts <= num_blocks and num_micro >= num_parts:
-            mesh = {"data": num_data, "pipeline": num_parts}
-            settings = {"mesh": mesh, "microbatches": num_micro, "schedule": "1f1b"}
-            yield Candidate(strategy="hybrid", workers=workers, settings=settings)
+        axes = {"data": data, "sharded": sharded, "pipeline": pipeline, "tensor": tensor}
+        mesh = {axis: size for axis, size in axes.items() if size > 1}
+        if len(mesh) < 2 or num_shares > batch_size:
+            continue
+        settings: dict[str, Any] = {"mesh": mesh}
+        if pipeline > 1:
+            num_micro = min(4 * pipeline, batch_size // num_shares)
+            if pipeline > num_blocks or num_micro < pipeline:
+                continue
+            settings |= {"microbatches": num_micro, "schedule": "1f1b"}
+        yield Candidate(strategy="hybrid", workers=workers, settings=settings)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def search(work: Work, most_workers: int) -> list[Prediction]:

@@ -12,15 +12,20 @@ from cordee.models.cutting import cut_by_hand
 
 
 def test_idle_shares_and_ratios() -> None:
-    figures = {"cordee": [160.0, 176.0], "torch on gloo": [80.0, 80.0], "one worker": [100.0, 100.0]}
-    cordee, gloo, alone = _rows("gpt, 1f1b", figures)
-    assert cordee["idle_share"] == pytest.approx(0.16)  # of two workers, one had nothing to do for so long
+    figures = {
+        "cordee": [160.0, 176.0],
+        "torch on gloo": [80.0, 80.0],
+        "one worker": [110.0, 110.0],
+        "two alone": [200.0, 200.0],
+    }
+    cordee, gloo, alone, both = _rows("gpt, 1f1b", figures)
+    assert cordee["idle_share"] == pytest.approx(0.16)  # of what two workers do that wait for nobody
     assert cordee["idle_in_theory"] == pytest.approx(1 / 9)
     assert (cordee["outcome"], gloo["outcome"]) == ("reached", "reached")
     assert gloo["cordee_is_times"] == pytest.approx(2.1)
-    assert alone["idle_share"] is None
+    assert alone["idle_share"] is None and both["idle_share"] is None
     slow = {**figures, "cordee": [70.0, 70.0]}
-    assert [row["outcome"] for row in _rows("gpt, 1f1b", slow)] == ["MISSED", "MISSED", ""]
+    assert [row["outcome"] for row in _rows("gpt, 1f1b", slow)] == ["MISSED", "MISSED", "", ""]
 
 
 def test_the_cut_has_all_blocks() -> None:
