@@ -1,10 +1,10 @@
 """What the planner predicts beside what runs then take: every model, strategy and number of workers.
 
-Each model is profiled anew, and right after that run by `cordee.train` in each of the ways that were predicted, with
-the settings the planner thought best. A step's time is the median over windows of the run, the first left out. Before
-and after each run a fixed piece of computing is timed: where it takes another time than it took beside the profile, the
-machine had other work, the run is made again, and at last its time is divided by that ratio. Without `--cases` it also
-takes the time of planning itself.
+In each round this machine and each model are measured anew, and right after that the model is run by `cordee.train` in
+each of the ways that were predicted, with the settings the planner thought best. A step's time is the median over
+windows of the run, the first left out. Before and after each run a fixed piece of computing is timed: where it takes
+another time than it took beside the profile, the machine had other work, and the run is made again; the calmest counts,
+as it was. Of the rounds of a way the median error counts. Without `--cases` it also takes the time of planning itself.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ import msgspec
 import torch
 from torch import nn
 
-from cordee.bench.planner_rows import Measured, PlanTimes, make_rows
+from cordee.bench.planner_rows import PlanTimes, Trial, make_rows
 from cordee.bench.report import Report, describe_machine
 from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CordeeError, JobError
 from cordee.launch import train
 from cordee.planner import Plan, Prediction, Work, search
-from cordee.planner.measuring import time_call
+from cordee.planner.measuring import median_s
 from cordee.planner.simulator.team import simulate_team
 from cordee.planner.site import DescribedCluster, Device, Link
 from cordee.planning import kept_machine, plan_and_work, profile_of
 
-ROUNDS = 1
+ROUNDS = 3
 STRATEGIES = ("single", "data_parallel", "parameter_server", "sharded", "pipeline", "tensor")
 WORKERS = (1, 2, 4)
 WINDOWS = 8  # that a run is cut into
 RUN_S = 3.0  # that a run should train for
 LEAST_STEPS, MOST_STEPS = 16, 600
-REFERENCE_S = 0.25
+REFERENCE_S = 0.5
 MOST_ATTEMPTS = 3
 PLANNED = "resnet20"  # of which planning is timed
 NUM_DEVICES = 64  # that are searched for it
@@ -82,7 +82,7 @@ def measure(
     run_s: float = RUN_S,
     budget_s: float = 4.0,
 ) -> Report:
-    """Predict and run what `cases` names, or everything; for `cordee bench planner`. `rounds` runs of each way.
+    """Predict and run what `cases` names, or everything; for `cordee bench planner`. `rounds` plans and runs of each.
 
     `cases` are patterns of "model/strategy/workers", of which the last parts may be left out. What is done is kept in
     `journal`, if there is one, and not done again when the benchmark is called again. A way that fails is told and
@@ -91,35 +91,17 @@ def measure(
     wanted = [pattern.strip() for pattern in cases]
     _refuse_unknown(wanted, workers)
     found = _read_journal(journal, say)
-    is_first = not found
-    for case in CASES:
-        done = {(one.prediction.strategy, one.prediction.workers) for one in found if one.model == case.name}
-        names = [f"{case.name}/{strategy}/{number}" for strategy in STRATEGIES for number in workers]
-        if not any(_is_wanted(name, wanted) for name in names):
-            continue
-        say(f"{case.name}: profiling")
-        before_s = reference_s()
-        made, work = _profile(case, workers, is_new=not done, is_first=is_first, budget_s=budget_s)
-        is_first, profile_s = False, (before_s + reference_s()) / 2
-        for prediction in _to_run(made, workers):
-            name = f"{case.name}/{prediction.strategy}/{prediction.workers}"
-            if (prediction.strategy, prediction.workers) in done or not _is_wanted(name, wanted):
+    for number in range(rounds):
+        for case in CASES:
+            names = [f"{case.name}/{strategy}/{count}" for strategy in STRATEGIES for count in workers]
+            if not any(_is_wanted(name, wanted) for name in names):
                 continue
-            try:
-                runs = [_run_calmly(case, prediction, run_s, profile_s) for _ in range(rounds)]
-            except CordeeError as error:
-                say(f"{name}: left out: {error}")
-                continue
-            one = Measured.of(
-                case.name,
-                prediction,
-                runs,
-                simulated_s=simulate_team(prediction, work).step_s,
-                base_bytes=kept_machine().process_bytes,
-            )
-            found.append(one)
-            _write_journal(journal, one)
-            say(one.describe())
+            say(f"{case.name}, round {number + 1} of {rounds}: profiling")
+            earlier = [trial for trial in found if trial.round == number]
+            for trial in _try(case, number, earlier, workers, wanted, run_s=run_s, budget_s=budget_s, say=say):
+                found.append(trial)
+                _write_journal(journal, trial)
+                say(trial.describe())
     times = None
     if not wanted:
         say(f"{PLANNED}: the time of a plan")
@@ -130,9 +112,55 @@ def measure(
         "run_seconds": run_s,
         "cases": [msgspec.to_builtins(case._asdict()) for case in CASES],
     }
-    raw = {one.name: [1e3 * seconds for seconds in one.step_s] for one in found}
-    raw |= {f"{one.name}, ratio of the reference": list(one.load) for one in found}
+    raw: dict[str, list[float]] = {}
+    for trial in found:
+        name = "/".join(map(str, trial.way))
+        for what, value in (
+            ("predicted", 1e3 * trial.prediction.step_s),
+            ("measured", 1e3 * trial.step_s),
+            ("ratio of the reference", trial.load),
+        ):
+            raw.setdefault(f"{name}, {what}", []).append(value)
     return Report("planner", describe_machine(), settings, raw, "ms", make_rows(found, times))
+
+
+def _try(
+    case: Case,
+    number: int,
+    earlier: Sequence[Trial],
+    workers: Sequence[int],
+    wanted: Sequence[str],
+    *,
+    run_s: float,
+    budget_s: float,
+    say: Callable[[str], None],
+) -> Iterator[Trial]:
+    """Yield what is found in one round for one model. `earlier` was found in this round already."""
+    done = {trial.way for trial in earlier}
+    before_s = reference_s()
+    is_new = not any(model == case.name for model, _, _ in done)
+    made, work = _profile(case, workers, is_new=is_new, is_first=not earlier, budget_s=budget_s)
+    profile_s = (before_s + reference_s()) / 2
+    for prediction in _to_run(made, workers):
+        way = (case.name, prediction.strategy, prediction.workers)
+        name = "/".join(map(str, way))
+        if way in done or not _is_wanted(name, wanted):
+            continue
+        try:
+            run = _run_calmly(case, prediction, run_s, profile_s)
+        except CordeeError as error:
+            say(f"{name}: left out: {error}")
+            continue
+        yield Trial(
+            round=number,
+            model=case.name,
+            prediction=prediction,
+            simulated_s=simulate_team(prediction, work).step_s,
+            step_s=run.step_s,
+            load=run.load,
+            peak_bytes=run.peak_bytes,
+            base_bytes=kept_machine().process_bytes,
+        )
 
 
 def _time_plan() -> PlanTimes:
@@ -185,7 +213,7 @@ def reference_s() -> float:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return time_call(lambda: model(inputs).sum().backward(), budget_s=REFERENCE_S, most_calls=1000)
+        return median_s(lambda: model(inputs).sum().backward(), budget_s=REFERENCE_S)
     finally:
         torch.set_num_threads(num_threads)
 
@@ -304,19 +332,19 @@ def _refuse_unknown(patterns: Sequence[str], workers: Sequence[int]) -> None:
             )
 
 
-def _read_journal(journal: Path | None, say: Callable[[str], None]) -> list[Measured]:
+def _read_journal(journal: Path | None, say: Callable[[str], None]) -> list[Trial]:
     if journal is None or not journal.exists():
         return []
     try:
-        found = [msgspec.json.decode(line, type=Measured) for line in journal.read_bytes().splitlines() if line]
+        found = [msgspec.json.decode(line, type=Trial) for line in journal.read_bytes().splitlines() if line]
     except (OSError, msgspec.DecodeError) as error:
         raise JobError(f"cannot go on from {journal}: {error}; remove it to begin anew") from None
     say(f"{len(found)} cases are in {journal} already")
     return found
 
 
-def _write_journal(journal: Path | None, one: Measured) -> None:
+def _write_journal(journal: Path | None, trial: Trial) -> None:
     if journal is not None:
         journal.parent.mkdir(parents=True, exist_ok=True)
         with journal.open("ab") as file:
-            file.write(msgspec.json.encode(one) + b"\n")
+            file.write(msgspec.json.encode(trial) + b"\n")

@@ -4,72 +4,39 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from cordee.planner import Prediction, choose
 
 NEAR = 0.05  # a choice this near to the best one measured is as good
-CALM = 0.05  # a ratio of the reference that is only noise
 MB = 1e6
 
 
-class RunLike(Protocol):
-    """What a run took: see `planner.Run`."""
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """A way to run a job, once: as predicted from a profile of its own, and as it was."""
 
-    @property
-    def step_s(self) -> float: ...
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-    @property
-    def load(self) -> float: ...
-
-
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """A way to run a job: as predicted, and as it was."""
-
+    round: int
     model: str
     prediction: Prediction
     simulated_s: float
-    step_s: tuple[float, ...]  # of each run
-    load: tuple[float, ...]  # how much longer a fixed piece of computing took beside the run than beside the profile
+    step_s: float
+    load: float  # how much longer a fixed piece of computing took beside the run than beside the profile
     peak_bytes: int  # of the worker that took most, beyond what its process had to begin with; 0: not known
     base_bytes: int  # what the planner takes that to be
 
-    @classmethod
-    def of(
-        cls, model: str, prediction: Prediction, runs: Sequence[RunLike], *, simulated_s: float, base_bytes: int
-    ) -> Measured:
-        return cls(
-            model=model,
-            prediction=prediction,
-            simulated_s=simulated_s,
-            step_s=tuple(run.step_s for run in runs),
-            load=tuple(run.load for run in runs),
-            peak_bytes=max(run.peak_bytes for run in runs),
-            base_bytes=base_bytes,
-        )
-
     @property
-    def name(self) -> str:
-        return f"{self.model}/{self.prediction.strategy}/{self.prediction.workers}"
-
-    @property
-    def measured_s(self) -> float:
-        """The median of the runs, each as it would have been on a machine as busy as beside the profile."""
-        pairs = zip(self.step_s, self.load, strict=True)
-        return statistics.median(step / load if abs(load - 1) > CALM else step for step, load in pairs)
+    def way(self) -> tuple[str, str, int]:
+        return self.model, self.prediction.strategy, self.prediction.workers
 
     @property
     def error(self) -> float:
-        return self.prediction.step_s / self.measured_s - 1
+        return self.prediction.step_s / self.step_s - 1
 
     @property
     def simulated_error(self) -> float:
-        return self.simulated_s / self.measured_s - 1
+        return self.simulated_s / self.step_s - 1
 
     @property
     def predicted_bytes(self) -> float:
@@ -85,9 +52,36 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         )
         errors = f"{self.error:+.0%}, simulated {self.simulated_error:+.0%}"
         return (
-            f"{self.name}: {1e3 * self.prediction.step_s:.3g} ms predicted, {1e3 * self.measured_s:.3g} ms measured "
-            f"({errors}){memory}, load {statistics.median(self.load):.2f}"
+            f"{'/'.join(map(str, self.way))}: {1e3 * self.prediction.step_s:.3g} ms predicted, "
+            f"{1e3 * self.step_s:.3g} ms measured ({errors}){memory}, load {self.load:.2f}"
         )
+
+
+class Measured:
+    """A way to run a job, over all rounds: medians, of errors too, so that drifts of the machine cancel out."""
+
+    def __init__(self, trials: Sequence[Trial]) -> None:
+        self.model, _, _ = trials[0].way
+        self.trials = trials
+        self.prediction = msgspec.structs.replace(
+            trials[0].prediction, step_s=statistics.median(trial.prediction.step_s for trial in trials)
+        )
+        self.measured_s = statistics.median(trial.step_s for trial in trials)
+        self.simulated_s = statistics.median(trial.simulated_s for trial in trials)
+        self.error = statistics.median(trial.error for trial in trials)
+        self.simulated_error = statistics.median(trial.simulated_error for trial in trials)
+        self.predicted_bytes = statistics.median(trial.predicted_bytes for trial in trials)
+        self.peak_bytes = statistics.median(trial.peak_bytes for trial in trials)
+        known = [trial.memory_error for trial in trials if trial.memory_error is not None]
+        self.memory_error = statistics.median(known) if known else None
+
+
+def by_way(trials: Iterable[Trial]) -> list[Measured]:
+    """Return the ways to run jobs, in the order they were first run in."""
+    ways: dict[tuple[str, str, int], list[Trial]] = {}
+    for trial in trials:
+        ways.setdefault(trial.way, []).append(trial)
+    return [Measured(own) for own in ways.values()]
 
 
 class PlanTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,8 +92,9 @@ class PlanTimes(msgspec.Struct, frozen=True, kw_only=True):
     search_s: float  # the best way on 64 devices
 
 
-def make_rows(found: Sequence[Measured], times: PlanTimes | None = None) -> list[dict[str, Any]]:
+def make_rows(trials: Sequence[Trial], times: PlanTimes | None = None) -> list[dict[str, Any]]:
     """Return the rows of all ways, and below them those that hold them against the goals."""
+    found = by_way(trials)
     rows = [_row(one) for one in found]
     if times is not None:
         rows.append(_verdict("seconds of a plan of resnet20, all measured anew", times.fresh_s, 30.0, is_most=True))
@@ -110,6 +105,9 @@ def make_rows(found: Sequence[Measured], times: PlanTimes | None = None) -> list
     errors = [abs(one.error) for one in found]
     rows.append(_verdict("median error", statistics.median(errors), 0.10, is_most=True))
     rows.append(_verdict("error at 90 %", _at_90(errors), 0.25, is_most=True))
+    single = [abs(trial.error) for trial in trials]
+    rows.append(_verdict("median error of one plan and one run", statistics.median(single), 0.10, is_most=True))
+    rows.append(_verdict("error at 90 % of one plan and one run", _at_90(single), 0.25, is_most=True))
     simulated = [abs(one.simulated_error) for one in found if one.prediction.workers > 1]
     if simulated:
         rows.append(_verdict("simulator, median error", statistics.median(simulated), 0.15, is_most=True))
@@ -153,7 +151,7 @@ def _row(one: Measured) -> dict[str, Any]:
         "predicted_mb": one.predicted_bytes / MB if one.peak_bytes else None,
         "measured_mb": one.peak_bytes / MB if one.peak_bytes else None,
         "memory_error": one.memory_error,
-        "load": statistics.median(one.load),
+        "load": statistics.median(trial.load for trial in one.trials),
         "figure": None,
         "goal": None,
         "outcome": "",

@@ -96,7 +96,7 @@ def bench(
     rounds: Annotated[
         int | None,
         typer.Option(
-            help="Interleaved rounds; the medians are compared. 7, or 1 for planner, unless given.",
+            help="Interleaved rounds; the medians are compared. 7, or 3 for planner, unless given.",
             min=1,
             show_default=False,
         ),

@@ -191,6 +191,18 @@ def time_call(call: Callable[[], object], *, budget_s: float, most_calls: int = 
     return typical_s(times)
 
 
+def median_s(call: Callable[[], object], *, budget_s: float) -> float:
+    """Return the median seconds of a call that always does the same, after one that does not count."""
+    call()
+    times: list[float] = []
+    deadline = time.perf_counter() + budget_s
+    while len(times) < LEAST_STEPS or time.perf_counter() < deadline:
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
 def _time_chain(model: nn.Module, modules: Sequence[nn.Module], computation: Computation, batch: Batch) -> BlockTimes:
     x, targets = computation.to_device(batch)
     forward, stages = [], []

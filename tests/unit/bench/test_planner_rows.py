@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from cordee.bench.planner import Run, measure
-from cordee.bench.planner_rows import MB, Measured, PlanTimes, make_rows
+from cordee.bench.planner import measure
+from cordee.bench.planner_rows import MB, PlanTimes, Trial, by_way, make_rows
 from cordee.bench.registry import run_benchmark
 from cordee.core.errors import JobError
 from cordee.planner import Prediction
 
 
-def measured(strategy: str, workers: int, predicted_s: float, *runs: Run, memory: float = 30 * MB) -> Measured:
+def trial(
+    strategy: str, workers: int, predicted_s: float, step_s: float, *, peak: float = 20 * MB, memory: float = 30 * MB
+) -> Trial:
     prediction = Prediction(
         strategy=strategy,
         workers=workers,
@@ -25,21 +27,37 @@ def measured(strategy: str, workers: int, predicted_s: float, *runs: Run, memory
         traffic_bytes=0.0,
         samples_per_second=1.0,
     )
-    return Measured.of("net", prediction, runs, simulated_s=predicted_s, base_bytes=int(10 * MB))
+    return Trial(
+        round=0,
+        model="net",
+        prediction=prediction,
+        simulated_s=predicted_s,
+        step_s=step_s,
+        load=1.04,
+        peak_bytes=int(peak),
+        base_bytes=int(10 * MB),
+    )
 
 
-def test_errors_are_of_runs_on_a_machine_as_busy_as_beside_the_profile() -> None:
-    one = measured("single", 1, 0.10, Run(0.24, int(25 * MB), 2.0), Run(0.125, int(20 * MB), 1.0))
-    assert one.measured_s == pytest.approx(0.1225)  # 0.24 / 2 and 0.125
+def test_the_median_error_of_the_rounds_counts() -> None:
+    trials = [trial("single", 1, 0.10, 0.11), trial("single", 1, 0.20, 0.16), trial("single", 1, 0.10, 0.10)]
+    (one,) = by_way(trials)
+    assert (one.error, one.measured_s, one.prediction.step_s) == (0.0, 0.11, 0.10)
+    rows = {row["strategy"]: row["figure"] for row in make_rows(trials)}
+    assert (rows["error at 90 %"], rows["error at 90 % of one plan and one run"]) == (0.0, pytest.approx(0.25))
+
+
+def test_what_is_told_of_a_trial() -> None:
+    one = trial("single", 1, 0.10, 0.125, peak=25 * MB)
     assert one.memory_error == pytest.approx(20 / 25 - 1)
-    calm = measured("single", 1, 0.10, Run(0.1, 0, 1.04))
-    assert calm.measured_s == 0.1 and calm.memory_error is None
-    assert calm.describe() == "net/single/1: 100 ms predicted, 100 ms measured (+0%, simulated +0%), load 1.04"
+    told = "net/single/1: 100 ms predicted, 125 ms measured (-20%, simulated -20%)"
+    assert one.describe() == f"{told}, 20 and 25 MB, load 1.04"
+    assert trial("single", 1, 0.10, 0.125, peak=0).describe() == f"{told}, load 1.04"
 
 
 def test_goals_and_choices() -> None:
     figures = {("single", 1): (0.10, 0.10), ("data_parallel", 2): (0.05, 0.06), ("pipeline", 2): (0.06, 0.055)}
-    found = [measured(*way, predicted, Run(took, int(20 * MB), 1.0)) for way, (predicted, took) in figures.items()]
+    found = [trial(*way, predicted, took) for way, (predicted, took) in figures.items()]
     verdicts = {row["strategy"]: row for row in make_rows(found) if row["model"] == "all"}
     assert verdicts["median error"]["figure"] == pytest.approx(0.06 / 0.055 - 1)
     assert verdicts["error at 90 %"]["figure"] == pytest.approx(1 - 0.05 / 0.06)
