@@ -31,6 +31,7 @@ from cordee.planner.measuring import (
 from cordee.planner.profile import ModelProfile, Timing
 
 BUDGET_S = 4.0  # for each number of processes; a slow model takes three steps of each kind, whatever they take
+PASSES_AT_ONCE = 4  # of a small part of a batch, that are measured one after the other
 DESCRIBED_SAMPLES = 16  # of which the memory is counted
 
 
@@ -124,7 +125,8 @@ def take_timings(parts: Assembly, *, num_processes: int, budget_s: float) -> tup
     """Return timings at this worker's share of the batch and at small parts of it, and the optimizer's bytes.
 
     `num_processes` is how many processes do this at the same time. Whole steps are taken as the trainer takes them,
-    on batches from the loader; the blocks' times are then scaled so that their sum is the step's.
+    on batches from the loader, and passes over small parts as micro-batches are; the blocks' times are then scaled so
+    that their sum is the step's or the pass's.
     """
     model = _copy_of(parts)
     optimizer = parts.recipe.make(model.named_parameters())
@@ -154,15 +156,19 @@ def take_timings(parts: Assembly, *, num_processes: int, budget_s: float) -> tup
     # Micro-batches are small, and small batches take longer than their share: three sizes, a quarter each.
     sizes = [piece.num_samples // part for part in (1, 4, 16) if piece.num_samples // part >= (2 if part > 1 else 1)]
     timings: list[Timing] = []
-    scale, other_s = 1.0, 0.0
     for samples in sizes:
         some = Batch(piece.inputs[:samples], piece.targets[:samples])
-        times = time_blocks(model, parts.computation, some, budget_s * 0.15)
-        if not timings:
-            in_blocks = sum(times.forward_s) + sum(times.backward_s)
-            left_s = step_s - optimizer_s
-            scale = min(1.0, left_s / (in_blocks * accumulate)) if left_s > 0 else 1.0
-            other_s = max(0.0, left_s - scale * in_blocks * accumulate) / accumulate
+        times = time_blocks(model, parts.computation, some, budget_s * 0.08)
+        is_whole = not timings
+        if is_whole:
+            pass_s = (step_s - optimizer_s) / accumulate
+        else:
+            pass_s = _pass_s(parts, model, piece, samples, budget_s * 0.07)
+        in_blocks = sum(times.forward_s) + sum(times.backward_s)
+        if is_whole:  # the rest is the loader's and the loop's
+            scale = min(1.0, pass_s / in_blocks) if pass_s > 0 else 1.0
+        else:
+            scale = max(0.0, pass_s - times.loss_s) / in_blocks
         timings.append(
             Timing(
                 num_processes=num_processes,
@@ -171,11 +177,27 @@ def take_timings(parts: Assembly, *, num_processes: int, budget_s: float) -> tup
                 forward_s=tuple(seconds * scale for seconds in times.forward_s),
                 backward_s=tuple(seconds * scale for seconds in times.backward_s),
                 optimizer_s=optimizer_s,
-                # The loss, and the batch's way into the step; the latter grows with the samples.
-                other_s=max(times.loss_s, other_s * samples / sizes[0]) if timings else other_s,
+                # The loss, and the batch's way into the step, which grows with the samples.
+                other_s=max(0.0, pass_s - scale * in_blocks)
+                if is_whole
+                else max(times.loss_s, timings[0].other_s * samples / sizes[0]),
             )
         )
     return timings, state_bytes
+
+
+def _pass_s(parts: Assembly, model: nn.Module, piece: Batch, samples: int, budget_s: float) -> float:
+    """Return the seconds of a pass over `samples`, as one of several whose gradients add up."""
+    pieces = [
+        Batch(piece.inputs[start : start + samples], piece.targets[start : start + samples])
+        for start in range(0, piece.num_samples - samples + 1, samples)
+    ][:PASSES_AT_ONCE]
+
+    def take() -> None:
+        parts.computation.forward_backward(model, pieces, total_count=piece.num_samples, measure=False)
+        model.zero_grad()
+
+    return time_call(take, budget_s=budget_s) / len(pieces)
 
 
 def estimate_step_s(parts: Assembly) -> float:

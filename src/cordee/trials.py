@@ -35,10 +35,13 @@ class _Trial(NamedTuple):
     hidden: tuple[int, ...] = SMALL
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
+    """What a short run took."""
+
     step_s: float
-    peak_bytes: int
-    amount: Amount
+    peak_bytes: int  # of the worker that took most; 0: not known
+    num_tensors: int  # of parameters
+    num_bytes: int
 
 
 # What the overhead of a strategy may grow with: fields of Overhead.
@@ -65,12 +68,13 @@ def measure_trials(engine: LocalEngine, num_workers: int, bare: Sequence[Bare], 
         for trial in trials if strategy in STRATEGIES else ():
             job = trial_job(strategy, num_workers, trial.settings, trial.hidden)
             with contextlib.suppress(CordeeError):  # a strategy that refuses this machine is not to be had on it
-                outcome = _run(engine, job, trial.num_parts)
+                outcome = run_trial(engine, job)
+                amount = Amount(trial.num_parts, outcome.num_tensors, outcome.num_bytes)
                 peak_bytes = max(peak_bytes, outcome.peak_bytes if trial.hidden == SMALL else 0)
                 own = bare[KINDS.index(trial.hidden)]
                 counted_s = own.step_s + own.pass_s * (trial.num_passes - 1)
-                counted_s += _exchange_s(strategy, outcome.amount, ThisMachine(machine, num_workers, 0.0))
-                amounts.append(outcome.amount)
+                counted_s += _exchange_s(strategy, amount, ThisMachine(machine, num_workers, 0.0))
+                amounts.append(amount)
                 seconds.append(outcome.step_s - counted_s)
         if amounts:
             fitted = fit(_GROWS_WITH[strategy], amounts, seconds)
@@ -142,7 +146,8 @@ def _trials(num_workers: int) -> dict[str, tuple[_Trial, ...]]:
     }
 
 
-def _run(engine: LocalEngine, job: Job, num_parts: int) -> _Found:
+def run_trial(engine: LocalEngine, job: Job) -> Found:
+    """Run a job with its workers and servers in new processes of `engine`; return what it took."""
     size = job.strategy.workers
     parts = assemble(job, Team(num_workers=size, num_local_workers=size))
     rates = _Rates()
@@ -158,7 +163,7 @@ def _run(engine: LocalEngine, job: Job, num_parts: int) -> _Found:
             engine.stop()  # so that nothing of it is heard of later
     step_s = step_of(rates.samples_per_second, job.training.batch_size)
     sizes = [parameter.nbytes for parameter in parts.model.parameters()]
-    return _Found(step_s, summary.peak_memory_bytes or 0, Amount(num_parts, len(sizes), sum(sizes)))
+    return Found(step_s, summary.peak_memory_bytes or 0, len(sizes), sum(sizes))
 
 
 class _Rates:

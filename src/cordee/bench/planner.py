@@ -1,10 +1,11 @@
 """What the planner predicts beside what runs then take: every model, strategy and number of workers.
 
-In each round this machine and each model are measured anew, and right after that the model is run by `cordee.train` in
+In each round this machine and each model are measured anew, and right after that the model is trained in
 each of the ways that were predicted, with the settings the planner thought best. A step's time is the median over
 windows of the run, the first left out. Before and after each run a fixed piece of computing is timed: where it takes
 another time than it took beside the profile, the machine had other work, and the run is made again; the calmest counts,
-as it was. Of the rounds of a way the median error counts. Without `--cases` it also takes the time of planning itself.
+as it was. Runs of several workers share a process that their own are forked from, so that each of them need not import
+torch. Of the rounds of a way the median error counts. Without `--cases` it also takes the time of planning itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import contextlib
 import fnmatch
 import json
 import multiprocessing
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,6 +28,7 @@ from torch import nn
 
 from cordee.bench.planner_rows import PlanTimes, Trial, make_rows
 from cordee.bench.report import Report, describe_machine
+from cordee.cluster.local import LocalEngine
 from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CordeeError, JobError
@@ -37,6 +38,7 @@ from cordee.planner.measuring import median_s
 from cordee.planner.simulator.team import simulate_team
 from cordee.planner.site import DescribedCluster, Device, Link
 from cordee.planning import kept_machine, plan_and_work, profile_of
+from cordee.trials import run_trial, step_of
 
 ROUNDS = 3
 STRATEGIES = ("single", "data_parallel", "parameter_server", "sharded", "pipeline", "tensor")
@@ -141,26 +143,27 @@ def _try(
     is_new = not any(model == case.name for model, _, _ in done)
     made, work = _profile(case, workers, is_new=is_new, is_first=not earlier, budget_s=budget_s)
     profile_s = (before_s + reference_s()) / 2
-    for prediction in _to_run(made, workers):
-        way = (case.name, prediction.strategy, prediction.workers)
-        name = "/".join(map(str, way))
-        if way in done or not _is_wanted(name, wanted):
-            continue
-        try:
-            run = _run_calmly(case, prediction, run_s, profile_s)
-        except CordeeError as error:
-            say(f"{name}: left out: {error}")
-            continue
-        yield Trial(
-            round=number,
-            model=case.name,
-            prediction=prediction,
-            simulated_s=simulate_team(prediction, work).step_s,
-            step_s=run.step_s,
-            load=run.load,
-            peak_bytes=run.peak_bytes,
-            base_bytes=kept_machine().process_bytes,
-        )
+    with LocalEngine() as engine:
+        for prediction in _to_run(made, workers):
+            way = (case.name, prediction.strategy, prediction.workers)
+            name = "/".join(map(str, way))
+            if way in done or not _is_wanted(name, wanted):
+                continue
+            try:
+                run = _run_calmly(engine, case, prediction, run_s, profile_s)
+            except CordeeError as error:
+                say(f"{name}: left out: {error}")
+                continue
+            yield Trial(
+                round=number,
+                model=case.name,
+                prediction=prediction,
+                simulated_s=simulate_team(prediction, work).step_s,
+                step_s=run.step_s,
+                load=run.load,
+                peak_bytes=run.peak_bytes,
+                base_bytes=kept_machine().process_bytes,
+            )
 
 
 def _time_plan() -> PlanTimes:
@@ -246,12 +249,12 @@ class Run(NamedTuple):
     load: float  # the reference beside it over the one beside the profile
 
 
-def _run_calmly(case: Case, prediction: Prediction, run_s: float, profile_s: float) -> Run:
+def _run_calmly(engine: LocalEngine, case: Case, prediction: Prediction, run_s: float, profile_s: float) -> Run:
     """Run, again where the machine was busier or less busy than beside the profile; return the calmest run."""
     attempts: list[Run] = []
     before_s = reference_s()
     while len(attempts) < MOST_ATTEMPTS:
-        step_s, peak_bytes = run_once(job_of(case), prediction, run_s)
+        step_s, peak_bytes = run_once(engine, job_of(case), prediction, run_s)
         after_s = reference_s()
         attempts.append(Run(step_s, peak_bytes, (before_s + after_s) / 2 / profile_s))
         before_s = after_s
@@ -260,7 +263,7 @@ def _run_calmly(case: Case, prediction: Prediction, run_s: float, profile_s: flo
     return min(attempts, key=lambda run: abs(run.load - 1))
 
 
-def run_once(job: Job, prediction: Prediction, run_s: float) -> tuple[float, int]:
+def run_once(engine: LocalEngine, job: Job, prediction: Prediction, run_s: float) -> tuple[float, int]:
     """Return the seconds of a step in a run of its own, and its peak of memory in bytes (0 where it is not known)."""
     steps = max(LEAST_STEPS, min(MOST_STEPS, round(run_s / prediction.step_s)))
     changes = {
@@ -271,23 +274,12 @@ def run_once(job: Job, prediction: Prediction, run_s: float) -> tuple[float, int
         ),
     }
     job = msgspec.structs.replace(job, **changes)
-    with tempfile.TemporaryDirectory(prefix="cordee-bench-") as folder:
-        if prediction.workers > 1:
-            step_s, peak_bytes = _train(job, folder)
-            return step_s, peak_bytes - kept_machine().process_bytes if peak_bytes else 0
-        # In a process of its own: this one has grown already.
-        with _alone(job, folder) as results:
-            return results
-
-
-def _train(job: Job, folder: str) -> tuple[float, int]:
-    done = train(job, run_dir=Path(folder) / "run", quiet=True)
-    if done.status == "interrupted":  # which a run takes as its own end, and the benchmark as its own
-        raise KeyboardInterrupt
-    rates = [event["samples_per_second"] for event in done.events() if event["type"] == "step"]
-    # The first event is that of the first step, the second window has what warms up.
-    step_s = job.training.batch_size / statistics.median(rates[2:] or rates)
-    return step_s, done.summary.peak_memory_bytes or 0
+    if prediction.workers > 1:
+        found = run_trial(engine, job)
+        return found.step_s, found.peak_bytes - kept_machine().process_bytes if found.peak_bytes else 0
+    # In a process of its own: this one has grown already.
+    with tempfile.TemporaryDirectory(prefix="cordee-bench-") as folder, _alone(job, folder) as results:
+        return results
 
 
 @contextlib.contextmanager
@@ -309,10 +301,11 @@ def _alone(job: Job, folder: str) -> Iterator[tuple[float, int]]:
 def _train_alone(toml: str, folder: str, results: Any) -> None:
     path = Path(folder) / "job.toml"
     path.write_text(toml, encoding="utf-8")
-    job = Job.load(path)
     memory = MemoryWatch()
-    step_s, peak_bytes = _train(job, folder)
-    results.send((step_s, peak_bytes - memory.start_bytes if peak_bytes else 0))
+    done = train(path, run_dir=Path(folder) / "run", quiet=True)
+    rates = [event["samples_per_second"] for event in done.events() if event["type"] == "step"]
+    peak_bytes = done.summary.peak_memory_bytes or 0
+    results.send((step_of(rates, Job.load(path).training.batch_size), peak_bytes and peak_bytes - memory.start_bytes))
 
 
 def _is_wanted(name: str, patterns: Sequence[str]) -> bool:
