@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from cordee.planner.footprint import part_bytes, replica_bytes, sharded_bytes
 from cordee.planner.machine import Amount
-from cordee.planner.pipelines import cut, last_pass_s, num_ahead, num_chunks_of
+from cordee.planner.pipelines import Pipeline, cut, last_pass_s, num_ahead, num_chunks_of
 from cordee.planner.prediction import Candidate, Prediction, Work
 from cordee.planner.profile import Block, ModelProfile, Timing
 from cordee.planner.site import Site
@@ -167,7 +167,7 @@ def _mesh(candidate: Candidate, work: Work) -> Prediction:
             size = profile.blocks[end - 1].output_bytes * samples
             sends = max(sends, site.send_s(size, first[stage], first[(stage + 1) % num_stages]))
     lanes_each = num_lanes / per_stage if num_stages > 1 else 1.0  # of one pipeline, a slice of a stage on each
-    passes_s = last_pass_s(forward, backward, sends, num_micro, schedule, num_workers=num_stages, num_lanes=lanes_each)
+    passes_s = last_pass_s(Pipeline(forward, backward, sends, num_micro, schedule, num_stages), lanes_each)
     other_s = max(site.step(profile, samples * num_micro, member, candidate.workers).other_s for member in first)
     optimizer_s = max(t.optimizer_s for t in timings) / (num_stages * num_slices)
     chunk_bytes = [sum(block.parameter_bytes for block in profile.blocks[a:b]) for a, b in bounds]

@@ -67,42 +67,41 @@ def num_ahead(schedule: str, worker: int, num_workers: int, num_micro: int) -> i
     return min(ahead, CHUNKS_PER_WORKER * num_micro)
 
 
-def last_pass_s(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    send_s: float,
-    num_micro: int,
-    schedule: str,
-    *,
-    num_workers: int,
-    num_lanes: float = math.inf,
-) -> float:
+class Pipeline(NamedTuple):
+    """One step of a pipeline: its passes, and how they are ordered."""
+
+    forward_s: Sequence[float]  # of one micro-batch through each chunk, on a core of its own
+    backward_s: Sequence[float]
+    send_s: float  # from one chunk to the next
+    num_micro: int
+    schedule: str
+    num_workers: int
+
+    @property
+    def compute_s(self) -> float:
+        """What one micro-batch takes on one core."""
+        return sum(self.forward_s) + sum(self.backward_s)
+
+
+def last_pass_s(pipeline: Pipeline, num_lanes: float = math.inf) -> float:
     """Return the seconds from the first forward pass of a step to the end of its last backward pass.
 
-    `forward` and `backward` are of one micro-batch through each chunk, on a core of its own; `num_lanes` is how many
-    workers can compute at once. A worker that waits leaves its core to the others.
+    `num_lanes` is how many workers can compute at once. A worker that waits leaves its core to the others.
     """
-    if num_workers == 1:
-        return num_micro * (sum(forward) + sum(backward)) / min(1.0, num_lanes)
-    if len(forward) * num_micro <= MOST_PLAYED:
-        return play(tasks_of(forward, backward, send_s, num_micro, schedule, num_workers), num_lanes).end_s
-    together_s = num_micro * (sum(forward) + sum(backward)) / min(num_workers, num_lanes)
-    return max(together_s, _estimate(forward, backward, send_s, num_micro, schedule, num_workers))
+    if pipeline.num_workers == 1:
+        return pipeline.num_micro * pipeline.compute_s / min(1.0, num_lanes)
+    if len(pipeline.forward_s) * pipeline.num_micro <= MOST_PLAYED:
+        return play(tasks_of(pipeline), num_lanes).end_s
+    together_s = pipeline.num_micro * pipeline.compute_s / min(pipeline.num_workers, num_lanes)
+    return max(together_s, _estimate(pipeline))
 
 
-def _estimate(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    send_s: float,
-    num_micro: int,
-    schedule: str,
-    num_workers: int,
-) -> float:
+def _estimate(pipeline: Pipeline) -> float:
     """Return the seconds where every worker has a core: the busiest one is busy, before and after it others are."""
-    total_s = sum(forward) + sum(backward)
+    forward, backward, send_s, num_micro, schedule, num_workers = pipeline
     busiest = max(sum(forward[w::num_workers]) + sum(backward[w::num_workers]) for w in range(num_workers))
     # The other workers' passes of the first and the last micro-batch: of one chunk each.
-    fill = (total_s - busiest) * num_workers / len(forward)
+    fill = (pipeline.compute_s - busiest) * num_workers / len(forward)
     hops = 2 * (len(forward) - 1) * send_s
     # A message is on its way while its sender goes on; in 1f1b each micro-batch waits for one now and then.
     return num_micro * busiest + fill + hops + (num_micro * send_s if schedule == "1f1b" else 0.0)
@@ -159,15 +158,9 @@ def _merged(forward: list[Pass], backward: list[Pass], ahead: int) -> list[Pass]
     return order
 
 
-def tasks_of(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    send_s: float,
-    num_micro: int,
-    schedule: str,
-    num_workers: int,
-) -> list[list[Task]]:
+def tasks_of(pipeline: Pipeline) -> list[list[Task]]:
     """Return the passes of each worker, as torch's schedules have them."""
+    forward, backward, send_s, num_micro, schedule, num_workers = pipeline
     orders = []
     for worker in range(num_workers):
         tasks = []

@@ -9,7 +9,7 @@ from made_up import MB, cluster, here, profile, work
 from cordee.core.errors import JobError
 from cordee.planner import Candidate, choose, search
 from cordee.planner.costs import in_bytes, in_time, predict
-from cordee.planner.pipelines import cut, last_pass_s, num_ahead, num_chunks_of, order_of
+from cordee.planner.pipelines import Pipeline, cut, last_pass_s, num_ahead, num_chunks_of, order_of
 from cordee.planner.plan import refuse_without_room
 from cordee.planner.search import candidates, degrees
 
@@ -125,24 +125,25 @@ def test_cuts_are_as_even_as_the_blocks_allow() -> None:
 
 
 def test_one_stage_has_nobody_to_wait_for() -> None:
-    assert last_pass_s([1.0], [2.0], 9.0, 4, "gpipe", num_workers=1) == 12.0
+    assert last_pass_s(Pipeline([1.0], [2.0], 9.0, 4, "gpipe", 1)) == 12.0
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_stages_on_shared_cores_take_what_their_work_takes(schedule: str) -> None:
     num_chunks = num_chunks_of(schedule, 4)
     chunks = ([4.0 / num_chunks] * num_chunks, [8.0 / num_chunks] * num_chunks)
-    alone = last_pass_s(*chunks, 0.0, 8, schedule, num_workers=4)
+    pipeline = Pipeline(*chunks, 0.0, 8, schedule, 4)
+    alone = last_pass_s(pipeline)
     assert alone == pytest.approx({"gpipe": 33.0, "1f1b": 33.0, "interleaved": 28.5}[schedule])  # (8 + 3) passes of 3
-    one = last_pass_s(*chunks, 0.0, 8, schedule, num_workers=4, num_lanes=1)
+    one = last_pass_s(pipeline, num_lanes=1)
     assert one == pytest.approx(4 * 8 * 3.0)  # somebody always has something to do
-    two = last_pass_s(*chunks, 0.0, 8, schedule, num_workers=4, num_lanes=2)
+    two = last_pass_s(pipeline, num_lanes=2)
     assert 4 * 8 * 3.0 / 2 < two < 2 * alone  # those who wait leave their core to the others
 
 
 def test_chunks_that_are_unlike_make_interleaving_slower() -> None:
-    even = last_pass_s([1.0] * 4, [2.0] * 4, 0.0, 8, "interleaved", num_workers=2)
-    uneven = last_pass_s([2.0, 1.0, 1.0, 0.0], [4.0, 2.0, 2.0, 0.0], 0.0, 8, "interleaved", num_workers=2)
+    even = last_pass_s(Pipeline([1.0] * 4, [2.0] * 4, 0.0, 8, "interleaved", 2))
+    uneven = last_pass_s(Pipeline([2.0, 1.0, 1.0, 0.0], [4.0, 2.0, 2.0, 0.0], 0.0, 8, "interleaved", 2))
     assert uneven >= even + 7 * 3.0  # the first worker has three quarters of the work
 
 
@@ -150,7 +151,7 @@ def test_a_long_schedule_is_estimated_as_a_short_one_is_played() -> None:
     for schedule, num_chunks in (("gpipe", 4), ("interleaved", 8)):
         chunks = ([4.0 / num_chunks] * num_chunks, [8.0 / num_chunks] * num_chunks)
         counts = (256 // num_chunks, 256 // num_chunks + 8)
-        played, estimated = (last_pass_s(*chunks, 0.1, count, schedule, num_workers=4) for count in counts)
+        played, estimated = (last_pass_s(Pipeline(*chunks, 0.1, count, schedule, 4)) for count in counts)
         assert estimated - played == pytest.approx(8 * 3.0, abs=3.0)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from cordee.planner.costs import gathering_s, mesh_of, num_sums, sharded_amount, sharded_units, summing_s
 from cordee.planner.machine import Amount
-from cordee.planner.pipelines import cut, num_chunks_of, tasks_of
+from cordee.planner.pipelines import Pipeline, cut, num_chunks_of, tasks_of
 from cordee.planner.playing import Task, play
 from cordee.planner.prediction import Candidate, Prediction, Work
 from cordee.planner.profile import Timing
@@ -150,7 +150,7 @@ def _in_stages(candidate: Candidate, work: Work, drawn: Callable[[float], float]
     backward = [sum(timing.backward_s[a:b]) for a, b in bounds]
     sizes = [profile.blocks[end - 1].output_bytes * samples for _, end in bounds[:-1]]
     send_s = max(site.send_s(size, 0, 1) for size in sizes)
-    passes = tasks_of(forward, backward, send_s, num_micro, schedule, mesh.num_stages)
+    passes = tasks_of(Pipeline(forward, backward, send_s, num_micro, schedule, mesh.num_stages))
     members = range(mesh.num_stages)
     last_s = site.overhead_s("pipeline", candidate.workers, Amount(num_micro))
     last_s += site.step(profile, samples * num_micro, 0, candidate.workers).other_s
