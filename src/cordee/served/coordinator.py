@@ -35,6 +35,7 @@ from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger, Unit
 from cordee.monitoring import Summary
 from cordee.progress import Progress
+from cordee.served.accounts import MOST_REFUSALS
 from cordee.served.dispatcher import Dispatcher
 from cordee.served.link import ProcessOrder
 from cordee.served.memory import Outcome
@@ -111,12 +112,8 @@ class ServedCoordinator:
                 self._progress,
                 emit=self._take_event,
                 show=self._launcher.progress,
-                failure_timeout_s=job.cluster.failure_timeout_s,
-                num_servers=self._settings.servers,
-                wants_followers=self._settings.replicas > 1,
                 elapsed_s=self._elapsed_s,
                 rate=self._rate,
-                min_workers=job.cluster.min_workers,
                 obey=self._obey,
                 memory=memory.dispatcher,
             )
@@ -285,9 +282,10 @@ class ServedCoordinator:
                 dispatcher.stop("interrupt")
             elif stop_s is not None and dispatcher.elapsed_s() >= stop_s:
                 dispatcher.stop("time")
-            if dispatcher.has_only_refusals:
+            if dispatcher.accounts.has_only_refusals:
+                step = self._progress.step + 1
                 raise TrainingError(
-                    f"the servers refused 100 gradients in a row at step {self._progress.step + 1}: none was finite. "
+                    f"the servers refused {MOST_REFUSALS} gradients in a row at step {step}: none was finite. "
                     "Lower optimizer.lr, add a warm-up (schedule.warmup_steps), or set strategy.clip_norm = 1.0"
                 )
 
@@ -355,7 +353,7 @@ class ServedCoordinator:
                 )
 
     def _replace_server(self, dispatcher: Dispatcher, index: int) -> str:
-        is_served = dispatcher.is_served(index)
+        is_served = dispatcher.servers.is_served(index)
         successor = self._start_server(index, resume=not is_served)
         if is_served:
             return f"no update is lost, {successor} will be the second server"
@@ -372,11 +370,11 @@ class ServedCoordinator:
 
     def _pair_servers(self, dispatcher: Dispatcher) -> None:
         """Have servers give their seconds everything, where that is still to be done."""
-        for index, serving, follower in dispatcher.unfollowed():
+        for index, serving, follower in dispatcher.servers.unfollowed():
             with contextlib.suppress(CommunicationError):  # one of them is gone, which its exit will tell
                 with self._connect(serving) as connection:
                     connection.call(Adopt(follower), timeout_s=STARTUP_TIMEOUT_S)
-                dispatcher.note_following(index)
+                dispatcher.servers.note_following(index)
 
     def _connect(self, address: str) -> Connection:
         speaker = Speaker(run=self._order.run_id, name="launcher", incarnation=time.time_ns())
@@ -386,7 +384,7 @@ class ServedCoordinator:
 
     def _fence(self, dispatcher: Dispatcher, worker: str, incarnation: int) -> None:
         """Tell the servers that nothing the worker says counts any more."""
-        for address in dispatcher.addresses:
+        for address in dispatcher.servers.addresses:
             # One that is gone has nothing to refuse.
             with contextlib.suppress(CommunicationError), self._connect(address) as connection:
                 connection.call(Fence(worker, incarnation), timeout_s=1.0)
@@ -544,7 +542,7 @@ class ServedCoordinator:
 
     def _summarise(self, dispatcher: Dispatcher, plan: RunPlan) -> Summary:
         trained = self._progress.samples - self._memory.samples_before
-        training_s = dispatcher.training_s
+        training_s = dispatcher.accounts.training_s
         return self._sum_up(dispatcher.outcome, plan, trained / training_s if trained and training_s else None)
 
     def _sum_up(self, outcome: Outcome, plan: RunPlan, samples_per_second: float | None) -> Summary:

@@ -41,8 +41,6 @@ class StepSum:
     num_correct: int = 0
     num_samples: int = 0
     squares: float = 0.0
-    num_refused: int = 0
-    num_units: int = 0
 
 
 @dataclass
@@ -56,7 +54,33 @@ class Outcome:
     ages: tuple[int, ...] = ()
     problem: str = ""  # why the last checkpoint is missing
     stall_s: float = 0.0  # that nothing was handed out for checkpoints
-    last_step_loss: float | None = None
+
+
+class AccountsMemory(msgspec.Struct, kw_only=True):
+    """Where the accounts of the steps are."""
+
+    counted: int  # steps that are in the progress
+    sums: dict[int, StepSum] = {}  # of those after
+    settle: tuple[int, float] = (-1, 1.0)  # the step that servers may apply, and how they scale it
+    first_work_s: float | None = None  # when training proper began
+    last_step_s: float | None = None  # when the newest step was committed
+    num_refused_in_a_row: int = 0
+
+
+class DeskMemory(msgspec.Struct, kw_only=True):
+    """What the evaluator was told, and has done."""
+
+    num_orders: int = 0
+    ordered_at: Place = (0, 0, 0, 0)  # where training was when the order was given
+    ordered_loss: float | None = None  # mean training loss of the epoch, then
+    ordered_step: int = -1
+    has_ordered_last: bool = False  # the order that ends the run is given
+    is_order_open: bool = False
+    is_reading: bool = False  # a snapshot is being read: nothing may change
+    is_deciding: bool = False  # training waits for what the evaluation says
+    saved_step: int = -1  # of the job: its checkpoint is there
+    paused_s: float | None = None  # since when nothing is handed out for a snapshot
+    stall_s: float = 0.0  # of the last snapshot
 
 
 class Memory(msgspec.Struct, kw_only=True):
@@ -64,26 +88,11 @@ class Memory(msgspec.Struct, kw_only=True):
 
     progress: Progress
     posts: Posts
+    accounts: AccountsMemory
+    desk: DeskMemory = msgspec.field(default_factory=DeskMemory)
     barrier: int  # nothing of this step is handed out before a snapshot
-    counted: int  # steps that are in the progress
     ledger: LedgerState | None = None
     hearings: dict[str, Hearing] = {}
     outcome: Outcome = msgspec.field(default_factory=Outcome)
     is_final: bool = False
     is_over: bool = False
-    reading: bool = False  # a snapshot is being read: nothing may change
-    deciding: bool = False  # training waits for what the evaluation says
-    num_orders: int = 0
-    ordered_at: Place = (0, 0, 0, 0)  # where training was when the order was given
-    ordered_loss: float | None = None  # mean training loss of the epoch, then
-    is_order_open: bool = False
-    ordered_step: int = -1
-    has_ordered_last: bool = False  # the order that ends the run is given
-    saved_step: int = -1  # of the job: its checkpoint is there
-    paused_s: float | None = None  # since when nothing is handed out for a snapshot
-    stall_s: float = 0.0  # of the last snapshot
-    sums: dict[int, StepSum] = {}
-    settle: tuple[int, float] = (-1, 1.0)
-    first_work_s: float | None = None  # when training proper began
-    last_step_s: float | None = None  # when the newest step was committed
-    num_refused_in_a_row: int = 0

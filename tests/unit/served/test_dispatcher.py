@@ -52,9 +52,6 @@ class Play:
             Progress(),
             emit=lambda kind, **fields: self.events.append((kind, fields)),
             show=lambda step, loss: None,
-            failure_timeout_s=5.0,
-            num_servers=1,
-            wants_followers=False,
             elapsed_s=lambda: 0.0,
             rate=lambda step: None,
         )
