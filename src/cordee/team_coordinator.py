@@ -22,8 +22,9 @@ from cordee.cluster.fork_server import Exited, Started
 from cordee.cluster.launcher_link import CoordinatorOrder, LauncherLink, lead_run, open_channel
 from cordee.cluster.local import ProcessorWatch, describe_exit, is_alive
 from cordee.cluster.membership import ACTIVE, Membership, Record, Trouble
-from cordee.cluster.restarts import Restarts, Shortage, describe_wait
+from cordee.cluster.restarts import Restarts
 from cordee.cluster.scaling import Scaling
+from cordee.cluster.shortage import Lack, Shortage
 from cordee.cluster.stragglers import Stragglers
 from cordee.communication.keys import ServerKeys
 from cordee.communication.messages import COORDINATION, Enlist
@@ -340,20 +341,15 @@ class TeamCoordinator:
     def _bear_shortage(self, loss: Trouble) -> None:
         """Too few workers are left: wait for others, if those left have something to save afterwards."""
         membership, cluster = self._membership, self._job.cluster
-        left = len(membership.active)
         needed = cluster.min_workers if membership.is_elastic else membership.num_workers
-        lack = f"{loss.describe()}; {left} of at least {needed} workers are left"
-        verdict = (
-            f"{lack}, and all {cluster.max_restarts} replacements are used up (cluster.max_restarts); "
-            f"its log is {self._worker_log(loss.worker_index)}"
-        )
+        lack = Lack(loss.describe(), len(membership.active), needed)
+        verdict = f"{lack.verdict(cluster)}; its log is {self._worker_log(loss.worker_index)}"
         has_near = any(not membership.records[index].is_far for index in membership.active)  # who can save
         if not (has_near and membership.is_elastic and membership.generation):
             raise TrainingError(verdict)
-        self._memory.shortage = Shortage(verdict, time.monotonic() + cluster.wait_for_workers_s)
-        if cluster.wait_for_workers_s:
-            wait = describe_wait(self._run_dir, cluster.wait_for_workers_s, needed)
-            self._launcher.emit("warning", message=f"{lack}; {wait}")
+        self._memory.shortage = Shortage.begin(verdict, cluster, time.monotonic())
+        if warning := lack.describe_wait(cluster, self._run_dir):
+            self._launcher.emit("warning", message=warning)
 
     def _check_shortage(self) -> None:
         """Go on when there are enough again; when nobody came in time, have those that are left save and end."""
@@ -364,7 +360,7 @@ class TeamCoordinator:
             self._memory.shortage = None
         elif self._launcher.should_stop():
             self._memory.shortage, membership.min_workers = None, 1
-        elif time.monotonic() >= shortage.until_s:
+        elif shortage.is_past(time.monotonic()):
             self._memory.shortage, self._memory.verdict, membership.min_workers = None, shortage.verdict, 1
             self._launcher.emit("warning", message=f"{shortage.verdict}; saving and ending")
 

@@ -42,6 +42,8 @@ from cordee.monitoring import Summary, setup_logging
 
 log = logging.getLogger("cordee.coordinator")
 
+STARTUP_TIMEOUT_S = 120.0  # of a process: importing torch on a busy machine, and loading the data
+TICK_S = 0.02  # that a coordinator waits for messages in each turn
 SHOW_EVERY_S = 0.1
 REBIND_TIMEOUT_S = 10.0
 

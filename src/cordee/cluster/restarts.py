@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from cordee.cluster.membership import Trouble
 
 MOST_LOSSES_IN_ONE_STEP = 3  # as many recoveries in a row without a step in between are no accident
-
-
-@dataclass(frozen=True)
-class Shortage:
-    """Too few workers are left to go on: for how long others are waited for, and what is said then."""
-
-    verdict: str
-    until_s: float
-
-
-def describe_wait(run_dir: Path, wait_s: float, needed: int) -> str:
-    """Return what is waited for, and how it comes about."""
-    run = shlex.quote(str(run_dir))
-    return f"waiting {wait_s:g} s for others, who come with `cordee scale {run} {needed}` or `cordee join {run}`"
 
 
 @dataclass

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from cordee.cluster.control import CONTROL_NAME
@@ -258,6 +258,10 @@ class Dispatcher:
         """The workers that are there to stay."""
         here = [(name, one) for name, one in self.hearings.items() if one.role == "worker"]
         return [name for name, one in here if not (one.is_leaving or one.is_done)]
+
+    def staying(self, workers: Iterable[str]) -> list[str]:
+        """Return those of the workers that are there to stay, or on their way."""
+        return [name for name in workers if name not in self.hearings or name in self.active_workers]
 
     def _let_go(self) -> None:
         """Send those home that are to leave, unless nobody could go on without them."""

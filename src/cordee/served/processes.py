@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from cordee.cluster.restarts import Shortage
+from cordee.cluster.guests import Guests
+from cordee.cluster.shortage import Shortage
 from cordee.served.memory import Memory
 
 
@@ -29,27 +30,38 @@ class Loss(msgspec.Struct, frozen=True):
     step: int
 
 
+class CrewMemory(msgspec.Struct, kw_only=True):
+    """Who was started, and who came by itself."""
+
+    next_worker: int  # number of the next one
+    processes: dict[int, Process] = {}  # by its number at the engine
+    num_started: int = 0
+    newest_replica: dict[int, int] = {}  # of each server
+    guests: Guests = msgspec.field(default_factory=Guests)
+    away: list[str] = []  # frozen and given up, but not killed: they may come back
+
+
+class LossMemory(msgspec.Struct, kw_only=True):
+    """What was lost, and what is done about it."""
+
+    num_replaced: int = 0
+    num_lost_over: dict[int, int] = {}  # workers lost over each unit of work
+    last: str = ""  # the last loss of a worker, in words
+    num_recoveries: int = 0
+    recovering: list[Loss] = []  # no step was committed since
+    shortage: Shortage | None = None  # too few are left, and others are waited for
+
+
 class RunMemory(msgspec.Struct, kw_only=True):
     """What a coordinator must know to take up where another was."""
 
     address: str
     public: str = ""  # the address for other hosts, if there is one
-    far: dict[int, float] = {}  # workers of other hosts, and when they were taken
-    next_worker: int
     started: float
     begun_s: float
     base_s: float  # of training time before this attempt
     samples_before: int
-    processes: dict[int, Process] = {}  # by its number at the engine
-    away: list[str] = []  # frozen and given up, but not killed: they may come back
-    guests: dict[int, int] = {}  # worker -> pid, of those that somebody else started
-    num_replicas: dict[int, int] = {}  # the newest replica of each server
-    numbers: int = 0
-    num_replaced: int = 0
-    num_lost_over: dict[int, int] = {}  # workers lost over each unit of work
     peak_memory_bytes: int = 0  # of the worker that took most
-    last_loss: str = ""  # of a worker
-    shortage: Shortage | None = None  # too few are left, and others are waited for
-    recoveries: int = 0
-    recovering: list[Loss] = []
+    crew: CrewMemory
+    losses: LossMemory = msgspec.field(default_factory=LossMemory)
     dispatcher: Memory | None = None
