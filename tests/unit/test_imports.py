@@ -39,7 +39,6 @@ RANKS: dict[str, int] = {
     "session": 7,
     "worker": 8,
     "served": 8,
-    "team_coordinator": 9,
     "team_run": 9,
     "joining": 9,
     "launch": 14,

@@ -76,7 +76,7 @@ class Coordinator:
         and returns what the new worker is told; both may raise JobError.
         """
         self._channel = channel
-        self._membership = membership
+        self.membership = membership
         self._on_event = on_event
         self._on_scale = on_scale
         self._on_enlist = on_enlist
@@ -122,15 +122,15 @@ class Coordinator:
     def direct(self, action: str, workers: Iterable[int], reason: str = "") -> None:
         """Tell workers what to do."""
         for index in workers:
-            directive = Directive(action, (), reason, self._membership.generation)  # type: ignore[arg-type]
+            directive = Directive(action, (), reason, self.membership.generation)  # type: ignore[arg-type]
             if action in ("finish", "leave"):
                 directive = self._answer(index, directive)
             self._directives.append((index, directive))
 
     def form(self, members: list[int], threads: int = 0) -> None:
         """Begin the next generation with these workers, in this order. Refuse what belongs to an earlier one."""
-        self._membership.form(members)
-        generation = self._channel.generation = self._membership.generation
+        self.membership.form(members)
+        generation = self._channel.generation = self.membership.generation
         self._said = {}
         team = tuple(self.state.workers[index].member for index in members)
         for index in members:
@@ -170,7 +170,7 @@ class Coordinator:
             self._reply(received, Refused("unexpected", f"{type(received.message).__name__} before Hello"))
             return
         self._peers[index] = received.peer  # another one after each connection
-        now_s, membership = time.monotonic(), self._membership
+        now_s, membership = time.monotonic(), self.membership
         membership.hear(index, now_s)
         match received.message:
             case Heartbeat(step=step):
@@ -197,9 +197,9 @@ class Coordinator:
                 case Event(type=kind, fields=fields):
                     self._on_event(kind, dict(fields))
                 case Failure(step=step, error=error, traceback=text, is_consequence=is_consequence):
-                    self._membership.report(Trouble(index, step, error, text, is_consequence, at_s=time.monotonic()))
+                    self.membership.report(Trouble(index, step, error, text, is_consequence, at_s=time.monotonic()))
                 case Goodbye():
-                    self._membership.finish(index)
+                    self.membership.finish(index)
         if not isinstance(told, Event):  # the worker waits for it before it ends
             self._reply(received, Noted(known.num_noted))
 
@@ -213,11 +213,11 @@ class Coordinator:
         known.ready = ready.number
         is_new = known.answer is None  # why one that comes back was given up is known
         has_dropped, reason = (False, "") if is_new else (ready.has_dropped, ready.reason)
-        self._membership.wait(index, ready.step, has_dropped=has_dropped, reason=reason)
+        self.membership.wait(index, ready.step, has_dropped=has_dropped, reason=reason)
 
     def _pass_on(self, received: Received, message: Put | Ask) -> None:
         """Let members of the generation that meets find each other. Not written down: they say it again if need be."""
-        if message.meeting != self._membership.generation:
+        if message.meeting != self.membership.generation:
             self._reply(received, Refused("stale-generation", f"generation {message.meeting} is over"))
         elif isinstance(message, Ask):
             self._reply(received, Said(self._said.get(message.key)))
@@ -239,13 +239,13 @@ class Coordinator:
             self._reply(received, Refused(reason, str(error)))
 
     def _welcome(self, received: Received, index: int, hello: Hello) -> None:
-        timeout_s = self._membership.failure_timeout_s
+        timeout_s = self.membership.failure_timeout_s
         incarnation = received.envelope.incarnation
         known = self.state.workers.get(index)
         if known is not None and known.incarnation == incarnation:
             self._reply(received, Welcome(failure_timeout_s=timeout_s, heartbeat_s=timeout_s / 5))
             return  # it has not heard the first time
-        if not self._membership.may_register(index):
+        if not self.membership.may_register(index):
             self._reply(received, Refused(REPLACED, f"another process is {received.envelope.sender} now"))
             return
         self._reply(received, Welcome(failure_timeout_s=timeout_s, heartbeat_s=timeout_s / 5))
@@ -253,7 +253,7 @@ class Coordinator:
         member = Member(received.envelope.sender, hello.role, hello.host, index, hello.host_id)
         self.state.workers[index] = WorkerState(incarnation, member)
         self.state.least[index] = incarnation
-        self._membership.register(index, time.monotonic())
+        self.membership.register(index, time.monotonic())
         self._on_event("worker_started", {"worker": index, "pid": hello.pid, "host": hello.host, "role": hello.role})
 
     def _reply(self, received: Received, message: Message) -> None:
@@ -262,4 +262,4 @@ class Coordinator:
     def _index_of(self, sender: str) -> int | None:
         number = sender.removeprefix(WORKER_PREFIX)
         is_known = sender.startswith(WORKER_PREFIX) and number.isdecimal()
-        return int(number) if is_known and int(number) in self._membership.records else None
+        return int(number) if is_known and int(number) in self.membership.records else None

@@ -27,7 +27,7 @@ PRELOADED = (
     "torch",
     "torch.distributed",
     "cordee.worker",
-    "cordee.team_coordinator",
+    "cordee.team_run.coordinator",
     "cordee.own_loop",
     "cordee.served.coordinator",
     "cordee.served.worker",

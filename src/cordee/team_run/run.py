@@ -30,6 +30,6 @@ class TeamRun:
         """
         timeout_s = self._job.cluster.failure_timeout_s
         supervisor = Supervisor(engine, self._monitor, self._should_stop, failure_timeout_s=timeout_s)
-        target, path = "cordee.team_coordinator:main", self._directory.path
+        target, path = "cordee.team_run.coordinator:main", self._directory.path
         with tempfile.TemporaryDirectory(prefix="cordee-") as store:
             return supervisor.run(target, path, resume=resume, store=store)
