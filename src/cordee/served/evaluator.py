@@ -30,7 +30,7 @@ from cordee.monitoring import setup_logging
 from cordee.progress import Progress
 from cordee.served.link import DispatchLink, ProcessOrder
 from cordee.served.messages import AskOrder, Leave, Order, OrderDone, SnapshotTaken
-from cordee.strategies.parameter_server.client import Wire
+from cordee.strategies.parameter_server.client import RetriedCalls
 from cordee.strategies.parameter_server.layout import make_layout
 from cordee.strategies.parameter_server.messages import Extras, Snapped, Snapshot, SnapshotExtras
 from cordee.strategies.parameter_server.state import adopt_flat, decode_plain, flatten_parameters, join_pieces
@@ -70,7 +70,7 @@ class Desk:
         self._parts = parts
         self._link = link
         self._checkpoints = checkpoints
-        self._wire = Wire(link, patience_s)
+        self._calls = RetriedCalls(link, patience_s)
         self._layout = make_layout(parts.model, settings_of(parts.job).servers, can_split=can_split(parts.job))
         self._flat = flatten_parameters(parts.model, self._layout)
         adopt_flat(parts.model, self._layout, self._flat, torch.zeros_like(self._flat))
@@ -95,7 +95,7 @@ class Desk:
         return OrderDone(order.step, found, sha, path, time.perf_counter() - started, problem, order.number)
 
     def close(self) -> None:
-        self._wire.close()
+        self._calls.close()
 
     def _note_best(self, progress: Progress, metrics: Metrics) -> bool:
         """Return whether this is the best yet and to be kept for it; then the checkpoint says so too."""
@@ -127,7 +127,7 @@ class Desk:
                 return State(tensors, decode_plain(buffers[-1].torch()))
 
             states.append(
-                self._wire.call(
+                self._calls.call(
                     piece.server,
                     Snapshot(piece.index, order.settles, order.scale),
                     receive=receive,
@@ -146,7 +146,7 @@ class Desk:
             return message.ages
 
         room = sum(value.numel() * value.element_size() + 64 for value in self._buffers.values()) + 4096
-        ages: tuple[int, ...] = self._wire.call(0, SnapshotExtras(settles), receive=receive, reply_bytes=room)
+        ages: tuple[int, ...] = self._calls.call(0, SnapshotExtras(settles), receive=receive, reply_bytes=room)
         return ages
 
     def _measure(self) -> Metrics | None:

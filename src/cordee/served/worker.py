@@ -27,7 +27,7 @@ from cordee.data.fingerprint import check_same
 from cordee.monitoring import setup_logging
 from cordee.served.link import DispatchLink, ProcessOrder
 from cordee.served.messages import Leave, TakeWork, Work
-from cordee.strategies.parameter_server.client import ParameterClient, Wire
+from cordee.strategies.parameter_server.client import ParameterClient, RetriedCalls
 from cordee.strategies.parameter_server.layout import Layout, Piece, make_layout
 from cordee.strategies.parameter_server.messages import Push, Pushed
 from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters
@@ -153,8 +153,10 @@ class WorkLoop:
         self._gradient = torch.zeros_like(self._flat)
         adopt_flat(self._model, self._layout, self._flat, self._gradient)
         patience_s = 6 * order.failure_timeout_s
-        wire = Wire(link, patience_s, self._settings.lose_messages, derive_seed(parts.job.seed, "wire", order.index))
-        self._client = ParameterClient(self._layout, self._settings, wire, order.name)
+        calls = RetriedCalls(
+            link, patience_s, self._settings.lose_messages, derive_seed(parts.job.seed, "wire", order.index)
+        )
+        self._client = ParameterClient(self._layout, self._settings, calls, order.name)
         self._fixed = fixed_of(parts.job)
         self._clip_norm = self._settings.clip_norm
         self._num_until_pull = 0

@@ -98,7 +98,7 @@ class KVStore:
 
     def _open(self, membership: Membership, servers: LocalServers | None) -> None:
         self._membership, self._servers = membership, servers
-        self._wire = membership.wire
+        self._calls = membership.calls
         self._entries: dict[Key, Entry] = {}
         self._origins: dict[str, Origin] = {}
         self._sequence = itertools.count(1)
@@ -162,15 +162,15 @@ class KVStore:
 
     def _init(self, key: Key, name: str, taken: Taken) -> None:
         asked = Place(name, taken.kind, taken.shape, next(self._sequence))  # type: ignore[arg-type]
-        placed: Placed = self._wire.ask(asked)
-        entry = Entry(name, placed.number, taken.kind, taken.shape, placed.cuts, self._wire.piece_bytes(placed.cuts))
+        placed: Placed = self._calls.ask(asked)
+        entry = Entry(name, placed.number, taken.kind, taken.shape, placed.cuts, self._calls.piece_bytes(placed.cuts))
         if placed.is_yours:
             num_parts = len(entry.cuts)
             for cut in entry.cuts:
                 shape = part_shape(entry.shape, cut, num_parts)
-                self._wire.call(cut.server, Create(entry.number, name, entry.kind, shape, num_parts > 1))  # type: ignore[arg-type]
-            transfer.fill(self._wire, entry, taken.view)
-            self._wire.ask(Ready(name))
+                self._calls.call(cut.server, Create(entry.number, name, entry.kind, shape, num_parts > 1))  # type: ignore[arg-type]
+            transfer.fill(self._calls, entry, taken.view)
+            self._calls.ask(Ready(name))
         self._entries[key] = self._entries[name] = entry
         self._origins[name] = taken.origin
 
@@ -229,12 +229,12 @@ class KVStore:
         """Push some rows of an array, by their numbers; a row that comes twice counts twice. Return the version."""
         entry = self._settled(key)
         with entry.lock:
-            return push_rows(self._wire, entry, rows, take(values), next(self._sequence))
+            return push_rows(self._calls, entry, rows, take(values), next(self._sequence))
 
     def pull_rows(self, key: Key, rows: Any) -> Pulled:
         """Return some rows of an array, by their numbers, with its version."""
         entry = self._settled(key)
-        return pull_rows(self._wire, entry, rows, self._origins.get(entry.key) or _default(entry.kind))
+        return pull_rows(self._calls, entry, rows, self._origins.get(entry.key) or _default(entry.kind))
 
     def set_updater(self, name: str, *, keys: Key | Keys | None = None, **settings: Json) -> None:
         """Choose what servers make of pushes: "add" (at first), "assign", any optimizer of torch by name with its
@@ -248,7 +248,7 @@ class KVStore:
         self._queue.settle()
         if keys is None:
             for server in range(self.num_servers):
-                self._wire.call(server, SetUpdater(name, settings))
+                self._calls.call(server, SetUpdater(name, settings))
             return
         at: dict[int, list[int]] = {}
         for key in keys if isinstance(keys, (list, tuple)) else [keys]:
@@ -256,7 +256,7 @@ class KVStore:
             for cut in entry.cuts:
                 at.setdefault(cut.server, []).append(entry.number)
         for server, numbers in at.items():
-            self._wire.call(server, SetUpdater(name, settings, tuple(numbers)))
+            self._calls.call(server, SetUpdater(name, settings, tuple(numbers)))
 
     def wait(self, handle: Handle, timeout_s: float | None = None) -> Any:
         """Wait for an operation, and return what it does."""
@@ -273,7 +273,7 @@ class KVStore:
         """
         self._check_open()
         self._queue.settle()
-        reply = self._wire.ask(Meet(next(self._meetings), _waiting(timeout_s)))
+        reply = self._calls.ask(Meet(next(self._meetings), _waiting(timeout_s)))
         assert isinstance(reply, Done)
 
     def close(self) -> None:
@@ -298,14 +298,14 @@ class KVStore:
         _check_fits(entry, taken.kind, taken.shape)
         self._origins[entry.key] = taken.origin
         with entry.lock:
-            return transfer.push(self._wire, entry, taken.view, next(self._sequence))
+            return transfer.push(self._calls, entry, taken.view, next(self._sequence))
 
     def _pull(self, entry: Entry, out: Any, min_version: int | None, timeout_s: float | None) -> Pulled:
         target = self._target(entry, out)
         limit_s = self._membership.failure_timeout_s if timeout_s is None else _waiting(timeout_s)
         if min_version is not None and not (isinstance(min_version, int) and 0 <= min_version < 2**63):
             raise StoreError(f"min_version = {min_version!r} must be a whole number from 0 to 2**63 - 1")
-        version = transfer.pull(self._wire, entry, target.view, min_version or 0, limit_s)
+        version = transfer.pull(self._calls, entry, target.view, min_version or 0, limit_s)
         return Pulled(target.finish(), version)
 
     def _push_pull(self, entry: Entry, value: Any, out: Any) -> Pulled:
@@ -314,7 +314,7 @@ class KVStore:
         self._origins[entry.key] = taken.origin
         target = make_target(entry.kind, entry.shape, taken.origin, out)
         with entry.lock:
-            version = transfer.push_pull(self._wire, entry, taken.view, target.view, next(self._sequence))
+            version = transfer.push_pull(self._calls, entry, taken.view, target.view, next(self._sequence))
         return Pulled(target.finish(), version)
 
     def _target(self, entry: Entry, out: Any) -> Target:
@@ -332,8 +332,8 @@ class KVStore:
         entry = self._entries.get(key)
         if entry is None:
             name = _name(key)
-            located: Located = self._wire.ask(Locate(name))
-            piece_bytes = self._wire.piece_bytes(located.cuts)
+            located: Located = self._calls.ask(Locate(name))
+            piece_bytes = self._calls.piece_bytes(located.cuts)
             entry = Entry(name, located.number, located.dtype, located.shape, located.cuts, piece_bytes)
             self._entries[key] = self._entries[name] = entry
         return entry

@@ -17,9 +17,9 @@ from cordee.communication.channel import RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.sockets import check_address
 from cordee.core.errors import CommunicationError, CordeeError, StoreError
+from cordee.store.calls import DIRECTORY, StoreCalls, as_store_error
 from cordee.store.keys import StoreKey, find_key
 from cordee.store.messages import LIMITS, STORE, Alive, Bye, Enlist, Enlisted, Role, Standing
-from cordee.store.transfer import DIRECTORY, Wire, as_store_error
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class Membership:
             raise
         self.index, self.num_workers, self.num_servers = enlisted.index, enlisted.num_workers, enlisted.num_servers
         self._addresses = enlisted.addresses
-        self.wire = Wire(self._connect, failure_timeout_s)
+        self.calls = StoreCalls(self._connect, failure_timeout_s)
         self._heartbeats = Heartbeats(self._link)
 
     @property
@@ -183,7 +183,7 @@ class Membership:
     def leave(self) -> None:
         """Say goodbye to everybody and close all connections."""
         self._heartbeats.close()
-        self.wire.close()
+        self.calls.close()
         self._link.leave()
 
     def _connect(self, server: int) -> Connection:

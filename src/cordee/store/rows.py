@@ -10,14 +10,15 @@ from cordee.communication.buffers import ITEM_BYTES, Buffer, padded
 from cordee.communication.messages import Message
 from cordee.core.errors import StoreError
 from cordee.store.arrays import Origin, Taken, make_target, take
+from cordee.store.calls import StoreCalls
 from cordee.store.messages import Done, PullRows, PushRows, Value
 from cordee.store.placement import is_cut_at_rows
-from cordee.store.transfer import Entry, Pulled, Versions, Wire, describe
+from cordee.store.transfer import Entry, Pulled, Versions, describe
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def push_rows(wire: Wire, entry: Entry, rows: Any, values: Taken, sequence: int) -> int:
+def push_rows(calls: StoreCalls, entry: Entry, rows: Any, values: Taken, sequence: int) -> int:
     """Push rows to the servers that have them; return the lowest version of the parts that got some."""
     numbers = _row_numbers(entry, rows)
     shape = (len(numbers), *entry.shape[1:])
@@ -35,13 +36,13 @@ def push_rows(wire: Wire, entry: Entry, rows: Any, values: Taken, sequence: int)
         own = describe(("int64", (count,)), (entry.kind, (count, *entry.shape[1:])))
         mine = np.ascontiguousarray(numbers[mask] - first)
         parcel = own._replace(views=[_view(mine), _view(picked)])
-        reply = wire.call(cut.server, PushRows(entry.number, sequence), parcel)
+        reply = calls.call(cut.server, PushRows(entry.number, sequence), parcel)
         assert isinstance(reply, Done)
         versions.append(reply.version)
     return min(versions, default=0)
 
 
-def pull_rows(wire: Wire, entry: Entry, rows: Any, origin: Origin) -> Pulled:
+def pull_rows(calls: StoreCalls, entry: Entry, rows: Any, origin: Origin) -> Pulled:
     """Pull rows from the servers that have them."""
     numbers = _row_numbers(entry, rows)
     row_bytes = _row_bytes(entry)
@@ -57,7 +58,7 @@ def pull_rows(wire: Wire, entry: Entry, rows: Any, origin: Origin) -> Pulled:
             result[mask] = np.frombuffer(buffers[0].data, np.uint8).reshape(-1, row_bytes)
 
         parcel = describe(("int64", (len(mine),)))._replace(views=[_view(mine)])
-        wire.call(
+        calls.call(
             cut.server,
             PullRows(entry.number),
             parcel,

@@ -1,6 +1,7 @@
 """Calls: a request to a server process and its reply, through shared memory on one host and the channel between."""
 
 from cordee.communication.calls.client import Connection, Pending, ServerDiedError, ServerFrozenError
+from cordee.communication.calls.connections import Connections
 from cordee.communication.calls.server import Call, CallServer
 
-__all__ = ["Call", "CallServer", "Connection", "Pending", "ServerDiedError", "ServerFrozenError"]
+__all__ = ["Call", "CallServer", "Connection", "Connections", "Pending", "ServerDiedError", "ServerFrozenError"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cordee.communication.buffers import Buffer
-from cordee.communication.calls import Connection
+from cordee.communication.calls import Connection, Connections
 from cordee.communication.channel import RefusedError
 from cordee.communication.messages import Message
 from cordee.core.errors import CommunicationError
@@ -39,16 +39,15 @@ class Directory(Protocol):
         """Return a connection to a server that is up. Raises CommunicationError when there is none in time."""
 
 
-class Wire:
+class RetriedCalls:
     """Calls to servers that may go away and come back. Any thread may call."""
 
     def __init__(self, directory: Directory, patience_s: float, lose_messages: float = 0.0, seed: int = 0) -> None:
-        self._directory = directory
+        self._connections = Connections(directory.connect)
         self._patience_s = patience_s
         self._lose = lose_messages
         self._random = random.Random(seed)
-        self._connections: dict[int, Connection] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the random numbers
 
     def call(
         self,
@@ -64,7 +63,7 @@ class Wire:
         while True:
             connection: Connection | None = None
             try:
-                connection = self._connection(server)
+                connection = self._connections.get(server)
                 if self._is_lost():  # the request
                     time.sleep(_RETRY_S)
                     continue
@@ -78,29 +77,15 @@ class Wire:
                     continue
                 raise
             except CommunicationError as error:
-                self._drop(server, connection)
+                self._connections.drop(server, connection)
                 if time.monotonic() > deadline:
                     raise
                 log.info("server %d: %s; trying again", server, error)
                 time.sleep(_RETRY_S)
 
     def close(self) -> None:
-        with self._lock:
-            connections, self._connections = list(self._connections.values()), {}
-        for connection in connections:
+        for connection in self._connections.take_all():
             connection.close()
-
-    def _connection(self, server: int) -> Connection:
-        with self._lock:
-            if server not in self._connections:
-                self._connections[server] = self._directory.connect(server)
-            return self._connections[server]
-
-    def _drop(self, server: int, connection: Connection | None) -> None:
-        with self._lock:
-            if connection is not None and self._connections.get(server) is connection:
-                del self._connections[server]
-                connection.close()
 
     def _is_lost(self) -> bool:
         if not self._lose:
@@ -115,10 +100,10 @@ class Wire:
 class ParameterClient:
     """Pushes a worker's flat gradient and pulls its flat parameters, piece by piece."""
 
-    def __init__(self, layout: Layout, settings: ParameterServerSettings, wire: Wire, name: str) -> None:
+    def __init__(self, layout: Layout, settings: ParameterServerSettings, calls: RetriedCalls, name: str) -> None:
         self.layout = layout
         self._settings = settings
-        self._wire = wire
+        self._calls = calls
         self._name = name
         self._versions = [0] * len(layout.pieces)
         codecs = [make_codec(settings, piece.length, layout.dtype) for piece in layout.pieces]
@@ -155,7 +140,7 @@ class ParameterClient:
     def push_extras(self, buffers: dict[str, Tensor], unit: int, step: int, share: int, num_shares: int) -> None:
         """Tell the first server of the model's buffers."""
         message = PushExtras(unit, tuple(buffers), step=step, share=share, num_shares=num_shares)
-        self._wire.call(0, message, list(buffers.values()))
+        self._calls.call(0, message, list(buffers.values()))
 
     def pull_extras(self, buffers: dict[str, Tensor], settles: int = -1) -> None:
         """Bring the model's buffers to what all workers start from."""
@@ -167,16 +152,16 @@ class ParameterClient:
                     buffers[name].copy_(buffer.torch())
 
         room = sum(value.numel() * value.element_size() + 64 for value in buffers.values()) + 4096
-        self._wire.call(0, PullExtras(settles), receive=receive, reply_bytes=room)
+        self._calls.call(0, PullExtras(settles), receive=receive, reply_bytes=room)
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
-        self._wire.close()
+        self._calls.close()
 
     def _push_piece(self, piece: Piece, gradient: Tensor, push: Push) -> Pushed:
         buffers = self._feedback[piece.index].compress(gradient[piece.start : piece.stop])
-        reply = self._wire.call(piece.server, push, buffers)
+        reply = self._calls.call(piece.server, push, buffers)
         assert isinstance(reply, Pushed)
         return reply
 
@@ -189,7 +174,7 @@ class ParameterClient:
                 follower.take(target, [buffer.torch() for buffer in buffers], message.stamp)
             self._versions[piece.index] = message.version
 
-        self._wire.call(
+        self._calls.call(
             piece.server,
             Pull(piece.index, follower.stamp, settles, scale),
             receive=receive,
