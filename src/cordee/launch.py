@@ -9,7 +9,6 @@ import shlex
 import socket
 import sys
 import time
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from cordee.core import Job
 from cordee.core.components import LIVE_PREFIX
 from cordee.core.env import runs_folder
 from cordee.core.errors import JobError, RunDirectoryError, StorageError
-from cordee.core.job import changed_keys
 from cordee.deciding import Decision, decide, plans_first
 from cordee.interrupts import InterruptFlag
 from cordee.monitoring import (
@@ -47,6 +45,7 @@ from cordee.monitoring import (
 )
 from cordee.monitoring.summary import Status
 from cordee.replanning import Replanner
+from cordee.resuming import fit_to_run
 from cordee.run import Run
 from cordee.served import ServedRun, check_served
 from cordee.session import Session
@@ -71,13 +70,14 @@ def train(
     if the job cannot be run or the training fails; what was saved before stays, and `resume` goes on from it.
     """
     memory = MemoryWatch()
+    overrides = list(overrides)
     asked = _as_job(job, overrides)
+    name = choose_strategy(asked)
+    path = _run_path(asked, run_dir, resume)
+    asked, note = fit_to_run(asked, path, overrides) if resume else (asked, "")
     refuse_others_settings(asked)
-    strategy = msgspec.structs.replace(asked.strategy, name=choose_strategy(asked))
+    strategy = msgspec.structs.replace(asked.strategy, name=name)
     job = msgspec.structs.replace(asked, strategy=strategy)
-    path = _run_path(job, run_dir, resume)
-    if resume:
-        _refuse_changes(path, job)
     num_workers = job.strategy.workers
     with contextlib.ExitStack() as stack:
         stack.enter_context(_leaving_torch_as_it_was())
@@ -107,6 +107,8 @@ def train(
                 directory.summary_file.unlink(missing_ok=True)
             _log_decision(asked, decision)
             with Monitor(_sinks(job, directory, quiet)) as monitor:
+                if note:
+                    monitor.emit("warning", message=note)
                 if asked.strategy.name == "auto":
                     monitor.add(Replanner(asked, parts, monitor.emit))
                 flag = InterruptFlag(
@@ -261,20 +263,6 @@ def _run_path(job: Job, run_dir: str | Path | None, resume: bool) -> Path:
             f"no run of '{job.name}' in {runs_folder()} to resume: name one with --run-dir, or start without --resume"
         )
     return max(candidates, key=lambda info: info.started or 0.0).path
-
-
-def _refuse_changes(path: Path, job: Job) -> None:
-    try:
-        before = tomllib.loads((path / "job.toml").read_text(encoding="utf-8"))
-    except OSError:
-        return  # open_existing says what is wrong with the directory
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RunDirectoryError(f"{path / 'job.toml'} is damaged: {error}") from None
-    if changes := changed_keys(before, tomllib.loads(job.to_toml())):
-        raise JobError(
-            f"the job has changed since the run in {path} began: {'; '.join(changes)}. "
-            "Put it back to resume, or start a new run"
-        )
 
 
 def _refuse_live_parts(job: Job) -> None:

@@ -84,6 +84,23 @@ def test_one_worker_gives_the_bits_of_single_and_of_its_metrics(tmp_path: Path) 
     assert (one.summary.best_step, kept) == (best, {f"step-{best}", f"step-{NUM_STEPS}"})
 
 
+def test_another_strategy_goes_on_without_the_settings_of_servers(tmp_path: Path) -> None:
+    alone = go(tmp_path / "alone", strategy={"name": "single"})
+    run_dir = tmp_path / "run"
+    go(run_dir, strategy=served(1, servers=2, staleness=0), stop={"steps": 7})
+    overrides = ["strategy.name=single", "stop.steps=99"]
+    with pytest.raises(JobError, match=r"strategy\.servers is a setting of 'parameter_server'"):
+        asked_for = [*overrides, "strategy.servers=2"]
+        train(run_dir / "job.toml", overrides=asked_for, run_dir=run_dir, resume=True, quiet=True)
+    after = train(run_dir / "job.toml", overrides=overrides, run_dir=run_dir, resume=True, quiet=True)
+    assert (after.summary.steps, after.summary.weights_sha256) == (NUM_STEPS, alone.summary.weights_sha256)
+    assert [event["message"] for event in events(after, "warning")] == [
+        "left out, since the run goes on with 'single' and not with 'parameter_server': "
+        "strategy.servers = 2, strategy.staleness = 0"
+    ]
+    assert Job.load(run_dir / "job.toml").strategy.settings == {}
+
+
 def test_workers_in_step_equal_single_and_lost_messages_change_nothing(tmp_path: Path) -> None:
     """SGD, without dropout, whose random numbers are drawn share by share: within 1e-5 after 20 steps.
 

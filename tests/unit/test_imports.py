@@ -34,6 +34,7 @@ RANKS: dict[str, int] = {
     "run": 5,
     "progress": 5,
     "saving": 5,
+    "resuming": 5,
     "meeting": 5,
     "trainer": 6,
     "session": 7,

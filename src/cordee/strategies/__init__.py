@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from cordee.strategies.choice import STRATEGIES, choose_strategy, make_strategy, refuse_others_settings
+from cordee.strategies.choice import (
+    STRATEGIES,
+    choose_strategy,
+    foreign_settings,
+    make_strategy,
+    refuse_others_settings,
+)
 from cordee.strategies.strategy import Requirements, Strategy, Update
 
 __all__ = [
@@ -11,6 +17,7 @@ __all__ = [
     "Strategy",
     "Update",
     "choose_strategy",
+    "foreign_settings",
     "make_strategy",
     "refuse_others_settings",
 ]

@@ -75,14 +75,20 @@ def make_strategy(job: Job, computation: Computation) -> Strategy:
     return strategy
 
 
+def foreign_settings(name: str, given: Mapping[str, Any]) -> list[str]:
+    """Return the settings among those given that other strategies have, and this one has not."""
+    own = _own_keys(name, given)
+    return [key for key in given if key not in own and _owners(key)]
+
+
 def refuse_others_settings(job: Job) -> None:
     """Raise JobError for a setting that the job's strategy does not have, and say whose it is."""
     name, given = choose_strategy(job), job.strategy.settings
     is_auto = job.strategy.name == "auto"
     asked = f"'auto', which takes '{name}' here" if is_auto else f"'{name}'"
-    own = (*STRATEGIES[name].settings.__struct_fields__, *STRATEGIES[name].borrowed_keys(given))
+    own = _own_keys(name, given)
     for key in given:
-        owners = [other for other, entry in STRATEGIES.items() if key in entry.settings.__struct_fields__]
+        owners = _owners(key)
         if key not in own and owners:
             raise JobError(
                 f"strategy.{key} is a setting of {_listed(owners)}, the job's strategy is {asked}: "
@@ -90,6 +96,14 @@ def refuse_others_settings(job: Job) -> None:
             )
         if key not in own:
             raise JobError(f"[strategy] has no key '{key}'{nearest(key, own)} (it has: {', '.join(sorted(own))})")
+
+
+def _own_keys(name: str, given: Mapping[str, Any]) -> tuple[str, ...]:
+    return (*STRATEGIES[name].settings.__struct_fields__, *STRATEGIES[name].borrowed_keys(given))
+
+
+def _owners(key: str) -> list[str]:
+    return [name for name, entry in STRATEGIES.items() if key in entry.settings.__struct_fields__]
 
 
 def _listed(names: Sequence[str]) -> str:
