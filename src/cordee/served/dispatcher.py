@@ -143,6 +143,11 @@ class Dispatcher:
         """Whether the run ends with the steps that are begun: there is no more work to hand out."""
         return self._memory.is_final or self.ledger.is_complete
 
+    @property
+    def has_done_all(self) -> bool:
+        """Whether all work is done: what is left is to measure and to save it."""
+        return self.is_ending and self.ledger.committed_steps >= self._memory.barrier
+
     def lose(self, name: str) -> list[Unit]:
         """Forget a process that ended; return the units of work it had in hand."""
         hearing = self.hearings.pop(name, None)

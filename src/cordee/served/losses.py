@@ -65,6 +65,9 @@ class Losses:
         limit = self._cluster.max_restarts
         if role == "worker":
             memory.last = f"{name} {how} (in step {step + 1})"
+        if role == "worker" and dispatcher.has_done_all:
+            self._launcher.emit("warning", message=f"{name} {how}: all work is done, nobody takes its place")
+            return
         if not self.can_replace and role == "worker":
             self._fence(name, incarnation)
             note = f"no replacement is left (cluster.max_restarts = {limit}), {_given(units)} to others"
