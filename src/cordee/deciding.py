@@ -17,9 +17,11 @@ from cordee.core import Job
 from cordee.core.components import LIVE_PREFIX
 from cordee.data.datasets import IterableSource
 from cordee.planner import Candidate, Prediction, Work, search
+from cordee.planner.amounts import in_time
 from cordee.planner.cache import keep, read_kept
-from cordee.planner.costs import MODELS, in_time, mesh_of, predict
+from cordee.planner.costs import MODELS, predict
 from cordee.planner.machine import free_memory_bytes, is_busy
+from cordee.planner.meshes import mesh_of
 from cordee.planner.pipelines import num_chunks_of
 from cordee.planner.profile import ModelProfile
 from cordee.planner.search import CLOSE, is_candidate

@@ -12,7 +12,7 @@ from cordee.cluster import Team
 from cordee.core import Job
 from cordee.deciding import decide, predict_as
 from cordee.monitoring import Event
-from cordee.planner.costs import in_time
+from cordee.planner.amounts import in_time
 from cordee.strategies import choose_strategy
 
 

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from cordee.core import Job
 from cordee.core.errors import JobError, StorageError, nearest
+from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.cluster_file import load_cluster
-from cordee.planner.costs import in_bytes, in_time
 from cordee.planner.search import is_in_step
 from cordee.planner.simulator import PUBLISHED, CrowdOutcome, Scenario, load_scenario, read_scenario
 from cordee.planner.simulator.drawing import describe, draw_page

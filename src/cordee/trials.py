@@ -18,7 +18,7 @@ from cordee.core import Job
 from cordee.core.errors import CordeeError
 from cordee.monitoring import Event, Monitor, RunDirectory
 from cordee.overheads import DEEP, KINDS, LARGE, NUM_LAYERS, SMALL, Bare, trial_job
-from cordee.planner.costs import gathering_s, summing_s
+from cordee.planner.exchanges import gathering_s, summing_s
 from cordee.planner.machine import Amount, Machine, Overhead
 from cordee.planner.site import ThisMachine
 from cordee.served import ServedRun

@@ -1,4 +1,4 @@
-"""Amounts as people write them: "80 GiB", "25 Gbit/s", "20us"."""
+"""Amounts as people write and read them: "80 GiB", "25 Gbit/s", "20us"."""
 
 from __future__ import annotations
 
@@ -53,3 +53,19 @@ def _parse(value: str | float, units: Mapping[str, float], key: str) -> float:
     if not math.isfinite(amount):
         raise JobError(f"{key} = {value!r} is more than can be computed with: write a smaller number")
     return amount
+
+
+def in_bytes(num_bytes: float) -> str:
+    """Return "46 MB"."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= 0.9995 * size:
+            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 999.5 * size else f"{num_bytes / size:,.0f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def in_time(seconds: float) -> str:
+    """Return "38 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * size:
+            return f"{seconds / size:.3g} {unit}" if seconds < 999.5 * size else f"{seconds / size:,.0f} {unit}"
+    return f"{seconds * 1e6:.0f} µs"

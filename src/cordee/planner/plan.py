@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from cordee.core.errors import JobError
-from cordee.planner.costs import in_bytes, in_time
+from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.prediction import Prediction
 from cordee.planner.search import CLOSE
 

@@ -70,6 +70,34 @@ class Work:
     accumulate: int = 1
 
 
+def make_prediction(
+    candidate: Candidate,
+    work: Work,
+    step_s: float,
+    compute_s: float,
+    communication_s: float,
+    idle: float,
+    memory: float,
+    traffic: float,
+    note: str,
+) -> Prediction:
+    """Return the prediction of a candidate, with what follows from the work and from where it is done."""
+    return Prediction(
+        strategy=candidate.strategy,
+        workers=candidate.workers,
+        settings=candidate.settings,
+        step_s=step_s,
+        compute_s=compute_s,
+        communication_s=communication_s,
+        idle_share=max(0.0, idle),
+        memory_bytes=memory,
+        memory_limit_bytes=work.site.memory_limit(candidate.workers),
+        traffic_bytes=traffic,
+        samples_per_second=work.batch_size / step_s if step_s else 0.0,
+        note=note,
+    )
+
+
 def _short(value: Any) -> str:
     if isinstance(value, dict):
         return "×".join(f"{axis} {size}" for axis, size in value.items())

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cordee.planner.costs import in_bytes, in_time
+from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.plan import Plan
 from cordee.planner.prediction import Prediction
 

@@ -8,7 +8,8 @@ from made_up import MB, cluster, here, profile, work
 
 from cordee.core.errors import JobError
 from cordee.planner import Candidate, choose, search
-from cordee.planner.costs import in_bytes, in_time, predict
+from cordee.planner.amounts import in_bytes, in_time
+from cordee.planner.costs import predict
 from cordee.planner.pipelines import Pipeline, cut, last_pass_s, num_ahead, num_chunks_of, order_of
 from cordee.planner.plan import refuse_without_room
 from cordee.planner.search import candidates, degrees

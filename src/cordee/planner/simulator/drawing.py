@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from cordee.monitoring.wording import plural
-from cordee.planner.costs import in_bytes, in_time
+from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.simulator.crowd import CrowdOutcome
 from cordee.planner.simulator.scenario import Scenario
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from cordee.planner.costs import gathering_s, mesh_of, num_sums, sharded_amount, sharded_units, summing_s
+from cordee.planner.exchanges import gathering_s, num_sums, sharded_amount, sharded_units, summing_s
 from cordee.planner.machine import Amount
+from cordee.planner.meshes import mesh_of
 from cordee.planner.pipelines import Pipeline, cut, num_chunks_of, tasks_of
 from cordee.planner.playing import Task, play
 from cordee.planner.prediction import Candidate, Prediction, Work

@@ -1,0 +1,201 @@
+"""What strategies that split a model take: stages, slices, and replicas of both. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from cordee.planner.amounts import in_time
+from cordee.planner.exchanges import num_sums, ring_traffic, sharded_amount
+from cordee.planner.footprint import part_bytes
+from cordee.planner.machine import Amount
+from cordee.planner.pipelines import Pipeline, cut, last_pass_s, num_ahead, num_chunks_of
+from cordee.planner.prediction import Candidate, Prediction, Work, make_prediction
+from cordee.planner.profile import Block
+
+
+class Mesh(NamedTuple):
+    """How many workers of a strategy there are along each axis."""
+
+    num_data: int = 1
+    num_stages: int = 1
+    num_slices: int = 1
+    num_sharded: int = 1  # of those along the data axis, that have slices of the optimizer and the gradients
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.num_sharded > 1
+
+
+def mesh_of(candidate: Candidate) -> Mesh:
+    """Return the axes that a candidate's workers are on."""
+    workers = candidate.workers
+    if candidate.strategy == "pipeline":
+        return Mesh(num_stages=workers)
+    if candidate.strategy == "tensor":
+        return Mesh(num_slices=workers)
+    if candidate.strategy != "hybrid":
+        return Mesh(num_data=workers)
+    axes: Mapping[str, int] = candidate.settings["mesh"]
+    return Mesh(
+        num_data=axes.get("data", 1) * axes.get("sharded", 1),
+        num_stages=axes.get("pipeline", 1),
+        num_slices=axes.get("tensor", 1),
+        num_sharded=axes.get("sharded", 1),
+    )
+
+
+def predict_mesh(candidate: Candidate, work: Work) -> Prediction:
+    """Data over tensor over pipeline: members of a slice are neighbours, then those of a replica, then stages."""
+    site, mesh = work.site, mesh_of(candidate)
+    parts = _split(candidate, work, mesh)
+    pipeline, optimizer_s = parts.pipeline, parts.optimizer_s / (mesh.num_stages * mesh.num_slices)
+    per_stage = mesh.num_data * mesh.num_slices
+    # Of one pipeline, a slice of a stage on each.
+    num_lanes = site.num_lanes(candidate.workers) / per_stage if mesh.num_stages > 1 else 1.0
+    passes_s = last_pass_s(pipeline, num_lanes)
+    largest = max(sum(block.parameter_bytes for block in blocks) for blocks in parts.blocks(work)) / mesh.num_slices
+    gradient_s = site.all_reduce_s(largest, range(mesh.num_data)) if mesh.num_data > 1 else 0.0
+    gradient_s *= 1.5 if mesh.is_sharded else 1.0
+    overhead_s = _overhead_s(candidate, work, mesh, pipeline.num_micro, largest)
+    step_s = passes_s + parts.other_s + optimizer_s + gradient_s + overhead_s
+    busy = [
+        (sum(pipeline.forward_s[stage :: mesh.num_stages]) + sum(pipeline.backward_s[stage :: mesh.num_stages]))
+        * pipeline.num_micro
+        for stage in range(mesh.num_stages)
+    ]
+    is_idle = passes_s > 0 and mesh.num_stages > 1
+    idle = 1 - sum(busy) / (min(mesh.num_stages, num_lanes) * passes_s) if is_idle else 0.0
+    memory = part_bytes(
+        candidate,
+        work,
+        parts.bounds_of_stages,
+        parts.kept(mesh.num_stages),
+        num_slices=mesh.num_slices,
+        num_data=mesh.num_data,
+        num_sharded=mesh.num_sharded,
+    )
+    sends_s = 2 * pipeline.send_s * pipeline.num_micro if mesh.num_stages > 1 else 0.0
+    return make_prediction(
+        candidate,
+        work,
+        step_s,
+        max(busy) + optimizer_s + parts.other_s,
+        min(gradient_s + parts.exchanged_s + sends_s + overhead_s, step_s),
+        idle,
+        memory,
+        _traffic(work, mesh, parts, largest),
+        _note(mesh, idle, parts.exchanged_s, step_s),
+    )
+
+
+class _Parts(NamedTuple):
+    """A model that is cut into stages and slices."""
+
+    bounds: Sequence[tuple[int, int]]  # blocks of each chunk; chunk c is on stage c modulo the stages
+    samples: float  # of a micro-batch
+    pipeline: Pipeline
+    exchanged_s: float  # inside the layers, of a step
+    optimizer_s: float  # for the whole model, on the slowest device
+    other_s: float
+
+    @property
+    def bounds_of_stages(self) -> list[Sequence[tuple[int, int]]]:
+        num_stages = self.pipeline.num_workers
+        return [self.bounds[stage::num_stages] for stage in range(num_stages)]
+
+    def blocks(self, work: Work) -> list[list[Block]]:
+        """Return the blocks of each stage."""
+        return [
+            [block for start, end in bounds for block in work.profile.blocks[start:end]]
+            for bounds in self.bounds_of_stages
+        ]
+
+    def kept(self, num_stages: int) -> list[float]:
+        """Return of how many samples each stage keeps the activations at once."""
+        pipeline, share = self.pipeline, num_stages / len(self.bounds)
+        return [
+            self.samples * num_ahead(pipeline.schedule, stage, num_stages, pipeline.num_micro) * share
+            for stage in range(num_stages)
+        ]
+
+
+def _split(candidate: Candidate, work: Work, mesh: Mesh) -> _Parts:
+    """Cut the model so that the longest stage is as short as can be."""
+    site, profile, num_stages = work.site, work.profile, mesh.num_stages
+    num_micro = int(candidate.settings.get("microbatches", 1)) if num_stages > 1 else 1
+    schedule = str(candidate.settings.get("schedule", "1f1b"))
+    samples = work.batch_size / mesh.num_data / num_micro
+    first = [stage * mesh.num_data * mesh.num_slices for stage in range(num_stages)]  # a device of each stage
+    # Stages that wait for each other leave their cores to others: what counts is how many compute at once.
+    num_busy = candidate.workers if num_stages == 1 else site.num_lanes(candidate.workers)
+    timings = [site.step(profile, samples, member, num_busy) for member in first]
+    weights = [[(f + b) for f, b in zip(timing.forward_s, timing.backward_s, strict=True)] for timing in timings]
+    num_chunks = num_chunks_of(schedule, num_stages)  # of the model, one after the other on the stages
+    bounds = cut([weights[chunk % num_stages] for chunk in range(num_chunks)], num_chunks)
+    shrink = [_sliced(block.splittable, mesh.num_slices) for block in profile.blocks]
+    forward, backward, send_s, exchanged_s = [], [], 0.0, 0.0
+    for chunk, (start, end) in enumerate(bounds):
+        stage, own = chunk % num_stages, slice(start, end)
+        inner_s = _inner_s(work, mesh, profile.blocks[own], samples)
+        exchanged_s += 2 * inner_s * num_micro
+        timing = timings[stage]
+        forward.append(sum(t * k for t, k in zip(timing.forward_s[own], shrink[own], strict=True)) + inner_s)
+        backward.append(sum(t * k for t, k in zip(timing.backward_s[own], shrink[own], strict=True)) + inner_s)
+        if chunk + 1 < num_chunks:
+            size = profile.blocks[end - 1].output_bytes * samples
+            send_s = max(send_s, site.send_s(size, first[stage], first[(stage + 1) % num_stages]))
+    return _Parts(
+        bounds,
+        samples,
+        Pipeline(forward, backward, send_s, num_micro, schedule, num_stages),
+        exchanged_s,
+        max(timing.optimizer_s for timing in timings),
+        max(site.step(profile, samples * num_micro, member, candidate.workers).other_s for member in first),
+    )
+
+
+def _inner_s(work: Work, mesh: Mesh, blocks: Sequence[Block], samples: float) -> float:
+    """Return the seconds that slices of some blocks sum their outputs in a pass."""
+    if mesh.num_slices == 1:
+        return 0.0
+    slices = range(mesh.num_slices)
+    return sum(num_sums(block) * work.site.all_reduce_s(block.output_bytes * samples, slices) for block in blocks)
+
+
+def _overhead_s(candidate: Candidate, work: Work, mesh: Mesh, num_micro: int, largest: float) -> float:
+    """Return what the strategies themselves take; `largest` is the bytes of parameters that a worker has at most."""
+    site, profile, workers = work.site, work.profile, candidate.workers
+    overhead_s = site.overhead_s("pipeline", workers, Amount(num_micro)) if mesh.num_stages > 1 else 0.0
+    if mesh.num_slices > 1:
+        num_layers = sum(block.sliceable for block in profile.blocks)
+        overhead_s += site.overhead_s("tensor", workers, Amount(num_layers * num_micro))
+    if mesh.is_sharded:
+        overhead_s += site.overhead_s("sharded", workers, sharded_amount(profile))
+    elif mesh.num_data > 1:
+        overhead_s += site.copy_s(largest, workers)  # into one flat buffer
+    return overhead_s
+
+
+def _traffic(work: Work, mesh: Mesh, parts: _Parts, largest: float) -> float:
+    """Return the bytes that a worker sends at most: to the next stage, to other replicas, to other slices."""
+    blocks, samples = work.profile.blocks, work.batch_size / mesh.num_data
+    traffic = 2 * samples * max((blocks[end - 1].output_bytes for _, end in parts.bounds[:-1]), default=0.0)
+    traffic += ring_traffic(largest, mesh.num_data) * (1.5 if mesh.is_sharded else 1)
+    if mesh.num_slices > 1:
+        outputs = sum(block.output_bytes for block in blocks if block.splittable)
+        traffic += 2 * ring_traffic(outputs * samples, mesh.num_slices)
+    return traffic
+
+
+def _sliced(splittable: float, num_slices: int) -> float:
+    return 1 - splittable * (1 - 1 / num_slices)
+
+
+def _note(mesh: Mesh, idle: float, exchanged_s: float, step_s: float) -> str:
+    parts = []
+    if mesh.num_stages > 1:
+        parts.append(f"stages idle {idle:.0%} of the time")
+    if mesh.num_slices > 1:
+        parts.append(f"all-reduces inside the layers take {in_time(exchanged_s)} of a {in_time(step_s)} step")
+    return "; ".join(parts)
