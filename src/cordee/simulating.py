@@ -18,6 +18,7 @@ from cordee.planner.cluster_file import load_cluster
 from cordee.planner.search import is_in_step
 from cordee.planner.simulator import PUBLISHED, CrowdOutcome, Scenario, load_scenario, read_scenario
 from cordee.planner.simulator.drawing import describe, draw_page
+from cordee.planner.simulator.picture import draw_picture
 from cordee.planner.simulator.team import simulate_team
 from cordee.planner.site import DescribedCluster
 
@@ -127,9 +128,18 @@ def render_outcomes(scenario: Scenario, outcomes: Sequence[CrowdOutcome]) -> Ren
 
 def write_page(path: Path, scenario: Scenario, outcomes: Sequence[CrowdOutcome]) -> None:
     """Write the HTML page. Raises StorageError if it cannot be written."""
+    _write(path, draw_page(scenario, outcomes).encode())
+
+
+def write_picture(path: Path, scenario: Scenario, outcomes: Sequence[CrowdOutcome]) -> None:
+    """Write the charts as PNG. Raises StorageError if it cannot be written."""
+    _write(path, draw_picture(scenario, outcomes))
+
+
+def _write(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(draw_page(scenario, outcomes), encoding="utf-8")
+        path.write_bytes(content)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
 

@@ -74,6 +74,9 @@ def simulate(
         typer.Option("--set", help="Override one key, e.g. staleness=4; with --here one of the job.", metavar="K=V"),
     ] = None,
     page: Annotated[Path | None, typer.Option("--html", help="Also draw it: a page with charts.", metavar="F")] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--png", help="Also draw it: a picture with charts.", metavar="F")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Predict scaling, idling, staleness and losses on clusters that are not here.
@@ -98,6 +101,7 @@ def simulate(
         scenario_of_job,
         simulate_here,
         write_page,
+        write_picture,
     )
 
     if (scenario is None) == (job is None):
@@ -106,8 +110,8 @@ def simulate(
         raise JobError("--cluster belongs to --job; a scenario has its own links")
     overrides = settings or []
     if here:
-        if job is None or cluster is not None or page is not None:
-            raise JobError("--here goes with --job alone, without a cluster and without --html")
+        if job is None or cluster is not None or page is not None or picture is not None:
+            raise JobError("--here goes with --job alone, without a cluster, --html and --png")
         ways = simulate_here(job, overrides, print_note)
         if as_json:
             print_json({"outcomes": ways})
@@ -118,9 +122,13 @@ def simulate(
     outcomes = run_simulation(chosen)
     if page is not None:
         write_page(page, chosen, outcomes)
+    if picture is not None:
+        write_picture(picture, chosen, outcomes)
     if as_json:
         print_json({"scenario": chosen, "outcomes": outcomes})
         return
     print_table(render_outcomes(chosen, outcomes))
     if page is not None:
         print_text(f"page: {page}")
+    if picture is not None:
+        print_text(f"picture: {picture}")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cordee.core.errors import JobError
+from cordee.core.errors import JobError, MissingExtraError
 from cordee.planner.simulator import CrowdOutcome, load_scenario, read_scenario, simulate
 from cordee.planner.simulator.drawing import draw_page
 from cordee.planner.simulator.failures import effective_share, expected_share
+from cordee.planner.simulator.picture import draw_picture
 
 BASE: dict[str, Any] = {
     "workers": 4,
@@ -146,3 +149,19 @@ def test_scenario_files(tmp_path: Path) -> None:
         load_scenario(file)
     scenario = load_scenario(file, ["gradients=4 MB", "spread=0"])
     assert (scenario.name, scenario.step_s, scenario.gradient_bytes) == ("lab", 0.1, 4e6)
+
+
+def test_the_picture_has_both_charts() -> None:
+    Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    scenario = read_scenario({**BASE, "workers": [1, 8, 64], "name": "Große Seilschaft", "mtbf": "10d"})
+    with Image.open(io.BytesIO(draw_picture(scenario, simulate(scenario)))) as image:
+        colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24)}
+        assert image.size == (2 * 720, 2 * (56 + 2 * 360))
+    assert {(31, 111, 178), (200, 85, 61), (58, 143, 92), (122, 91, 166)} <= colours  # a curve each
+
+
+def test_a_picture_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    scenario = read_scenario(BASE)
+    with pytest.raises(MissingExtraError, match=r"a picture needs optional packages: pip install 'cordee\[pictures\]'"):
+        draw_picture(scenario, simulate(scenario))
