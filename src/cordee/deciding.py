@@ -26,7 +26,7 @@ from cordee.planner.pipelines import num_chunks_of
 from cordee.planner.profile import ModelProfile
 from cordee.planner.search import CLOSE, is_candidate
 from cordee.planner.site import ThisMachine
-from cordee.planning import job_as, kept_machine, refusal
+from cordee.planning import job_as, kept_machine, refusal, refused_slices
 from cordee.profiling import assemble_alone, estimate_step_s, profile_key, take_profile
 from cordee.strategies import STRATEGIES
 
@@ -61,7 +61,7 @@ def decide(asked: Job, parts: Assembly, *, may_measure: bool = True) -> Decision
     if work is None:
         return Decision(parts.job, None, why_not)
     workers = parts.job.strategy.workers
-    predictions = [p for p in search(work, workers) if p.workers == workers]
+    predictions = [p for p in search(work, workers, refused_slices(parts.model, workers)) if p.workers == workers]
     if not is_auto:
         reason = "the strategy is the one that the job says"
         return Decision(parts.job, _as_asked(parts.job, work), reason, is_sure)

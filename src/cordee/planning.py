@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch import nn
 
 from cordee.assembly import Assembly
 from cordee.cluster.local import LocalEngine
@@ -17,13 +19,14 @@ from cordee.core import Job
 from cordee.core.components import LIVE_PREFIX
 from cordee.core.errors import CordeeError, JobError
 from cordee.crew import add_to_machine, add_to_profile, measure_crew
+from cordee.models.slicing import choose_slicing
 from cordee.planner import Plan, Prediction, Work, choose, load_cluster, search
 from cordee.planner.cache import keep, key_of, read_kept
 from cordee.planner.machine import Machine, Overhead, describe_machine, free_memory_bytes, is_busy
 from cordee.planner.placement import place
 from cordee.planner.plan import refuse_without_choice, refuse_without_room
 from cordee.planner.profile import ModelProfile
-from cordee.planner.search import CLOSE, is_candidate
+from cordee.planner.search import CLOSE, degrees, is_candidate
 from cordee.planner.site import Site, ThisMachine
 from cordee.profiling import BUDGET_S, assemble_alone, profile_key, take_profile
 from cordee.strategies import STRATEGIES, make_strategy
@@ -77,6 +80,8 @@ def plan_and_work(
     tell: Callable[[str], None] = lambda doing: None,
 ) -> tuple[Plan, Work]:
     """Return the plan, and what it was made from."""
+    if not (isinstance(budget_s, (int, float)) and 0 < budget_s < math.inf):
+        raise JobError(f"budget_s = {budget_s!r} is no time to measure for: give seconds, more than 0")
     if workers is not None and (type(workers) is not int or workers < 1):
         raise JobError(f"workers = {workers!r} is not a number of workers to look at: give 1 or more")
     site: Site | None = None if cluster is None else load_cluster(Path(cluster))
@@ -99,7 +104,7 @@ def plan_and_work(
     here = ThisMachine(machine, most, free_memory_bytes())
     work = Work(profile, job.training.batch_size, site or here, job.training.accumulate)
     started = time.perf_counter()
-    predictions = search(work, most)
+    predictions = search(work, most, refused_slices(parts.model, most))
     search_s = time.perf_counter() - started
     available = sorted(STRATEGIES)
     refuse_without_room(predictions, available)
@@ -145,6 +150,17 @@ def refusal(asked: Job, parts: Assembly, prediction: Prediction) -> str | None:
     except CordeeError as error:
         return str(error)
     return None
+
+
+def refused_slices(model: nn.Module, most_workers: int) -> frozenset[int]:
+    """Return the numbers of workers that `tensor` cannot share this model's layers out over, on any mesh."""
+    refused = set()
+    for number in degrees(most_workers)[1:]:
+        try:
+            choose_slicing(model, number, {})
+        except CordeeError:
+            refused.add(number)
+    return frozenset(refused)
 
 
 def profile_of(job: Job) -> ModelProfile:
@@ -207,7 +223,8 @@ def _told(accepted: Sequence[Prediction], refused: Mapping[str, Mapping[str, str
     """Return reasons by strategy, where it has one for all numbers of workers, else by strategy and number."""
     refusals: dict[str, str] = {}
     for strategy, reasons in refused.items():
-        if len(set(reasons.values())) == 1 and all(prediction.strategy != strategy for prediction in accepted):
+        is_general = len(set(reasons.values())) == 1 and all(found.strategy != strategy for found in accepted)
+        if is_general and strategy != "hybrid":  # whose other meshes were not looked at
             refusals[strategy] = next(iter(reasons.values()))
         else:
             refusals |= reasons

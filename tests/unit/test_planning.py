@@ -45,6 +45,8 @@ def plan(tmp_path: Path, table: dict[str, Any], **options: Any) -> cordee.Plan:
 
 def test_a_number_of_workers_that_is_refused_leaves_the_others(tmp_path: Path) -> None:
     found = plan(tmp_path, job())
+    meshes = [p.settings["mesh"] for p in found.predictions if p.strategy == "hybrid"]
+    assert meshes and all(mesh.get("tensor", 2) == 2 for mesh in meshes)
     assert "2 heads of" in found.refusals["tensor on 4 workers"]
     assert "tensor" not in found.refusals
     two, four = found.find("tensor", 2), found.find("tensor", 4)
@@ -66,6 +68,12 @@ def test_a_reason_that_does_not_depend_on_the_number_is_said_once(tmp_path: Path
 def test_whatever_fits_refuses_the_job() -> None:
     with pytest.raises(JobError, match=r"no strategy that fits .* would run this job\. sharded: another optimizer; t"):
         refuse_without_choice([], {"sharded": "another optimizer", "tensor on 2 workers": "odd widths"})
+
+
+@pytest.mark.parametrize("budget_s", [0, -1, float("nan"), "soon"])
+def test_times_to_measure_for_that_are_none(budget_s: Any) -> None:
+    with pytest.raises(JobError, match="is no time to measure for: give seconds, more than 0"):
+        cordee.plan(job(), budget_s=budget_s)
 
 
 @pytest.mark.parametrize("workers", [0, -1, 2.5, True])

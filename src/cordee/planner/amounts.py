@@ -30,6 +30,8 @@ def parse_size(value: str | float, key: str) -> float:
 
 def parse_rate(value: str | float, key: str) -> float:
     """Return bytes per second from "25 Gbit/s", "3 GB/s" or a bare number of bytes per second."""
+    if isinstance(value, str) and re.search(r"[0-9.\s][kmgt]?b/s\s*$", value, re.IGNORECASE) and "b/s" in value:
+        raise JobError(f"{key} = {value!r} may mean bits or bytes: write Gbit/s, Mbit/s ... or GB/s, MB/s ...")
     rates = {**_RATES, **{f"{unit}/s": size for unit, size in _SIZES.items()}}
     return _parse(value, rates, key)
 

@@ -134,6 +134,8 @@ def _host(where: str, table: Any, kinds: Mapping[str, DeviceKind]) -> HostKind:
         if isinstance(table, Mapping) and key not in table:
             raise JobError(f"{where} has no '{key}': add it")
     host: HostKind = read_section(where, table, HostKind)
+    if not host.name.strip():
+        raise JobError(f"{where}.name = {host.name!r} is no name: give the host one")
     if host.device not in kinds:
         raise JobError(
             f"host '{host.name}' has the device '{host.device}', which [devices] does not describe"

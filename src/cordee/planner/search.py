@@ -80,10 +80,15 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def search(work: Work, most_workers: int) -> list[Prediction]:
-    """Return the best prediction of every strategy and number of workers, the fastest first; what fits comes first."""
+def search(work: Work, most_workers: int, refused_slices: Collection[int] = ()) -> list[Prediction]:
+    """Return the best prediction of every strategy and number of workers, the fastest first; what fits comes first.
+
+    Meshes along whose axis 'tensor' there are `refused_slices` workers are passed over, so that others are found.
+    """
     best: dict[tuple[object, ...], Prediction] = {}
     for candidate in candidates(work, most_workers):
+        if candidate.settings.get("mesh", {}).get("tensor") in refused_slices:
+            continue
         found = predict(candidate, work)
         key = (found.strategy, found.workers, found.settings.get("staleness"))
         if key not in best or _order(found) < _order(best[key]):

@@ -69,6 +69,8 @@ def test_unlike_devices_and_their_links() -> None:
         ("hosts.0.name", "node-1", "there are two hosts 'node-1'"),
         ("links.between", None, "3 hosts, and links.between does not say"),
         ("links.inside", None, "links.inside does not say"),
+        ("links.inside.bandwidth", "25 Gb/s", "bandwidth = '25 Gb/s' may mean bits or bytes: write Gbit/s"),
+        ("hosts.0.name", " ", r"hosts\[1\].name = ' ' is no name"),
         ("links.inside.bandwidth", "fast", "links.inside.bandwidth = 'fast' is not an amount"),
         ("links.inside.bandwidth", None, "links.inside has no 'bandwidth'"),
         ("hosts", None, r"the cluster has no \[hosts\]"),

@@ -127,5 +127,8 @@ def _apart(heights: Mapping[str, float]) -> dict[str, float]:
     for name, height in sorted(heights.items(), key=lambda item: item[1]):
         last = max(height, last + 16)
         placed[name] = last
-    overflow = max(0.0, last - (HEIGHT - BOTTOM))
-    return {name: height - overflow for name, height in placed.items()}
+    lowest = float(HEIGHT - BOTTOM)
+    for name in reversed(placed):  # those that would be below the chart push up the ones that are in their way
+        placed[name] = min(placed[name], lowest)
+        lowest = placed[name] - 16
+    return placed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from cordee.core.durations import format_duration
 from cordee.monitoring.wording import plural
 from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.simulator.chart import HEIGHT, WIDTH, Curve, Line, Shape, Word, charts_of
@@ -40,7 +41,8 @@ def describe(scenario: Scenario) -> str:
         f"{plural(scenario.per_host, 'worker')}"
     )
     if scenario.mtbf_s:
-        text += f"; each worker fails every {scenario.mtbf_s / 86400:.3g} days"
+        days = scenario.mtbf_s / 86400
+        text += f"; each worker fails every {f'{days:.3g} days' if days > 2 else format_duration(scenario.mtbf_s)}"
     return text
 
 
