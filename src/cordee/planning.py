@@ -124,6 +124,7 @@ def plan_and_work(
         profile_s=profile_s,
         search_s=search_s,
         is_cached=is_cached,
+        is_chain=profile.is_chain,
         was_busy=profile.was_busy or machine.was_busy,
         placement=place(choice, site.devices) if site is not None and choice is not None else {},
     )

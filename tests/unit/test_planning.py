@@ -65,6 +65,13 @@ def test_a_reason_that_does_not_depend_on_the_number_is_said_once(tmp_path: Path
     assert sum("sharded" in line for line in found.explain()) == 1
 
 
+def test_a_model_that_is_no_chain_has_no_pipelines_predicted(tmp_path: Path) -> None:
+    digits = {"use": "synthetic", "shape": [6], "num_classes": 3, "size": 64, "test_size": 8}
+    found = plan(tmp_path, job(model={"use": "small_jobs:Net"}, data=digits))
+    assert found.find("pipeline", 2) is None
+    assert any(line.startswith("pipeline is not predicted: the model is no nn.Sequential") for line in found.explain())
+
+
 def test_whatever_fits_refuses_the_job() -> None:
     with pytest.raises(JobError, match=r"no strategy that fits .* would run this job\. sharded: another optimizer; t"):
         refuse_without_choice([], {"sharded": "another optimizer", "tensor on 2 workers": "odd widths"})

@@ -27,6 +27,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     profile_s: float  # spent on measuring; next to nothing where it was cached
     search_s: float
     is_cached: bool
+    is_chain: bool = True  # its blocks are known, and so what a pipeline of them would take
     was_busy: bool = False  # the machine had other work while it was measured
     placement: dict[str, list[str]] = {}  # host -> what runs there, for a cluster file
 
@@ -61,6 +62,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         for prediction in self.predictions:
             if not prediction.fits and prediction.strategy in self.available:
                 lines.append(f"{prediction.name} does not fit: it lacks {_lack(prediction)}")
+        if not self.is_chain and any(prediction.workers > 1 for prediction in self.predictions):
+            lines.append(
+                "pipeline is not predicted: the model is no nn.Sequential, so that its stages are known only when it "
+                "is traced; strategy.name = 'pipeline' does so"
+            )
         if self.was_busy:
             lines.append("other programs were using this machine while it was measured: plan again when it is quiet")
         return lines
