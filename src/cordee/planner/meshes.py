@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,26 @@ class Mesh(NamedTuple):
     def is_sharded(self) -> bool:
         return self.num_sharded > 1
 
+    @property
+    def replica_size(self) -> int:
+        """How many workers have one copy of the model between them: they are neighbours, slices of a stage nearest."""
+        return self.num_stages * self.num_slices
+
+    def stage_members(self, stage: int) -> list[int]:
+        """Return the workers that have a slice of a stage, in all replicas."""
+        firsts = [replica * self.replica_size + stage * self.num_slices for replica in range(self.num_data)]
+        return [first + number for first in firsts for number in range(self.num_slices)]
+
+    def rings(self) -> list[range]:
+        """Return the workers that sum their gradients: those that have the same part of the model."""
+        workers = self.num_data * self.replica_size
+        return [range(part, workers, self.replica_size) for part in range(self.replica_size)]
+
+    def slices(self) -> list[range]:
+        """Return the workers that have a stage between them."""
+        workers = self.num_data * self.replica_size
+        return [range(first, first + self.num_slices) for first in range(0, workers, self.num_slices)]
+
 
 def mesh_of(candidate: Candidate) -> Mesh:
     """Return the axes that a candidate's workers are on."""
@@ -46,7 +67,7 @@ def mesh_of(candidate: Candidate) -> Mesh:
 
 
 def predict_mesh(candidate: Candidate, work: Work) -> Prediction:
-    """Data over tensor over pipeline: members of a slice are neighbours, then those of a replica, then stages."""
+    """Return what stages, slices and replicas of both take: the slices of a stage are neighbours, then the stages."""
     site, mesh = work.site, mesh_of(candidate)
     parts = _split(candidate, work, mesh)
     pipeline, optimizer_s = parts.pipeline, parts.optimizer_s / (mesh.num_stages * mesh.num_slices)
@@ -55,8 +76,7 @@ def predict_mesh(candidate: Candidate, work: Work) -> Prediction:
     num_lanes = site.num_lanes(candidate.workers) / per_stage if mesh.num_stages > 1 else 1.0
     passes_s = last_pass_s(pipeline, num_lanes)
     largest = max(sum(block.parameter_bytes for block in blocks) for blocks in parts.blocks(work)) / mesh.num_slices
-    gradient_s = site.all_reduce_s(largest, range(mesh.num_data)) if mesh.num_data > 1 else 0.0
-    gradient_s *= 1.5 if mesh.is_sharded else 1.0
+    gradient_s = _gradient_s(work, mesh, largest)
     overhead_s = _overhead_s(candidate, work, mesh, pipeline.num_micro, largest)
     step_s = passes_s + parts.other_s + optimizer_s + gradient_s + overhead_s
     busy = [
@@ -126,10 +146,12 @@ def _split(candidate: Candidate, work: Work, mesh: Mesh) -> _Parts:
     num_micro = int(candidate.settings.get("microbatches", 1)) if num_stages > 1 else 1
     schedule = str(candidate.settings.get("schedule", "1f1b"))
     samples = work.batch_size / mesh.num_data / num_micro
-    first = [stage * mesh.num_data * mesh.num_slices for stage in range(num_stages)]  # a device of each stage
+    slowest = [
+        min(mesh.stage_members(stage), key=lambda member: site.devices[member].speed) for stage in range(num_stages)
+    ]
     # Stages that wait for each other leave their cores to others: what counts is how many compute at once.
     num_busy = candidate.workers if num_stages == 1 else site.num_lanes(candidate.workers)
-    timings = [site.step(profile, samples, member, num_busy) for member in first]
+    timings = [site.step(profile, samples, member, num_busy) for member in slowest]
     weights = [[(f + b) for f, b in zip(timing.forward_s, timing.backward_s, strict=True)] for timing in timings]
     num_chunks = num_chunks_of(schedule, num_stages)  # of the model, one after the other on the stages
     bounds = cut([weights[chunk % num_stages] for chunk in range(num_chunks)], num_chunks)
@@ -144,14 +166,15 @@ def _split(candidate: Candidate, work: Work, mesh: Mesh) -> _Parts:
         backward.append(sum(t * k for t, k in zip(timing.backward_s[own], shrink[own], strict=True)) + inner_s)
         if chunk + 1 < num_chunks:
             size = profile.blocks[end - 1].output_bytes * samples
-            send_s = max(send_s, site.send_s(size, first[stage], first[(stage + 1) % num_stages]))
+            ways = zip(mesh.stage_members(stage), mesh.stage_members((stage + 1) % num_stages), strict=True)
+            send_s = max(send_s, *(site.send_s(size, source, target) for source, target in ways))
     return _Parts(
         bounds,
         samples,
         Pipeline(forward, backward, send_s, num_micro, schedule, num_stages),
         exchanged_s,
         max(timing.optimizer_s for timing in timings),
-        max(site.step(profile, samples * num_micro, member, candidate.workers).other_s for member in first),
+        max(site.step(profile, samples * num_micro, member, candidate.workers).other_s for member in slowest),
     )
 
 
@@ -159,8 +182,25 @@ def _inner_s(work: Work, mesh: Mesh, blocks: Sequence[Block], samples: float) ->
     """Return the seconds that slices of some blocks sum their outputs in a pass."""
     if mesh.num_slices == 1:
         return 0.0
-    slices = range(mesh.num_slices)
-    return sum(num_sums(block) * work.site.all_reduce_s(block.output_bytes * samples, slices) for block in blocks)
+    widest = _widest(work, mesh.slices())
+    return sum(num_sums(block) * work.site.all_reduce_s(block.output_bytes * samples, widest) for block in blocks)
+
+
+def _gradient_s(work: Work, mesh: Mesh, num_bytes: float) -> float:
+    """Return the seconds that replicas sum their gradients; rings that leave a host share its network."""
+    if mesh.num_data == 1:
+        return 0.0
+    devices, rings = work.site.devices, mesh.rings()
+    widest = _widest(work, rings)
+    leaving = [ring for ring in rings if len({devices[member].host for member in ring}) > 1]
+    per_host = Counter(host for ring in leaving for host in {devices[member].host for member in ring})
+    gradient_s = work.site.all_reduce_s(num_bytes * max(per_host.values(), default=1), widest)
+    return gradient_s * (1.5 if mesh.is_sharded else 1.0)
+
+
+def _widest(work: Work, groups: Sequence[range]) -> range:
+    """Return the group that is on most hosts."""
+    return max(groups, key=lambda group: len({work.site.devices[member].host for member in group}))
 
 
 def _overhead_s(candidate: Candidate, work: Work, mesh: Mesh, num_micro: int, largest: float) -> float:

@@ -12,7 +12,9 @@ from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.costs import predict
 from cordee.planner.pipelines import Pipeline, cut, last_pass_s, num_ahead, num_chunks_of, order_of
 from cordee.planner.plan import refuse_without_room
+from cordee.planner.prediction import Work
 from cordee.planner.search import candidates, degrees
+from cordee.planner.site import DescribedCluster, Device, Link
 
 
 def of(strategy: str, workers: int, **settings: object) -> Candidate:
@@ -209,3 +211,27 @@ def test_of_equals_the_plainest_is_chosen() -> None:
     names = ["data_parallel", "parameter_server"]
     assert choose([served, found], names) == (found, served)
     assert choose([faster, found], names) == (faster, found)
+
+
+def test_replicas_on_other_hosts_sum_through_the_networks_of_all_their_parts() -> None:
+    devices = [Device(f"node-{index // 4}", "gpu", 1.0, 1e12) for index in range(8)]
+    networks = {host: Link(0.001, 1e9) for host in ("node-0", "node-1")}
+    site = DescribedCluster(devices, Link(0.0, 1e12), networks, overlaps=False)
+    work = Work(profile(splittable=1.0), 64, site)
+    mesh = {"data": 4, "tensor": 2}
+    found = predict(Candidate(strategy="hybrid", workers=8, settings={"mesh": mesh}), work)
+    # Two rings of four, each with 20 of 40 MB, cross both networks: 6 hops of a quarter of 40 MB.
+    assert found.communication_s == pytest.approx(6 * (0.001 + 10e6 / 1e9), rel=0.01)
+    # With slices on all hosts and replicas inside them there would be nothing to sum over the networks but outputs.
+    inside = predict(Candidate(strategy="hybrid", workers=4, settings={"mesh": {"data": 2, "tensor": 2}}), work)
+    assert inside.communication_s < 0.001
+
+
+def test_the_slowest_replica_of_a_stage_sets_its_pace() -> None:
+    speeds = [1.0, 1.0, 1.0, 0.5]  # the second stage of the second replica
+    devices = [Device("here", "gpu", speed, 1e12) for speed in speeds]
+    site = DescribedCluster(devices, Link(0.0, 1e15), {"here": Link(0.0, 1e15)}, overlaps=False)
+    settings = {"mesh": {"data": 2, "pipeline": 2}, "microbatches": 2, "schedule": "gpipe"}
+    found = predict(Candidate(strategy="hybrid", workers=4, settings=settings), Work(profile(6), 128, site))
+    # Six blocks of 5 ms for each micro-batch: four on the fast stage, two that take twice as long on the slow one.
+    assert found.idle_share < 0.4 and found.compute_s == pytest.approx(2 * 0.020 + 0.001, rel=0.1)
