@@ -92,3 +92,8 @@ def test_imports_point_down(path: Path) -> None:
         if RANKS[other] >= RANKS[part] and RANKS[part] < RANKS["__init__"]
     }
     assert not upward, f"{path.relative_to(SOURCES)} ({part}) must not import {sorted(upward)}"
+
+
+def test_names_of_test_files_are_unique() -> None:
+    names = [path.name for path in Path(__file__).parents[1].rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names)), "pytest imports tests by name: two of one name cannot run together"
