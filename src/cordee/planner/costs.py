@@ -64,7 +64,8 @@ def _sharded(candidate: Candidate, work: Work) -> Prediction:
     slowest = max(computes)
     memory = sharded_bytes(candidate, work, units)
     traffic = 1.5 * ring_traffic(profile.parameter_bytes, candidate.workers)
-    note = f"gathers {in_bytes(profile.parameter_bytes)} of parameters twice a step"
+    gathers = f"gathering {in_bytes(profile.parameter_bytes)} of parameters twice and scattering their gradients"
+    note = f"{gathers} takes {in_time(exposed_s)} of a {in_time(slowest + exposed_s)} step"
     idle = _waiting(computes, slowest + exposed_s)
     return make_prediction(candidate, work, slowest + exposed_s, slowest, exposed_s, idle, memory, traffic, note)
 
@@ -96,7 +97,10 @@ def _parameter_server(candidate: Candidate, work: Work) -> Prediction:
     step_s = pace + exchange_s + update_s
     idle = _waiting(computes, step_s) if staleness != "unbounded" else 0.0
     memory = replica_bytes(candidate, work, flat_copies=2)  # one to send from, one to get into
-    note = f"each worker sends and gets {in_bytes(profile.parameter_bytes)} a step through {_plural(servers, 'server')}"
+    note = (
+        f"sending and getting {in_bytes(profile.parameter_bytes)} through {_plural(servers, 'server')} takes "
+        f"{in_time(exchange_s + update_s)} of a {in_time(step_s)} step"
+    )
     traffic = float(profile.parameter_bytes)
     compute_s = max(mean, pace)
     return make_prediction(candidate, work, step_s, compute_s, exchange_s + update_s, idle, memory, traffic, note)

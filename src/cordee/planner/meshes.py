@@ -14,6 +14,8 @@ from cordee.planner.pipelines import Pipeline, cut, last_pass_s, num_ahead, num_
 from cordee.planner.prediction import Candidate, Prediction, Work, make_prediction
 from cordee.planner.profile import Block
 
+WORTH_SAYING = 0.01  # share of a step
+
 
 class Mesh(NamedTuple):
     """How many workers of a strategy there are along each axis."""
@@ -105,7 +107,7 @@ def predict_mesh(candidate: Candidate, work: Work) -> Prediction:
         idle,
         memory,
         _traffic(work, mesh, parts, largest),
-        _note(mesh, idle, parts.exchanged_s, step_s),
+        _note(mesh, idle, gradient_s, parts.exchanged_s, overhead_s, step_s),
     )
 
 
@@ -232,10 +234,14 @@ def _sliced(splittable: float, num_slices: int) -> float:
     return 1 - splittable * (1 - 1 / num_slices)
 
 
-def _note(mesh: Mesh, idle: float, exchanged_s: float, step_s: float) -> str:
-    parts = []
-    if mesh.num_stages > 1:
-        parts.append(f"stages idle {idle:.0%} of the time")
-    if mesh.num_slices > 1:
-        parts.append(f"all-reduces inside the layers take {in_time(exchanged_s)} of a {in_time(step_s)} step")
-    return "; ".join(parts)
+def _note(mesh: Mesh, idle: float, gradient_s: float, exchanged_s: float, overhead_s: float, step_s: float) -> str:
+    """Return what takes time beside computing, the largest first."""
+    spent = {
+        "all-reduces inside the layers take": exchanged_s if mesh.num_slices > 1 else 0.0,
+        "summing gradients over the replicas takes": gradient_s,
+        "the strategy itself takes": overhead_s,
+    }
+    parts = [f"stages idle {idle:.0%} of the time"] if mesh.num_stages > 1 else []
+    ordered = sorted(spent.items(), key=lambda item: -item[1])
+    parts += [f"{what} {in_time(seconds)}" for what, seconds in ordered if seconds >= WORTH_SAYING * step_s]
+    return "; ".join(parts) + (f" of a {in_time(step_s)} step" if len(parts) > (mesh.num_stages > 1) else "")

@@ -45,7 +45,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if self.choice is None:
             return [no_room(self.predictions, self.available)]
         choice, lines = self.choice, []
-        lines.append(f"choice: {choice.name}, {in_time(choice.step_s)} a step: {choice.note}")
+        reason = f": {choice.note}" if choice.note else ""
+        lines.append(f"choice: {choice.name}, {in_time(choice.step_s)} a step{reason}")
         if self.runner_up is not None:
             lines.append(_against(choice, self.runner_up))
         alone = self.find("single", 1)
