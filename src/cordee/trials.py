@@ -49,7 +49,7 @@ _GROWS_WITH: Mapping[str, tuple[str, ...]] = {
     "data_parallel": ("step_s", "byte_s"),
     "sharded": ("step_s", "part_s", "tensor_s", "byte_s"),
     "pipeline": ("step_s", "part_s"),
-    "tensor": ("part_s",),
+    "tensor": ("part_s", "byte_s"),
     "parameter_server": ("step_s", "byte_s"),
 }
 
@@ -141,7 +141,7 @@ def _trials(num_workers: int) -> dict[str, tuple[_Trial, ...]]:
             _Trial({"microbatches": few}, few, passes(few)),
             _Trial({"microbatches": many}, many, passes(many)),
         ),
-        "tensor": (_Trial({}, NUM_LAYERS + 1),),
+        "tensor": (_Trial({}, NUM_LAYERS + 1), _Trial({}, len(LARGE) + 1, hidden=LARGE)),
         "parameter_server": (_Trial({}, 0), _Trial({}, 0, hidden=LARGE)),
     }
 

@@ -211,7 +211,8 @@ def _overhead_s(candidate: Candidate, work: Work, mesh: Mesh, num_micro: int, la
     overhead_s = site.overhead_s("pipeline", workers, Amount(num_micro)) if mesh.num_stages > 1 else 0.0
     if mesh.num_slices > 1:
         num_layers = sum(block.sliceable for block in profile.blocks)
-        overhead_s += site.overhead_s("tensor", workers, Amount(num_layers * num_micro))
+        amount = Amount(num_layers * num_micro, num_bytes=largest * mesh.num_slices)
+        overhead_s += site.overhead_s("tensor", workers, amount)
     if mesh.is_sharded:
         overhead_s += site.overhead_s("sharded", workers, sharded_amount(profile))
     elif mesh.num_data > 1:

@@ -41,19 +41,21 @@ def candidates(work: Work, most_workers: int) -> Iterator[Candidate]:
         if can_slice:
             yield Candidate(strategy="tensor", workers=workers)
         if workers <= num_blocks:
-            for schedule, num_micro in _schedules(workers, num_blocks, work.batch_size):
+            # Where stages share cores, others use them while one waits: there is nothing to gain by more chunks.
+            num_chunkable = num_blocks if work.site.num_lanes(workers) >= workers else 0
+            for schedule, num_micro in _schedules(workers, num_chunkable, work.batch_size):
                 settings = {"microbatches": num_micro, "schedule": schedule}
                 yield Candidate(strategy="pipeline", workers=workers, settings=settings)
         yield from _meshes(workers, num_blocks, work.batch_size, can_slice)
 
 
-def _schedules(num_stages: int, num_blocks: int, samples: int) -> Iterator[tuple[str, int]]:
+def _schedules(num_stages: int, num_chunkable: int, samples: int) -> Iterator[tuple[str, int]]:
     for per_stage in MICRO_BATCHES_PER_STAGE:
         num_micro = per_stage * num_stages
         if num_micro > samples:
             return
         for schedule in SCHEDULES:
-            if schedule != "interleaved" or num_blocks >= 2 * num_stages:
+            if schedule != "interleaved" or num_chunkable >= 2 * num_stages:
                 yield schedule, num_micro
 
 

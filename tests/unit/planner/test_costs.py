@@ -10,11 +10,12 @@ from cordee.core.errors import JobError
 from cordee.planner import Candidate, choose, search
 from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.costs import predict
+from cordee.planner.machine import Machine
 from cordee.planner.pipelines import Pipeline, cut, last_pass_s, num_ahead, num_chunks_of, order_of
 from cordee.planner.plan import refuse_without_room
 from cordee.planner.prediction import Work
 from cordee.planner.search import candidates, degrees
-from cordee.planner.site import DescribedCluster, Device, Link
+from cordee.planner.site import DescribedCluster, Device, Link, ThisMachine
 
 
 def of(strategy: str, workers: int, **settings: object) -> Candidate:
@@ -236,3 +237,13 @@ def test_the_slowest_replica_of_a_stage_sets_its_pace() -> None:
     found = predict(Candidate(strategy="hybrid", workers=4, settings=settings), Work(profile(6), 128, site))
     # Six blocks of 5 ms for each micro-batch: four on the fast stage, two that take twice as long on the slow one.
     assert found.idle_share < 0.4 and found.compute_s == pytest.approx(2 * 0.020 + 0.001, rel=0.1)
+
+
+def test_where_stages_share_cores_models_are_not_cut_into_more_chunks() -> None:
+    def schedules(cores: int) -> set[str]:
+        site = ThisMachine(Machine(cores=cores), 2, 1e12)
+        found = [one for one in candidates(Work(profile(8), 64, site), 2) if one.strategy == "pipeline"]
+        return {one.settings["schedule"] for one in found}
+
+    assert schedules(cores=2) == {"gpipe", "1f1b", "interleaved"}
+    assert schedules(cores=1) == {"gpipe", "1f1b"}

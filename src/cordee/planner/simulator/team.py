@@ -113,7 +113,8 @@ def _sliced(
     mesh = mesh_of(candidate)
     members = range(candidate.workers)
     num_layers = sum(block.sliceable for block in profile.blocks)
-    part_s = site.overhead_s("tensor", candidate.workers, Amount(num_layers)) / max(1, num_layers)
+    amount = Amount(num_layers, num_bytes=profile.parameter_bytes)
+    part_s = site.overhead_s("tensor", candidate.workers, amount) / max(1, num_layers)
     tasks: list[Task] = []
     before = ""
     passes = [(f"forward {i}", i, timing.forward_s[i]) for i in range(len(profile.blocks))]
