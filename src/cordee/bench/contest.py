@@ -44,15 +44,17 @@ class Clock:
         self._pipe, self._num_steps = pipe, num_steps
         self._left = 0
         self._started_s = 0.0
+        self.busy_s = 0.0  # of this round, that a loop which knows it spent on computing
 
     def tick(self) -> None:
         if self._left == 0:  # set up, or at the end of a round
             if self._started_s:
-                self._pipe.send(time.perf_counter() - self._started_s)
+                self._pipe.send((time.perf_counter() - self._started_s, self.busy_s))
             else:
                 self._pipe.send("ready")
             self._pipe.recv()
             self._left = self._num_steps
+            self.busy_s = 0.0
             self._started_s = time.perf_counter()
         self._left -= 1
 
@@ -63,6 +65,8 @@ Loop = Callable[[Place, Clock], None]
 
 class Contestant:
     """`size` processes that run `loop`. Calling it runs a round and returns the samples per second of all."""
+
+    busy_share = 0.0  # of the last round, as far as its loop told its clock
 
     def __init__(self, loop: Loop, *, size: int, num_steps: int, batch_size: int) -> None:
         self._samples = num_steps * batch_size * size
@@ -90,7 +94,10 @@ class Contestant:
 
     def end(self) -> float:
         """Wait for the round that was begun and return its samples per second."""
-        return float(self._samples / max(self._answers(ROUND_TIMEOUT_S)))
+        answers = self._answers(ROUND_TIMEOUT_S)
+        longest_s = max(elapsed_s for elapsed_s, _ in answers)
+        self.busy_share = sum(busy_s for _, busy_s in answers) / (len(answers) * longest_s)
+        return float(self._samples / longest_s)
 
     def close(self) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):

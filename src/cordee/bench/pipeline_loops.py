@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +79,7 @@ def placement_of(chain: Chain, counts: Sequence[int]) -> list[list[str]]:
 
 
 def cordee_loop(place: Place, clock: Clock, *, work: Work) -> None:
+    _time_passes(clock)
     strategy = {
         "name": "pipeline",
         "workers": place.size,
@@ -98,6 +100,7 @@ def alone_loop(place: Place, clock: Clock, *, work: Work) -> None:
 
 def torch_loop(place: Place, clock: Clock, *, work: Work, backend: str) -> None:
     """torch's pipelining as its manual says, with an optimizer that is fused as ours is."""
+    _time_passes(clock)
     register()
     dist.init_process_group(backend, init_method=place.meeting, rank=place.rank, world_size=place.size)
     _, chain, _ = _chain(work.model)
@@ -115,6 +118,23 @@ def torch_loop(place: Place, clock: Clock, *, work: Work, backend: str) -> None:
         else:
             schedule.step(target=targets)
         optimizer.step()
+
+
+def _time_passes(clock: Clock) -> None:
+    """Have this process's stages add the time of each forward and backward pass to the clock's."""
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return method(*arguments, **options)
+            finally:
+                clock.busy_s += time.perf_counter() - started
+
+        return call
+
+    for name in ("forward_one_chunk", "backward_one_chunk"):
+        setattr(PipelineStage, name, timed(getattr(PipelineStage, name)))
 
 
 def _loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -18,14 +18,16 @@ def test_idle_shares_and_ratios() -> None:
         "one worker": [110.0, 110.0],
         "two alone": [200.0, 200.0],
     }
-    cordee, gloo, alone, both = _rows("gpt, 1f1b", figures)
-    assert cordee["idle_share"] == pytest.approx(0.16)  # of what two workers do that wait for nobody
+    idle = {"cordee": [0.15, 0.17], "torch on gloo": [0.3, 0.3]}
+    cordee, gloo, alone, both = _rows("gpt, 1f1b", figures, idle)
+    assert cordee["idle_share"] == pytest.approx(0.16)
     assert cordee["idle_in_theory"] == pytest.approx(1 / 9)
     assert (cordee["outcome"], gloo["outcome"]) == ("reached", "reached")
     assert gloo["cordee_is_times"] == pytest.approx(2.1)
     assert alone["idle_share"] is None and both["idle_share"] is None
     slow = {**figures, "cordee": [70.0, 70.0]}
-    assert [row["outcome"] for row in _rows("gpt, 1f1b", slow)] == ["MISSED", "MISSED", "", ""]
+    idling = {**idle, "cordee": [0.22, 0.22]}
+    assert [row["outcome"] for row in _rows("gpt, 1f1b", slow, idling)] == ["MISSED", "MISSED", "", ""]
 
 
 def test_the_cut_has_all_blocks() -> None:
