@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -181,6 +182,15 @@ def typical_s(times: Sequence[float]) -> float:
 
 def time_call(call: Callable[[], object], *, budget_s: float, most_calls: int = 50) -> float:
     """Return the typical seconds of a call, after one that does not count."""
+    return typical_s(_times(call, budget_s, most_calls))
+
+
+def median_s(call: Callable[[], object], *, budget_s: float) -> float:
+    """Return the median seconds of a call that always does the same, after one that does not count."""
+    return statistics.median(_times(call, budget_s, math.inf))
+
+
+def _times(call: Callable[[], object], budget_s: float, most_calls: float) -> list[float]:
     call()
     times: list[float] = []
     deadline = time.perf_counter() + budget_s
@@ -188,19 +198,7 @@ def time_call(call: Callable[[], object], *, budget_s: float, most_calls: int = 
         started = time.perf_counter()
         call()
         times.append(time.perf_counter() - started)
-    return typical_s(times)
-
-
-def median_s(call: Callable[[], object], *, budget_s: float) -> float:
-    """Return the median seconds of a call that always does the same, after one that does not count."""
-    call()
-    times: list[float] = []
-    deadline = time.perf_counter() + budget_s
-    while len(times) < LEAST_STEPS or time.perf_counter() < deadline:
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return times
 
 
 def _time_chain(model: nn.Module, modules: Sequence[nn.Module], computation: Computation, batch: Batch) -> BlockTimes:

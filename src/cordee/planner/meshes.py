@@ -92,7 +92,7 @@ def predict_mesh(candidate: Candidate, work: Work) -> Prediction:
         candidate,
         work,
         parts.bounds_of_stages,
-        parts.kept(mesh.num_stages),
+        parts.kept(),
         num_slices=mesh.num_slices,
         num_data=mesh.num_data,
         num_sharded=mesh.num_sharded,
@@ -133,9 +133,10 @@ class _Parts(NamedTuple):
             for bounds in self.bounds_of_stages
         ]
 
-    def kept(self, num_stages: int) -> list[float]:
+    def kept(self) -> list[float]:
         """Return of how many samples each stage keeps the activations at once."""
-        pipeline, share = self.pipeline, num_stages / len(self.bounds)
+        pipeline, num_stages = self.pipeline, self.pipeline.num_workers
+        share = num_stages / len(self.bounds)
         return [
             self.samples * num_ahead(pipeline.schedule, stage, num_stages, pipeline.num_micro) * share
             for stage in range(num_stages)
