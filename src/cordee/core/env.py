@@ -51,6 +51,12 @@ def runs_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ.get("CORDEE_RUNS") or "runs").expanduser()
 
 
+def faults_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder with the faults that a test asks for, `CORDEE_FAULTS`; None outside such tests."""
+    name = environ.get("CORDEE_FAULTS")
+    return Path(name) if name else None
+
+
 def wants_traceback(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether errors should come with their traceback (`CORDEE_TRACEBACK=1`), for reporting bugs."""
     return bool(environ.get("CORDEE_TRACEBACK"))

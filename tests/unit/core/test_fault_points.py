@@ -1,0 +1,85 @@
+"""Fault points: a fault happens once, to the process and at the visit it was asked for, and nothing happens unasked."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from cordee.core import fault_points
+from cordee.core.errors import CommunicationError
+from cordee.core.fault_points import Fault, ask_for, happened, reach, visits
+
+SOURCES = Path(__file__).parents[3] / "src" / "cordee"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(fault_points, "_folder", tmp_path)
+    monkeypatch.setattr(fault_points, "_process", "worker-1")
+    monkeypatch.setattr(fault_points, "POINTS", {"here": "", "there": ""})
+    return tmp_path
+
+
+def test_nothing_happens_unasked(tmp_path: Path) -> None:
+    reach("a point that nobody knows")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_error_comes_at_the_visit_it_was_asked_for_and_once(folder: Path) -> None:
+    ask_for(folder, [Fault("here", "worker-1", "error", visit=2)])
+    reach("here")
+    reach("there")
+    assert happened(folder) == []
+    with pytest.raises(CommunicationError, match="fault point here"):
+        reach("here")
+    reach("here")
+    assert len(happened(folder)) == 1
+    assert visits(folder) == [(p, "worker-1") for p in ("here", "there", "here", "here")]
+
+
+def test_other_processes_are_left_alone_and_a_star_is_any(folder: Path) -> None:
+    ask_for(folder, [Fault("here", "worker-0", "error"), Fault("there", "worker-*", "error")])
+    reach("here")
+    with pytest.raises(OSError, match="there"):
+        reach("there", OSError)
+
+
+def test_a_replacement_counts_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_for(folder, [Fault("here", "worker-1", "error", visit=2)])
+    child = os.fork()
+    if child == 0:
+        reach("here")
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(CommunicationError):
+        reach("here")
+
+
+@pytest.mark.parametrize(("action", "number"), [("kill", signal.SIGKILL), ("freeze", signal.SIGSTOP)])
+def test_signals_are_real(folder: Path, action: fault_points.Action, number: signal.Signals) -> None:
+    ask_for(folder, [Fault("here", "worker-1", action)])
+    child = os.fork()
+    if child == 0:
+        reach("here")
+        os._exit(0)
+    _, status = os.waitpid(child, os.WUNTRACED)
+    if action == "kill":
+        assert os.WTERMSIG(status) == number
+        return
+    assert os.WSTOPSIG(status) == number
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_the_table_lists_what_the_sources_reach() -> None:
+    reached = {
+        name
+        for path in SOURCES.rglob("*.py")
+        for name in re.findall(r"\breach\(\s*\"([^\"]+)\"", path.read_text())
+        if path.name != "fault_points.py"
+    }
+    assert reached == set(fault_points.POINTS)
