@@ -1,0 +1,335 @@
+"""Launches the real command from a process that has torch imported, so that a run costs a fraction of a second.
+
+A run of two workers takes some ten seconds of processor time, nearly all of it for importing torch twice: in the
+launcher and in its fork server. Tests that make hundreds of runs start one `WarmServer`. It forks a launcher for each
+run, and the launcher's fork server is forked as well instead of started from scratch; from there on everything is the
+product's own code. What is not covered here, starting from nothing, is covered by the tests in `tests/e2e`.
+
+The processes of a run are related as always: the fork server is a child of the launcher and ends with it.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+FORK_SERVER = "cordee.cluster.fork_server"
+PRELOADED = ("torch", "torch.distributed", "sklearn.datasets", "cordee", "cordee.cli.app", "cordee.launch", FORK_SERVER)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class WarmProcess:
+    """A launched command: what tests use of `subprocess.Popen`."""
+
+    def __init__(self, server: WarmServer, pid: int, stdout: Path, stderr: Path) -> None:
+        self._server = server
+        self.pid = pid
+        self.stdout, self.stderr = stdout, stderr
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._server.exit_code(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code; raises subprocess.TimeoutExpired."""
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                raise subprocess.TimeoutExpired("cordee", timeout or 0.0)
+            time.sleep(0.005)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for the end; return what was printed to standard output and standard error."""
+        self.wait(timeout)
+        return self.stdout.read_text(errors="replace"), self.stderr.read_text(errors="replace")
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class WarmServer:
+    """Starts commands. Leaving the context kills those that are left; their fork servers end with them."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._socket, self._received = ours, b""
+        self._codes: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
+        theirs.close()
+
+    def cordee(self, *arguments: str, folder: Path, environment: Mapping[str, str] | None = None) -> WarmProcess:
+        """Run `cordee ARGUMENTS` in the working folder `folder`, which also gets the files with its output."""
+        return self._launch({"arguments": ["cordee", *arguments]}, folder, environment)
+
+    def python(self, *arguments: str, folder: Path, environment: Mapping[str, str] | None = None) -> WarmProcess:
+        """Run `python SCRIPT ARGUMENTS` likewise."""
+        return self._launch({"arguments": list(arguments), "script": arguments[0]}, folder, environment)
+
+    def exit_code(self, pid: int) -> int | None:
+        """Return how a launched process ended: its exit code, or minus the signal; None while it runs."""
+        with self._lock:
+            self._hear(0.0)
+            return self._codes.get(pid)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(timeout=30)
+
+    def _launch(self, request: dict[str, Any], folder: Path, environment: Mapping[str, str] | None) -> WarmProcess:
+        number = time.monotonic_ns()
+        stdout, stderr = folder / f"stdout-{number}.txt", folder / f"stderr-{number}.txt"
+        request |= {"folder": str(folder), "stdout": str(stdout), "stderr": str(stderr)}
+        request["environment"] = dict(os.environ if environment is None else environment)
+        with self._lock:
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            pid = None
+            while pid is None:
+                pid = self._hear(60.0)
+        return WarmProcess(self, pid, stdout, stderr)
+
+    def _hear(self, timeout_s: float) -> int | None:
+        """Take in what the server says; return the pid of a process that was started."""
+        started = None
+        if not select.select([self._socket], [], [], timeout_s)[0]:
+            return None
+        chunk = self._socket.recv(65536)
+        assert chunk, "the warm server died"
+        *lines, self._received = (self._received + chunk).split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            if "started" in said:
+                started = said["started"]
+            else:
+                self._codes[said["pid"]] = said["code"]
+        return started
+
+    def __enter__(self) -> WarmServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def serve(control: socket.socket) -> None:
+    """Fork launchers until the other side hangs up. Has no threads and does not use torch, so that forking is safe."""
+    children: set[int] = set()
+    wake_in, wake_out = os.pipe()
+    os.set_blocking(wake_in, False)
+    os.set_blocking(wake_out, False)
+    signal.set_wakeup_fd(wake_out, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    received = b""
+    while True:
+        readable, _, _ = select.select([control, wake_in], [], [])
+        if wake_in in readable:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake_in, 4096)
+            for pid in list(children):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    children.discard(pid)
+                    code = os.waitstatus_to_exitcode(status)
+                    control.sendall(json.dumps({"pid": pid, "code": code}).encode() + b"\n")
+        if control in readable:
+            chunk = control.recv(1 << 20)
+            if not chunk:
+                for pid in children:
+                    os.kill(pid, signal.SIGKILL)
+                return
+            *lines, received = (received + chunk).split(b"\n")
+            for line in lines:
+                request, parent = json.loads(line), os.getpid()
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    for descriptor in (control.fileno(), wake_in, wake_out):
+                        os.close(descriptor)
+                    _be_launcher(request, parent)
+                children.add(pid)
+                control.sendall(json.dumps({"started": pid}).encode() + b"\n")
+
+
+def _be_launcher(request: Mapping[str, Any], parent: int) -> NoReturn:
+    _end_with(parent)
+    _set_environment(request["environment"])
+    os.chdir(request["folder"])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        file = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        os.dup2(file, descriptor)
+    os.setsid()  # a terminal's Ctrl-C is for the tests
+    ForkingPopen.forker = _start_forker()
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    sys.argv = list(request["arguments"])
+    script = request.get("script")
+
+    def run() -> None:
+        if script is not None:
+            sys.path.insert(0, str(Path(script).resolve().parent))
+            runpy.run_path(script, run_name="__main__")
+        else:
+            importlib.import_module("cordee.cli").main()
+
+    _run_and_exit(run)
+
+
+def _set_environment(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    points = importlib.import_module("cordee.core.fault_points")
+    points._folder = importlib.import_module("cordee.core.env").faults_folder()  # what it reads on import
+
+
+def _run_and_exit(run: Any) -> NoReturn:
+    code = 1
+    try:
+        run()
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if isinstance(leaving.code, str):
+            sys.stderr.write(leaving.code + "\n")
+    except BaseException:  # noqa: BLE001 - the last frame of a process
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """Like the original, but `python -m cordee.cluster.fork_server` is forked from a process that has it imported.
+
+    That process, the forker, is a child of the launcher, made before the launcher has any threads. What it makes is
+    handed to the launcher as its own child, which a launcher can wait for.
+    """
+
+    forker: socket.socket
+
+    def _execute_child(
+        self,
+        args: Any,
+        executable: Any,
+        preexec_fn: Any,
+        close_fds: Any,
+        pass_fds: Sequence[int],
+        cwd: Any,
+        env: Any,
+        *rest: Any,
+    ) -> None:  # type: ignore[override]
+        if isinstance(args, str) or FORK_SERVER not in args:
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)  # type: ignore[misc]
+            return
+        request = {
+            "arguments": list(args[args.index(FORK_SERVER) :]),
+            "descriptors": list(pass_fds),
+            "environment": dict(os.environ if env is None else env),
+        }
+        fds = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", pass_fds))]
+        self.forker.sendmsg([json.dumps(request).encode()], fds)
+        self.pid = int(self.forker.recv(64))
+        self._child_created = True
+
+
+def _start_forker() -> socket.socket:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what the forker leaves behind is this process's
+    launcher = os.getpid()
+    if os.fork():
+        theirs.close()
+        ours.set_inheritable(False)
+        return ours
+    ours.close()
+    _end_with(launcher)
+    while True:
+        data, ancillary, _, _ = theirs.recvmsg(1 << 20, socket.CMSG_SPACE(64 * array.array("i").itemsize))
+        if not data:
+            os._exit(0)
+        descriptors = array.array("i")
+        for _, _, raw in ancillary:
+            descriptors.frombytes(raw[: len(raw) - len(raw) % descriptors.itemsize])
+        middle = os.fork()
+        if middle == 0:
+            pid = os.fork()
+            if pid:
+                theirs.send(str(pid).encode())
+                os._exit(0)
+            _be_fork_server(json.loads(data), list(descriptors), theirs, launcher)
+        os.waitpid(middle, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _be_fork_server(
+    request: Mapping[str, Any], descriptors: Sequence[int], link: socket.socket, launcher: int
+) -> NoReturn:
+    while os.getppid() != launcher:  # its parent in between has not ended yet
+        time.sleep(0.001)
+    link.close()
+    os.setsid()
+    _set_environment(request["environment"])
+    subprocess.Popen = ForkingPopen.__base__  # type: ignore[misc]
+    kept = [os.dup(descriptor) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(kept, request["descriptors"]):
+        os.dup2(descriptor, number)
+        if descriptor not in request["descriptors"]:
+            os.close(descriptor)
+    sys.argv = list(request["arguments"])
+    _run_and_exit(importlib.import_module(FORK_SERVER).main)
+
+
+def _end_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> None:
+    _end_with(os.getppid())
+    for name in PRELOADED:
+        importlib.import_module(name)
+    fork_server = importlib.import_module(FORK_SERVER)
+    for name in fork_server.PRELOADED:
+        importlib.import_module(name)
+    serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()
