@@ -27,6 +27,7 @@ from cordee.core import Job
 from cordee.core.components import LIVE_PREFIX
 from cordee.core.env import runs_folder
 from cordee.core.errors import JobError, RunDirectoryError, StorageError
+from cordee.core.importing import refuse_what_workers_miss, stop_import
 from cordee.deciding import Decision, decide, plans_first
 from cordee.interrupts import InterruptFlag
 from cordee.monitoring import (
@@ -69,6 +70,7 @@ def train(
     The first Ctrl-C ends the run after the step, saved, with the status 'interrupted'. Raises a CordeeError
     if the job cannot be run or the training fails; what was saved before stays, and `resume` goes on from it.
     """
+    stop_import("cordee.train")
     memory = MemoryWatch()
     overrides = list(overrides)
     asked = _as_job(job, overrides)
@@ -84,6 +86,8 @@ def train(
         engine: LocalEngine | None = None
         if num_workers > 1 or STRATEGIES[strategy.name].is_served:
             _refuse_live_parts(job)
+            if _uses_this_script(job):
+                refuse_what_workers_miss()
             if not plans_first(asked):
                 engine = stack.enter_context(LocalEngine())  # imports torch while the job is looked at here
         team = Team(num_workers=num_workers, num_local_workers=num_workers)
@@ -274,6 +278,11 @@ def _refuse_live_parts(job: Job) -> None:
                 f"{job.strategy.workers} workers: define it in a module and name it 'module:callable', "
                 "or set strategy.workers = 1"
             )
+
+
+def _uses_this_script(job: Job) -> bool:
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    return script is not None and f"{Path(script).resolve()}:" in str(job.to_dict())
 
 
 def _console() -> Console:

@@ -22,6 +22,7 @@ from cordee.communication.shared_memory import register
 from cordee.compute import share_threads
 from cordee.core import env
 from cordee.core.errors import JobError
+from cordee.core.importing import stop_import
 from cordee.data.shared_batches import SharedBatches
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -126,6 +127,7 @@ def join() -> Iterator[LoopTeam]:
     Under `cordee run` and torchrun a `torch.distributed` group is formed unless the script has one already:
     over shared memory on CPUs, NCCL where every worker has a GPU. A lost worker is an error that names it.
     """
+    stop_import("cordee.join")
     place = env.place()
     if place is None or place.world_size == 1:
         yield LoopTeam(Team())

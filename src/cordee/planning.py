@@ -18,6 +18,7 @@ from cordee.compute import usable_cores
 from cordee.core import Job
 from cordee.core.components import LIVE_PREFIX
 from cordee.core.errors import CordeeError, JobError
+from cordee.core.importing import stop_import
 from cordee.crew import add_to_machine, add_to_profile, measure_crew
 from cordee.models.slicing import choose_slicing
 from cordee.planner import Plan, Prediction, Work, choose, load_cluster, search
@@ -57,6 +58,7 @@ def plan(
     measured. `tell` is called with what is being measured, since that takes a while.
     Raises a CordeeError for a job that cannot be run, and JobError if it fits into memory nowhere.
     """
+    stop_import("cordee.plan")
     made, _ = plan_and_work(
         Job.coerce(job, overrides),
         workers,

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from cordee.core.errors import CordeeError, JobError, nearest
+from cordee.core.importing import execute_until_stopped, import_until_stopped, last_line_of, stopped_at
 from cordee.core.seeds import derive_seed
 
 LIVE_PREFIX = "live:"
@@ -117,6 +118,11 @@ def resolve(
     found: Any = _import(section, use, module_name, python_path)
     for part in attribute.split("."):
         if not hasattr(found, part):
+            if (where := stopped_at(found)) is not None:
+                raise JobError(
+                    f"{section}.use = {use!r}: {part!r} is not defined before {where}, where a worker's import "
+                    f"ends: put the call under if __name__ == '__main__':, or define {part!r} above it"
+                )
             raise JobError(f"{section}.use = {use!r}: {module_name!r} has no {part!r}{nearest(part, _public(found))}")
         found = getattr(found, part)
     if not callable(found):
@@ -180,7 +186,7 @@ def construct(section: str, use: Any, build: Callable[[], Any]) -> Any:
     except Exception as error:
         name = use if isinstance(use, str) else name_of(use)
         raise JobError(
-            f"{section}.use = {name!r} raised {type(error).__name__}: {error}{_last_line_of(error)}"
+            f"{section}.use = {name!r} raised {type(error).__name__}: {error}{last_line_of(error)}"
         ) from error
 
 
@@ -237,7 +243,7 @@ def _import(section: str, use: str, module_name: str, python_path: Sequence[str]
         if module_name.endswith(".py"):
             return _import_file(module_name, python_path)
         with _searched_first(python_path):
-            return importlib.import_module(module_name)
+            return import_until_stopped(module_name)
     except JobError as error:
         raise JobError(f"{section}.use = {use!r}: {error}") from error.__cause__
     except (Exception, SystemExit) as error:  # a script without a main guard may end the program
@@ -246,7 +252,7 @@ def _import(section: str, use: str, module_name: str, python_path: Sequence[str]
             raise JobError(f"{section}.use = {use!r}: no module {error.name!r} (searched: {searched})") from None
         raise JobError(
             f"{section}.use = {use!r}: importing {module_name!r} raised {type(error).__name__}: {error}"
-            f"{_last_line_of(error)}"
+            f"{last_line_of(error)}"
         ) from error
 
 
@@ -281,32 +287,14 @@ def _import_file(file_name: str, python_path: Sequence[str]) -> types.ModuleType
     is_free = path.stem.isidentifier() and path.stem not in sys.modules and not _is_importable_elsewhere(path)
     name = path.stem if is_free else f"{path.stem}_{derive_seed(str(path)):x}"
     specification = importlib.util.spec_from_file_location(name, path)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module
-    try:
-        with _searched_first([str(path.parent)]):
-            specification.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]  # or a second try would find half a module
-        raise
-    return module
+    assert specification is not None
+    with _searched_first([str(path.parent)]):
+        return execute_until_stopped(specification)
 
 
 def _is_importable_elsewhere(path: Path) -> bool:
     found = importlib.util.find_spec(path.stem)
     return found is not None and found.origin != str(path)
-
-
-def _last_line_of(error: BaseException) -> str:
-    traceback = error.__traceback__
-    line = ""
-    while traceback is not None:
-        file_name = traceback.tb_frame.f_code.co_filename
-        if not file_name.startswith("<") and "importlib" not in file_name and file_name != __file__:
-            line = f" (at {file_name}:{traceback.tb_lineno})"
-        traceback = traceback.tb_next
-    return line
 
 
 def _public(module: Any) -> Iterable[str]:

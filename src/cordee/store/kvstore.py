@@ -18,6 +18,7 @@ from cordee.communication.messages import Json
 from cordee.core import env
 from cordee.core.durations import parse_duration
 from cordee.core.errors import JobError, StoreError
+from cordee.core.importing import stop_import
 from cordee.store import transfer
 from cordee.store.arrays import NUMPY, TORCH, Origin, Taken, Target, make_target, take
 from cordee.store.local import LocalServers
@@ -56,6 +57,7 @@ class KVStore:
         Waits for the workers and servers that are expected, at most for `failure_timeout`. In a process whose
         `DMLC_ROLE` is scheduler or server, this serves until all workers have left and then ends the process.
         """
+        stop_import("cordee.KVStore")
         timeout_s = _seconds(failure_timeout)
         role = env.store_role() if address is None and not env.store_address() else None
         if role is not None and role.role != "worker":
@@ -83,6 +85,7 @@ class KVStore:
 
         Other processes join with the variables in `environment`.
         """
+        stop_import("cordee.KVStore.local")
         timeout_s = _seconds(failure_timeout)
         servers = LocalServers(num_servers, list(updaters), timeout_s)
         store = cls.__new__(cls)

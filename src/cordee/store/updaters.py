@@ -6,7 +6,6 @@ Functions come from modules that were named when the server started: clients nam
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -19,6 +18,7 @@ from cordee.compute.optimizers import builtin_optimizers, make_optimizer_recipe
 from cordee.compute.schedules import constant
 from cordee.core.components import Use, bind
 from cordee.core.errors import JobError, StoreError, nearest
+from cordee.core.importing import import_until_stopped
 
 if TYPE_CHECKING:
     from cordee.store.shard import Part
@@ -174,7 +174,7 @@ def load_functions(modules: Sequence[str]) -> dict[str, UpdateFunction]:
     functions: dict[str, UpdateFunction] = {}
     for name in modules:
         try:
-            module = importlib.import_module(name)
+            module = import_until_stopped(name)
         except Exception as error:
             raise StoreError(f"--updaters {name}: importing it raised {type(error).__name__}: {error}") from error
         found = {
