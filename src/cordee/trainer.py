@@ -244,7 +244,8 @@ class Trainer:
         self._note_pace()
         if not math.isfinite(loss.mean):
             raise TrainingError(self._not_finite("the loss", f"is {loss.mean}", progress.step + 1, progress.epoch + 1))
-        update = strategy.update(progress.step)
+        # A batch in which every label is ignored says nothing: optimizers would still decay weights and count a step.
+        update = strategy.update(progress.step) if loss.count else strategy.skip(progress.step)
         progress.step += 1
         self._is_stepping = False
         progress.batch += 1

@@ -44,6 +44,10 @@ class Replica:
         self._optimizer.zero_grad()
         return Update(lr, norm)
 
+    def skip(self, step: int) -> Update:
+        self._optimizer.zero_grad()
+        return Update(self._recipe.set_rate(self._optimizer, step))
+
     def state_dict(self) -> State:
         return State.join(
             model=State(model_state(self.model), {}), optimizer=optimizer_state(self._optimizer, self.model)

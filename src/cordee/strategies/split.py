@@ -119,6 +119,11 @@ class SplitModel(ABC):
             one.drop_gradient()
         return Update(lr, norm)
 
+    def skip(self, step: int) -> Update:
+        for one in self._held:
+            one.drop_gradient()
+        return Update(self._recipe.set_rate(self._clock, step))
+
     def state_dict(self) -> State:
         own = self._optimizer_state()
         if not self._team.is_first:

@@ -78,6 +78,12 @@ class Strategy(Protocol):
     def update(self, step: int) -> Update:
         """Agree with the others and take optimizer step `step`."""
 
+    def skip(self, step: int) -> Update:
+        """Leave out optimizer step `step`, for which no worker had anything to count. Local.
+
+        Weights and optimizer state, its counters included, stay as they are; gradients are dropped.
+        """
+
     def consolidate(self) -> None:
         """Make `model` what the team as a whole has learnt, before it is evaluated or saved."""
 
