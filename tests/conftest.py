@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import warm_launch
 from cordee.core.env import cache_folder
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -25,6 +26,7 @@ GRACE_S = 3.0
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep what was measured on this machine out of the tests, and the tests' measurements out of it."""
+    config.add_cleanup(warm_launch.close_shared)
     if "CORDEE_CACHE" in os.environ:
         return
     cache = tempfile.TemporaryDirectory(prefix="cordee-test-cache-")
@@ -86,13 +88,14 @@ def child_processes() -> dict[int, str]:
     except ChildProcessError:
         return {}
     found = {}
-    for child in psutil.Process().children():
+    launched = [psutil.Process(pid)] if (pid := warm_launch.shared_pid()) is not None else []
+    for child in [child for parent in [psutil.Process(), *launched] for child in parent.children()]:
         try:
             command = " ".join(child.cmdline()) or child.name()
         except psutil.Error:
             continue
-        # Python's own helper, started once and kept until the end of the program.
-        if "multiprocessing.resource_tracker" not in command:
+        # Python's own helper and the warm launcher, started once and kept until the end of the program.
+        if "multiprocessing.resource_tracker" not in command and child.pid != pid:
             found[child.pid] = command
     return found
 

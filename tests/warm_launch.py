@@ -6,6 +6,7 @@ run, and the launcher's fork server is forked as well instead of started from sc
 product's own code. What is not covered here, starting from nothing, is covered by the tests in `tests/e2e`.
 
 The processes of a run are related as always: the fork server is a child of the launcher and ends with it.
+`start` and `run` use one server for all tests of a process, which is started when it is first needed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -44,6 +46,7 @@ class WarmProcess:
         self.pid = pid
         self.stdout, self.stderr = stdout, stderr
         self.returncode: int | None = None
+        self._output: Any = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -60,9 +63,13 @@ class WarmProcess:
         return code
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for the end; return what was printed to standard output and standard error."""
+        """Wait for the end; return what was printed to standard output and standard error, and remove the files."""
         self.wait(timeout)
-        return self.stdout.read_text(errors="replace"), self.stderr.read_text(errors="replace")
+        if self._output is None:
+            self._output = tuple(path.read_text(errors="replace") for path in (self.stdout, self.stderr))
+            self.stdout.unlink(missing_ok=True)
+            self.stderr.unlink(missing_ok=True)
+        return self._output
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -71,6 +78,17 @@ class WarmProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def __enter__(self) -> WarmProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.wait()
 
 
 class WarmServer:
@@ -81,13 +99,15 @@ class WarmServer:
         self._socket, self._received = ours, b""
         self._codes: dict[int, int] = {}
         self._lock = threading.Lock()
+        self._outputs = tempfile.TemporaryDirectory(prefix="warm-launch-")
+        self._num_started = 0
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )
         theirs.close()
 
     def cordee(self, *arguments: str, folder: Path, environment: Mapping[str, str] | None = None) -> WarmProcess:
-        """Run `cordee ARGUMENTS` in the working folder `folder`, which also gets the files with its output."""
+        """Run `cordee ARGUMENTS` in the working folder `folder`."""
         return self._launch({"arguments": ["cordee", *arguments]}, folder, environment)
 
     def python(self, *arguments: str, folder: Path, environment: Mapping[str, str] | None = None) -> WarmProcess:
@@ -100,13 +120,18 @@ class WarmServer:
             self._hear(0.0)
             return self._codes.get(pid)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def close(self) -> None:
         self._socket.close()
         self._process.wait(timeout=30)
+        self._outputs.cleanup()
 
     def _launch(self, request: dict[str, Any], folder: Path, environment: Mapping[str, str] | None) -> WarmProcess:
-        number = time.monotonic_ns()
-        stdout, stderr = folder / f"stdout-{number}.txt", folder / f"stderr-{number}.txt"
+        self._num_started += 1
+        stdout, stderr = (Path(self._outputs.name) / f"{name}-{self._num_started}" for name in ("stdout", "stderr"))
         request |= {"folder": str(folder), "stdout": str(stdout), "stderr": str(stderr)}
         request["environment"] = dict(os.environ if environment is None else environment)
         with self._lock:
@@ -139,6 +164,47 @@ class WarmServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_shared: WarmServer | None = None
+
+
+def shared_server() -> WarmServer:
+    """Return the server of this process, which `close_shared` ends."""
+    global _shared
+    if _shared is None:
+        _shared = WarmServer()
+    return _shared
+
+
+def close_shared() -> None:
+    global _shared
+    if _shared is not None:
+        _shared.close()
+        _shared = None
+
+
+def shared_pid() -> int | None:
+    """Return the process of the shared server, if there is one."""
+    return None if _shared is None else _shared.pid
+
+
+def start(*arguments: object, folder: Path, environment: Mapping[str, str] | None = None) -> WarmProcess:
+    """Start `cordee ARGUMENTS` in the working folder `folder`."""
+    return shared_server().cordee(*map(str, arguments), folder=folder, environment=environment)
+
+
+def run(
+    *arguments: object, folder: Path, environment: Mapping[str, str] | None = None, timeout: float = 200.0
+) -> subprocess.CompletedProcess[str]:
+    """Run `cordee ARGUMENTS` to its end."""
+    process = start(*arguments, folder=folder, environment=environment)
+    try:
+        stdout, stderr = process.communicate(timeout)
+    except BaseException:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(list(arguments), process.returncode or 0, stdout, stderr)
 
 
 def serve(control: socket.socket) -> None:
@@ -185,6 +251,7 @@ def _be_launcher(request: Mapping[str, Any], parent: int) -> NoReturn:
     _set_environment(request["environment"])
     os.chdir(request["folder"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell starts in the background
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         file = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         os.dup2(file, descriptor)

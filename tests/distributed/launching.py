@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+
+import warm_launch
 
 TIMEOUT_S = 120.0
 
@@ -26,14 +26,8 @@ class Command:
     """`cordee …` in a process of its own."""
 
     def __init__(self, *args: str, folder: Path | None = None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "cordee", *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = warm_launch.start(*args, folder=folder or Path.cwd(), environment=environment)
         self.family: list[psutil.Process] = []
 
     def note_family(self) -> None:

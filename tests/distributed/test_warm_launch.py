@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from warm_launch import WarmServer
 
 JOB = """
@@ -58,8 +57,8 @@ def test_errors_and_exit_codes_are_the_command_s(warm: WarmServer, tmp_path: Pat
 def test_what_is_killed_takes_its_processes_with_it(warm: WarmServer, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB.replace("{steps}", "1000000"))
     process = warm.cordee("train", "job.toml", "--run-dir", "run", folder=tmp_path, environment=dict(os.environ))
-    deadline_s = time.monotonic() + 60
-    while '"step"' not in ((tmp_path / "run" / "events.jsonl").read_text() if (tmp_path / "run").exists() else ""):
+    events, deadline_s = tmp_path / "run" / "events.jsonl", time.monotonic() + 60
+    while '"step"' not in (events.read_text() if events.exists() else ""):
         assert time.monotonic() < deadline_s and process.poll() is None
         time.sleep(0.05)
     family = psutil.Process(process.pid).children(recursive=True)

@@ -16,10 +16,14 @@ from typing import Any
 
 import psutil
 
+import warm_launch
+from warm_launch import WarmProcess
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
 BIN = Path(sys.executable).parent
 CORDEE = BIN / "cordee"
+Running = subprocess.Popen[str] | subprocess.Popen[bytes] | WarmProcess
 # What one process may take: seconds on an idle machine, and machines are not always idle.
 TIMEOUT_S = 120.0
 
@@ -134,12 +138,14 @@ class Workspace:
         self.job.write_text(JOB)
 
     def run(self, *arguments: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run `cordee` with these arguments to its end."""
-        return self.execute([CORDEE, *arguments], cwd=cwd, **env)
+        """Run `cordee` with these arguments to its end, from a process that has torch imported."""
+        environment = {**self.environ, **env}
+        return warm_launch.run(*arguments, folder=cwd or self.path, environment=environment, timeout=self.timeout_s)
 
     def execute(
         self, command: Sequence[object], *, cwd: Path | None = None, **env: str
     ) -> subprocess.CompletedProcess[str]:
+        """Run any command to its end, as a user's shell starts it."""
         return subprocess.run(
             [str(part) for part in command],
             cwd=cwd or self.path,
@@ -156,19 +162,9 @@ class Workspace:
         return self.run("train", self.job, "--run-dir", self.path / run_dir, *arguments, **env)
 
     @contextlib.contextmanager
-    def started(self, *arguments: object, **env: str) -> Iterator[subprocess.Popen[str]]:
+    def started(self, *arguments: object, **env: str) -> Iterator[WarmProcess]:
         """Run `cordee` in a process group of its own; whatever is left of it at the end is killed."""
-        with subprocess.Popen(
-            [str(CORDEE), *map(str, arguments)],
-            cwd=self.path,
-            env={**self.environ, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=hear_ctrl_c,
-        ) as process:
+        with warm_launch.start(*arguments, folder=self.path, environment={**self.environ, **env}) as process:
             try:
                 yield process
             finally:
@@ -179,7 +175,7 @@ class Workspace:
         """Return the last step recorded so far."""
         return max((event["step"] for event in events(self.path / run_dir) if event["type"] == "step"), default=0)
 
-    def wait_for_step(self, process: subprocess.Popen[Any], step: int, run_dir: str | Path = "run") -> None:
+    def wait_for_step(self, process: Running, step: int, run_dir: str | Path = "run") -> None:
         wait_until(lambda: self.steps_taken(run_dir) >= step, process)
 
 
@@ -188,7 +184,7 @@ def hear_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[Any]) -> None:
+def wait_until(condition: Callable[[], bool], process: Running) -> None:
     """Wait for something a process does; fail with its output if it ends before."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not condition():

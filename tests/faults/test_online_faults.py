@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+
+import warm_launch
+from warm_launch import WarmProcess
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -51,10 +52,9 @@ def deliver(folder: Path, first: int, last: int) -> None:
         (folder / "part").rename(folder / f"{index:04}.npz")
 
 
-def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+def start(folder: Path, *options: str) -> WarmProcess:
     (folder / "job.toml").write_text(JOB.replace("{root}", str(folder / "in")))
-    command = [sys.executable, "-m", "cordee", "train", "job.toml", "--run-dir", "run", *options]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return warm_launch.start("train", "job.toml", "--run-dir", "run", *options, folder=folder)
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in found if event["type"] == kind]
 
 
-def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+def wait_for_step(process: WarmProcess, folder: Path, step: int) -> None:
     deadline = time.monotonic() + 90
     while not any(event["step"] >= step for event in events(folder, "step")):
         assert process.poll() is None, process.communicate()
@@ -72,8 +72,8 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
         time.sleep(0.02)
 
 
-def finish(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
-    output, _ = process.communicate(timeout=120)
+def finish(process: WarmProcess, folder: Path) -> dict[str, Any]:
+    output = process.communicate(timeout=120)
     assert process.returncode == 0, output
     summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
     return summary

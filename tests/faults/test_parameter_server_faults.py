@@ -19,7 +19,9 @@ import psutil
 import pytest
 from wires import Wires, two_networks
 
+import warm_launch
 from cordee.cluster.control import scale_run
+from warm_launch import WarmProcess
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -76,13 +78,13 @@ class Launched:
         (folder / "job.toml").write_text(JOB)
         (folder / "unhurried.py").write_text(UNHURRIED)
         options = [part for setting in settings for part in ("--set", setting)]
-        command = [*TRAIN, str(folder / "job.toml"), "--run-dir", str(self.run_dir), *options]
-        self.process = subprocess.Popen(
-            command if wires is None else wires.inside(0, *command),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        command = ["train", str(folder / "job.toml"), "--run-dir", str(self.run_dir), *options]
+        self.process: subprocess.Popen[str] | WarmProcess
+        if wires is None:
+            self.process = warm_launch.start(*command, folder=folder)
+        else:
+            inside = wires.inside(0, sys.executable, "-m", "cordee", *command)
+            self.process = subprocess.Popen(inside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         path = self.run_dir / "events.jsonl"
@@ -110,7 +112,7 @@ class Launched:
     def finish(self) -> dict[str, Any]:
         """Wait for the end; nothing of the run may be left 5 s later."""
         family = psutil.Process(self.process.pid).children(recursive=True)
-        output, _ = self.process.communicate(timeout=150)
+        output = self.process.communicate(timeout=150)
         assert self.process.returncode == 0, output
         assert not psutil.wait_procs(family, timeout=5)[1]
         summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())

@@ -9,12 +9,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+import warm_launch
+from warm_launch import WarmProcess
 
 KILLS = int(os.environ.get("CORDEE_FAULT_TRIALS", "0")) or 2
 TIMEOUT_S = 120.0
@@ -58,18 +59,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, run: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "cordee", "train", "job.toml", "--run-dir", run, *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start(folder: Path, run: str, *arguments: str) -> WarmProcess:
+    return warm_launch.start("train", "job.toml", "--run-dir", run, *arguments, folder=folder)
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    out, _ = process.communicate(timeout=TIMEOUT_S)
+def finish(process: WarmProcess) -> str:
+    out = "".join(process.communicate(timeout=TIMEOUT_S))
     assert process.returncode == 0, out
     return out
 
@@ -88,7 +83,7 @@ def summary(run: Path) -> dict[str, object]:
     return content
 
 
-def wait_for(condition: object, process: subprocess.Popen[str]) -> None:
+def wait_for(condition: object, process: WarmProcess) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
     while not condition():  # type: ignore[operator]
         assert process.poll() is None, process.communicate()

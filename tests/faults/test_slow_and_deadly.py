@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import warm_launch
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -57,14 +57,7 @@ class Net(torch.nn.Linear):
 def launch(folder: Path, strategy: str, *settings: str) -> tuple[int, str, list[dict[str, Any]]]:
     (folder / "lame.py").write_text(LAME)
     (folder / "job.toml").write_text(JOB.replace("{strategy}", strategy))
-    ran = subprocess.run(
-        [sys.executable, "-m", "cordee", "train", "job.toml", "--run-dir", "run", *settings],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=folder,
-    )
+    ran = warm_launch.run("train", "job.toml", "--run-dir", "run", *settings, folder=folder)
     lines = (folder / "run" / "events.jsonl").read_text().splitlines()
     return ran.returncode, ran.stdout + ran.stderr, [json.loads(line) for line in lines]
 

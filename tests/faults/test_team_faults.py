@@ -21,10 +21,12 @@ import psutil
 import pytest
 from wires import Wires, two_networks
 
+import warm_launch
 from cordee.auditing import audit_run
 from cordee.bench.report import describe_machine
 from cordee.cluster.control import scale_run
 from cordee.core.errors import JobError, RunDirectoryError
+from warm_launch import WarmProcess
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -76,13 +78,13 @@ class Launched:
         (folder / "unhurried.py").write_text(before + UNHURRIED)
         job = folder / "job.toml"
         job.write_text(JOB.replace("{steps}", str(steps)))
-        command = [sys.executable, "-m", "cordee", "train", str(job), "--run-dir", str(self.run_dir), *args]
-        self.process = subprocess.Popen(
-            command if wires is None else wires.inside(0, *command),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = ["train", str(job), "--run-dir", str(self.run_dir), *args]
+        self.process: subprocess.Popen[str] | WarmProcess
+        if wires is None:
+            self.process = warm_launch.start(*command, folder=folder)
+        else:
+            inside = wires.inside(0, sys.executable, "-m", "cordee", *command)
+            self.process = subprocess.Popen(inside, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.family: set[int] = set()
 
     def events(self) -> list[dict[str, object]]:
