@@ -19,7 +19,7 @@ from cordee.compute import NO_VOTES, Loss, Votes, evaluate, split_batch
 from cordee.core import Batch
 from cordee.core.errors import DataError, StorageError, TrainingError
 from cordee.core.seeds import derive_seed
-from cordee.core.shards import Block, add_up
+from cordee.core.shards import sum_shards
 from cordee.core.stopping import StopPolicy
 from cordee.data.online import OnlineStream, Taken, newest
 from cordee.monitoring import Monitor
@@ -346,16 +346,7 @@ class Trainer:
 
     def _sum_shards(self, values: Sequence[float]) -> list[float]:
         """Sum what was measured of each own shard over all shards, in one order. Collective."""
-        shards = self._parts.test_shards
-        width = len(values) // shards.num_held
-        table = [0.0] * (width * shards.total)
-        table[width * shards.first : width * shards.stop] = values
-        table = self._parts.team.sum(table)  # one worker has each number and the others zero: exact
-        return add_up(
-            Block(0, shards.total),
-            lambda block: table[width * block.first :][:width] if block.stop - block.first == 1 else None,
-            lambda one, other: [a + b for a, b in zip(one, other, strict=True)],
-        )
+        return sum_shards(values, self._parts.test_shards, self._parts.team.sum)
 
     def _save(self, *, at_once: bool = False) -> None:
         """Save a checkpoint, or begin to. Collective: the first worker writes."""

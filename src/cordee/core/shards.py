@@ -6,7 +6,7 @@ neither a shard's gradient nor the order in which the shards are added depends o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 DEFAULT_NUM_SHARDS = 8
@@ -74,3 +74,22 @@ def add_up(block: Block, leaf: Callable[[Block], T | None], add: Callable[[T, T]
     left, right = halves(block)
     first = add_up(left, leaf, add)
     return add(first, add_up(right, leaf, add))
+
+
+def sum_shards(
+    values: Sequence[float], shards: Shards, sum_team: Callable[[Sequence[float]], list[float]] = list
+) -> list[float]:
+    """Return the sums over all shards, in the order of the tree, of equally many numbers for each.
+
+    `values` are those of the own shards, one shard after the other. `sum_team` sums over the members that have the
+    other shards, and is collective if they are several.
+    """
+    width = len(values) // shards.num_held
+    table = [0.0] * (width * shards.total)
+    table[width * shards.first : width * shards.stop] = values
+    table = sum_team(table)  # one member has each number and the others zero: exact
+    return add_up(
+        Block(0, shards.total),
+        lambda block: table[width * block.first :][:width] if block.stop - block.first == 1 else None,
+        lambda one, other: [a + b for a, b in zip(one, other, strict=True)],
+    )

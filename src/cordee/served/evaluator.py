@@ -25,6 +25,7 @@ from cordee.communication.messages import Message
 from cordee.compute import Metrics, evaluate
 from cordee.core import Job
 from cordee.core.errors import StorageError
+from cordee.core.shards import sum_shards
 from cordee.core.stopping import StopPolicy
 from cordee.monitoring import setup_logging
 from cordee.progress import Progress
@@ -154,6 +155,13 @@ class Desk:
         if parts.test is None:
             return None
         with contextlib.closing(parts.test.batches(0)) as batches:
-            metrics = evaluate(parts.model, batches, parts.computation, num_classes=parts.splits.num_classes)
+            metrics = evaluate(
+                parts.model,
+                batches,
+                parts.computation,
+                num_classes=parts.splits.num_classes,
+                num_parts=parts.test_shards.num_held,
+                combine=lambda values: sum_shards(values, parts.test_shards),
+            )
         assert metrics is not None
         return metrics
