@@ -2,7 +2,7 @@
 
 from cordee.data.builtin import BUILTIN_DATA, FILE_SOURCES, find_files
 from cordee.data.growing import GrowingSource, Place
-from cordee.data.ledger import Ledger, Unit
+from cordee.data.ledger import Exchanges, Ledger, Unit
 from cordee.data.load import load_data
 from cordee.data.loader import Loader
 from cordee.data.source import ArraySource, Scale, Source, Splits
@@ -11,6 +11,7 @@ __all__ = [
     "BUILTIN_DATA",
     "FILE_SOURCES",
     "ArraySource",
+    "Exchanges",
     "GrowingSource",
     "Ledger",
     "Loader",

@@ -1,8 +1,8 @@
 """The sample ledger: which samples are handed out to whom, and which have counted. Decides without I/O.
 
-A run is a sequence of steps, each a global batch; a step is cut into as many units as there were workers when it
-was begun. Units are handed out in order, on demand, and committed once their gradient has gone into the weights. What a
-lost worker had in hand goes to the next that asks.
+A run is a sequence of steps, each a global batch or several in a row; a step is cut into as many units as there were
+workers when it was begun. Units are handed out in order, on demand, and committed once their gradient has gone into the
+weights. What a lost worker had in hand goes to the next that asks.
 """
 
 from __future__ import annotations
@@ -13,8 +13,63 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from cordee.core.shards import Shards
-from cordee.data.order import batch_part, count_batches
+from cordee.core.shards import shard_part
+from cordee.data.order import count_batches
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """Which global batches make up each step of a ledger: up to `size` in a row, all of one epoch.
+
+    Within an epoch, steps begin at multiples of `size`, wherever the run begins. Only the first and the last step of a
+    run may have fewer batches than that, and the last one of an epoch. Batches are counted over all epochs.
+    """
+
+    num_samples: int
+    batch_size: int
+    last: int  # the run ends before this batch
+    first: int = 0  # and begins with this one
+    size: int = 1
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return count_batches(self.num_samples, self.batch_size)
+
+    @property
+    def per_epoch(self) -> int:
+        return -(-self.batches_per_epoch // self.size)
+
+    @property
+    def first_step(self) -> int:
+        return self._step_of(self.first) if self.first < self.last else self.num_steps
+
+    @property
+    def num_steps(self) -> int:
+        """The number of the last step, plus one."""
+        return self._step_of(self.last - 1) + 1 if self.last > 0 else 0
+
+    def batches(self, step: int) -> tuple[int, int]:
+        """Return the batches [start, stop) of a step."""
+        epoch, within = divmod(step, self.per_epoch)
+        before = epoch * self.batches_per_epoch
+        start = before + within * self.size
+        stop = before + min((within + 1) * self.size, self.batches_per_epoch)
+        return max(start, self.first), min(stop, self.last)
+
+    def batches_before(self, step: int) -> int:
+        """Return how many batches are used up when all steps before `step` are done."""
+        return self.first if step <= self.first_step else self.batches(step - 1)[1]
+
+    def samples(self, step: int) -> tuple[int, int, int]:
+        """Return the epoch of a step and its positions [start, stop) in it."""
+        first, last = self.batches(step)
+        epoch, batch = divmod(first, self.batches_per_epoch)
+        stop = (batch + last - first) * self.batch_size
+        return epoch, batch * self.batch_size, min(stop, self.num_samples)
+
+    def _step_of(self, batch: int) -> int:
+        epoch, within = divmod(batch, self.batches_per_epoch)
+        return epoch * self.per_epoch + within // self.size
 
 
 @dataclass(frozen=True)
@@ -28,6 +83,8 @@ class Unit:
     epoch: int
     start: int
     stop: int
+    first_batch: int  # of its step, counted over all epochs
+    num_batches: int  # of its step
 
     @property
     def num_samples(self) -> int:
@@ -48,19 +105,18 @@ class LedgerState(msgspec.Struct, frozen=True):
 class Ledger:
     """Hands out the units of a run and takes note of those that are done."""
 
-    num_samples: int
-    batch_size: int
+    exchanges: Exchanges
     num_shares: int
-    num_steps: int
-    first_step: int = 0
     taken: dict[int, tuple[str, Unit]] = field(default_factory=dict)  # unit number -> who has it
     _returned: list[Unit] = field(default_factory=list)
     _done: dict[int, int] = field(default_factory=dict)  # step -> units committed, for steps not complete
 
     def __post_init__(self) -> None:
-        self.committed_steps = self.first_step
+        first_step = self.exchanges.first_step
+        self.num_steps = self.exchanges.num_steps
+        self.committed_steps = first_step
         """All units of the steps before this one are committed."""
-        self._upcoming = self._units(self.first_step, 0)
+        self._upcoming = self._units(first_step, 0)
         self._next: Unit | None = next(self._upcoming, None)
         self._committed: set[int] = set()  # unit numbers at or after the first incomplete step
 
@@ -87,10 +143,6 @@ class Ledger:
         self._done = dict(Counter(number // self.num_shares for number in state.committed))
         self._returned = [self._unit(number) for number in state.returned]
         self.taken = {number: (holder, self._unit(number)) for number, holder in state.taken.items()}
-
-    @property
-    def num_batches(self) -> int:
-        return count_batches(self.num_samples, self.batch_size)
 
     @property
     def is_complete(self) -> bool:
@@ -156,11 +208,8 @@ class Ledger:
         return holder[1]
 
     def _num_units(self, step: int) -> int:
-        length = self._batch_length(step % self.num_batches)
-        return min(length, self.num_shares)
-
-    def _batch_length(self, batch: int) -> int:
-        return min(self.batch_size, self.num_samples - batch * self.batch_size)
+        _, start, stop = self.exchanges.samples(step)
+        return min(stop - start, self.num_shares)
 
     def _units(self, first_step: int, first_share: int) -> Iterator[Unit]:
         """Yield all units with samples from this one on."""
@@ -170,11 +219,7 @@ class Ledger:
 
     def _unit(self, number: int) -> Unit:
         step, share = divmod(number, self.num_shares)
-        epoch, batch = divmod(step, self.num_batches)
-        start, stop = batch_part(
-            batch,
-            batch_size=self.batch_size,
-            num_samples=self.num_samples,
-            shards=Shards(share, share + 1, self.num_shares),
-        )
-        return Unit(number, step, share, self._num_units(step), epoch, start, stop)
+        epoch, first, last = self.exchanges.samples(step)
+        start, stop = shard_part(last - first, share, self.num_shares)
+        batch, end = self.exchanges.batches(step)
+        return Unit(number, step, share, self._num_units(step), epoch, first + start, first + stop, batch, end - batch)

@@ -81,8 +81,8 @@ class Accounts:
         self._memory.last_step_s = time.perf_counter()
         if plan.is_first_of_epoch(step):
             progress.loss_sum, progress.loss_count = 0.0, 0
-        progress.step = plan.steps_after(step + 1)
-        progress.epoch, progress.batch = plan.place_after(step + 1)
+        progress.step = plan.steps_before(step + 1)
+        progress.epoch, progress.batch = plan.place_before(step + 1)
         progress.samples += sums.num_samples
         progress.loss_sum += sums.loss_sum
         progress.loss_count += sums.count
@@ -91,7 +91,7 @@ class Accounts:
             self._memory.settle = (step, scale)
         loss = sums.loss_sum / sums.count if sums.count else math.nan
         self._show(progress.step, loss)
-        if step % plan.report_every == 0:
+        if plan.reports(step):
             self._report(step, sums, loss)
 
     def _report(self, step: int, sums: StepSum, loss: float) -> None:
@@ -105,7 +105,7 @@ class Accounts:
             epoch=plan.epoch_of(step) + 1,
             loss=loss,
             accuracy=sums.num_correct / sums.count if sums.count and plan.counts_classes else None,
-            lr=self._rate(step * plan.push_every),
+            lr=self._rate(plan.steps_before(step)),
             gradient_norm=math.sqrt(sums.squares) if plan.clip_norm else None,
             samples=progress.samples,
             samples_per_second=(progress.samples - samples) / max(now_s - since_s, 1e-9),

@@ -120,11 +120,10 @@ class ServedCoordinator:
 
     def _make_dispatcher(self, channel: ServerChannel, plan: RunPlan) -> Dispatcher:
         num_shares = self._job.training.num_shards or self._job.strategy.workers
-        first = plan.first_step(self._progress.epoch, self._progress.batch)
         return Dispatcher(
             channel,
             plan,
-            Ledger(plan.num_samples, plan.batch_size, num_shares, plan.num_steps, first),
+            Ledger(plan.exchanges, num_shares),
             self._progress,
             emit=self._take_event,
             show=self._launcher.progress,
@@ -195,7 +194,15 @@ class ServedCoordinator:
         facts = self._order.facts
         policy = StopPolicy(self._job.stop)
         policy.patience = self._progress.patience
-        return RunPlan(self._job, self._settings, facts.num_samples, facts.total_steps, policy, facts.counts_classes)
+        return RunPlan(
+            self._job,
+            self._settings,
+            facts.num_samples,
+            facts.total_steps,
+            policy,
+            facts.counts_classes,
+            start=self._progress.step,
+        )
 
     def _load_progress(self, resume: bool) -> Progress:
         loaded = checkpoint.load_newest(self._run_dir / "checkpoints") if resume else None

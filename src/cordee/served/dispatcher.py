@@ -236,7 +236,7 @@ class Dispatcher:
             return
         step = done.done // self.ledger.num_shares
         self.accounts.add(step, done)
-        self._pace.end(done.done, worker, self.hearings[worker].index, self.plan.steps_after(step + 1))
+        self._pace.end(done.done, worker, self.hearings[worker].index, self.plan.steps_before(step + 1))
         self.accounts.close(self.ledger.committed_steps)
 
     def _go_on(self) -> None:
@@ -307,6 +307,8 @@ class Dispatcher:
                 epoch=unit.epoch,
                 start=unit.start,
                 stop=unit.stop,
+                first_batch=unit.first_batch,
+                num_batches=unit.num_batches,
                 floor=ledger.committed_steps * ledger.num_shares,
                 settles=settles,
                 scale=scale,
@@ -342,7 +344,7 @@ class Dispatcher:
                 worker, unit = self.ledger.taken[number]
                 self.ledger.give_up(number)
                 self._pace.give_up(number)
-                late = f"{worker} is late with its part of step {unit.step + 1} ({wait_s:.1f} s)"
+                late = f"{worker} is late with its part of step {unit.first_batch + 1} ({wait_s:.1f} s)"
                 self.emit("warning", message=f"{late}: another does it")
 
     def _acknowledge(self, received: Received) -> None:

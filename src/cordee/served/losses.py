@@ -163,7 +163,7 @@ class Losses:
             if lost_over[unit.number] >= MOST_LOSSES_IN_ONE_STEP:
                 raise TrainingError(
                     f"a worker was lost in each of {MOST_LOSSES_IN_ONE_STEP} attempts at samples {unit.start} to "
-                    f"{unit.stop - 1} of epoch {unit.epoch + 1} (step {unit.step + 1}); last {last}"
+                    f"{unit.stop - 1} of epoch {unit.epoch + 1} (step {unit.first_batch + 1}); last {last}"
                 )
 
     def _fence(self, worker: str, incarnation: int) -> None:

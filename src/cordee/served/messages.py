@@ -78,6 +78,8 @@ class Work(Message, frozen=True):
     epoch: Count
     start: Count
     stop: Count
+    first_batch: Count  # steps of the job before it
+    num_batches: Count  # steps of the job in it
     floor: Count  # units below it are committed
     settles: Number = -1  # step that the servers apply, scaled, before this one is computed
     scale: float = 1.0

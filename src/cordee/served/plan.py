@@ -1,6 +1,6 @@
 """When a served run reports, evaluates, saves and ends: pure decisions over the steps of its ledger.
 
-A step of the ledger is an exchange: `push_every` steps of the job.
+A step of the job is a global batch. A step of the ledger is an exchange: up to `push_every` steps of the job.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cordee.core import Job
 from cordee.core.stopping import StopPolicy
-from cordee.data.order import count_batches
+from cordee.data import Exchanges
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 
 
@@ -23,35 +23,29 @@ class RunPlan:
     total_steps: int  # of the job
     policy: StopPolicy
     counts_classes: bool
+    start: int = 0  # steps of the job that were taken before
 
     @property
-    def push_every(self) -> int:
-        return self.settings.push_every
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a step of the ledger."""
-        return min(self.job.training.batch_size * self.push_every, self.num_samples)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return count_batches(self.num_samples, self.batch_size)
+    def exchanges(self) -> Exchanges:
+        """The steps of the ledger, up to the last step of the job or `stop.steps`."""
+        limit, training = self.job.stop.steps, self.job.training
+        last = self.total_steps if limit is None else min(self.total_steps, limit)
+        return Exchanges(self.num_samples, training.batch_size, last, self.start, self.settings.push_every)
 
     @property
     def num_steps(self) -> int:
-        """Steps of the ledger: all epochs, or enough for the job's steps."""
-        limit = self.job.stop.steps
-        if self.job.training.steps is None:
-            assert self.job.training.num_epochs is not None
-            num_steps = self.job.training.num_epochs * self.steps_per_epoch
-        else:
-            num_steps = -(-self.total_steps // self.push_every)
-        return num_steps if limit is None else min(num_steps, -(-limit // self.push_every))
+        """Steps of the ledger."""
+        return self.exchanges.num_steps
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether there is nothing to do."""
+        return self.start >= self.exchanges.last
 
     @property
     def is_cut_short(self) -> bool:
         """Whether `stop.steps` ends the run before its last step."""
-        return self.job.stop.steps is not None and self.steps_after(self.num_steps) < self.total_steps
+        return self.exchanges.last < self.total_steps
 
     @property
     def clip_norm(self) -> float:
@@ -76,41 +70,34 @@ class RunPlan:
         return self.job.cluster.failure_timeout_s
 
     @property
-    def report_every(self) -> int:
-        return max(1, self.job.monitoring.every_steps // self.push_every)
-
-    @property
     def has_verdicts(self) -> bool:
         """Whether an evaluation may end the run: training then waits for it."""
         stop = self.job.stop
         return stop.accuracy is not None or stop.loss is not None or stop.patience is not None
 
-    def first_step(self, epoch: int, batch: int) -> int:
-        """Return the step of the ledger that comes after `batch` batches of an epoch of the job."""
-        return epoch * self.steps_per_epoch + -(-batch // self.push_every)
+    def steps_before(self, step: int) -> int:
+        """Return how many steps of the job are taken before `step` of the ledger."""
+        return self.exchanges.batches_before(step)
 
-    def steps_after(self, step: int) -> int:
-        """Return how many steps of the job are taken after `step` steps of the ledger."""
-        epoch, rest = divmod(step, self.steps_per_epoch)
-        per_epoch = count_batches(self.num_samples, self.job.training.batch_size)
-        return min(epoch * per_epoch + min(rest * self.push_every, per_epoch), self.total_steps)
-
-    def place_after(self, step: int) -> tuple[int, int]:
-        """Return the epoch, and the batches used of it, after `step` steps of the ledger."""
-        epoch, rest = divmod(step, self.steps_per_epoch)
-        return epoch, rest * self.push_every
+    def place_before(self, step: int) -> tuple[int, int]:
+        """Return the epoch, and the batches used of it, before `step` of the ledger."""
+        return divmod(self.steps_before(step), self.exchanges.batches_per_epoch)
 
     def epoch_of(self, step: int) -> int:
-        return step // self.steps_per_epoch
+        return self.exchanges.samples(step)[0]
 
     def is_first_of_epoch(self, step: int) -> bool:
-        return step % self.steps_per_epoch == 0
+        return self.exchanges.samples(step)[1] == 0
+
+    def reports(self, step: int) -> bool:
+        """Whether there is an event for `step` of the ledger."""
+        return is_due(*self.exchanges.batches(step), self.job.monitoring.every_steps)
 
     def evaluates(self, step: int, *, is_last: bool = False) -> bool:
         """Whether the model is measured after `step` steps of the ledger."""
         evaluation = self.job.evaluation
-        ends_epoch = step % self.steps_per_epoch == 0
-        by_epoch = ends_epoch and evaluation.every_epochs and self.epoch_of(step) % evaluation.every_epochs == 0
+        epoch, batch = self.place_before(step)
+        by_epoch = batch == 0 and evaluation.every_epochs and epoch % evaluation.every_epochs == 0
         return is_last or (step > 0 and bool(by_epoch)) or self._crosses(step, evaluation.every_steps)
 
     def saves(self, step: int, *, is_last: bool = False) -> bool:
@@ -126,4 +113,9 @@ class RunPlan:
     def _crosses(self, step: int, every: int) -> bool:
         if not every or step <= 0:
             return False
-        return self.steps_after(step) // every > self.steps_after(step - 1) // every
+        return self.steps_before(step) // every > self.steps_before(step - 1) // every
+
+
+def is_due(start: int, stop: int, every: int) -> bool:
+    """Whether a multiple of `every` is among the steps [start, stop)."""
+    return -(-start // every) * every < stop

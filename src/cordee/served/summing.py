@@ -57,8 +57,7 @@ class Summariser:
             reason = plan.policy.verdict(progress.metrics.loss, progress.metrics.accuracy)
         if progress.step and plan.policy.is_time_up(progress.elapsed_s):
             reason = reason or "time"
-        is_at_end = plan.first_step(progress.epoch, progress.batch) >= plan.num_steps
-        if reason is None and not (is_at_end and (is_measured or not self._facts.has_test)):
+        if reason is None and not (plan.is_at_end and (is_measured or not self._facts.has_test)):
             return None
         loaded = checkpoint.load_newest(self._run_dir / "checkpoints")
         assert loaded is not None

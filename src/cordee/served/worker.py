@@ -27,6 +27,7 @@ from cordee.data.fingerprint import check_same
 from cordee.monitoring import setup_logging
 from cordee.served.link import DispatchLink, ProcessOrder
 from cordee.served.messages import Leave, TakeWork, Work
+from cordee.served.plan import is_due
 from cordee.strategies.parameter_server.client import ParameterClient, RetriedCalls
 from cordee.strategies.parameter_server.layout import Layout, Piece, make_layout
 from cordee.strategies.parameter_server.messages import Push, Pushed
@@ -182,7 +183,7 @@ class WorkLoop:
             if isinstance(reply, Leave):
                 break
             assert isinstance(reply, Work)
-            self._link.step = reply.step
+            self._link.step = reply.first_batch
             if self._leave_asked.is_set() and not has_asked:
                 has_asked, done = True, TakeWork(leaves=True)  # the unit goes to another, if there is one
                 continue
@@ -235,7 +236,7 @@ class WorkLoop:
     def _compute(self, work: Work) -> Loss:
         """Compute the gradient of a unit: the sum over its sub-batches, where `push_every` makes several of it."""
         self._model.train()
-        turns = _turns(work.start, work.stop, self._settings.push_every)
+        turns = _turns(work.start, work.stop, work.num_batches)
         losses, total = [], torch.zeros(0)
         for turn, (start, stop) in enumerate(turns):
             self._gradient.zero_()
@@ -253,8 +254,8 @@ class WorkLoop:
 
     def _compute_turn(self, work: Work, turn: int, start: int, stop: int) -> Loss:
         parts = self._parts
-        measure = work.step % self._job.monitoring.every_steps == 0
-        step = work.step * self._settings.push_every + turn
+        step, end = work.first_batch + turn, work.first_batch + work.num_batches
+        measure = is_due(work.first_batch, end, self._job.monitoring.every_steps)
         if self._fixed is None:
             seed = derive_seed(self._job.seed, "step", step, work.share)
         else:
@@ -275,7 +276,7 @@ class WorkLoop:
         push = Push(
             piece=piece.index,
             unit=work.unit,
-            step=work.step * self._settings.push_every,
+            step=work.first_batch,
             share=work.share,
             num_shares=work.num_shares,
             count=self._count,
@@ -291,7 +292,7 @@ class WorkLoop:
     def _step_locally(self, work: Work, turn: int) -> None:
         """Move the own copy against its own gradient until the next pull, as Downpour SGD does."""
         recipe = self._parts.recipe
-        step = work.step * self._settings.push_every + turn
+        step = work.first_batch + turn
         rate = float(self._job.optimizer.args.get("lr", 0.01)) * recipe.schedule(step) * recipe.lr_factor
         with torch.no_grad():
             self._flat.add_(self._gradient, alpha=-rate)

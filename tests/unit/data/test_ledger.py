@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from cordee.data import Ledger, Unit
+from cordee.data import Exchanges, Ledger, Unit
 from cordee.data.ledger import LedgerState
 
 
@@ -16,9 +16,11 @@ def run_schedule(seed: int) -> None:
     draw = random.Random(seed)
     num_samples, batch_size = draw.randint(1, 60), 0
     batch_size = draw.randint(1, num_samples)
-    num_shares, num_steps = draw.randint(1, 5), draw.randint(1, 12)
+    num_shares, size, first = draw.randint(1, 5), draw.choice([1, 1, 2, 4]), draw.randint(0, 6)
+    exchanges = Exchanges(num_samples, batch_size, first + draw.randint(1, 12), first, size)
+    num_steps = exchanges.num_steps
     staleness = draw.choice([0, 0, 1, 2, 5, None])
-    ledger = Ledger(num_samples, batch_size, num_shares, num_steps)
+    ledger = Ledger(exchanges, num_shares)
     workers = [f"w{index}" for index in range(draw.randint(1, 5))]
     in_hand: dict[str, list[Unit]] = {worker: [] for worker in workers}
     committed: list[Unit] = []
@@ -29,7 +31,7 @@ def run_schedule(seed: int) -> None:
         limit = num_steps if staleness is None else ledger.committed_steps + staleness + 1
         if draw.random() < 0.05:  # another ledger goes on from there
             state = msgspec.msgpack.decode(msgspec.msgpack.encode(ledger.state), type=LedgerState)
-            ledger = Ledger(num_samples, batch_size, num_shares, num_steps)
+            ledger = Ledger(exchanges, num_shares)
             ledger.go_on_from(state)
         event = draw.random()
         if event < 0.05:  # it dies, and another takes its place
@@ -52,13 +54,13 @@ def run_schedule(seed: int) -> None:
                     assert ledger.committed_steps >= unit.step - staleness
     assert ledger.is_complete
     assert ledger.take("w0", limit_step=num_steps) is None
-    per_epoch: dict[int, list[int]] = {}
-    for unit in committed:
-        per_epoch.setdefault(unit.epoch, []).extend(range(unit.start, unit.stop))
-    steps_per_epoch = -(-num_samples // batch_size)
-    for epoch, positions in per_epoch.items():
-        last = min(num_steps - epoch * steps_per_epoch, steps_per_epoch)
-        assert sorted(positions) == list(range(min(last * batch_size, num_samples)))
+    counted = sorted((unit.epoch, position) for unit in committed for position in range(unit.start, unit.stop))
+    per_epoch = exchanges.batches_per_epoch
+    assert counted == [
+        (batch // per_epoch, position)
+        for batch in range(first, exchanges.last)
+        for position in range(batch % per_epoch * batch_size, min((batch % per_epoch + 1) * batch_size, num_samples))
+    ]
 
 
 def test_no_worker_runs_ahead_and_every_sample_counts_once_in_1000_schedules() -> None:
@@ -67,7 +69,7 @@ def test_no_worker_runs_ahead_and_every_sample_counts_once_in_1000_schedules() -
 
 
 def test_a_late_worker_that_finishes_after_all_is_not_counted_twice() -> None:
-    ledger = Ledger(num_samples=8, batch_size=4, num_shares=2, num_steps=2)
+    ledger = Ledger(Exchanges(8, 4, last=2), num_shares=2)
     slow = ledger.take("slow", limit_step=1)
     assert slow is not None
     ledger.give_up(slow.number)
@@ -78,7 +80,7 @@ def test_a_late_worker_that_finishes_after_all_is_not_counted_twice() -> None:
 
 
 def test_what_a_lost_worker_had_comes_before_anything_new() -> None:
-    ledger = Ledger(num_samples=8, batch_size=4, num_shares=2, num_steps=2)
+    ledger = Ledger(Exchanges(8, 4, last=2), num_shares=2)
     lost = ledger.take("lost", limit_step=2)
     ledger.take("other", limit_step=2)
     assert ledger.put_back("lost") == [lost]
@@ -87,7 +89,7 @@ def test_what_a_lost_worker_had_comes_before_anything_new() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_a_batch_with_fewer_samples_than_shares_has_fewer_units(batch_size: int) -> None:
-    ledger = Ledger(num_samples=3, batch_size=batch_size, num_shares=4, num_steps=1)
+    ledger = Ledger(Exchanges(3, batch_size, last=1), num_shares=4)
     units = []
     while (unit := ledger.take("w", limit_step=1)) is not None:
         units.append(unit)
@@ -96,7 +98,25 @@ def test_a_batch_with_fewer_samples_than_shares_has_fewer_units(batch_size: int)
 
 
 def test_a_run_goes_on_in_mid_epoch() -> None:
-    ledger = Ledger(num_samples=10, batch_size=4, num_shares=1, num_steps=6, first_step=4)
+    ledger = Ledger(Exchanges(10, 4, last=6, first=4), num_shares=1)
     unit = ledger.take("w", limit_step=6)
     assert unit is not None
     assert (unit.step, unit.epoch, unit.start, unit.stop) == (4, 1, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [
+        (0, 20, [(0, 4), (4, 5), (5, 9), (9, 10), (10, 14), (14, 15), (15, 19), (19, 20)]),  # whole epochs of 5
+        (0, 8, [(0, 4), (4, 5), (5, 8)]),  # the last one is cut by the end of the run
+        (7, 12, [(7, 9), (9, 10), (10, 12)]),  # the first one begins where a run of another strategy ended
+        (6, 8, [(6, 8)]),
+        (8, 8, []),
+    ],
+)
+def test_exchanges_cover_every_batch_once(first: int, last: int, expected: list[tuple[int, int]]) -> None:
+    exchanges = Exchanges(num_samples=60, batch_size=12, last=last, first=first, size=4)
+    steps = range(exchanges.first_step, exchanges.num_steps)
+    assert [exchanges.batches(step) for step in steps] == expected
+    taken = [exchanges.batches_before(step) for step in range(exchanges.first_step, exchanges.num_steps + 1)]
+    assert taken == [first, *(stop for _, stop in expected)]

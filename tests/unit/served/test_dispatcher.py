@@ -48,7 +48,7 @@ class Play:
         self.dispatcher = Dispatcher(
             self.channel,  # type: ignore[arg-type]
             plan,
-            Ledger(8, 4, 1, plan.num_steps),
+            Ledger(plan.exchanges, 1),
             Progress(),
             emit=lambda kind, **fields: self.events.append((kind, fields)),
             show=lambda step, loss: None,
