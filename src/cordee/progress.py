@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from cordee.checkpoint import State
 from cordee.compute import Metrics
 from cordee.core.stopping import Patience, StopPolicy
 from cordee.data import Place
@@ -52,6 +53,12 @@ class Progress(msgspec.Struct):
             "samples": metrics.num_samples,
             "seconds": metrics.seconds,
         }
+
+
+def step_of(state: State) -> int:
+    """Return how many steps had been taken when `state` was made."""
+    step: int = state.values["progress"]["step"]
+    return step
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from cordee.checkpoint import State
 from cordee.compute import NO_VOTES, Loss, Votes, evaluate, split_batch
 from cordee.core import Batch
 from cordee.core.errors import DataError, StorageError, TrainingError
+from cordee.core.fault_points import reach
 from cordee.core.seeds import derive_seed
 from cordee.core.shards import sum_shards
 from cordee.core.stopping import StopPolicy
@@ -74,7 +75,7 @@ class Trainer:
         return self._is_stepping
 
     def enter(self, parts: Assembly, state: State | None) -> None:
-        """Go on as a member of another team: from `state`, or from where this worker is. Collective."""
+        """Continue as a member of another team from `state`, which stays as it is, or begin. Collective."""
         self._parts = parts
         if state is not None:
             self.resume(state)
@@ -83,8 +84,16 @@ class Trainer:
         # Who writes checkpoints may be another now. What counts is what is on the disk, or on the way there; the first
         # says, for others may look a moment earlier or later.
         step = self._progress.step
+        reach("enter.resumed")
         is_saved = parts.team.gather(int(self._saver.holds(step)))[0]
         self._saver.step = step if is_saved else -1
+        reach("enter.done")
+
+    def begin(self) -> None:
+        """Take no step as taken. Local."""
+        self._start_samples -= self._progress.samples
+        self._progress, self._newest = Progress(), None
+        self._policy.patience = self._progress.patience
 
     def settle(self) -> None:
         """Wait until no checkpoint is being written."""
@@ -240,6 +249,7 @@ class Trainer:
         measure = progress.step % monitoring.every_steps == 0
         self._seed_step(progress.step)
         self._is_stepping = True
+        reach("step.begun")
         loss = strategy.forward_backward(self._cut(batch), measure=measure, vote=self._vote)
         self._note_pace()
         if not math.isfinite(loss.mean):
@@ -257,6 +267,7 @@ class Trainer:
         progress.loss_count += loss.count
         self._votes = loss.votes
         self._monitor.progress(step=progress.step, loss=loss.mean)
+        reach("step.taken")
         if self._is_new_team:
             self._is_new_team = False
             self._monitor.emit("first_step", step=progress.step)  # the launcher tells how long it took
@@ -323,6 +334,7 @@ class Trainer:
             test = parts.test_on(self._newest)
         if test is None or progress.evaluated_at == progress.step:
             return None
+        reach("evaluate.begun")
         with self._away(), contextlib.closing(test.batches(0)) as batches:
             parts.strategy.consolidate()
             metrics = evaluate(
@@ -334,6 +346,7 @@ class Trainer:
                 num_parts=parts.test_shards.num_held,
                 combine=self._sum_shards,
             )
+        reach("evaluate.done")
         if metrics is None:
             return None
         fields = progress.describe_evaluation(metrics)
@@ -355,7 +368,9 @@ class Trainer:
         since_s = time.perf_counter()
         with self._away():
             self._saver.begin(progress.step)
+            reach("save.begun")
             self._parts.strategy.consolidate()
+            reach("save.consolidated")
             self.report_commit()
             state = self._parts.strategy.state_dict()
             if not self._parts.team.is_first:
