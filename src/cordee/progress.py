@@ -22,7 +22,7 @@ class Progress(msgspec.Struct):
     samples: int = 0
     elapsed_s: float = 0.0  # over all attempts
     loss_sum: float = 0.0  # over the present epoch
-    loss_count: int = 0
+    loss_count: float = 0.0
     evaluated_at: int = -1  # step of the last evaluation
     metrics: Metrics | None = None  # what it measured
     best_step: int = -1  # of the best evaluation

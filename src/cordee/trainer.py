@@ -142,6 +142,9 @@ class Trainer:
         with could not be saved.
         """
         progress = self._progress
+        if self._parts.team.is_first and progress.step == 0:
+            for warning in self._parts.warnings:
+                self._monitor.emit("warning", message=warning)
         self._base_elapsed_s = progress.elapsed_s
         self._started_s = time.perf_counter()
         self._window = (progress.samples, self._started_s)
