@@ -274,6 +274,7 @@ def _be_launcher(request: Mapping[str, Any], parent: int) -> NoReturn:
 def _set_environment(environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # that of the new environment
     points = importlib.import_module("cordee.core.fault_points")
     points._folder = importlib.import_module("cordee.core.env").faults_folder()  # what it reads on import
 

@@ -60,8 +60,6 @@ def _check_generations(events: Sequence[Event]) -> Iterator[str]:
     """Generations count up by one, and nobody commits in one that is over."""
     current = 0
     for event in events:
-        if event["type"] == "run_started" and current > 1:
-            current = 1  # a resumed run counts anew
         if event["type"] == "generation":
             if event["generation"] not in (current + 1, 1):
                 yield f"generation {event['generation']} follows {current}"

@@ -13,7 +13,7 @@ import torch
 from cordee import worker
 from cordee.cluster.control import Control, NotYetError, enlist, reach
 from cordee.communication.this_host import own_address
-from cordee.core import Job
+from cordee.core import Job, fault_points
 from cordee.core.env import cache_folder
 from cordee.core.errors import CommunicationError, CordeeError, JobError, TrainingError
 from cordee.served import worker as served_worker
@@ -30,7 +30,10 @@ def join_run(place: Path, control: Control, data_root: Path | None, say: Callabl
     """
     if data_root is not None and not control.is_far:
         raise JobError("--data-root is for joining from another host: on its own host a run has its data")
+    fault_points.identify("joiner")
+    fault_points.reach("joining.asks")
     order = _enlist(place, control, say)
+    fault_points.reach("joining.taken")
     index = order["worker_index"] if "worker_index" in order else order["index"]
     if control.is_far:
         order |= _settle_here(order, control, index, data_root)

@@ -27,6 +27,7 @@ from cordee.core import Job
 from cordee.core.components import LIVE_PREFIX
 from cordee.core.env import runs_folder
 from cordee.core.errors import JobError, RunDirectoryError, StorageError
+from cordee.core.fault_points import identify, reach
 from cordee.core.importing import refuse_what_workers_miss, stop_import
 from cordee.deciding import Decision, decide, plans_first
 from cordee.interrupts import InterruptFlag
@@ -72,6 +73,7 @@ def train(
     """
     stop_import("cordee.train")
     memory = MemoryWatch()
+    identify("launcher")
     overrides = list(overrides)
     asked = _as_job(job, overrides)
     name = choose_strategy(asked)
@@ -127,6 +129,7 @@ def train(
                         with _telling_failure(parts, directory, monitor):
                             summary = _with_prediction(team_run.lead(engine, resume=resume), decision)
                         _close_run(directory, monitor, summary)
+                        reach("launch.closed")
                         _load_weights(parts, directory)
     run = Run(directory.path, summary, parts.model)
     if not quiet:
@@ -223,6 +226,7 @@ def _close_run(directory: RunDirectory, monitor: Monitor, summary: Summary) -> N
     """Write how the run ended. Raises StorageError if that fails, but not in place of what the run failed with."""
     problem: StorageError | None = None
     try:
+        reach("launch.summary", StorageError)
         directory.write_summary(summary)
     except StorageError as error:
         problem = error

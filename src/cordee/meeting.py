@@ -15,6 +15,7 @@ import torch.distributed as dist
 from cordee.cluster.board import CoordinatorBoard
 from cordee.communication.shared_memory import BackendSettings, register
 from cordee.core.errors import CommunicationError
+from cordee.core.fault_points import reach
 
 # Collectives end by the loss of a peer long before; this is the limit for one that is only slow.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -108,6 +109,7 @@ def meet(
         connecting_s = max(LEAST_CONNECTING_S, 2 * failure_timeout_s)
         settings = replace(settings, address=between.address, meeting_timeout_s=connecting_s)
     try:
+        reach("meeting.begin")
         dist.init_process_group(
             "cordee",
             store=store,
@@ -116,6 +118,7 @@ def meet(
             timeout=COLLECTIVE_TIMEOUT,
             pg_options=settings,
         )
+        reach("meeting.formed")
     except (CommunicationError, RuntimeError) as error:
         # torch names groups by counting them, and counts one that failed: a new process would wait under another name.
         dist.distributed_c10d._world.group_count = 0
@@ -123,4 +126,5 @@ def meet(
     try:
         yield
     finally:
+        reach("meeting.end")
         dist.destroy_process_group()

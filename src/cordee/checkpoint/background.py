@@ -16,6 +16,7 @@ from cordee.checkpoint.state import State, require_plain
 from cordee.checkpoint.tensor_file import memory_of
 from cordee.checkpoint.writing import save
 from cordee.core.errors import StorageError
+from cordee.core.fault_points import reach
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class CheckpointWriter:
         """Have it saved by a thread. Waits for the one before; raises CheckpointError if the state cannot be saved."""
         self.wait()
         staged = replace(request, state=self._stage(request.state))
+        reach("checkpoint.staged")
         stall_s = time.perf_counter() - request.since_s
         self._step = request.step
         # A daemon: a process that is told to end at once does not wait for the disk.
@@ -96,6 +98,7 @@ class CheckpointWriter:
             path = save(self._root, request.step, request.state, keep=request.keep, protected=request.protected)
         except StorageError as error:
             problem = error
+        reach("checkpoint.written")
         now_s = time.perf_counter()
         stall_s = now_s - request.since_s if stall_s is None else stall_s
         self._on_saved(Saved(request.step, now_s - started_s, stall_s, path, problem))

@@ -24,6 +24,7 @@ from cordee.checkpoint.reading import damage_of, list_checkpoints, looks_whole
 from cordee.checkpoint.state import State
 from cordee.checkpoint.tensor_file import lay_out, write_file, write_layout
 from cordee.core.errors import StorageError
+from cordee.core.fault_points import reach
 
 _TEMPORARY = re.compile(r"\.step-[0-9]+\.(?P<host>[\w-]+)\.(?P<pid>[0-9]+)\.[0-9]+\.tmp", re.ASCII)
 _HOST = re.sub(r"[^\w-]", "_", socket.gethostname(), flags=re.ASCII) or "host"
@@ -53,14 +54,21 @@ def save(root: Path, step: int, state: State, *, keep: int, protected: Collectio
         _remove_stale(root)
         with _temporary(root, step) as temporary:
             temporary.mkdir()
-            files = {name: write_layout(temporary / name, layout) for name, layout in layouts.items()}
+            reach("checkpoint.folder", OSError)
+            files = {}
+            for name, layout in layouts.items():
+                files[name] = write_layout(temporary / name, layout)
+                reach("checkpoint.file", OSError)
             files[VALUES] = write_file(temporary / VALUES, [values])
+            reach("checkpoint.values", OSError)
             write_file(temporary / MANIFEST, [encode_manifest(step, files)])
+            reach("checkpoint.manifest", OSError)
             fsync_directory(temporary)
             _put_in_place(temporary, target)
     except OSError as error:
         raise StorageError(f"cannot save the checkpoint {target}: {reason_of(error)}") from error
     try:
+        reach("checkpoint.saved", OSError)
         _prune(root, step, keep, protected)
     except OSError as error:
         raise StorageError(f"{target} is saved, but older ones cannot be removed: {reason_of(error)}") from error
@@ -119,13 +127,16 @@ def _put_in_place(temporary: Path, target: Path) -> None:
             _remove(previous if damage_of(target) is None else target)
         if os.path.lexists(target):
             target.rename(previous)
+            reach("checkpoint.set_aside", OSError)
             fsync_directory(target.parent)
     try:
+        reach("checkpoint.rename", OSError)
         temporary.rename(target)
     except OSError:
         if os.path.lexists(previous) and not os.path.lexists(target):
             previous.rename(target)
         raise
+    reach("checkpoint.renamed", OSError)
     fsync_directory(target.parent)
 
 
@@ -138,7 +149,9 @@ def _prune(root: Path, step: int, keep: int, protected: Collection[int]) -> None
 def _remove(checkpoint: Path) -> None:
     """Delete a checkpoint so that it is never seen half deleted."""
     with _temporary(checkpoint.parent, step_of(checkpoint) or 0) as doomed:
+        reach("checkpoint.remove", OSError)
         checkpoint.rename(doomed)
+        reach("checkpoint.removing", OSError)
         fsync_directory(checkpoint.parent)
         if doomed.is_dir() and not doomed.is_symlink():
             shutil.rmtree(doomed)

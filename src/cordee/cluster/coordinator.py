@@ -38,6 +38,7 @@ from cordee.communication.messages import (
     Welcome,
 )
 from cordee.core.errors import CommunicationError, JobError
+from cordee.core.fault_points import reach
 
 WORKER_PREFIX = "worker-"
 REPLACED = "replaced"  # why a process that was taken for lost is not let in again
@@ -83,6 +84,7 @@ class Coordinator:
         self._peers: dict[int, Peer] = {}
         self._replies: list[tuple[Received, Message]] = []
         self._directives: list[tuple[int, Directive]] = []
+        self._standing: dict[int, Directive] = {}  # to members, which do not ask for it: said until they halt
         self._said: dict[str, bytes] = {}  # by the members of the generation that meets, if they are on several hosts
         self.state = state or State()
         channel.generation = membership.generation
@@ -107,17 +109,20 @@ class Coordinator:
         directives, self._directives = self._directives, []
         for received, message in replies:
             with contextlib.suppress(CommunicationError):
+                reach("coordinator.reply")
                 self._channel.reply(received, message)
         for index, directive in directives:
             if index not in self._peers:  # not heard since this coordinator came back: it asks again when it does
                 continue
             try:
+                reach("coordinator.directive")
                 self._channel.send(self._peers[index], directive)
             except CommunicationError as error:
                 if directive.action == "disband":  # maybe it is the one that was lost
                     continue
                 warning = f"worker {index} could not be told to {directive.action}: {error}"
                 self._on_event("warning", {"message": warning})
+            reach("coordinator.directed")
 
     def direct(self, action: str, workers: Iterable[int], reason: str = "") -> None:
         """Tell workers what to do."""
@@ -125,13 +130,15 @@ class Coordinator:
             directive = Directive(action, (), reason, self.membership.generation)  # type: ignore[arg-type]
             if action in ("finish", "leave"):
                 directive = self._answer(index, directive)
+            elif action in ("pause", "stop"):
+                self._standing[index] = directive
             self._directives.append((index, directive))
 
     def form(self, members: list[int], threads: int = 0) -> None:
         """Begin the next generation with these workers, in this order. Refuse what belongs to an earlier one."""
         self.membership.form(members)
         generation = self._channel.generation = self.membership.generation
-        self._said = {}
+        self._said, self._standing = {}, {}
         team = tuple(self.state.workers[index].member for index in members)
         for index in members:
             directive = self._answer(index, Directive("new_generation", team, "", generation, threads=threads))
@@ -175,8 +182,11 @@ class Coordinator:
         match received.message:
             case Heartbeat(step=step):
                 membership.hear(index, now_s, step)
-                if membership.why_broken and membership.records[index].state == "member":
-                    self.direct("disband", [index], membership.why_broken)  # again: it may not have heard
+                if membership.records[index].state == "member":  # again: it may not have heard
+                    if membership.why_broken:
+                        self.direct("disband", [index], membership.why_broken)
+                    elif index in self._standing:
+                        self._directives.append((index, self._standing[index]))
                 self._reply(received, Noted(known.num_noted))
             case Ready() as ready:
                 self._take_ready(index, known, ready)

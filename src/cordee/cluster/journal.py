@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from cordee.core.errors import StorageError
+from cordee.core.fault_points import reach
 
 JOURNAL_FILE = "coordinator.sqlite"
 _SIDE_FILES = ("-wal", "-shm", "-journal")
@@ -63,10 +64,12 @@ class Journal:
         """Write an entry, whole or not at all. Raises StorageError."""
         row = (self.num_entries + 1, time.time(), self._run, state, effects)
         try:
+            reach("journal.write", sqlite3.OperationalError)
             self._database.execute("INSERT OR REPLACE INTO journal VALUES (1, ?, ?, ?, ?, ?)", row)
         except sqlite3.Error as error:
             raise StorageError(f"cannot write {self._path}: {error}") from error
         self.num_entries += 1
+        reach("journal.written")
 
     def close(self) -> None:
         self._database.close()

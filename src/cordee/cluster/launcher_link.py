@@ -38,6 +38,7 @@ from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError, CordeeError, StorageError
+from cordee.core.fault_points import reach
 from cordee.monitoring import Summary, setup_logging
 
 log = logging.getLogger("cordee.coordinator")
@@ -103,6 +104,7 @@ class LauncherLink:
         self.restored = entry.state
         self._num_errands = effects.num_errands
         for errand in effects.errands:  # they may not all have been sent
+            reach("launcher_link.again")
             self._post.send(errand)
 
     def commit(self, state: bytes) -> None:
@@ -119,6 +121,7 @@ class LauncherLink:
         """Send off what was asked for, as it is."""
         errands, self._pending = self._pending, []
         for errand in errands:
+            reach("launcher_link.errand")
             self._post.send(errand)
 
     def _give_up_journal(self, error: StorageError) -> None:
@@ -212,7 +215,9 @@ def lead_run(order: CoordinatorOrder, lead: Callable[[LauncherLink], Summary]) -
         try:
             summary = lead(launcher)
             launcher.flush()
+            reach("launcher_link.end")
             launcher.end(msgspec.to_builtins(summary))
+            reach("launcher_link.ended")
         except CordeeError as error:
             launcher.flush()
             launcher.fail(error)
@@ -228,6 +233,7 @@ def open_channel(address: str, run_id: str, codec: Codec, keys: ServerKeys, publ
     speaker = Speaker(run=run_id, name="coordinator", incarnation=time.time_ns())
     while True:
         try:
+            reach("launcher_link.listen")
             return ServerChannel(address, speaker, codec, keys, public=public)
         except CommunicationError:
             if time.monotonic() > deadline_s:

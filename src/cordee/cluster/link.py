@@ -41,6 +41,7 @@ from cordee.communication.messages import (
 from cordee.communication.this_host import host_id
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
+from cordee.core.fault_points import reach
 
 log = logging.getLogger("cordee.worker")
 
@@ -113,6 +114,7 @@ class CoordinatorLink:
         reply = self._request(_hello(), timeout_s)
         assert isinstance(reply, Welcome), reply
         self._timeout_s = reply.failure_timeout_s
+        reach("link.joined")
         self._thread = threading.Thread(
             target=self._keep_alive, args=(reply.heartbeat_s,), name="cordee-heartbeat", daemon=True
         )
@@ -124,6 +126,7 @@ class CoordinatorLink:
         while True:
             try:
                 remaining_s = max(RETRY_S, deadline_s - time.monotonic())
+                reach("link.join")
                 return self._channel.request(message, timeout_s=min(remaining_s, LONGEST_REQUEST_S)).message
             except RefusedError:
                 raise
@@ -148,7 +151,10 @@ class CoordinatorLink:
         self._num_asked += 1
         ready = self._ready = Ready(step, has_dropped, reason[:4000], self._num_asked, self._num_told)
         self._say(ready)
-        return self._answers.get()
+        reach("link.ready")
+        answer = self._answers.get()
+        reach("link.answered")
+        return answer
 
     @contextlib.contextmanager
     def on_disband(self, generation: int, act: Callable[[], None]) -> Iterator[None]:
@@ -191,6 +197,7 @@ class CoordinatorLink:
         if self._dismissal:
             return
         self._tell(Goodbye())
+        reach("link.goodbye")
         self._await_noted(max(LONGEST_ABSENCE_S, 4 * self._timeout_s))
 
     def close(self) -> None:
@@ -202,6 +209,7 @@ class CoordinatorLink:
     def _say(self, message: Message) -> None:
         """Send without waiting; whatever matters is said again."""
         with contextlib.suppress(CommunicationError):
+            _reach_point_of(message)
             self._channel.send(message, timeout_s=0.0)
 
     def _tell(self, message: Event | Failure | Goodbye) -> None:
@@ -250,6 +258,7 @@ class CoordinatorLink:
             self.num_returns += 1
             self._telling.notify_all()
         self._disband(self._channel.generation, "this worker was given up")
+        reach("link.given_up")
         try:
             self._request(_hello(), LONGEST_ABSENCE_S)
             log.warning("this worker was given up because it could not be heard; it has joined again")
@@ -291,10 +300,13 @@ class CoordinatorLink:
 
     def _obey(self, directive: Directive, generation: int) -> None:
         if directive.action == "stop":
+            reach("link.stop")
             self._is_stop_asked = True
         elif directive.action == "pause":
+            reach("link.pause")
             self._is_pause_asked = generation >= self._channel.generation  # not one of an earlier generation
         elif directive.action == "disband":
+            reach("link.disband")
             self._disband(directive.generation, directive.reason)
         elif self._ready is not None and directive.answers == self._ready.number:
             self._ready = None
@@ -313,3 +325,15 @@ class CoordinatorLink:
 
 def _hello() -> Hello:
     return Hello(role="worker", pid=os.getpid(), host=socket.gethostname(), host_id=host_id())
+
+
+def _reach_point_of(message: Message) -> None:
+    match message:
+        case Ready():
+            reach("link.send_ready")
+        case Leaving():
+            reach("link.send_leaving")
+        case Failure():
+            reach("link.send_failure")
+        case Goodbye():
+            reach("link.send_goodbye")

@@ -42,6 +42,7 @@ from cordee.cluster.local import LocalEngine, describe_exit
 from cordee.communication.keys import make_keys
 from cordee.core import errors
 from cordee.core.errors import CordeeError, TrainingError
+from cordee.core.fault_points import reach
 from cordee.monitoring import Monitor, Summary
 
 log = logging.getLogger("cordee.supervisor")
@@ -116,6 +117,7 @@ class Supervisor:
 
     def _start(self) -> None:
         self._heard_s = time.monotonic()
+        reach("supervisor.start")
         self._engine.start(COORDINATOR, self._target, self._order, {}, self._log)
 
     def _turn(self, listener: socket.socket) -> None:
@@ -151,8 +153,10 @@ class Supervisor:
                 match message:
                     case Numbered(number=number, errand=errand):
                         if number > self._num_done:
+                            reach("supervisor.errand")
                             self._num_done = number
                             self._do(errand)
+                            reach("supervisor.errand_done")
                     case Show(step=step, loss=loss):
                         self._monitor.progress(step=step, loss=loss)
                     case Unjournalled(problem=problem):
@@ -160,6 +164,7 @@ class Supervisor:
                         note = f"{problem}: if the coordinator dies now, the run ends with it; training goes on"
                         self._monitor.emit("warning", message=note)
                     case Ended():
+                        reach("supervisor.ended")
                         self._ended = message
         except EOFError:
             post.close()

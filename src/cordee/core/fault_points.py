@@ -4,12 +4,16 @@
 something. A test names a folder in `CORDEE_FAULTS` and describes the faults in its file `faults.json`. A fault is one
 point, one process and one visit; it happens once, also if the process that it hit is replaced. The folder records every
 visit, so a test can tell that its fault happened, and which points a run passes at all.
+
+Two actions bring a run to where something can happen to it, without a clock: `leave` has a process send itself SIGTERM
+and continue, `hold` has it wait at the point until the test calls `release`.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -19,35 +23,87 @@ import msgspec
 from cordee.core import env
 from cordee.core.errors import CommunicationError
 
-Action = Literal["kill", "freeze", "error"]
+Action = Literal["kill", "freeze", "error", "leave", "hold"]
+
+LONGEST_HOLD_S, LOOK_EVERY_S = 60.0, 0.005
 
 # Every point, with the processes that reach it and what has happened before it. The test that walks them needs an
 # entry for each (tests/faults/fault_walk.py).
 POINTS: dict[str, str] = {
-    # a worker enters a generation (session.py, trainer.py)
-    "enter.begun": "worker: its group is formed and it holds what it has; nobody knows yet how far each one is",
-    "enter.gathered": "worker: it knows how far every member is",
-    "enter.loaded": "worker: nobody has anything, and the first has read the checkpoint",
-    "enter.shared": "worker: it holds what the member that is furthest has",
-    "enter.agreed": "worker: all hold the same, and it is about to set up",
-    "enter.set_up": "worker: its optimizer is new and empty, its weights may be those of another step",
-    "enter.resumed": "worker: it has loaded what it held; the others may not have",
-    "enter.done": "worker: all have loaded what they held",
-    # one member's state to the others (checkpoint/sharing.py)
-    "share.begun": "worker: nothing is sent",
-    "share.described": "worker: names, shapes and values are sent, tensors are not",
-    "share.done": "worker: everything is sent, or received",
-    # a data-parallel strategy is set up (strategies/data_parallel)
-    "setup.begun": "worker: its optimizer is new, its weights are its own",
-    "setup.shared": "worker: its weights are those of the first",
-    # a worker trains (trainer.py, session.py)
-    "step.begun": "worker: nothing of the step is computed",
-    "step.taken": "worker: weights, optimizer and place in the data are those of the next step",
-    "evaluate.begun": "worker: nothing is evaluated",
-    "evaluate.done": "worker: it knows what was measured, and has not taken note of it",
-    "save.begun": "worker: no earlier checkpoint is being written",
-    "save.consolidated": "worker: all have the buffers that are saved",
-    "end.reached": "worker: it has taken and saved its last step; others may not have",
+    # a worker and its coordinator
+    "link.join": "worker: about to say hello, for the first time or because it was given up",
+    "link.joined": "worker: is registered, shows no sign of life yet",
+    "link.send_ready": "worker: about to say that it waits for a generation",
+    "link.ready": "worker: has said that it waits for a generation, has no answer",
+    "link.answered": "worker: has been told what to do, and has not begun",
+    "link.pause": "worker: has heard that the team is formed again after this step",
+    "link.disband": "worker: has heard that its generation is over",
+    "link.stop": "worker: has heard that the user wants the run to end",
+    "link.given_up": "worker: has heard that it was given up, and has not joined again",
+    "link.send_leaving": "worker: got SIGTERM, about to ask whether it may leave",
+    "link.send_failure": "worker: about to report the error that it ends with",
+    "link.send_goodbye": "worker: has done everything, about to say so",
+    "link.goodbye": "worker: has said goodbye, has not been heard",
+    # training
+    "trainer.before_step": "worker: about to take a training step",
+    # the group of a generation
+    "meeting.begin": "worker: about to form the group of a generation",
+    "segment.introduced": "worker: has told the members of the group who it is",
+    "segment.made": "worker: has made the shared memory of the group, nobody knows where it is",
+    "segment.found": "worker: knows where the shared memory is, has not mapped it",
+    "segment.mapped": "worker: has published or mapped the shared memory, has not said so",
+    "segment.answered": "worker: has said how mapping went, waits for the others",
+    "meeting.formed": "worker: the group is formed, nothing was exchanged in it",
+    "meeting.end": "worker: about to give up the group of its generation",
+    # checkpoints
+    "checkpoint.staged": "worker: has copied the state, about to have the thread write it",
+    "checkpoint.folder": "worker: has made the temporary folder",
+    "checkpoint.file": "worker: has written one file of tensors",
+    "checkpoint.values": "worker: has written the plain values",
+    "checkpoint.manifest": "worker: has written the manifest, the folder is not synced",
+    "checkpoint.set_aside": "worker: has renamed a checkpoint of the same step, the new one is not in its place",
+    "checkpoint.rename": "worker: about to give the checkpoint its name",
+    "checkpoint.renamed": "worker: the checkpoint has its name, the folder above is not synced",
+    "checkpoint.saved": "worker: the checkpoint is on the disk, about to remove old ones",
+    "checkpoint.remove": "worker: about to remove an old checkpoint",
+    "checkpoint.removing": "worker: has taken an old checkpoint's name away, its files are there",
+    "checkpoint.written": "worker: the checkpoint is done, nobody knows yet",
+    # the coordinator
+    "launcher_link.listen": "coordinator: about to listen",
+    "launcher_link.again": "coordinator: has come back, about to send a command of its last journal entry again",
+    "coordinator.back": "coordinator: has come back with its state, has told the workers nothing",
+    "coordinator.listening": "coordinator: has asked for the workers, the control file is not written",
+    "coordinator.control_written": "coordinator: the control file is written",
+    "coordinator.heard": "coordinator: has taken what came in, has decided nothing",
+    "coordinator.decided": "coordinator: has decided, nothing is written",
+    "journal.write": "coordinator: about to write a journal entry",
+    "journal.written": "coordinator: the journal entry is written, nothing is sent",
+    "launcher_link.errand": "coordinator: about to send a command to the launcher",
+    "coordinator.committed": "coordinator: commands are sent, replies and directives are not",
+    "coordinator.reply": "coordinator: about to reply to a worker",
+    "coordinator.directive": "coordinator: about to send a directive to a worker",
+    "coordinator.directed": "coordinator: has sent a directive to a worker, maybe not to the next",
+    "generations.formed": "coordinator: has decided on the members of a generation",
+    "generations.pause": "coordinator: has decided to have the team formed again",
+    "generations.finish": "coordinator: has decided that the run ends here",
+    "generations.leave": "coordinator: has decided to let workers go",
+    "losses.found": "coordinator: knows of a loss, has done nothing about it",
+    "losses.replaced": "coordinator: has decided on a replacement",
+    "staff.scaled": "coordinator: has taken a request for another number of workers",
+    "staff.enlisted": "coordinator: has taken a worker that somebody else started",
+    "coordinator.over": "coordinator: all workers have ended well",
+    "launcher_link.end": "coordinator: about to tell the launcher the result",
+    "launcher_link.ended": "coordinator: has told the launcher the result",
+    # the launcher
+    "supervisor.start": "launcher: about to start a coordinator",
+    "supervisor.errand": "launcher: has a command of the coordinator, has not carried it out",
+    "supervisor.errand_done": "launcher: has carried out a command of the coordinator",
+    "supervisor.ended": "launcher: has the result of the run",
+    "launch.summary": "launcher: about to write the summary",
+    "launch.closed": "launcher: has written the summary, processes are not ended",
+    # a worker that somebody starts
+    "joining.asks": "joiner: about to ask the run to take it",
+    "joining.taken": "joiner: was taken, has not said hello",
 }
 
 FAULTS_FILE = "faults.json"
@@ -63,14 +119,15 @@ class Fault(msgspec.Struct, frozen=True):
     visit: int = 1  # of this process and those that took its place, counted from 1
 
 
+_SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "leave": signal.SIGTERM}
 _folder: Path | None = env.faults_folder()
 _process = ""
 
 
 def identify(process: str) -> None:
     """Say which process this is: a role, with its index where there are several."""
-    global _process
-    _process = process
+    global _process, _folder
+    _process, _folder = process, env.faults_folder()  # read again: a fork may have another environment
 
 
 def reach(point: str, error: type[Exception] = CommunicationError) -> None:
@@ -78,12 +135,22 @@ def reach(point: str, error: type[Exception] = CommunicationError) -> None:
     if _folder is None or not _process:
         return
     assert point in POINTS, f"{point} is not in fault_points.POINTS"
-    fault = _due(_folder, point)
-    if fault is None:
+    due = _due(_folder, point)
+    if due is None:
         return
+    number, fault = due
     if fault.action == "error":
         raise error(f"fault point {point}")
-    os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
+    if fault.action == "hold":
+        _wait_for(_folder / f"released-{number}")
+    else:
+        os.kill(os.getpid(), _SIGNALS[fault.action])
+
+
+def release(folder: Path, fault: Fault) -> None:
+    """Let a process continue that a fault holds, or is going to hold."""
+    faults = msgspec.json.decode((folder / FAULTS_FILE).read_bytes(), type=list[Fault])
+    (folder / f"released-{faults.index(fault)}").touch()
 
 
 def ask_for(folder: Path, faults: Sequence[Fault]) -> dict[str, str]:
@@ -108,8 +175,8 @@ def happened(folder: Path) -> list[Fault]:
     return [fault for number, fault in enumerate(faults) if (folder / f"happened-{number}").exists()]
 
 
-def _due(folder: Path, point: str) -> Fault | None:
-    """Record the visit; return the fault that it is the turn of, if there is one."""
+def _due(folder: Path, point: str) -> tuple[int, Fault] | None:
+    """Record the visit; return the fault that it is the turn of, with its number, if there is one."""
     with (folder / VISITS_FILE).open("ab", buffering=0) as file:  # one write: lines of several processes do not mix
         file.write(f"{point} {_process}\n".encode())
     past = visits(folder)
@@ -124,8 +191,14 @@ def _due(folder: Path, point: str) -> Fault | None:
             (folder / f"happened-{number}").touch(exist_ok=False)
         except FileExistsError:
             continue
-        return fault
+        return number, fault
     return None
+
+
+def _wait_for(path: Path) -> None:
+    deadline_s = time.monotonic() + LONGEST_HOLD_S
+    while not path.exists() and time.monotonic() < deadline_s:
+        time.sleep(LOOK_EVERY_S)
 
 
 def _is_meant(process: str) -> bool:

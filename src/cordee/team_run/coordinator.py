@@ -28,6 +28,7 @@ from cordee.communication.this_host import find_listening
 from cordee.communication.wire import Codec
 from cordee.core import Job
 from cordee.core.errors import TrainingError
+from cordee.core.fault_points import identify, reach
 from cordee.monitoring import Summary
 from cordee.team_run.generations import Generations
 from cordee.team_run.losses import Losses
@@ -41,6 +42,7 @@ log = logging.getLogger("cordee.coordinator")
 
 def main(argument: dict[str, Any]) -> int:
     """Lead the run to its end; return the exit code. Called in a fresh fork of the fork server."""
+    identify("coordinator")
     order = msgspec.convert(argument, TeamOrder)
     return lead_run(order, lambda launcher: TeamCoordinator(order, launcher).lead())
 
@@ -103,13 +105,17 @@ class TeamCoordinator:
                     self._staff.start(index)
             else:
                 log.warning("taking up at step %d, generation %d", self._membership.step, self._membership.generation)
+                reach("coordinator.back")
                 self._generations.tell_again()
             self._commit()
+            reach("coordinator.listening")
             control = Control.of(channel.address, order.run_id, order.control_keys, channel.public)
             write_control(self._run_dir, control)
+            reach("coordinator.control_written")
             while not self._membership.is_over:
                 self._take_turn()
                 self._commit()
+            reach("coordinator.over")
         return self._settle()
 
     def _employ(self, channel: ServerChannel) -> None:
@@ -126,6 +132,7 @@ class TeamCoordinator:
 
     def _take_turn(self) -> None:
         self._coordinator.serve(TICK_S)
+        reach("coordinator.heard")
         self._losses.look_after()
         if self._generations.direct():
             self._stragglers.forget()
@@ -137,7 +144,9 @@ class TeamCoordinator:
     def _commit(self) -> None:
         """Write down what is known and what follows, then do it."""
         if self._launcher.has_pending or self._coordinator.has_pending:
+            reach("coordinator.decided")
             self._launcher.commit(msgspec.msgpack.encode(self._memory))
+            reach("coordinator.committed")
             self._coordinator.flush()
 
     def _scale(self, num_workers: int, threads: int = 0, reason: str = "") -> str:
@@ -162,6 +171,10 @@ class TeamCoordinator:
             self._note_pace(fields["worker"], fields["step"], fields["seconds"])
         elif kind == "commit" and fields["generation"] < self._membership.generation:
             pass  # of one that was given up, is back, and had not noticed: its generation is over
+        elif kind == "run_started":
+            if not self._memory.is_announced:
+                self._memory.is_announced = True
+                self._launcher.emit(kind, **fields)
         elif kind == "data":
             self._staff.note_data(fields["fingerprint"])
         elif kind == "first_step":

@@ -9,6 +9,7 @@ from cordee.cluster.coordinator import Coordinator
 from cordee.cluster.launcher_link import LauncherLink
 from cordee.cluster.membership import Membership
 from cordee.core.errors import TrainingError
+from cordee.core.fault_points import reach
 from cordee.meeting import COULD_NOT_MEET
 from cordee.team_run.losses import Losses
 from cordee.team_run.memory import ToldMemory
@@ -67,6 +68,7 @@ class Generations:
         ):
             told.is_pause_told = True
             self._coordinator.direct("pause", membership.members)
+            reach("generations.pause")
         wants_stop = self._launcher.should_stop() or self._losses.verdict is not None
         if wants_stop and membership.is_complete and not told.is_stop_told:
             told.is_stop_told = True
@@ -93,6 +95,7 @@ class Generations:
                 membership.records[index].is_leaving = False
             return
         self._coordinator.direct("leave", leaving)
+        reach("generations.leave")
         for index in leaving:
             membership.finish(index)
             self._launcher.emit("worker_left", worker=index, step=membership.step)
@@ -107,6 +110,7 @@ class Generations:
         has_losses = recoveries.last_loss is not None
         if self._memory.is_stop_told and is_halt and not has_losses and not recoveries.is_under_way:
             self._coordinator.direct("finish", members)
+            reach("generations.finish")
             for index in members:
                 membership.records[index].state = "member"
             return False
@@ -119,6 +123,7 @@ class Generations:
         if has_losses or reason:
             self._recover(members[0], reason)
         self._coordinator.form(members, self._staff.threads)
+        reach("generations.formed")
         self._staff.note_formed()
         self._memory.is_pause_told = self._memory.is_stop_told = False
         self._launcher.emit(

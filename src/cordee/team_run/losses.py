@@ -12,6 +12,7 @@ from cordee.cluster.local import describe_exit
 from cordee.cluster.membership import ACTIVE, Membership, Trouble
 from cordee.cluster.shortage import Lack, Shortage
 from cordee.core.errors import TrainingError
+from cordee.core.fault_points import reach
 from cordee.core.settings import Cluster
 from cordee.team_run.memory import LossMemory
 from cordee.team_run.recoveries import Recoveries
@@ -87,6 +88,7 @@ class Losses:
         """Take a loss: start a replacement if there is one left; otherwise go on with fewer, or give up."""
         membership, lost = self._membership, loss.worker_index
         record = membership.records[lost]
+        reach("losses.found")
         self._recoveries.take(loss, is_guest=record.is_guest)
         self._launcher.emit("worker_lost", worker=lost, step=membership.step, reason=loss.reason)
         is_replaced = not record.is_guest and self._recoveries.restarts.may_replace()
@@ -109,6 +111,7 @@ class Losses:
         if record.is_away:
             what += "; if it can be heard again it joins again" if record.is_far else "; if it wakes up it joins again"
         self._launcher.emit("warning", message=f"{loss.describe()}; {what}")
+        reach("losses.replaced")
 
     def _bear_shortage(self, loss: Trouble) -> None:
         """Too few workers are left: wait for others, if those left have something to save afterwards."""

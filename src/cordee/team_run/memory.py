@@ -67,4 +67,5 @@ class TeamMemory(msgspec.Struct, kw_only=True):
     losses: LossMemory = msgspec.field(default_factory=LossMemory)
     told: ToldMemory = msgspec.field(default_factory=ToldMemory)
     summaries: dict[int, Summary] = {}
+    is_announced: bool = False  # that the run has started
     stall_s: float = 0.0  # that training stood still for checkpoints

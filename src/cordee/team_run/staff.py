@@ -19,6 +19,7 @@ from cordee.communication.messages import Enlist
 from cordee.communication.this_host import own_address
 from cordee.core import Job
 from cordee.core.errors import JobError
+from cordee.core.fault_points import reach
 from cordee.team_run.memory import StaffMemory
 from cordee.team_run.orders import TeamOrder
 from cordee.worker import WorkerOrder
@@ -123,6 +124,7 @@ class Staff:
             step=membership.step,
             reason=reason or None,
         )
+        reach("staff.scaled")
         each = f", {threads} threads each" if threads else ""
         return f"from {len(before)} to {num_workers} workers{each}"
 
@@ -153,6 +155,7 @@ class Staff:
                 job=(self.run_dir / "job.toml").read_text(encoding="utf-8"),
                 data=memory.data,
             )
+        reach("staff.enlisted")
         return msgspec.json.encode(own).decode()
 
     def is_working(self, index: int) -> bool:

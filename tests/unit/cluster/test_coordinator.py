@@ -16,7 +16,7 @@ from cordee.cluster.membership import Membership
 from cordee.communication.channel import ClientChannel, RefusedError, ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys
-from cordee.communication.messages import COORDINATION, Hello, Welcome
+from cordee.communication.messages import COORDINATION, Directive, Hello, Welcome
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 
@@ -130,6 +130,25 @@ def test_a_pause_is_over_with_the_next_generation(served: Served) -> None:
         waiting.join(10)
         assert answers[0].generation == 2 and [m.index for m in answers[0].directive.members] == [0]
         assert not first.is_pause_asked
+
+
+@pytest.mark.parametrize("action", ["pause", "stop"])
+def test_a_directive_that_got_lost_is_said_again(served: Served, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[Directive] = []
+    send = ServerChannel.send
+
+    def lose_the_first(channel: ServerChannel, peer: Any, message: Any, *more: Any, **options: Any) -> Any:
+        if isinstance(message, Directive) and message.action == action and not lost:
+            lost.append(message)
+            raise CommunicationError("the connection is gone")
+        return send(channel, peer, message, *more, **options)
+
+    monkeypatch.setattr(ServerChannel, "send", lose_the_first)
+    with served.link(0) as first, served.link(1) as second:
+        joined(served, first, second)
+        served.coordinator.direct(action, [0, 1])
+        wait_until(lambda: all(link.is_pause_asked or link.is_stop_asked for link in (first, second)))
+    assert lost
 
 
 def test_a_worker_that_was_replaced_is_not_heard_any_more(served: Served) -> None:

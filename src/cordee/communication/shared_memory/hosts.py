@@ -22,6 +22,7 @@ from cordee.communication.shared_memory.settings import BackendSettings
 from cordee.communication.shared_memory.slots import Slots
 from cordee.communication.this_host import host_id
 from cordee.core.errors import CommunicationError
+from cordee.core.fault_points import reach
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class HostTeam:
 def exchange_records(store: Store, rank: int, size: int, record: MemberRecord) -> list[MemberRecord]:
     """Collective over the group: return what each rank says of itself."""
     store.set(f"member/{rank}", record.encode())
+    reach("segment.introduced")
     return [MemberRecord.decode(store.get(f"member/{other}").decode()) for other in range(size)]
 
 
@@ -112,17 +114,21 @@ def form_host_team(
     try:
         if rank == owner:
             segment, fd = create_segment(layout.total_bytes, f"a group of {len(ranks)} workers on this host")
+            reach("segment.made")
             store.set(f"segment/{owner}", Address(os.getpid(), fd, layout.total_bytes).encode())
         else:
             address = store.get(f"segment/{owner}").decode()
+            reach("segment.found")
             if address.startswith("!"):
                 raise CommunicationError(address[1:])
             segment = attach_segment(Address.decode(address))
+        reach("segment.mapped")
     except CommunicationError as error:
         problem = str(error)
         if rank == owner:
             store.set(f"segment/{owner}", f"!{problem}")
     store.set(f"attached/{rank}", problem or "yes")
+    reach("segment.answered")
     answers = {other: store.get(f"attached/{other}").decode() for other in ranks}
     if fd >= 0:
         os.close(fd)
