@@ -17,6 +17,7 @@ from cordee.cluster import Team
 from cordee.compute import (
     LR_SCALES,
     Computation,
+    LossFunction,
     OptimizerRecipe,
     choose_device,
     make_loss,
@@ -24,6 +25,7 @@ from cordee.compute import (
     make_schedule,
     share_threads,
 )
+from cordee.compute.losses import find_uneven_parts
 from cordee.compute.memory import keep_freed
 from cordee.core import Batch, Job
 from cordee.core.components import bind, name_of, resolve
@@ -57,6 +59,7 @@ class Assembly:
     num_threads: int
     shards: Shards  # of each batch, that this worker computes
     test_shards: Shards
+    warnings: tuple[str, ...] = ()  # what the user should know before the first step
 
     def setup(self) -> None:
         """Hand the model over to the strategy. Collective: the team's group must be there."""
@@ -177,7 +180,8 @@ def assemble(job: Job, team: Team) -> Assembly:
         python_path=job.python_path,
     )
     model = build_model(job, splits)
-    _check_fit(job, splits, model, computation)
+    outputs = _check_fit(job, splits, model, computation)
+    warning = _check_parts(job, splits, computation.loss, outputs, needs)
     recipe.make(model.named_parameters())  # what it refuses is said now; it holds no memory before the first step
     strategy.check(model, recipe, _example(splits))
     return Assembly(
@@ -195,6 +199,7 @@ def assemble(job: Job, team: Team) -> Assembly:
         num_threads=num_threads,
         shards=shards,
         test_shards=test_shards,
+        warnings=(warning,) if warning else (),
     )
 
 
@@ -339,8 +344,11 @@ def _check_online(job: Job, splits: Splits, wants_test: list[str]) -> None:
         raise JobError("stop.accuracy needs classes, and the targets are numbers: use stop.loss instead")
 
 
-def _check_fit(job: Job, splits: Splits, model: nn.Module, computation: Computation) -> None:
-    """Try the model and the loss on two samples, so that what does not fit is said before training."""
+def _check_fit(job: Job, splits: Splits, model: nn.Module, computation: Computation) -> torch.Tensor:
+    """Try the model and the loss on two samples, so that what does not fit is said before training.
+
+    Returns the outputs.
+    """
     batch = _example(splits)
     shape = tuple(batch.inputs.shape[1:])
     was_training = model.training
@@ -381,6 +389,49 @@ def _check_fit(job: Job, splits: Splits, model: nn.Module, computation: Computat
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
         kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ModelError(f"the loss gives {kind}; it must give one number, the mean over the batch")
+    return outputs
+
+
+def _check_parts(
+    job: Job, splits: Splits, loss: LossFunction, outputs: torch.Tensor, needs: Requirements
+) -> str | None:
+    """Refuse a loss whose parts do not make the whole where batches are computed in parts; else return a warning."""
+    if not loss.name:  # built in
+        return None
+    for targets in _target_samples(splits, outputs):
+        tiled = outputs.detach()[torch.arange(len(targets)) % len(outputs)]
+        found = find_uneven_parts(loss, tiled, targets.to(outputs.device))
+        if found is None:
+            continue
+        what = f"the loss {loss.name!r} of a batch is not the mean of those of its parts: {found}"
+        if needs.cuts_batches or job.training.accumulate > 1:
+            how = "training.accumulate" if job.training.accumulate > 1 else f"strategy '{job.strategy.name}'"
+            raise JobError(
+                f"{what}. With {how} a batch is computed in parts, so the loss must say what it is the mean over. Give "
+                "it an attribute count, a function of the targets: for class weights loss.count = lambda targets: "
+                "weight[targets].sum(), for a label that is ignored loss.count = lambda targets: "
+                "(targets != ignored).sum(). 'cross_entropy' has weight and ignore_index of its own. A sum must be "
+                "made a mean (reduction = 'mean')"
+            )
+        return f"{what}; test_loss depends on evaluation.batch_size. Give the loss an attribute count if it is a mean"
+    return None
+
+
+def _target_samples(splits: Splits, outputs: torch.Tensor) -> list[torch.Tensor]:
+    """Return targets to try a loss with: some of the data, and of all classes as far as that is not too much."""
+    example = _example(splits).targets
+    most = max(2, min(256, (4 << 20) // max(1, outputs[0].numel())))  # rows of outputs that are made for it
+    if isinstance(splits.train, ArraySource):
+        size = len(splits.train.targets)
+        tried = [splits.train.targets[torch.linspace(0, size - 1, min(most, size)).long()]]
+    else:
+        tried = [example[torch.arange(min(most, 8)) % len(example)]]
+    if splits.num_classes is not None:
+        per_sample = max(1, example[0].numel())
+        num_rows = max(2, min(most, -(-splits.num_classes // per_sample)))
+        labels = torch.linspace(0, splits.num_classes - 1, num_rows * per_sample, dtype=torch.float64)
+        tried.append(labels.round().long().view(num_rows, *example.shape[1:]))
+    return tried
 
 
 def _example(splits: Splits) -> Batch:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from cordee.checkpoint import State
 from cordee.compute import Metrics
 from cordee.core.stopping import Patience, StopPolicy
 from cordee.data import Place
@@ -21,7 +22,7 @@ class Progress(msgspec.Struct):
     samples: int = 0
     elapsed_s: float = 0.0  # over all attempts
     loss_sum: float = 0.0  # over the present epoch
-    loss_count: int = 0
+    loss_count: float = 0.0
     evaluated_at: int = -1  # step of the last evaluation
     metrics: Metrics | None = None  # what it measured
     best_step: int = -1  # of the best evaluation
@@ -52,6 +53,12 @@ class Progress(msgspec.Struct):
             "samples": metrics.num_samples,
             "seconds": metrics.seconds,
         }
+
+
+def step_of(state: State) -> int:
+    """Return how many steps had been taken when `state` was made."""
+    step: int = state.values["progress"]["step"]
+    return step
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from cordee import checkpoint
 from cordee.assembly import Assembly
 from cordee.checkpoint import State
+from cordee.checkpoint.tensor_file import memory_of
 from cordee.cluster import Team
 from cordee.communication.lost_peer import find_lost_peer
 from cordee.compute.memory import MemoryWatch
 from cordee.core.errors import CordeeError, TrainingError
+from cordee.core.fault_points import reach
 from cordee.monitoring import Monitor, Summary
 from cordee.monitoring.summary import Status
-from cordee.progress import Outcome
+from cordee.progress import Outcome, step_of
 from cordee.trainer import Trainer
 from cordee.version import __version__
 
@@ -45,7 +48,11 @@ class Session:
         self._trainer = Trainer(
             parts, monitor, run_dir / "checkpoints", should_stop=should_stop, should_pause=should_pause
         )
-        self._is_up_to_date = False
+        # Between two generations `_held` is what this worker has; in one, the trainer has it and `_is_live` is set.
+        # Never both: what a generation is entered from stays here, untouched, until the generation is entered.
+        self._held: State | None = None
+        self._is_live = False
+        self._is_untrained = True  # the model is as it was built
         self._started = time.time()
         self._outcome: Outcome | None = None
 
@@ -57,8 +64,8 @@ class Session:
     def run(self, *, resume: bool, log_file: Path) -> None:
         """Train to the end. Raises CordeeError; an error in the user's code is one too, with its place named."""
         with self._naming_errors(log_file):
-            if resume:
-                self._resume()
+            if resume and (state := self._load()) is not None:
+                self._trainer.resume(state)
             self._announce()
             self._outcome = self._trainer.run()
 
@@ -74,6 +81,7 @@ class Session:
             self._announce()  # the coordinator takes the first: that of a generation that came about
             self._outcome = self._trainer.run(is_end)
             if self._outcome is not None:
+                reach("end.reached")
                 team.any(False)  # nobody leaves before all have done their part
         return self._outcome is not None
 
@@ -83,12 +91,14 @@ class Session:
 
     @property
     def ready_step(self) -> int:
-        """How many steps this worker can go on from; -1 before it has a model that is the team's."""
-        return self.step if self._is_up_to_date else -1
+        """How many steps this worker can continue from; -1 while it has nothing that is the team's."""
+        if self._held is not None:
+            return step_of(self._held)
+        return self.step if self._is_live else -1
 
     def forget(self) -> None:
         """What this worker has is not the team's any more: it gets everything from the others."""
-        self._is_up_to_date = False
+        self._held, self._is_live = None, False
 
     @property
     def has_dropped(self) -> bool:
@@ -96,48 +106,88 @@ class Session:
         return self._trainer.is_stepping
 
     def _enter(self, team: Team, may_load: bool) -> None:
+        """Become a member of `team`, with the state that is furthest. Collective.
+
+        Whatever fails on the way, this worker still has what it had, or what it got whole from another member.
+        """
         if not team.is_first:
             self._trainer.settle()  # another may save the same step from here on
-        own, steps = self.ready_step, team.gather(self.ready_step)
         if not self._parts.is_elastic:
             # The parts of the last team are of no use in another: what it saved when it halted, or before, is.
-            own, steps = -1, [-1] * team.num_workers
             self._require_checkpoint()
-        parts = self._parts.in_team(team)
-        state: State | None = None
-        if own >= 0:
-            state = self._trainer.state()  # setting up makes a new optimizer
-        furthest = max(steps)
-        if state is not None and steps[0] < furthest:  # setting up gives all the first one's weights
-            state = State({name: tensor.clone() for name, tensor in state.tensors.items()}, state.values)
-        if min(steps) < furthest:
-            source = steps.index(furthest)
-            shared = checkpoint.share_state(state if team.worker_index == source else None, source)
-            state = state if own == furthest else shared
-        self._parts = parts
+            self.forget()
+        self._hold()
+        self._agree(team, may_load)
+        parts = self._parts = self._parts.in_team(team)
+        self._is_untrained = self._is_untrained and self._held is None
+        reach("enter.agreed")
         parts.setup()
-        self._trainer.enter(parts, state)
-        self._is_up_to_date = True
-        if furthest < 0 and may_load:
-            self._resume_together(team)
+        reach("enter.set_up")
+        self._trainer.enter(parts, self._held)
+        self._held, self._is_live, self._is_untrained = None, True, False
         self._trainer.report_commit()
 
-    def _resume_together(self, team: Team) -> None:
-        """Load the newest checkpoint everywhere. Collective."""
-        if team.is_first or not team.is_wide:
-            self._resume()
-        if team.is_wide:  # the others may have no way to the run directory
-            shared = checkpoint.share_state(self._trainer.state() if team.is_first else None)
-            if not team.is_first:
-                self._trainer.resume(shared)
+    def _hold(self) -> None:
+        """Take over what the trainer has: setting up makes a new optimizer and overwrites the weights. Local."""
+        if self._is_live:
+            self._held, self._is_live = _apart(self._trainer.state()), False
+
+    def _agree(self, team: Team, may_load: bool) -> None:
+        """Have every member hold the same state, or none where there is none. Collective."""
+        reach("enter.begun")
+        steps = team.gather(self.ready_step)
+        reach("enter.gathered")
+        furthest = max(steps)
+        if furthest < 0:
+            if may_load:
+                self._held = self._load_together(team)
+            if self._held is None:
+                self._begin_together(team)
+            return
+        if team.num_workers == 1:
+            return
+        source = steps.index(furthest)
+        own = self._held if self.ready_step == furthest else None
+        if min(steps) < furthest:
+            received = checkpoint.share_state(self._held if team.worker_index == source else None, source)
+            own = own or received
+        assert own is not None
+        # Where all took the step, one may have evaluated it already and another not: all continue as the source does.
+        self._held = checkpoint.share_value("progress", own, source)
+        reach("enter.shared")
+
+    def _load_together(self, team: Team) -> State | None:
+        """Return the newest checkpoint on every member, or None if there is none. Collective.
+
+        The first reads it: others may have no way to the run directory, or find another one to be the newest.
+        """
+        state = self._load() if team.is_first else None
+        reach("enter.loaded")
+        if not team.gather(int(state is not None))[0]:
+            return None
+        return state if team.num_workers == 1 else checkpoint.share_state(state)
+
+    def _begin_together(self, team: Team) -> None:
+        """Have every member begin with the model as one of them built it. Collective.
+
+        A worker that was given up and came back has trained: its weights are of no use, nor is its place in the data.
+        """
+        untrained = team.gather(int(self._is_untrained))
+        if not any(untrained):
+            raise TrainingError(_nothing_left(self.step))
+        if all(untrained):
+            return  # setting up gives all the first one's weights
+        source = untrained.index(1)
+        own = State.join(model=State(checkpoint.model_state(self._parts.model), {}))
+        built = checkpoint.share_state(own if team.worker_index == source else None, source)
+        checkpoint.load_model_state(self._parts.model, built.part("model").tensors)
+        self._trainer.begin()
+        self._is_untrained = True
 
     def _require_checkpoint(self) -> None:
         """Raise TrainingError where this worker has trained before and there is nothing to go on from."""
-        if self._is_up_to_date and not checkpoint.list_checkpoints(self._run_dir / "checkpoints"):
-            raise TrainingError(
-                f"the team was lost at step {self.step}, and there is no checkpoint yet: start the run again, with a "
-                "smaller checkpoint.every_steps"
-            )
+        if self._is_live and not checkpoint.list_checkpoints(self._run_dir / "checkpoints"):
+            raise TrainingError(_nothing_left(self.step))
 
     @contextlib.contextmanager
     def _naming_errors(self, log_file: Path) -> Iterator[None]:
@@ -188,21 +238,39 @@ class Session:
             ended=time.time(),
         )
 
-    def _resume(self) -> None:
+    def _load(self) -> State | None:
+        """Return the newest whole checkpoint, if there is one. Local."""
         loaded = checkpoint.load_newest(self._run_dir / "checkpoints")
         if loaded is None:
             self._warn("the run has no checkpoint yet: starting from the beginning")
-            return
+            return None
         for path, reason in loaded.damaged:
             self._warn(f"checkpoint {path.name} is damaged ({reason}); using {loaded.path.name}")
-        self._trainer.resume(loaded.state)
+        return loaded.state
 
     def _warn(self, message: str) -> None:
-        if self._parts.team.is_first:  # all workers would say the same
-            self._monitor.emit("warning", message=message)
+        self._monitor.emit("warning", message=message)
 
     def _announce(self) -> None:
         self._monitor.emit("run_started", run_dir=str(self._run_dir), start_step=self.step, **self._parts.describe())
+
+
+def _apart(state: State) -> State:
+    """Return the state with weights of its own. The optimizer's tensors stay shared: a new one never writes to them."""
+    copies: dict[object, Tensor] = {}
+    tensors = {}
+    for name, tensor in state.tensors.items():
+        if name.startswith("model."):
+            tensor = copies.setdefault(memory_of(tensor), tensor.clone())
+        tensors[name] = tensor
+    return State(tensors, state.values)
+
+
+def _nothing_left(step: int) -> str:
+    return (
+        f"the team was lost at step {step}, and there is no checkpoint yet: start the run again, with a smaller "
+        "checkpoint.every_steps"
+    )
 
 
 def _status(outcome: Outcome | None, error: BaseException | None) -> tuple[Status, str | None]:

@@ -75,7 +75,7 @@ class Trainer:
         return self._is_stepping
 
     def enter(self, parts: Assembly, state: State | None) -> None:
-        """Go on as a member of another team: from `state`, or from where this worker is. Collective."""
+        """Continue as a member of another team from `state`, which stays as it is, or begin. Collective."""
         self._parts = parts
         if state is not None:
             self.resume(state)
@@ -84,8 +84,16 @@ class Trainer:
         # Who writes checkpoints may be another now. What counts is what is on the disk, or on the way there; the first
         # says, for others may look a moment earlier or later.
         step = self._progress.step
+        reach("enter.resumed")
         is_saved = parts.team.gather(int(self._saver.holds(step)))[0]
         self._saver.step = step if is_saved else -1
+        reach("enter.done")
+
+    def begin(self) -> None:
+        """Take no step as taken. Local."""
+        self._start_samples -= self._progress.samples
+        self._progress, self._newest = Progress(), None
+        self._policy.patience = self._progress.patience
 
     def settle(self) -> None:
         """Wait until no checkpoint is being written."""
@@ -134,6 +142,9 @@ class Trainer:
         with could not be saved.
         """
         progress = self._progress
+        if self._parts.team.is_first and progress.step == 0:
+            for warning in self._parts.warnings:
+                self._monitor.emit("warning", message=warning)
         self._base_elapsed_s = progress.elapsed_s
         self._started_s = time.perf_counter()
         self._window = (progress.samples, self._started_s)
@@ -239,9 +250,9 @@ class Trainer:
     def _take_step(self, batch: Batch, taken: Taken | None = None) -> None:
         progress, strategy, monitoring = self._progress, self._parts.strategy, self._job.monitoring
         measure = progress.step % monitoring.every_steps == 0
-        reach("trainer.before_step")
         self._seed_step(progress.step)
         self._is_stepping = True
+        reach("step.begun")
         loss = strategy.forward_backward(self._cut(batch), measure=measure, vote=self._vote)
         self._note_pace()
         if not math.isfinite(loss.mean):
@@ -259,6 +270,7 @@ class Trainer:
         progress.loss_count += loss.count
         self._votes = loss.votes
         self._monitor.progress(step=progress.step, loss=loss.mean)
+        reach("step.taken")
         if self._is_new_team:
             self._is_new_team = False
             self._monitor.emit("first_step", step=progress.step)  # the launcher tells how long it took
@@ -325,6 +337,7 @@ class Trainer:
             test = parts.test_on(self._newest)
         if test is None or progress.evaluated_at == progress.step:
             return None
+        reach("evaluate.begun")
         with self._away(), contextlib.closing(test.batches(0)) as batches:
             parts.strategy.consolidate()
             metrics = evaluate(
@@ -336,6 +349,7 @@ class Trainer:
                 num_parts=parts.test_shards.num_held,
                 combine=self._sum_shards,
             )
+        reach("evaluate.done")
         if metrics is None:
             return None
         fields = progress.describe_evaluation(metrics)
@@ -357,7 +371,9 @@ class Trainer:
         since_s = time.perf_counter()
         with self._away():
             self._saver.begin(progress.step)
+            reach("save.begun")
             self._parts.strategy.consolidate()
+            reach("save.consolidated")
             self.report_commit()
             state = self._parts.strategy.state_dict()
             if not self._parts.team.is_first:

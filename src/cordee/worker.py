@@ -20,9 +20,8 @@ from cordee.communication.keys import ClientKeys
 from cordee.communication.lost_peer import find_lost_peer
 from cordee.communication.shared_memory.cables import cut_cables
 from cordee.compute.memory import MemoryWatch
-from cordee.core import Job
+from cordee.core import Job, fault_points
 from cordee.core.errors import CommunicationError
-from cordee.core.fault_points import identify
 from cordee.data.fingerprint import check_same, fingerprint
 from cordee.meeting import BetweenHosts, meet
 from cordee.monitoring import Event, Monitor, setup_logging
@@ -89,7 +88,7 @@ def main(argument: dict[str, Any]) -> int:
 def work(order: WorkerOrder) -> Exception | None:
     """Work until the run ends; return why this worker could not go on, if it could not."""
     memory = MemoryWatch()
-    identify(f"{WORKER_PREFIX}{order.worker_index}")
+    fault_points.identify(f"worker-{order.worker_index}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
     keys = ClientKeys.from_text(order.keys)
     log_file = Path(order.run_dir) / "logs" / f"worker-{order.worker_index}.log"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 NUM_CLASSES, WIDTH = 4, 12
 IGNORED = 3
@@ -19,3 +20,36 @@ def mostly_ignored(*, num_samples: int = 60, num_test: int = 24) -> tuple[tuple[
         return torch.randn((size, WIDTH), generator=generator), labels
 
     return split(num_samples, 3), split(num_test, 4)
+
+
+def uneven(*, num_samples: int = 90, num_test: int = 40) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Four classes of unequal size; the test set ends with a batch of the class IGNORED only."""
+    train, test = mostly_ignored(num_samples=num_samples, num_test=num_test)
+    labels = torch.tensor([0, 1, 1, 2, IGNORED, IGNORED])
+    train = train[0], labels[torch.arange(num_samples) % 6]
+    test = test[0], labels[torch.arange(num_test) % 6]
+    test[1][-10:] = IGNORED
+    return train, test
+
+
+CLASS_WEIGHTS = torch.tensor([4.0, 1.0, 0.3, 2.0])
+
+
+def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Does not say that it ignores a class: NaN for a batch of nothing else."""
+    return F.cross_entropy(outputs, targets, ignore_index=IGNORED)
+
+
+def own_loss_that_counts(outputs: Tensor, targets: Tensor) -> Tensor:
+    weights = CLASS_WEIGHTS * (torch.arange(NUM_CLASSES) != IGNORED)
+    losses = F.cross_entropy(outputs, targets, reduction="none") * weights[targets]
+    return losses.sum() / weights[targets].sum()
+
+
+own_loss_that_counts.count = lambda targets: (CLASS_WEIGHTS * (torch.arange(NUM_CLASSES) != IGNORED))[targets].sum()  # type: ignore[attr-defined]
+own_loss_that_counts.ignore_index = IGNORED  # type: ignore[attr-defined]
+
+
+class WeightedLoss(nn.CrossEntropyLoss):
+    def __init__(self) -> None:
+        super().__init__(weight=CLASS_WEIGHTS, ignore_index=IGNORED, label_smoothing=0.1)

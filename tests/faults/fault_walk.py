@@ -55,7 +55,7 @@ every_steps = 1
 every_steps = 4
 keep = 1
 """
-STEP = "trainer.before_step"
+STEP = "step.begun"
 HOLD_0 = Fault(STEP, "worker-0", "hold", 5)
 HOLD_0_LATE = Fault(STEP, "worker-0", "hold", 7)
 HOLD_1 = Fault(STEP, "worker-1", "hold", 7)
@@ -210,6 +210,16 @@ NEW = (
     _of("join", "worker-2", 1),
 )
 SAVING = (_of("plain", "worker-0", 1, 2, 3), _of("final save", "worker-0", 1), _of("loss of the first", "worker-1", 1))
+FINAL = (_of("final save", "worker-0"), _of("final save", "worker-1"))
+# Who has a state gives it to who has none.
+HANDED = (
+    _of("loss", "worker-0", 1),
+    _of("loss", "worker-1", 1),
+    _of("loss of the first", "worker-0", 1),
+    _of("loss of the first", "worker-1", 1),
+    _of("scale out", "worker-2", 1),
+    _of("join", "worker-2", 1),
+)
 ENDING = (_of("plain", "worker-0", 1), _of("plain", "worker-1", 1), _of("scale out", "worker-2", 1))
 TURNS = (
     _of("plain", "coordinator", 1, 2, 10),
@@ -237,13 +247,32 @@ WALK: dict[str, Walk] = {
     "link.send_failure": Walk((_of("failure", "worker-0"), _of("failure", "worker-1"))),
     "link.send_goodbye": Walk(ENDING),
     "link.goodbye": Walk(ENDING, DEATHS),
-    "trainer.before_step": Walk(
+    "step.begun": Walk(
         (
             _of("plain", "worker-0", 1, 2, 5, 12),
             _of("plain", "worker-1", 1, 2, 5, 12),
             _of("scale out", "worker-2", 1, 2),
         )
     ),
+    "step.taken": Walk((_of("plain", "worker-0", 1, 2, 5, 12), _of("plain", "worker-1", 1, 2, 12))),
+    "evaluate.begun": Walk((_of("plain", "worker-0", 1, 2, 3), _of("plain", "worker-1", 1, 2))),
+    "evaluate.done": Walk((_of("plain", "worker-0", 1, 2, 3), _of("plain", "worker-1", 1, 2))),
+    "save.begun": Walk((_of("plain", "worker-0", 1, 2, 3), _of("plain", "worker-1", 1, 2), *FINAL)),
+    "save.consolidated": Walk((_of("plain", "worker-0", 1, 2, 3), _of("plain", "worker-1", 1, 2), *FINAL)),
+    "end.reached": Walk(ENDING),
+    "enter.begun": Walk(MEMBERS),
+    "enter.gathered": Walk(MEMBERS),
+    "enter.loaded": Walk((_of("resume", "worker-0"),)),
+    "enter.shared": Walk(HANDED),
+    "enter.agreed": Walk(MEMBERS),
+    "enter.set_up": Walk(MEMBERS),
+    "enter.resumed": Walk(MEMBERS),
+    "enter.done": Walk(MEMBERS),
+    "share.begun": Walk(HANDED),
+    "share.described": Walk(HANDED),
+    "share.done": Walk(HANDED),
+    "setup.begun": Walk(MEMBERS),
+    "setup.shared": Walk(MEMBERS),
     "meeting.begin": Walk(MEMBERS),
     "segment.introduced": Walk(MEMBERS),
     "segment.made": Walk(

@@ -5,7 +5,7 @@ from cordee.checkpoint.export import export
 from cordee.checkpoint.model import load_model_state, model_state
 from cordee.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from cordee.checkpoint.reading import Loaded, list_checkpoints, load, load_newest
-from cordee.checkpoint.sharing import share_state
+from cordee.checkpoint.sharing import share_state, share_value
 from cordee.checkpoint.state import State, weights_sha256
 from cordee.checkpoint.writing import save
 
@@ -25,5 +25,6 @@ __all__ = [
     "optimizer_state",
     "save",
     "share_state",
+    "share_value",
     "weights_sha256",
 ]

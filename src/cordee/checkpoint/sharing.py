@@ -10,6 +10,7 @@ from torch import Tensor
 from cordee.checkpoint.layout import decode_values, encode_values
 from cordee.checkpoint.state import State
 from cordee.core.errors import CheckpointError
+from cordee.core.fault_points import reach
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -25,6 +26,7 @@ def share_state(state: State | None, source: int = 0) -> State:
 
     Only that member needs to have one. The tensors that the others get are their own.
     """
+    reach("share.begun")
     is_source = dist.get_rank() == source
     specs: list[_Spec] = []
     if is_source:
@@ -37,13 +39,21 @@ def share_state(state: State | None, source: int = 0) -> State:
     else:
         header, values = _share_bytes(None, source), _share_bytes(None, source)
         specs = msgspec.json.decode(header, type=list[_Spec])
+    reach("share.described")
     tensors = {}
     for spec in specs:
         tensor = state.tensors[spec.name] if is_source and state is not None else _empty(spec)
         if tensor.numel():
             _share_tensor(tensor, source)
         tensors[spec.name] = tensor
+    reach("share.done")
     return State(tensors, decode_values(values))
+
+
+def share_value(key: str, state: State, source: int) -> State:
+    """Return `state` with the value `key` of the member `source`'s state. Collective; every member has a state."""
+    content = encode_values({key: state.values[key]}) if dist.get_rank() == source else None
+    return State(state.tensors, {**state.values, **decode_values(_share_bytes(content, source))})
 
 
 def _share_bytes(content: bytes | None, source: int) -> bytes:

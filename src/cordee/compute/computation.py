@@ -26,33 +26,49 @@ NO_VOTES = Votes()
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a step computed: the mean loss over `count` items, and how many were right if that was measured."""
+    """What a step computed: the mean loss over `count`, and how many of `num_items` were right if that was measured."""
 
     mean: float
-    count: int
+    count: float  # of items, or the sum of their weights
     num_correct: int | None = None
     num_samples: int = 0
     votes: Votes = NO_VOTES
+    num_items: int = 0  # that `num_correct` is out of
 
     def summands(self) -> list[float]:
         """Return what has to be added up over the workers, beside their votes, for `from_totals`."""
-        return [self.mean * self.count, float(self.count), float(self.num_correct or 0), float(self.num_samples)]
+        measured = [float(self.num_correct or 0), float(self.num_items)]
+        return [self.mean * self.count, float(self.count), *measured, float(self.num_samples)]
 
     @classmethod
     def from_totals(cls, totals: Sequence[float], *, has_accuracy: bool) -> Loss:
         """Return the loss of all workers: `totals` are their summands and behind them their votes."""
-        loss_sum, count, num_correct, num_samples, *votes = totals
+        loss_sum, count, num_correct, num_items, num_samples, *votes = totals
         return cls(
             loss_sum / count if count else 0.0,
-            int(count),
+            count,
             int(num_correct) if has_accuracy else None,
             int(num_samples),
             Votes(*(int(vote) for vote in votes)),
+            int(num_items),
+        )
+
+    @classmethod
+    def join(cls, losses: Sequence[Loss]) -> Loss:
+        """Return the loss of several parts, without votes."""
+        count = sum(loss.count for loss in losses)
+        has_accuracy = all(loss.num_correct is not None for loss in losses)
+        return cls(
+            sum(loss.mean * loss.count for loss in losses) / count if count else 0.0,
+            count,
+            sum(loss.num_correct or 0 for loss in losses) if has_accuracy else None,
+            sum(loss.num_samples for loss in losses),
+            num_items=sum(loss.num_items for loss in losses),
         )
 
     @property
     def accuracy(self) -> float | None:
-        return None if self.num_correct is None or not self.count else self.num_correct / self.count
+        return None if self.num_correct is None or not self.num_items else self.num_correct / self.num_items
 
 
 @dataclass(frozen=True)
@@ -83,14 +99,14 @@ class Computation:
         measure: bool,
         join: Callable[[Tensor], None] | None = None,
     ) -> Loss:
-        """Add the gradient of the mean loss over `total_count` items to the parameters' gradients.
+        """Add the gradient of the mean loss over `total_count` to the parameters' gradients.
 
-        `parts` may be only some of those items (the others being computed elsewhere): each is weighted by its
+        `parts` may be only some of what is counted (the others being computed elsewhere): each is weighted by its
         count, so the sum over everybody's parts is the gradient of the whole batch. Returns the loss of these
         parts alone, as a mean over their own items. Empty parts are passed over. Models that communicate inside
         need as many passes on every worker: `join` makes one for an empty part, given its inputs.
         """
-        weighted_sum, count, num_correct, num_samples = 0.0, 0, 0, 0
+        weighted_sum, count, num_correct, num_items, num_samples = 0.0, 0.0, 0, 0, 0
         for part in parts:
             inputs, targets = self.to_device(part)
             if not part.num_samples:
@@ -111,8 +127,10 @@ class Computation:
             count += part_count
             if measure and self.counts_classes:
                 num_correct += count_correct(outputs, targets, ignored=self.loss.ignored)
+                num_items += self.loss.num_items(targets)
         mean = weighted_sum / count if count else 0.0
-        return Loss(mean, count, num_correct if measure and self.counts_classes else None, num_samples)
+        measured = num_correct if measure and self.counts_classes else None
+        return Loss(mean, count, measured, num_samples, num_items=num_items)
 
 
 def split_batch(batch: Batch, num_parts: int) -> list[Batch]:

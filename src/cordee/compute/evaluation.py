@@ -43,7 +43,7 @@ def evaluate(
     started = time.perf_counter()
     was_training = model.training
     model.eval()
-    sums = [[0.0] * 5 for _ in range(num_parts)]
+    sums = [[0.0] * 6 for _ in range(num_parts)]
     wants_top5 = num_classes is not None and num_classes > 5
     try:
         # Not inference_mode: what a model caches in there (a mask, say) could not be trained with afterwards.
@@ -57,26 +57,28 @@ def evaluate(
                         own[:] = [a + b for a, b in zip(own, measured, strict=True)]
     finally:
         model.train(was_training)
-    loss_sum, count, right, right5, num_samples = combine([value for own in sums for value in own])
-    has_accuracy = computation.counts_classes and count > 0
+    loss_sum, count, num_items, right, right5, num_samples = combine([value for own in sums for value in own])
+    has_accuracy = computation.counts_classes and num_items > 0
     return Metrics(
         loss=loss_sum / count if count else float("nan"),
-        accuracy=right / count if has_accuracy else None,
-        top5_accuracy=right5 / count if has_accuracy and wants_top5 else None,
+        accuracy=right / num_items if has_accuracy else None,
+        top5_accuracy=right5 / num_items if has_accuracy and wants_top5 else None,
         num_samples=int(num_samples),
         seconds=time.perf_counter() - started,
     )
 
 
 def _measure(model: nn.Module, batch: Batch, computation: Computation, wants_top5: bool) -> list[float]:
-    """Return the sum of the losses, the number of items, of right ones, of those right among five, of samples."""
+    """Return the sum of the losses and their count, the number of labels, of right ones, of those right among five,
+    and of samples.
+    """
     inputs, targets = computation.to_device(batch)
     outputs = model(inputs)
     count = computation.loss.count(targets)
     loss_sum = computation.loss.mean(outputs, targets).item() * count if count else 0.0
-    right, right5 = 0, 0
+    num_items, right, right5 = 0, 0, 0
     if computation.counts_classes:
-        ignored = computation.loss.ignored
+        ignored, num_items = computation.loss.ignored, computation.loss.num_items(targets)
         right = count_correct(outputs, targets, ignored=ignored)
         right5 = count_correct(outputs, targets, top=5, ignored=ignored) if wants_top5 else 0
-    return [loss_sum, float(count), float(right), float(right5), float(len(targets))]
+    return [loss_sum, float(count), float(num_items), float(right), float(right5), float(len(targets))]

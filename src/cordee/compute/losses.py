@@ -1,13 +1,18 @@
 """What a model is trained to make small.
 
-A loss here is the *mean* over what it counts (samples, or tokens), together with how many it counted. The
-count is what makes gradient accumulation and unequal workers equal to the whole batch: parts are weighted
-by it, never averaged as if they were alike.
+A loss here is the *mean* over what it counts (samples, or tokens, each with its weight), together with how much it
+counted. The count is what makes gradient accumulation and unequal workers equal to the whole batch: parts are weighted
+by it, never averaged as if they were alike. A loss of the user's own may say what it counts; what it does not say is
+assumed, and `find_uneven_parts` tries whether that is right.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,35 +27,52 @@ from cordee.core.errors import JobError
 
 @dataclass(frozen=True)
 class LossFunction:
-    """`mean(outputs, targets)` is a scalar; `count(targets)` is how many items that mean is over."""
+    """`mean(outputs, targets)` is a scalar; `count(targets)` is what that mean is over: items, or their weights."""
 
     mean: Callable[[Tensor, Tensor], Tensor]
-    count: Callable[[Tensor], int]
-    ignored: int | None = None  # a class that neither the mean nor the accuracy takes in
+    count: Callable[[Tensor], float]
+    ignored: int | None = None  # a label that neither the mean nor the accuracy takes in
+    name: str = ""  # of a loss of the user's own
+
+    def num_items(self, targets: Tensor) -> int:
+        """Return how many labels an accuracy is over."""
+        return targets.numel() if self.ignored is None else int((targets != self.ignored).sum())
 
 
-def count_items(targets: Tensor) -> int:
+def count_items(targets: Tensor) -> float:
     """Return the number of labels, which is that of tokens in sequences; numbers count once per sample."""
     return len(targets) if targets.is_floating_point() else targets.numel()
 
 
-def cross_entropy(*, label_smoothing: float = 0.0, ignore_index: int = -100) -> LossFunction:
-    """Classes are the last dimension of the outputs; sequences count each token but the ignored ones."""
+def cross_entropy(
+    *, label_smoothing: float = 0.0, ignore_index: int = -100, weight: tuple[float, ...] = ()
+) -> LossFunction:
+    """Classes are the last dimension of the outputs; sequences count each token but the ignored ones.
+
+    `weight` has a number for each class: labels count as much as their class weighs.
+    """
+    weights = torch.tensor(weight) if weight else None
 
     def mean(outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.ndim > 2:
             outputs, targets = outputs.flatten(0, -2), targets.flatten()
-        return F.cross_entropy(outputs, targets, label_smoothing=label_smoothing, ignore_index=ignore_index)
+        used = None
+        if weights is not None:
+            # Not in 16 bits, which autocast's cross entropy does not compute in either.
+            used = weights.to(outputs.device, torch.promote_types(outputs.dtype, torch.float32))
+        return F.cross_entropy(outputs, targets, used, label_smoothing=label_smoothing, ignore_index=ignore_index)
 
-    ignored = ignore_index if ignore_index >= 0 else None
+    return LossFunction(mean, functools.partial(count_classes, weights, ignore_index), ignore_index)
 
-    def count(targets: Tensor) -> int:
-        # A single label per sample is checked against the classes on loading, so it is not negative.
-        if targets.ndim == 1 and ignored is None:
-            return len(targets)
-        return int((targets != ignore_index).sum())
 
-    return LossFunction(mean, count, ignored)
+def count_classes(weights: Tensor | None, ignored: int, targets: Tensor) -> float:
+    """Return the sum of the labels' weights, which is their number without weights; those ignored have none."""
+    if targets.is_floating_point():  # probabilities: torch's mean is over samples, whatever the weights
+        return count_items(targets)
+    is_counted = targets != ignored
+    if weights is None:
+        return int(is_counted.sum())
+    return float(weights.to(targets.device, torch.float64)[targets[is_counted]].sum())
 
 
 def _elementwise(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], LossFunction]:
@@ -81,23 +103,102 @@ BUILTIN_LOSSES: dict[str, Callable[..., LossFunction]] = {
 def make_loss(part: Use, python_path: Sequence[str] = ()) -> LossFunction:
     """Return the loss a job names.
 
-    A user's own is a function (outputs, targets) -> mean over samples, or a class of such modules
-    ("torch.nn:SmoothL1Loss").
+    A user's own is a function (outputs, targets) -> mean, or a class of such modules ("torch.nn:SmoothL1Loss"). What
+    the mean is over is known of torch's own; others say it by an attribute `count`, a function of the targets. Where
+    they do not, it is the number of samples, or of labels.
     """
     target = resolve("loss", part.use, BUILTIN_LOSSES, python_path=python_path)
     if target in BUILTIN_LOSSES.values():
         built: LossFunction = bind("loss", target, part.args)()
         return built
+    args = _with_tensors(target, part.args)
     if inspect.isclass(target):
-        made = construct("loss", part.use, bind("loss", target, part.args))
+        made = construct("loss", part.use, bind("loss", target, args))
         if not callable(made):
             raise JobError(f"loss.use = {_name(part)!r} makes a {type(made).__name__}, which cannot be called")
-        return LossFunction(made, count_items)
+        return _own_loss(made, made, {}, part)
     if isinstance(target, nn.Module):
         if part.args:
             raise JobError("loss: a module that is already built takes no settings; give its class instead")
-        return LossFunction(target, count_items)
-    return LossFunction(bind("loss", target, part.args, _first_two(target)), count_items)
+        return _own_loss(target, target, {}, part)
+    return _own_loss(target, bind("loss", target, args, _first_two(target)), args, part)
+
+
+def _own_loss(
+    made: Callable[..., Any], mean: Callable[[Tensor, Tensor], Tensor], settings: Mapping[str, Any], part: Use
+) -> LossFunction:
+    """Return the loss `mean`, made of the object `made` and settings, with what is known of its count."""
+    if isinstance(made, functools.partial):
+        settings = {**made.keywords, **settings}
+        made = made.func
+    count = getattr(made, "count", None)
+    if callable(count):
+        ignored = getattr(made, "ignore_index", None)
+        return LossFunction(mean, _checked_count(count), ignored if isinstance(ignored, int) else None, _name(part))
+    forward = getattr(type(made), "forward", None)
+    if forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward):
+        weights, ignored = getattr(made, "weight", None), int(getattr(made, "ignore_index", -100))
+    elif made in (F.cross_entropy, F.nll_loss):
+        weights, ignored = settings.get("weight"), int(settings.get("ignore_index", -100))
+    else:
+        return LossFunction(mean, count_items, None, _name(part))
+    return LossFunction(mean, functools.partial(count_classes, weights, ignored), ignored, _name(part))
+
+
+def _checked_count(count: Callable[[Tensor], Any]) -> Callable[[Tensor], float]:
+    def checked(targets: Tensor) -> float:
+        value = float(count(targets))
+        if not 0.0 <= value < math.inf:
+            raise JobError(f"the loss's count(targets) gave {value}: it must be the sum of the weights, 0 or more")
+        return value
+
+    return checked
+
+
+def _with_tensors(target: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of one of torch's own losses with weights as the tensors it wants; a file has lists."""
+    is_torch = (getattr(target, "__module__", None) or "").startswith("torch.")
+    return {
+        key: torch.tensor(value)
+        if is_torch and key in ("weight", "pos_weight") and isinstance(value, (list, tuple))
+        else value
+        for key, value in settings.items()
+    }
+
+
+@torch.no_grad()
+def find_uneven_parts(loss: LossFunction, outputs: Tensor, targets: Tensor) -> str | None:
+    """Return how the loss of this batch differs from that of its parts weighted by their counts; None if it does not.
+
+    Local, and without an effect: random numbers and the state of a loss that is a module are put back.
+    """
+    with contextlib.suppress(Exception):  # what cannot be copied is tried itself
+        loss = copy.deepcopy(loss)
+    random_state = torch.get_rng_state()
+    size = len(targets)
+    try:
+        whole, total = loss.mean(outputs, targets), loss.count(targets)
+        if not total or not torch.isfinite(whole):
+            return None
+        for cut in sorted({1, size // 3, size // 2} - {0, size}):
+            parts = [(outputs[:cut], targets[:cut]), (outputs[cut:], targets[cut:])]
+            counts = [loss.count(part) for _, part in parts]
+            means = [float(loss.mean(*part)) if count else 0.0 for part, count in zip(parts, counts, strict=True)]
+            joined = sum(mean * count for mean, count in zip(means, counts, strict=True)) / max(sum(counts), 1e-30)
+            largest = max(abs(float(whole)), *map(abs, means))
+            # Sums of single precision in another order differ by about 1e-6.
+            if not abs(joined - float(whole)) <= 1e-4 * largest + 1e-9:
+                return (
+                    f"{size} samples give {float(whole):.6g}, the first {cut} and the other {size - cut}, weighted by "
+                    f"what they count ({counts[0]:g} and {counts[1]:g}), {joined:.6g}"
+                )
+    except JobError:
+        raise
+    except Exception:  # noqa: BLE001 - a loss for certain shapes only: it will say so itself where it is computed
+        return None
+    finally:
+        torch.set_rng_state(random_state)
+    return None
 
 
 def _first_two(function: Callable[..., Any]) -> Mapping[str, Any]:

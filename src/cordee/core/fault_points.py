@@ -30,6 +30,30 @@ LONGEST_HOLD_S, LOOK_EVERY_S = 60.0, 0.005
 # Every point, with the processes that reach it and what has happened before it. The test that walks them needs an
 # entry for each (tests/faults/fault_walk.py).
 POINTS: dict[str, str] = {
+    # a worker enters a generation (session.py, trainer.py)
+    "enter.begun": "worker: its group is formed and it holds what it has; nobody knows yet how far each one is",
+    "enter.gathered": "worker: it knows how far every member is",
+    "enter.loaded": "worker: nobody has anything, and the first has read the checkpoint",
+    "enter.shared": "worker: it holds what the member that is furthest has",
+    "enter.agreed": "worker: all hold the same, and it is about to set up",
+    "enter.set_up": "worker: its optimizer is new and empty, its weights may be those of another step",
+    "enter.resumed": "worker: it has loaded what it held; the others may not have",
+    "enter.done": "worker: all have loaded what they held",
+    # one member's state to the others (checkpoint/sharing.py)
+    "share.begun": "worker: nothing is sent",
+    "share.described": "worker: names, shapes and values are sent, tensors are not",
+    "share.done": "worker: everything is sent, or received",
+    # a data-parallel strategy is set up (strategies/data_parallel)
+    "setup.begun": "worker: its optimizer is new, its weights are its own",
+    "setup.shared": "worker: its weights are those of the first",
+    # a worker trains (trainer.py, session.py)
+    "step.begun": "worker: nothing of the step is computed",
+    "step.taken": "worker: weights, optimizer and place in the data are those of the next step",
+    "evaluate.begun": "worker: nothing is evaluated",
+    "evaluate.done": "worker: it knows what was measured, and has not taken note of it",
+    "save.begun": "worker: no earlier checkpoint is being written",
+    "save.consolidated": "worker: all have the buffers that are saved",
+    "end.reached": "worker: it has taken and saved its last step; others may not have",
     # a worker and its coordinator
     "link.join": "worker: about to say hello, for the first time or because it was given up",
     "link.joined": "worker: is registered, shows no sign of life yet",
@@ -44,8 +68,6 @@ POINTS: dict[str, str] = {
     "link.send_failure": "worker: about to report the error that it ends with",
     "link.send_goodbye": "worker: has done everything, about to say so",
     "link.goodbye": "worker: has said goodbye, has not been heard",
-    # training
-    "trainer.before_step": "worker: about to take a training step",
     # the group of a generation
     "meeting.begin": "worker: about to form the group of a generation",
     "segment.introduced": "worker: has told the members of the group who it is",

@@ -66,6 +66,7 @@ class Accounts:
         if math.isfinite(done.loss_sum):
             sums.loss_sum += done.loss_sum
             sums.count += done.count
+        sums.num_items += done.num_items
         sums.num_correct += max(done.num_correct, 0)
         sums.num_samples += done.num_samples
         sums.squares += done.squares
@@ -104,7 +105,7 @@ class Accounts:
             step=progress.step,
             epoch=plan.epoch_of(step) + 1,
             loss=loss,
-            accuracy=sums.num_correct / sums.count if sums.count and plan.counts_classes else None,
+            accuracy=sums.num_correct / sums.num_items if sums.num_items and plan.counts_classes else None,
             lr=self._rate(plan.steps_before(step)),
             gradient_norm=math.sqrt(sums.squares) if plan.clip_norm else None,
             samples=progress.samples,

@@ -37,7 +37,8 @@ class StepSum:
     """What workers said of the parts of one step."""
 
     loss_sum: float = 0.0
-    count: int = 0
+    count: float = 0.0
+    num_items: int = 0
     num_correct: int = 0
     num_samples: int = 0
     squares: float = 0.0

@@ -58,7 +58,8 @@ class TakeWork(Message, frozen=True):
 
     done: Number = -1
     loss_sum: float = 0.0
-    count: Count = 0
+    count: float = 0.0  # that the loss is the mean over: items, or their weights
+    num_items: Count = 0  # that `num_correct` is out of
     num_correct: Number = -1
     num_samples: Count = 0
     squares: float = 0.0  # of the gradients of pieces that this unit completed

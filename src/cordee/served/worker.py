@@ -167,7 +167,7 @@ class WorkLoop:
         # Clipping one's own gradient needs all of it first, and so does adding up several.
         self._pushes_early = self._settings.push_every == 1 and (self._settings.is_in_step or not self._clip_norm)
         self._watch = PushWatch(self._model, self._layout, self._start_push)
-        self._count = 0
+        self._count = 0.0
 
     def run(self) -> None:
         """Take work until there is no more."""
@@ -227,6 +227,7 @@ class WorkLoop:
             done=work.unit,
             loss_sum=loss.mean * loss.count,
             count=loss.count,
+            num_items=loss.num_items,
             num_correct=-1 if loss.num_correct is None else loss.num_correct,
             num_samples=loss.num_samples,
             squares=squares,
@@ -250,7 +251,7 @@ class WorkLoop:
         if not self._pushes_early and self._clip_norm:
             self._clip()
         self._watch.end()
-        return _joined(losses)
+        return Loss.join(losses)
 
     def _compute_turn(self, work: Work, turn: int, start: int, stop: int) -> Loss:
         parts = self._parts
@@ -304,10 +305,3 @@ def _turns(start: int, stop: int, count: int) -> list[tuple[int, int]]:
     count = min(count, length)
     bounds = [start + length * turn // count for turn in range(count + 1)]
     return list(itertools.pairwise(bounds))
-
-
-def _joined(losses: list[Loss]) -> Loss:
-    count = sum(loss.count for loss in losses)
-    mean = sum(loss.mean * loss.count for loss in losses) / count if count else 0.0
-    right = None if any(loss.num_correct is None for loss in losses) else sum(loss.num_correct or 0 for loss in losses)
-    return Loss(mean, count, right, sum(loss.num_samples for loss in losses))

@@ -20,7 +20,7 @@ from cordee.core import Batch
 from cordee.core.seeds import derive_seed
 from cordee.core.shards import Block, Shards, add_up
 
-NUM_FIXED = 4  # loss sum, count, correct, samples; the votes follow
+NUM_FIXED = 5  # loss sum, count, correct, items, samples; the votes follow
 COUNT_AT = 1
 ALIGNMENT_BYTES = 64  # of what torch allocates: kernels may treat the ends of other memory differently
 

@@ -22,6 +22,9 @@ class Requirements:
     num_workers: int
     num_data_shards: int  # parts a batch is cut into; workers that split a model between them share a part
 
+    # Whether a batch may be computed in parts, by several workers or one after the other, accumulation aside.
+    cuts_batches: bool = True
+
     # Every worker has all that is needed to go on, so that a team may lose and gain members. Other strategies
     # start again from the last checkpoint, with as many workers.
     is_elastic: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cordee.compute import make_loss
+from cordee.compute.losses import find_uneven_parts
 from cordee.core import Use
 from cordee.core.errors import JobError
 
@@ -114,3 +116,112 @@ def test_functions_and_modules_of_torch() -> None:
 def test_losses_that_cannot_be_made(part: Use, message: str) -> None:
     with pytest.raises(JobError, match=message):
         make_loss(part)
+
+
+WEIGHTS = torch.tensor([3.0, 1.0, 0.25])
+LABELS = torch.tensor([0, 2, 1, 0, 0, 2])
+OUTPUTS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.5, 3.0]]).repeat(3, 1)
+
+
+def plain(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets)
+
+
+def class_weighted(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, weight=WEIGHTS)
+
+
+def ignoring(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, ignore_index=0)
+
+
+def summed(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="sum")
+
+
+class Counting(nn.Module):
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return class_weighted(outputs, targets)
+
+    def count(self, targets: Tensor) -> Tensor:
+        return WEIGHTS[targets].sum()
+
+
+class Negative(Counting):
+    def count(self, targets: Tensor) -> Tensor:
+        return -super().count(targets)
+
+
+class Following(nn.Module):
+    """Has a state that each call changes, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        torch.rand(3)
+        return plain(outputs, targets)
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        (Use("cross_entropy", weight=[3.0, 1.0, 0.25]), 10.5),
+        (Use("cross_entropy", weight=[3.0, 1.0, 0.25], ignore_index=0), 1.5),
+        (Use("torch.nn:CrossEntropyLoss", weight=[3.0, 1.0, 0.25]), 10.5),
+        (Use("torch.nn:CrossEntropyLoss", ignore_index=2), 4),
+        (Use(nn.NLLLoss(weight=WEIGHTS, ignore_index=1)), 9.5),
+        (Use("torch.nn.functional:cross_entropy", ignore_index=0), 3),
+        (Use(functools.partial(F.cross_entropy, weight=WEIGHTS)), 10.5),
+        (Use(Counting), 10.5),
+        (Use(plain), 6),
+        (Use("torch.nn:MSELoss"), 6),
+    ],
+)
+def test_what_is_counted(use: Use, expected: float) -> None:
+    assert make_loss(use).count(LABELS) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("targets", [torch.rand(4, 3), torch.rand(4, 3).softmax(1)])
+def test_probabilities_count_once_per_sample(targets: Tensor) -> None:
+    assert make_loss(Use("torch.nn:CrossEntropyLoss", weight=[3.0, 1.0, 0.25])).count(targets) == 4
+
+
+@pytest.mark.parametrize(
+    "use", [Use(class_weighted), Use(ignoring), Use(summed), Use(nn.CrossEntropyLoss(reduction="sum"))]
+)
+def test_parts_that_do_not_make_the_whole_are_found(use: Use) -> None:
+    found = find_uneven_parts(make_loss(use), OUTPUTS, LABELS)
+    assert found is not None and "6 samples give" in found
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        Use(plain),
+        Use(Counting),
+        Use(functools.partial(F.cross_entropy, weight=WEIGHTS)),
+        Use(nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=0, label_smoothing=0.2)),
+        Use("cross_entropy", weight=[3.0, 1.0, 0.25], ignore_index=2),
+    ],
+)
+def test_parts_that_make_the_whole_are_not(use: Use) -> None:
+    assert find_uneven_parts(make_loss(use), OUTPUTS, LABELS) is None
+
+
+def test_trying_a_loss_has_no_effect() -> None:
+    loss, before = Following(), torch.get_rng_state()
+    assert find_uneven_parts(make_loss(Use(loss)), OUTPUTS, LABELS) is None
+    assert loss.calls == 0 and torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_count_below_zero_is_refused() -> None:
+    with pytest.raises(JobError, match=r"gave -10\.5"):
+        make_loss(Use(Negative)).count(LABELS)
+
+
+def test_an_accuracy_is_over_labels_whatever_they_weigh() -> None:
+    loss = make_loss(Use("cross_entropy", weight=[3.0, 1.0, 0.25], ignore_index=0))
+    assert loss.num_items(LABELS) == 3

@@ -24,7 +24,7 @@ from cordee.compute import Computation, Loss, Votes
 from cordee.core import Batch
 from cordee.strategies.data_parallel.batch_norm import absent
 
-NUM_EXTRAS = 6  # loss sum, count, correct, samples, and the two votes
+NUM_EXTRAS = 7  # loss sum, count, correct, items, samples, and the two votes
 COUNT_AT = 1
 
 
@@ -106,7 +106,7 @@ class DdpReducer:
             with self._ddp.no_sync():
                 losses.append(self._compute(parts[:-1], measure))
         losses.append(self._compute(parts[-1:], measure))  # communicates: the other parts' gradients are in it
-        totals = self._team.sum([*joined(losses).summands(), *vote()])
+        totals = self._team.sum([*Loss.join(losses).summands(), *vote()])
         if totals[COUNT_AT] and totals[COUNT_AT] != self._nominal_count:
             gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, self._nominal_count / totals[COUNT_AT])
@@ -157,10 +157,3 @@ def _average_rounded(gradients: Tensor, dtype: torch.dtype) -> torch.futures.Fut
     assert work is not None
     averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
     return averaged
-
-
-def joined(losses: Sequence[Loss]) -> Loss:
-    count = sum(loss.count for loss in losses)
-    mean = sum(loss.mean * loss.count for loss in losses) / count if count else 0.0
-    num_correct = sum(loss.num_correct or 0 for loss in losses)
-    return Loss(mean, count, num_correct, sum(loss.num_samples for loss in losses))

@@ -13,6 +13,7 @@ from cordee.communication.exchange import broadcast
 from cordee.compute import Computation, Loss, OptimizerRecipe, Votes
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError
+from cordee.core.fault_points import reach
 from cordee.core.settings import Section
 from cordee.core.shards import share_shards
 from cordee.strategies.data_parallel.batch_norm import average_buffers, synchronise_batch_norms
@@ -64,14 +65,14 @@ class DataParallel(Replica):
         self._adopt(model.to(self._computation.device), recipe)
         if self._num_shards is not None:
             if team.num_workers > 1:
-                broadcast([*self.model.parameters(), *self.model.buffers()])
+                self._share_weights()
             shards = share_shards(self._num_shards, team.worker_index, team.num_workers)
             self._reducer = ShardReducer(self.model, self._computation, team, shards, self._nominal_count)
             return
         if team.num_workers == 1:
             self._reducer = AloneReducer(self.model, self._computation)
             return
-        broadcast([*self.model.parameters(), *self.model.buffers()])
+        self._share_weights()
         if self._uses_ddp():
             self._reducer = DdpReducer(
                 self.model,
@@ -82,6 +83,12 @@ class DataParallel(Replica):
             )
         else:
             self._reducer = FlatReducer(self.model, self._computation, self._nominal_count, has_synced=has_synced)
+
+    def _share_weights(self) -> None:
+        """Give every member the first one's weights, in place. Collective."""
+        reach("setup.begun")
+        broadcast([*self.model.parameters(), *self.model.buffers()])
+        reach("setup.shared")
 
     def forward_backward(self, microbatches: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
         return self._reducer.step(microbatches, measure=measure, vote=vote)

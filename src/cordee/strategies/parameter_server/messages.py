@@ -22,7 +22,7 @@ class Push(Message, frozen=True):
     step: Count
     share: Count
     num_shares: Count
-    count: Count  # items it is the mean over
+    count: float  # what it is the mean over: items, or their weights
     base: Count  # version of the parameters it was computed from
     floor: Count  # all units below it are committed
     worker: Annotated[str, Meta(max_length=128)] = ""  # whose it is, where a server passes it on to its second

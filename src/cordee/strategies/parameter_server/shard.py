@@ -33,7 +33,7 @@ class UnitPush(NamedTuple):
     step: int
     share: int
     num_shares: int
-    num_items: int  # it is the mean over
+    num_items: float  # it is the mean over, or the sum of their weights
     base: int  # version it was computed from
     floor: int = 0  # all units below it are committed
 
@@ -115,7 +115,7 @@ class PieceState:
             self._parameters.append((one.name, parameter))
         self.optimizer: Optimizer = recipe.make(self._parameters)
         self.applied = Applied()
-        self._staged: dict[int, dict[int, tuple[int, Tensor | None]]] = {}  # step -> share -> (count, gradient)
+        self._staged: dict[int, dict[int, tuple[float, Tensor | None]]] = {}  # step -> share -> (count, gradient)
         self._waiting: tuple[int, float] | None = None  # (step, squares): complete here, waits to be settled
         self._completed: tuple[int, float] = (-1, -1.0)  # (unit, squares) of the last completion
         self._seen: dict[str, Tensor] = {}  # what each worker pulled last, for delay compensation
@@ -238,7 +238,7 @@ class PieceState:
         self._completed = (push.unit, squares)
         return PushOutcome("applied", squares)
 
-    def _combine(self, staged: Mapping[int, tuple[int, Tensor | None]]) -> bool:
+    def _combine(self, staged: Mapping[int, tuple[float, Tensor | None]]) -> bool:
         """Write the aggregate of the gradients, in order, to the gradient buffer; False if there is none."""
         parts = {share: gradient for share, (_, gradient) in sorted(staged.items()) if gradient is not None}
         if not parts:
@@ -247,6 +247,9 @@ class PieceState:
         out = self._gradient
         if self._fixed is not None:
             out.copy_(self._fixed.add(parts, out))
+            # As the others add them (strategies/shards.py): sums of weights are rounded in the order of the tree too.
+            counts = {share: torch.tensor(float(staged[share][0])) for share in parts}
+            total = float(self._fixed.add(counts, torch.tensor(0.0)))
             if total and total != self._fixed.nominal:
                 out.mul_(self._fixed.nominal / total)
             return True

@@ -122,7 +122,8 @@ class Pipeline(SplitModel):
                 "halves: use '1f1b' or 'interleaved'"
             )
         self._check_microbatches(job, num_parts, num_stages)
-        return Requirements(num_workers=workers, num_data_shards=self._mesh.num_shares)
+        cuts_batches = self._mesh.num_shares > 1 or self._choose_microbatches(num_parts) > 1
+        return Requirements(num_workers=workers, num_data_shards=self._mesh.num_shares, cuts_batches=cuts_batches)
 
     def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
         with self._computation.autocast():
@@ -213,11 +214,12 @@ class Pipeline(SplitModel):
         if self._shares is not None:
             self._shares.reduce()
         mean = self._loss_sum / own_count if own_count else 0.0
-        return Loss(mean, own_count, self._num_correct if measure else None, num_samples)
+        right = self._num_correct if measure else None
+        return Loss(mean, own_count, right, num_samples, num_items=self._num_items)
 
     def _begin(self, divisor: float, measure: bool) -> None:
         self._loss_divisor, self._measures = divisor, measure and self._computation.counts_classes
-        self._loss_sum, self._num_correct = 0.0, 0
+        self._loss_sum, self._num_correct, self._num_items = 0.0, 0, 0
         # All workers of a pipeline were given one seed, of which each of them makes a stream of its own.
         torch.default_generator.manual_seed(derive_seed(torch.initial_seed(), "part", self._axes.place.pipeline))
 
@@ -231,6 +233,7 @@ class Pipeline(SplitModel):
         self._loss_sum += loss.item() * count
         if self._measures:
             self._num_correct += count_correct(outputs, targets, ignored=self._computation.loss.ignored)
+            self._num_items += self._computation.loss.num_items(targets)
         return loss * (count / self._loss_divisor)
 
     def _spread(self) -> None:

@@ -22,7 +22,7 @@ from cordee.core.settings import Section
 from cordee.models.slicing import choose_slicing
 from cordee.strategies.axes import Mesh, form_axes
 from cordee.strategies.data_parallel.batch_norm import average_tensors, synchronise_batch_norms
-from cordee.strategies.data_parallel.reducers import Motions, joined
+from cordee.strategies.data_parallel.reducers import Motions
 from cordee.strategies.elementwise import require_elementwise
 from cordee.strategies.sharded.units import choose_units
 from cordee.strategies.slices import Held, Holdings, SlicedParameter
@@ -124,7 +124,7 @@ class Sharded(SplitModel):
             losses.append(self._pass(parts[:-1], measure))
             self._working.set_requires_gradient_sync(True)
         losses.append(self._pass(parts[-1:], measure))
-        return joined(losses)
+        return Loss.join(losses)
 
     def _pass(self, parts: Sequence[Batch], measure: bool) -> Loss:
         # FSDP divides by the number of shares; multiplying the loss by it makes a sum of the mean again.

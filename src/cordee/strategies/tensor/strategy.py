@@ -55,7 +55,7 @@ class TensorParallel(SplitModel):
                 f"strategy 'tensor' needs 2 workers or more, the job has {workers}: set strategy.workers = 2"
             )
         require_samples(job, self._mesh.data, "replicas")
-        return Requirements(num_workers=workers, num_data_shards=self._mesh.data)
+        return Requirements(num_workers=workers, num_data_shards=self._mesh.data, cuts_batches=self._mesh.data > 1)
 
     def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
         inputs = example.inputs.to(next((p.device for p in model.parameters()), "cpu"))
