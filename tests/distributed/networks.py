@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset
 
 from cordee.models import resnet
@@ -182,3 +183,21 @@ class Stream(IterableDataset[tuple[Tensor, int]]):
         generator = torch.Generator().manual_seed(3)
         for index in range(37):
             yield torch.randn(20, generator=generator) + index % 5, index % 5
+
+
+class Recomputed(nn.Module):
+    """One layer is used three times, twice of them under re-entrant checkpointing; another one never."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        width = input_shape[0]
+        self.first, self.shared, self.idle = (nn.Linear(width, width) for _ in range(3))
+        self.last = nn.Linear(width, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for _ in range(2):
+            is_kept = not torch.is_grad_enabled()
+            hidden = (self.shared(hidden) if is_kept else checkpoint(self.shared, hidden, use_reentrant=True)).tanh()
+        outputs: Tensor = self.last(self.shared(hidden))
+        return outputs

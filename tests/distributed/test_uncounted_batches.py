@@ -9,6 +9,8 @@ from crew import Crew
 from driving import Outcome, Table, job, largest_difference, train_alone, train_together
 
 from cordee import checkpoint
+from cordee.core import Job
+from cordee.launch import train
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -75,3 +77,24 @@ def test_meshes(four: Crew, mesh: dict[str, int], tmp_path: Path) -> None:
     together = train_together(four, {**table, "strategy": strategy}, tmp_path / "together")
     assert optimizer_steps(tmp_path / "alone") == optimizer_steps(tmp_path / "together") == {STEPS - num_skipped(alone)}
     assert largest_difference(alone, together[0]) <= 2e-5
+
+
+@pytest.mark.parametrize(
+    ("workers", "settings", "training"),
+    [
+        (2, {"servers": 2}, {}),
+        pytest.param(1, {"staleness": 1}, {"accumulate": 2}, marks=pytest.mark.long),
+        pytest.param(3, {}, {"reproducible": True}, marks=pytest.mark.long),
+    ],
+)
+def test_parameter_server(tmp_path: Path, workers: int, settings: Table, training: Table) -> None:
+    table = sparse_job(**training)
+    alone = train_alone(table, tmp_path / "alone")
+    strategy = {"name": "parameter_server", "workers": workers, **settings}
+    run = train(Job.from_dict({**table, "strategy": strategy}), run_dir=tmp_path / "served", quiet=True)
+    assert optimizer_steps(tmp_path / "alone") == optimizer_steps(run.directory) == {STEPS - num_skipped(alone)}
+    assert (run.summary.steps, run.summary.samples) == (alone.summary.steps, alone.summary.samples)
+    loaded = checkpoint.load_newest(run.directory / "checkpoints")
+    assert loaded is not None
+    for name, weight in loaded.state.part("model").tensors.items():
+        assert weight.numpy() == pytest.approx(alone.weights[name], rel=2e-5, abs=1e-6)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
 
 from cordee.progress import Progress
 from cordee.served.memory import AccountsMemory, StepSum
@@ -25,7 +28,7 @@ class Accounts:
         memory: AccountsMemory,
         emit: Emit,
         show: Callable[[int, float], None],
-        rate: Callable[[int], float | None],
+        rate: Callable[[int], float],
     ) -> None:
         self._plan = plan
         self._progress = progress
@@ -69,7 +72,7 @@ class Accounts:
         sums.num_items += done.num_items
         sums.num_correct += max(done.num_correct, 0)
         sums.num_samples += done.num_samples
-        sums.squares += done.squares
+        sums.norms += done.norms
 
     def close(self, num_steps: int) -> None:
         """Put into the progress what is not in it of the first `num_steps` steps, which are complete."""
@@ -88,7 +91,7 @@ class Accounts:
         progress.loss_sum += sums.loss_sum
         progress.loss_count += sums.count
         if plan.settings.is_in_step:
-            scale = min(1.0, plan.clip_norm / (math.sqrt(sums.squares) + 1e-6)) if plan.clip_norm else 1.0
+            scale = clip_scale(total_norm(sums.norms, plan.dtype), plan.clip_norm) if plan.clip_norm else 1.0
             self._memory.settle = (step, scale)
         loss = sums.loss_sum / sums.count if sums.count else math.nan
         self._show(progress.step, loss)
@@ -107,7 +110,26 @@ class Accounts:
             loss=loss,
             accuracy=sums.num_correct / sums.num_items if sums.num_items and plan.counts_classes else None,
             lr=self._rate(plan.steps_before(step)),
-            gradient_norm=math.sqrt(sums.squares) if plan.clip_norm else None,
+            gradient_norm=float(total_norm(sums.norms, plan.dtype)) if plan.clip_norm else None,
             samples=progress.samples,
             samples_per_second=(progress.samples - samples) / max(now_s - since_s, 1e-9),
         )
+
+
+def total_norm(norms: Sequence[tuple[int, float]], dtype: str) -> Tensor:
+    """Return the norm of a gradient, of those of its parameters or of parts of them: the number of each, and its norm.
+
+    Computed as `torch.nn.utils.clip_grad_norm_` does, in the type of the parameters: where none is in parts, the bits
+    are those of `single`.
+    """
+    parts: dict[int, list[float]] = {}
+    for number, norm in sorted(norms):
+        parts.setdefault(number, []).append(norm)
+    whole = [own[0] if len(own) == 1 else math.hypot(*own) for own in parts.values()]
+    total: Tensor = torch.linalg.vector_norm(torch.tensor(whole, dtype=getattr(torch, dtype)))
+    return total
+
+
+def clip_scale(norm: Tensor, clip_norm: float) -> float:
+    """Return what a gradient of this norm is multiplied by, as `torch.nn.utils.clip_grad_norm_` does."""
+    return float(torch.clamp(clip_norm / (norm + 1e-6), max=1.0))

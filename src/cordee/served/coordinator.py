@@ -202,6 +202,7 @@ class ServedCoordinator:
             policy,
             facts.counts_classes,
             start=self._progress.step,
+            dtype=facts.dtype,
         )
 
     def _load_progress(self, resume: bool) -> Progress:
@@ -228,6 +229,6 @@ class ServedCoordinator:
     def _elapsed_s(self) -> float:
         return self._memory.base_s + time.perf_counter() - self._memory.begun_s
 
-    def _rate(self, step: int) -> float | None:
-        lr = self._job.optimizer.args.get("lr")
-        return None if lr is None else float(lr) * self._schedule(step) * self._order.facts.lr_factor
+    def _rate(self, step: int) -> float:
+        facts = self._order.facts
+        return facts.lr * self._schedule(step) * facts.lr_factor

@@ -52,7 +52,7 @@ class Dispatcher:
     emit: Emit  # an event for the run's file
     show: Callable[[int, float], None]  # step and loss for the progress bar
     elapsed_s: Callable[[], float]
-    rate: Callable[[int], float | None]
+    rate: Callable[[int], float]
     obey: Callable[[Scale | Enlist], str] | None = None  # somebody with the control file wants something
     memory: Memory | None = None  # of the one before
     failures: list[tuple[str, Failure]] = field(default_factory=list)

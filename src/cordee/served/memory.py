@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -41,7 +41,7 @@ class StepSum:
     num_items: int = 0
     num_correct: int = 0
     num_samples: int = 0
-    squares: float = 0.0
+    norms: list[tuple[int, float]] = field(default_factory=list)  # of parts of parameters, by the parameter's number
 
 
 @dataclass

@@ -62,7 +62,8 @@ class TakeWork(Message, frozen=True):
     num_items: Count = 0  # that `num_correct` is out of
     num_correct: Number = -1
     num_samples: Count = 0
-    squares: float = 0.0  # of the gradients of pieces that this unit completed
+    # Of the gradients of pieces that this unit completed, where servers clip: number of the parameter, norm.
+    norms: Annotated[tuple[tuple[Count, float], ...], Meta(max_length=65536)] = ()
     refused: Text = ""  # why a server did not take the gradient
     leaves: bool = False  # it was told to go, and wants no more work
 

@@ -16,7 +16,9 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     total_steps: int
     counts_classes: bool
     has_test: bool
+    lr: float  # of the optimizer's first group, before schedule and scale
     lr_factor: float
+    dtype: str = "float32"  # of the parameters
     data: str = ""  # a fingerprint, where workers of other hosts may join
     description: dict[str, Any]  # for the event `run_started`
 

@@ -24,6 +24,7 @@ class RunPlan:
     policy: StopPolicy
     counts_classes: bool
     start: int = 0  # steps of the job that were taken before
+    dtype: str = "float32"  # of the parameters
 
     @property
     def exchanges(self) -> Exchanges:

@@ -43,12 +43,16 @@ class ServedRun:
         """Train, and return the summary. Raises TrainingError that names the process that failed, and why."""
         parts = self._parts
         assert parts.splits.train.num_samples is not None and parts.total_steps is not None
+        trained = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
+        optimizer = parts.recipe.make(parts.model.named_parameters())
         facts = RunFacts(
             num_samples=parts.splits.train.num_samples,
             total_steps=parts.total_steps,
             counts_classes=parts.splits.num_classes is not None,
             has_test=parts.test is not None,
+            lr=float(optimizer.param_groups[0]["initial_lr"]),
             lr_factor=parts.recipe.lr_factor,
+            dtype=str(trained[0].dtype).removeprefix("torch."),
             data=fingerprint(parts.splits) if parts.job.cluster.address else "",
             description=parts.describe(),
         )

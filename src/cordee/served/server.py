@@ -140,10 +140,20 @@ class ParameterService:
     def _push(self, call: Call, push: Push) -> None:
         gradient = self._codecs[push.piece].decode([buffer.torch() for buffer in call.buffers])
         worker = push.worker or call.caller
-        unit = UnitPush(worker, push.unit, push.step, push.share, push.num_shares, push.count, push.base, push.floor)
+        unit = UnitPush(
+            worker,
+            push.unit,
+            push.step,
+            push.share,
+            push.num_shares,
+            push.count,
+            push.base,
+            push.floor,
+            frozenset(push.unused),
+        )
         self._pass_on(push, call.buffers, call.caller)
         outcome = self._shard.push(push.piece, unit, gradient)
-        call.reply(Pushed(outcome.kind, outcome.squares, outcome.detail))
+        call.reply(Pushed(outcome.kind, outcome.norms, outcome.detail))
 
     def _pass_on(self, message: Message, buffers: Sequence[Buffer], worker: str) -> None:
         """Have the second do the same, before anybody is told that it is done."""
@@ -207,7 +217,8 @@ def main(argument: dict[str, Any]) -> int:
 def _make_service(order: ProcessOrder, run_dir: Path) -> ParameterService:
     job = Job.load(run_dir / "job.toml")
     parts = assemble(job, Team(num_workers=job.strategy.workers, num_local_workers=order.num_local))
-    torch.set_num_threads(1)
+    if not job.training.reproducible:  # there it is what the job says: sums must be those of `single`
+        torch.set_num_threads(1)
     settings = settings_of(job)
     layout = make_layout(parts.model, settings.servers, can_split=can_split(job))
     saved = checkpoint.load_newest(run_dir / "checkpoints") if order.resume else None

@@ -7,14 +7,13 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cordee.assembly import Assembly, assemble
 from cordee.cluster import Team
@@ -29,8 +28,9 @@ from cordee.served.link import DispatchLink, ProcessOrder
 from cordee.served.messages import Leave, TakeWork, Work
 from cordee.served.plan import is_due
 from cordee.strategies.parameter_server.client import ParameterClient, RetriedCalls
-from cordee.strategies.parameter_server.layout import Layout, Piece, make_layout
+from cordee.strategies.parameter_server.layout import Piece, make_layout
 from cordee.strategies.parameter_server.messages import Push, Pushed
+from cordee.strategies.parameter_server.push_watch import PushWatch
 from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters
 from cordee.strategies.parameter_server.strategy import can_split, fixed_of, settings_of
 from cordee.strategies.shards import aligned
@@ -87,50 +87,6 @@ def _work(order: ProcessOrder, leave_asked: threading.Event, memory: MemoryWatch
     return None
 
 
-class PushWatch:
-    """Starts the push of a piece as soon as its last gradient is there, while earlier layers are still computed."""
-
-    def __init__(self, model: nn.Module, layout: Layout, start: Callable[[Piece], None]) -> None:
-        self._layout = layout
-        self._start = start
-        self._left = [0] * len(layout.pieces)
-        self._members: dict[str, list[int]] = {}
-        for piece in layout.pieces:
-            for one in piece.slices:
-                self._members.setdefault(one.name, []).append(piece.index)
-        for name, parameter in model.named_parameters():
-            if name in self._members:
-                pieces = self._members[name]
-                parameter.register_post_accumulate_grad_hook(self._noting(pieces))  # type: ignore[no-untyped-call]
-        self.is_on = False
-        self.started: set[int] = set()
-
-    def begin(self, num_passes: int) -> None:
-        """Wait for `num_passes` gradients of each parameter; 0 starts nothing before the end."""
-        self._left = [len(piece.slices) * num_passes for piece in self._layout.pieces]
-        self.started = set()
-        self.is_on = num_passes > 0
-
-    def end(self) -> None:
-        """Start what is left: pieces with parameters that had no gradient."""
-        self.is_on = False
-        for piece in reversed(self._layout.pieces):
-            if piece.index not in self.started:
-                self._start(piece)
-
-    def _noting(self, pieces: list[int]) -> Callable[[Tensor], None]:
-        return lambda _: self._note(pieces)
-
-    def _note(self, pieces: list[int]) -> None:
-        if not self.is_on:
-            return
-        for index in pieces:
-            self._left[index] -= 1
-            if self._left[index] == 0:
-                self.started.add(index)
-                self._start(self._layout.pieces[index])
-
-
 class WorkLoop:
     """One worker's way from unit to unit. It keeps no optimizer state."""
 
@@ -160,12 +116,17 @@ class WorkLoop:
         self._client = ParameterClient(self._layout, self._settings, calls, order.name)
         self._fixed = fixed_of(parts.job)
         self._clip_norm = self._settings.clip_norm
+        # Only its groups and their rates are used: the state is the servers'.
+        self._rates = parts.recipe.make(self._model.named_parameters())
         self._num_until_pull = 0
         self._index, self._num_units = order.index, 0
-        self._pushes: list[Future[Pushed]] = []
+        self._pushes: list[tuple[Piece, Future[Pushed]]] = []
         self._work: Work | None = None
-        # Clipping one's own gradient needs all of it first, and so does adding up several.
-        self._pushes_early = self._settings.push_every == 1 and (self._settings.is_in_step or not self._clip_norm)
+        # Clipping one's own gradient needs all of it first, and so does adding up several; one piece is complete last.
+        can_push_early = self._settings.push_every == 1 and (self._settings.is_in_step or not self._clip_norm)
+        self._pushes_early = can_push_early and len(self._layout.pieces) > 1
+        names = dict.fromkeys(one.name for piece in self._layout.pieces for one in piece.slices)
+        self._parameter_numbers = {name: number for number, name in enumerate(names)}
         self._watch = PushWatch(self._model, self._layout, self._start_push)
         self._count = 0.0
 
@@ -213,11 +174,15 @@ class WorkLoop:
         if buffers and self._fixed is not None:
             self._client.pull_extras(buffers, work.settles)
         loss = self._compute(work)
-        refused, squares = "", 0.0
-        for push in self._pushes:
+        refused, norms = "", []
+        for piece, push in self._pushes:
             answer = push.result()
             refused = refused or answer.detail
-            squares += max(answer.squares, 0.0)
+            norms += [
+                (self._parameter_numbers[one.name], norm)
+                for one, norm in zip(piece.slices, answer.norms, strict=bool(answer.norms))
+                if norm >= 0
+            ]
         self._pushes = []
         if buffers:
             self._client.push_extras(buffers, work.unit, work.step, work.share, work.num_shares)
@@ -230,7 +195,7 @@ class WorkLoop:
             num_items=loss.num_items,
             num_correct=-1 if loss.num_correct is None else loss.num_correct,
             num_samples=loss.num_samples,
-            squares=squares,
+            norms=tuple(norms),
             refused=refused,
         )
 
@@ -238,6 +203,7 @@ class WorkLoop:
         """Compute the gradient of a unit: the sum over its sub-batches, where `push_every` makes several of it."""
         self._model.train()
         turns = _turns(work.start, work.stop, work.num_batches)
+        self._watch.begin()
         losses, total = [], torch.zeros(0)
         for turn, (start, stop) in enumerate(turns):
             self._gradient.zero_()
@@ -248,7 +214,7 @@ class WorkLoop:
         if len(turns) > 1:
             self._gradient.copy_(total)
         self._count = sum(loss.count for loss in losses)
-        if not self._pushes_early and self._clip_norm:
+        if self._clip_norm and not self._settings.is_in_step:
             self._clip()
         self._watch.end()
         return Loss.join(losses)
@@ -265,11 +231,18 @@ class WorkLoop:
         batch = parts.train.read(work.epoch, start, stop)
         pieces = [part for part in split_batch(batch, self._job.training.accumulate) if part.num_samples]
         self._count = sum(parts.computation.loss.count(part.targets) for part in pieces)
-        self._watch.begin(len(pieces) if self._pushes_early else 0)
         total = self._count if self._fixed is None else self._fixed.nominal
         if self._fixed is not None:
             pieces = [aligned(part) for part in pieces]
-        return parts.computation.forward_backward(self._model, pieces, total_count=total, measure=measure)
+        passes = itertools.count(1)
+
+        def forward(inputs: Tensor) -> Tensor:
+            outputs: Tensor = self._model(inputs)
+            if next(passes) == len(pieces) and self._pushes_early:
+                self._watch.expect(outputs)
+            return outputs
+
+        return parts.computation.forward_backward(forward, pieces, total_count=total, measure=measure)
 
     def _start_push(self, piece: Piece) -> None:
         work = self._work
@@ -283,8 +256,9 @@ class WorkLoop:
             count=self._count,
             base=self._client.base(piece),
             floor=work.floor,
+            unused=self._watch.unused(piece),
         )
-        self._pushes.append(self._client.start_push(piece, self._gradient, push))
+        self._pushes.append((piece, self._client.start_push(piece, self._gradient, push)))
 
     def _clip(self) -> None:
         norm = float(torch.linalg.vector_norm(self._gradient, dtype=torch.float64))
@@ -292,11 +266,11 @@ class WorkLoop:
 
     def _step_locally(self, work: Work, turn: int) -> None:
         """Move the own copy against its own gradient until the next pull, as Downpour SGD does."""
-        recipe = self._parts.recipe
-        step = work.first_batch + turn
-        rate = float(self._job.optimizer.args.get("lr", 0.01)) * recipe.schedule(step) * recipe.lr_factor
+        self._parts.recipe.set_rate(self._rates, work.first_batch + turn)
         with torch.no_grad():
-            self._flat.add_(self._gradient, alpha=-rate)
+            for group in self._rates.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(parameter.grad, alpha=-float(group["lr"]))
 
 
 def _turns(start: int, stop: int, count: int) -> list[tuple[int, int]]:

@@ -53,7 +53,7 @@ class Play:
             emit=lambda kind, **fields: self.events.append((kind, fields)),
             show=lambda step, loss: None,
             elapsed_s=lambda: 0.0,
-            rate=lambda step: None,
+            rate=lambda step: 0.1,
         )
         for role in ("server", "evaluator", "worker"):
             self.say(f"{role}-0", Join(role, 0, 1, "host", "address"))

@@ -25,7 +25,9 @@ ORDER = ServedOrder(
     resume=False,
     launcher_pid=1,
     launcher=LauncherOrder(folder="", run_dir="run", run_id="id", alive_every_s=1.0),
-    facts=RunFacts(num_samples=8, total_steps=6, counts_classes=True, has_test=True, lr_factor=1.0, description={}),
+    facts=RunFacts(
+        num_samples=8, total_steps=6, counts_classes=True, has_test=True, lr=0.1, lr_factor=1.0, description={}
+    ),
 )
 
 

@@ -25,6 +25,7 @@ class Push(Message, frozen=True):
     count: float  # what it is the mean over: items, or their weights
     base: Count  # version of the parameters it was computed from
     floor: Count  # all units below it are committed
+    unused: Annotated[tuple[Count, ...], Meta(max_length=65536)] = ()  # slices of the piece without a gradient
     worker: Annotated[str, Meta(max_length=128)] = ""  # whose it is, where a server passes it on to its second
 
 
@@ -34,7 +35,9 @@ class Pushed(Message, frozen=True):
     is_generational = False
 
     outcome: Name
-    squares: float = -1.0  # of the gradient of the whole step, from the push that completed it; -1: not asked for
+    # Of the slices of the gradient of the whole step, from the push that completed it; -1: without a gradient. Empty
+    # where servers do not clip.
+    norms: Annotated[tuple[float, ...], Meta(max_length=65536)] = ()
     detail: Text = ""
 
 

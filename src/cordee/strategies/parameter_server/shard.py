@@ -36,6 +36,7 @@ class UnitPush(NamedTuple):
     num_items: float  # it is the mean over, or the sum of their weights
     base: int  # version it was computed from
     floor: int = 0  # all units below it are committed
+    unused: frozenset[int] = frozenset()  # slices of the piece that no backward pass has added to
 
 
 class FixedSum(NamedTuple):
@@ -58,10 +59,10 @@ class FixedSum(NamedTuple):
 
 
 class PushOutcome(NamedTuple):
-    """What became of it. `squares` is that of the gradient of the whole step, where clipping waits for it."""
+    """What became of it. `norms` are those of the slices of the whole step's gradient, where clipping waits for it."""
 
     kind: Literal["applied", "staged", "known", "refused"]
-    squares: float = -1.0
+    norms: tuple[float, ...] = ()  # -1 for a slice without a gradient
     detail: str = ""
 
 
@@ -85,6 +86,14 @@ class Applied:
         return unit < self.below or unit in self.above
 
 
+class Staged(NamedTuple):
+    """One share of a step that waits for the others."""
+
+    num_items: float
+    gradient: Tensor | None  # None: it was refused
+    unused: frozenset[int]
+
+
 class PieceState:
     """One piece: its parameters, their optimizer, and what waits to be applied."""
 
@@ -105,19 +114,20 @@ class PieceState:
         self._fixed = fixed
         self._gradient = torch.zeros_like(values)
         self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._gradients: list[Tensor] = []  # of the parameters: views of the gradient
+        self._unused: frozenset[int] = frozenset()  # slices that the gradient says nothing of
         for one in piece.slices:
             at = one.offset - piece.start
             view, gradient = values[at : at + one.length], self._gradient[at : at + one.length]
             if one.is_whole:
                 view, gradient = view.view(one.shape), gradient.view(one.shape)
-            parameter = nn.Parameter(view)
-            parameter.grad = gradient
-            self._parameters.append((one.name, parameter))
+            self._parameters.append((one.name, nn.Parameter(view)))
+            self._gradients.append(gradient)
         self.optimizer: Optimizer = recipe.make(self._parameters)
         self.applied = Applied()
-        self._staged: dict[int, dict[int, tuple[float, Tensor | None]]] = {}  # step -> share -> (count, gradient)
-        self._waiting: tuple[int, float] | None = None  # (step, squares): complete here, waits to be settled
-        self._completed: tuple[int, float] = (-1, -1.0)  # (unit, squares) of the last completion
+        self._staged: dict[int, dict[int, Staged]] = {}  # step -> share
+        self._waiting: int | None = None  # step that is complete here, and waits to be settled
+        self._completed: tuple[int, tuple[float, ...]] = (-1, ())  # (unit, norms) of the last completion
         self._seen: dict[str, Tensor] = {}  # what each worker pulled last, for delay compensation
 
     def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
@@ -133,8 +143,8 @@ class PieceState:
             )
         self.applied.forget_below(push.floor)
         if push.unit in self.applied:
-            unit, squares = self._completed
-            return PushOutcome("known", squares if unit == push.unit else -1.0)
+            unit, norms = self._completed
+            return PushOutcome("known", norms if unit == push.unit else ())
         is_finite = math.isfinite(float(gradient.sum()))  # the sum of finite numbers may overflow: look closer then
         if not is_finite and not bool(torch.isfinite(gradient).all()):
             return self._refuse(push)
@@ -156,7 +166,7 @@ class PieceState:
         return self.values
 
     def waits_for(self, step: int) -> bool:
-        return self._waiting is not None and self._waiting[0] == step
+        return self._waiting == step
 
     def settle(self, step: int, scale: float) -> None:
         """Apply the step that waits for this; a step that was settled before is passed over."""
@@ -174,21 +184,19 @@ class PieceState:
         """Return all that `restore` needs to go on exactly here, but for the optimizer; tensors share memory."""
         tensors = {"values": self.values, "gradient": self._gradient}
         tensors |= {f"seen.{worker}": seen for worker, seen in self._seen.items()}
-        staged = [
-            (step, share, items, gradient is not None)
-            for step, parts in self._staged.items()
-            for share, (items, gradient) in parts.items()
-        ]
+        staged = []
         for step, parts in self._staged.items():
-            for share, (_, gradient) in parts.items():
-                if gradient is not None:
-                    tensors[f"staged.{step}.{share}"] = gradient
+            for share, part in parts.items():
+                staged.append((step, share, part.num_items, part.gradient is not None, sorted(part.unused)))
+                if part.gradient is not None:
+                    tensors[f"staged.{step}.{share}"] = part.gradient
         plain = {
             "version": self.version,
             "below": self.applied.below,
             "above": sorted(self.applied.above),
             "staged": staged,
             "waiting": self._waiting,
+            "unused": sorted(self._unused),
             "completed": self._completed,
         }
         return tensors, plain
@@ -203,17 +211,18 @@ class PieceState:
         self.version = plain["version"]
         self.applied = Applied(plain["below"], set(plain["above"]))
         self._staged = {}
-        for step, share, items, has_gradient in plain["staged"]:
+        for step, share, items, has_gradient, unused in plain["staged"]:
             gradient = tensors[f"staged.{step}.{share}"].clone() if has_gradient else None
-            self._staged.setdefault(step, {})[share] = (items, gradient)
-        self._waiting = None if plain["waiting"] is None else (plain["waiting"][0], plain["waiting"][1])
-        self._completed = (plain["completed"][0], plain["completed"][1])
+            self._staged.setdefault(step, {})[share] = Staged(items, gradient, frozenset(unused))
+        self._waiting = plain["waiting"]
+        self._unused = frozenset(plain["unused"])
+        self._completed = (plain["completed"][0], tuple(plain["completed"][1]))
 
     def _refuse(self, push: UnitPush) -> PushOutcome:
         detail = f"the gradient of {push.worker} for unit {push.unit} (step {push.step + 1}) is not finite"
         if self._settings.is_in_step:
             outcome = self._stage(push, None)
-            return PushOutcome("refused", outcome.squares, detail)
+            return PushOutcome("refused", outcome.norms, detail)
         self.applied.add(push.unit)
         return PushOutcome("refused", detail=detail)
 
@@ -222,40 +231,46 @@ class PieceState:
         staged = self._staged.setdefault(push.step, {})
         is_last = len(staged) + 1 == push.num_shares
         kept = gradient if gradient is None or is_last else gradient.clone()
-        staged[push.share] = (push.num_items, kept)
+        staged[push.share] = Staged(push.num_items, kept, push.unused)
         if not is_last:
             return PushOutcome("staged")
         # Steps are complete in order; what is left of earlier ones lacks a part that was lost with a server.
         self._staged = {step: parts for step, parts in self._staged.items() if step > push.step}
         has_any = self._combine(staged)
-        squares = -1.0
-        if self._settings.clip_norm:
-            squares = float(self._gradient.double().square().sum()) if has_any else 0.0
+        norms = self._norms() if self._settings.clip_norm and has_any else ()
         if has_any:
             # Not before all servers have all of the step: if a worker is lost in the middle of its pushes, another
             # computes its part again, and must find the parameters as they were everywhere.
-            self._waiting = (push.step, squares)
-        self._completed = (push.unit, squares)
-        return PushOutcome("applied", squares)
+            self._waiting = push.step
+        self._completed = (push.unit, norms)
+        return PushOutcome("applied", norms)
 
-    def _combine(self, staged: Mapping[int, tuple[float, Tensor | None]]) -> bool:
+    def _norms(self) -> tuple[float, ...]:
+        return tuple(
+            -1.0 if at in self._unused else float(torch.linalg.vector_norm(gradient))
+            for at, gradient in enumerate(self._gradients)
+        )
+
+    def _combine(self, staged: Mapping[int, Staged]) -> bool:
         """Write the aggregate of the gradients, in order, to the gradient buffer; False if there is none."""
-        parts = {share: gradient for share, (_, gradient) in sorted(staged.items()) if gradient is not None}
+        parts = {share: part.gradient for share, part in sorted(staged.items()) if part.gradient is not None}
         if not parts:
             return False
-        total = sum(staged[share][0] for share in parts)
-        out = self._gradient
+        counts = {share: staged[share].num_items for share in parts}
+        total, out = sum(counts.values()), self._gradient
+        self._unused = frozenset.intersection(*(staged[share].unused for share in parts))
         if self._fixed is not None:
             out.copy_(self._fixed.add(parts, out))
             # As the others add them (strategies/shards.py): sums of weights are rounded in the order of the tree too.
-            counts = {share: torch.tensor(float(staged[share][0])) for share in parts}
-            total = float(self._fixed.add(counts, torch.tensor(0.0)))
+            summands = {share: torch.tensor(float(count)) for share, count in counts.items()}
+            total = float(self._fixed.add(summands, torch.tensor(0.0)))
             if total and total != self._fixed.nominal:
                 out.mul_(self._fixed.nominal / total)
             return True
-        present = [(staged[share][0], gradient) for share, gradient in parts.items()]
-        for position, (count, gradient) in enumerate(present):
-            weight = {"weighted": count / total if total else 0.0, "mean": 1 / len(present), "sum": 1.0}[
+        if total:
+            parts = {share: gradient for share, gradient in parts.items() if counts[share]}
+        for position, (share, gradient) in enumerate(parts.items()):
+            weight = {"weighted": counts[share] / total if total else 0.0, "mean": 1 / len(parts), "sum": 1.0}[
                 self._settings.aggregate
             ]
             if position == 0:
@@ -267,6 +282,7 @@ class PieceState:
     def _apply_alone(self, push: UnitPush, gradient: Tensor) -> None:
         settings, age = self._settings, self.version - push.base
         self._gradient.copy_(gradient)
+        self._unused = push.unused
         seen = self._seen.get(push.worker)
         if settings.delay_compensation and seen is not None:
             # DC-ASGD: the change of the gradient since, to first order, with g * g for the Hessian.
@@ -278,6 +294,9 @@ class PieceState:
     def _step(self, step: int, factor: float = 1.0) -> None:
         if self._settings.weight_decay:
             self._gradient.add_(self.values, alpha=self._settings.weight_decay)
+        # Like `single`, which leaves parameters without a gradient alone: momentum and decay would move them.
+        for at, ((_, parameter), gradient) in enumerate(zip(self._parameters, self._gradients, strict=True)):
+            parameter.grad = None if at in self._unused else gradient
         self._recipe.set_rate(self.optimizer, step)
         if factor != 1.0:
             for group in self.optimizer.param_groups:

@@ -46,6 +46,8 @@ class ParameterServer:
 
 def can_split(job: Job) -> bool:
     """Whether the job's optimizer treats every number by itself, so that a parameter may be cut."""
+    if job.training.reproducible and settings_of(job).clip_norm:
+        return False  # the norm of a parameter has the bits of `single` only where it is computed in one go
     use = job.optimizer.use
     return isinstance(use, str) and use.lower() in {name.lower() for name in ELEMENTWISE}
 

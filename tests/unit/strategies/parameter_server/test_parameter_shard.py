@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -211,13 +212,13 @@ def test_clipping_waits_for_the_norm_of_all_servers() -> None:
     servers = Servers(make_model(), clip_norm=1.0)
     before = servers.values()
     gradient = gradients(1, servers.layout.length)[0][0]
-    squares = 0.0
+    norms: list[float] = []
     for piece in servers.layout.pieces:
         part = gradient[piece.start : piece.stop]
         push = UnitPush("worker-0", 0, 0, 0, 1, 1, 0)
-        squares += servers.shards[piece.server].push(piece.index, push, part).squares
+        norms += servers.shards[piece.server].push(piece.index, push, part).norms
     assert torch.equal(servers.values(), before)
-    scale = 1.0 / squares**0.5
+    scale = 1.0 / math.hypot(*norms)
     for piece in servers.layout.pieces:
         servers.shards[piece.server].piece(piece.index).pull("worker-0", settles=0, scale=scale)
         servers.shards[piece.server].piece(piece.index).pull("worker-1", settles=0, scale=scale)  # once only
@@ -260,3 +261,51 @@ def test_what_is_remembered_of_units_does_not_grow() -> None:
     for unit in range(500):
         servers.push(gradient, 0, unit=unit, step=unit, share=0, num_shares=1, floor=max(0, unit - 3))
     assert len(servers.shards[0].piece(0).applied.above) <= 4
+
+
+def test_weight_decay_on_the_servers_is_that_of_sgd() -> None:
+    servers, plain = Servers(make_model(), weight_decay=0.1), Servers(make_model())
+    before, gradient = servers.values(), gradients(1, servers.layout.length)[0][0]
+    for each in (servers, plain):
+        for piece in each.layout.pieces:
+            each.push(gradient, piece.index, unit=0, step=0, share=0, num_shares=1)
+    torch.testing.assert_close(servers.values(), plain.values() - 0.05 * 0.1 * before)
+
+
+@pytest.mark.parametrize("settings", [{}, {"staleness": 1}, {"weight_decay": 0.1}])
+def test_a_parameter_without_a_gradient_is_left_alone(settings: dict[str, object]) -> None:
+    """Adam would count a step for it, and momentum, or decay, would move it."""
+    servers = Servers(make_model(), "Adam", num_servers=1, **settings)
+    (piece,) = servers.layout.pieces
+    used = [one.offset for one in piece.slices]
+    gradient = gradients(1, servers.layout.length)[0][0]
+    servers.push(gradient, 0, unit=0, step=0, share=0, num_shares=1)
+    before = servers.values()
+    for at in (used[1], used[2]):
+        gradient[at : at + 16] = 0.0
+    servers.push(gradient, 0, unit=1, step=1, share=0, num_shares=1, unused=frozenset({1, 2}))
+    after = servers.values()
+    for at, one in enumerate(piece.slices):
+        place = slice(one.offset, one.offset + one.length)
+        assert torch.equal(after[place], before[place]) == (at in (1, 2)), one.name
+    counts = [float(tensor) for name, tensor in servers.optimizer_state().tensors.items() if name.endswith("step")]
+    assert sorted(counts) == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_a_step_of_which_nothing_is_counted_is_none() -> None:
+    servers = Servers(make_model(), "Adam", num_servers=1)
+    (piece,) = servers.layout.pieces
+    everything, nothing = frozenset(range(len(piece.slices))), torch.zeros(servers.layout.length)
+    before = servers.values()
+    for share in range(2):
+        fields = {"unit": share, "step": 0, "share": share, "num_shares": 2, "num_items": 0}
+        servers.push(nothing, 0, unused=everything, **fields)
+    assert torch.equal(servers.values(), before)
+    assert not servers.optimizer_state().tensors
+    gradient = gradients(1, servers.layout.length)[0][0]
+    fields = {"step": 1, "num_shares": 2}
+    servers.push(nothing, 0, unit=2, share=0, num_items=0, unused=everything, **fields)
+    servers.push(gradient, 0, unit=3, share=1, num_items=4, **fields)
+    alone = Servers(make_model(), "Adam", num_servers=1)
+    alone.push(gradient, 0, unit=0, step=1, share=0, num_shares=1)
+    assert torch.equal(servers.values(), alone.values())
