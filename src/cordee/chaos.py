@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ import psutil
 from cordee.auditing import audit_run
 from cordee.cluster.control import scale_run
 from cordee.cluster.local import is_alive
-from cordee.core import Job
+from cordee.core import Job, fault_points
 from cordee.core.errors import CordeeError, JobError, TrainingError, nearest
 from cordee.doctor import Finding
 from cordee.monitoring import read_events
@@ -82,6 +83,30 @@ def plan_faults(kinds: Sequence[str], *, every_s: float, for_s: float, seed: int
     return [Fault(at_s, chance.choice(list(kinds)), chance.random()) for at_s in times if at_s < for_s]
 
 
+def aim(places: Sequence[str], action: str) -> list[fault_points.Fault]:
+    """Return the faults at named places, `POINT[:PROCESS[:VISIT]]` each. Raises JobError for what is not known.
+
+    Without a process it is the first that passes; without a visit its first.
+    """
+    known: tuple[str, ...] = typing.get_args(fault_points.Attack)
+    if action not in known:
+        raise JobError(f"no action '{action}'{nearest(action, known)} (known: {', '.join(known)})")
+    faults = []
+    for place in places:
+        point, _, rest = place.partition(":")
+        process, _, visit = rest.partition(":")
+        if point not in fault_points.POINTS:
+            raise JobError(f"no fault point '{point}'{nearest(point, fault_points.POINTS)} (cordee chaos --points)")
+        if "launcher" in (process, fault_points.POINTS[point].partition(":")[0]):
+            raise JobError(f"--at {place}: the launcher is the command itself, the run ends with it")
+        if visit and not (visit.isdecimal() and int(visit)):
+            raise JobError(f"--at {place}: '{visit}' is not the number of a visit, which is 1 or more")
+        faults.append(
+            fault_points.Fault(point, process or "*", typing.cast(fault_points.Action, action), int(visit or 1))
+        )
+    return faults
+
+
 def unleash(
     command: Sequence[str],
     run_dir: Path,
@@ -89,14 +114,16 @@ def unleash(
     *,
     for_s: float,
     calm_s: float = 0.0,
+    aimed: Sequence[fault_points.Fault] = (),
     say: Callable[[str], None],
 ) -> Outcome:
     """Start a run and let the faults happen for `for_s` seconds, then end and check it.
 
-    Nothing happens to it for half of `calm_s` before, from its first step on, and for the other half after. Raises
-    TrainingError if the run fails, or does not end when it is told to.
+    Nothing happens to it for half of `calm_s` before, from its first step on, and for the other half after. Those that
+    are `aimed` at fault points happen when a process gets there, from its start on. Raises TrainingError if the run
+    fails, does not end when it is told to, or does not pass a point.
     """
-    with _training(command) as process:
+    with tempfile.TemporaryDirectory(prefix="cordee-") as place, _training(command, Path(place), aimed) as process:
         _await_first_step(process, run_dir)
         calm = [(time.time(), time.time() + calm_s / 2)]
         _sleep_until(time.monotonic() + calm_s / 2, process)
@@ -112,11 +139,15 @@ def unleash(
                 FAULTS[fault.kind](victim)
                 happened.append(fault.kind)
                 _await_step(process, run_dir, fault)
-        _sleep_until(started_s + for_s, process)
+        if aimed and not faults:
+            _await_aimed(process, run_dir, Path(place), aimed, started_s + for_s)
+        else:
+            _sleep_until(started_s + for_s, process)
         ended = time.time()
         _sleep_until(time.monotonic() + calm_s / 2, process)
         calm.append((ended, time.time()))
         _end(process)
+        happened += _check_aimed(Path(place), aimed, say)
     events = list(read_events(run_dir / EVENTS_FILE))
     recoveries = [event for event in events if event["type"] == "recovery"]
     return Outcome(
@@ -224,10 +255,40 @@ FAULTS: dict[str, Callable[[Victim], None]] = {
 }
 
 
+def _await_aimed(
+    process: subprocess.Popen[str],
+    run_dir: Path,
+    place: Path,
+    aimed: Sequence[fault_points.Fault],
+    deadline_s: float,
+) -> None:
+    """Wait until all have happened, and a step was taken after the last."""
+    while process.poll() is None and time.monotonic() < deadline_s:
+        if len(fault_points.happened(place)) == len(aimed):
+            _await_step(process, run_dir, Fault(0.0, f"{aimed[-1].action} at {aimed[-1].point}", 0.0))
+            return
+        time.sleep(0.05)
+
+
+def _check_aimed(place: Path, aimed: Sequence[fault_points.Fault], say: Callable[[str], None]) -> list[str]:
+    if not aimed:
+        return []
+    happened = fault_points.happened(place)
+    for fault in aimed:
+        if fault not in happened:
+            who = "nobody" if fault.process == "*" else f"{fault.process} never"
+            raise TrainingError(f"{who} passed the fault point {fault.point} for the {fault.visit}. time")
+        say(f"{fault.action} at {fault.point}: {fault_points.POINTS[fault.point]}")
+    return [fault.action for fault in happened]
+
+
 @contextlib.contextmanager
-def _training(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+def _training(
+    command: Sequence[str], place: Path, aimed: Sequence[fault_points.Fault]
+) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, **(fault_points.ask_for(place, aimed) if aimed else {})}
     with tempfile.TemporaryFile("w+") as stderr:  # a pipe that nobody reads would fill up in a long run
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, text=True, env=environment)
         process.stderr = stderr
         try:
             yield process

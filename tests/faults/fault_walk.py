@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import tempfile
 import time
@@ -425,6 +426,7 @@ def main() -> int:
     parser.add_argument("--action", action="append")
     parser.add_argument("--process", action="append")
     parser.add_argument("--sample", action="store_true", help="one trial for each point")
+    parser.add_argument("--shuffle", type=int, help="try them in the random order of this seed")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--results", type=Path, help="file for the results, as lines of JSON; trials in it are skipped")
@@ -442,6 +444,8 @@ def main() -> int:
         lines = options.results.read_bytes().splitlines()
         known = [msgspec.json.decode(line, type=Result) for line in lines]
         chosen = [c for c in chosen if not any((r.scenario, r.fault) == (c.scenario, c.fault) for r in known)]
+    if options.shuffle is not None:
+        random.Random(options.shuffle).shuffle(chosen)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="fault-walk-"))
     folder.mkdir(parents=True, exist_ok=True)
     started_s, num_failed = time.monotonic(), 0

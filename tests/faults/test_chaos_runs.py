@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from cordee.chaos import FAULTS, plan_faults
+from cordee.chaos import FAULTS, aim, plan_faults
 from cordee.core.errors import JobError
+from cordee.core.fault_points import Fault
 from cordee.outage import _copy_descriptor, cut_off
 
 pytestmark = pytest.mark.timeout(150)
@@ -56,6 +57,28 @@ def test_the_plan_follows_from_the_seed() -> None:
 def test_what_cannot_be_planned(kinds: list[str], every_s: float, message: str) -> None:
     with pytest.raises(JobError, match=message):
         plan_faults(kinds, every_s=every_s, for_s=10.0, seed=0)
+
+
+def test_faults_are_aimed_at_points() -> None:
+    assert aim(["link.ready", "step.begun:worker-1:5", "meeting.begin:worker-0"], "freeze") == [
+        Fault("link.ready", "*", "freeze"),
+        Fault("step.begun", "worker-1", "freeze", 5),
+        Fault("meeting.begin", "worker-0", "freeze"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("place", "action", "message"),
+    [
+        ("link.redy", "kill", "no fault point 'link.redy'; did you mean 'link.ready'"),
+        ("link.ready", "hold", r"no action 'hold'.* \(known: kill, freeze, error\)"),
+        ("link.ready:worker-1:0", "kill", "'0' is not the number of a visit"),
+        ("launch.summary", "kill", "the launcher is the command itself"),
+    ],
+)
+def test_what_cannot_be_aimed_at(place: str, action: str, message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        aim([place], action)
 
 
 def test_nothing_gets_through_and_nothing_is_lost() -> None:
@@ -115,3 +138,22 @@ def test_a_run_is_sound_after_faults(tmp_path: Path, strategy: str, kinds: str) 
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "the run is sound" in ended.stdout and "3 faults in" in ended.stdout
+
+
+def chaos(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "job.toml").write_text(JOB)
+    command = [sys.executable, "-m", "cordee", "chaos", "job.toml", "--run-dir", "run", *options]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_run_is_sound_after_faults_at_points(tmp_path: Path) -> None:
+    ended = chaos(tmp_path, "--at", "link.ready:worker-1", "--at", "checkpoint.rename::2")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "the run is sound" in ended.stdout and "2 faults in" in ended.stdout
+    assert "kill at link.ready: worker: has said that it waits for a generation" in ended.stdout
+
+
+def test_a_point_that_nobody_passes_is_named(tmp_path: Path) -> None:
+    ended = chaos(tmp_path, "--at", "staff.scaled", "--for", "1s")
+    assert ended.returncode == 1
+    assert "nobody passed the fault point staff.scaled for the 1. time" in ended.stderr

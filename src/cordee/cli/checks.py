@@ -11,10 +11,20 @@ from cordee.cli.output import print_text
 
 
 def chaos(
-    job: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False)],
+    job: Annotated[Path | None, typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False)] = None,
     faults: Annotated[
-        str, typer.Option(help="Which of kill, freeze, slow, full-disk, partition, coordinator, leave.")
-    ] = "kill,freeze",
+        str | None,
+        typer.Option(
+            help="Which of kill, freeze, slow, full-disk, partition, coordinator, leave. kill,freeze unless --at.",
+            show_default=False,
+        ),
+    ] = None,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(metavar="POINT[:PROCESS[:VISIT]]", help="A fault at a fault point.", show_default=False),
+    ] = None,
+    do: Annotated[str, typer.Option(help="What happens there: kill, freeze or error.")] = "kill",
+    points: Annotated[bool, typer.Option("--points", help="List the fault points.")] = False,
     every: Annotated[str, typer.Option(help="Time between two faults.")] = "5s",
     duration: Annotated[str, typer.Option("--for", help="How long faults happen.")] = "1m",
     calm: Annotated[
@@ -28,22 +38,34 @@ def chaos(
 ) -> None:
     """Train a job while real faults hit its workers, then check the run by its events.
 
-    Exit code 1 if the run fails, hangs, or is not sound.
+    Exit code 1 if the run fails, hangs, or is not sound, or if a process does not get to where --at aims.
     """
     from cordee.auditing import VERDICTS
-    from cordee.chaos import plan_faults, train_command, unleash
+    from cordee.chaos import aim, plan_faults, train_command, unleash
     from cordee.core import Job
     from cordee.core.durations import parse_duration
     from cordee.core.env import runs_folder
+    from cordee.core.errors import JobError
+    from cordee.core.fault_points import POINTS
     from cordee.doctor import can_train, render_findings
     from cordee.monitoring import new_run_path
 
+    if points:
+        width = max(map(len, POINTS))
+        print_text("\n".join(f"{name:{width}}  {what}" for name, what in POINTS.items()))
+        return
+    if job is None:
+        raise JobError("which job? cordee chaos JOB.toml, or cordee chaos --points")
+    aimed = aim(at or [], do)
     loaded = Job.load(job, overrides=overrides or [])
     for_s, calm_s = parse_duration(duration, "--for"), parse_duration(calm, "--calm")
-    plan = plan_faults(faults.split(","), every_s=parse_duration(every, "--every"), for_s=for_s, seed=seed)
+    kinds = (faults if faults is not None else "kill,freeze").split(",")
+    plan = []
+    if faults is not None or not aimed:
+        plan = plan_faults(kinds, every_s=parse_duration(every, "--every"), for_s=for_s, seed=seed)
     folder = run_dir or new_run_path(runs_folder(), f"{loaded.name}-chaos")
     command = train_command(job, folder, overrides or [])
-    outcome = unleash(command, folder, plan, for_s=for_s, calm_s=calm_s, say=print_text)
+    outcome = unleash(command, folder, plan, for_s=for_s, calm_s=calm_s, aimed=aimed, say=print_text)
     print_text(render_findings(outcome.findings, as_json=False, verdicts=VERDICTS))
     print_text(
         f"{len(outcome.faults)} faults in {outcome.seconds:.0f} s, {outcome.recoveries} recoveries, the slowest in "

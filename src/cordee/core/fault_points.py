@@ -23,7 +23,8 @@ import msgspec
 from cordee.core import env
 from cordee.core.errors import CommunicationError
 
-Action = Literal["kill", "freeze", "error", "leave", "hold"]
+Attack = Literal["kill", "freeze", "error"]
+Action = Attack | Literal["leave", "hold"]
 
 LONGEST_HOLD_S, LOOK_EVERY_S = 60.0, 0.005
 
@@ -201,11 +202,11 @@ def _due(folder: Path, point: str) -> tuple[int, Fault] | None:
     """Record the visit; return the fault that it is the turn of, with its number, if there is one."""
     with (folder / VISITS_FILE).open("ab", buffering=0) as file:  # one write: lines of several processes do not mix
         file.write(f"{point} {_process}\n".encode())
-    past = visits(folder)
     faults = msgspec.json.decode((folder / FAULTS_FILE).read_bytes(), type=list[Fault])
-    for number, fault in enumerate(faults):
-        if fault.point != point or not _is_meant(fault.process):
-            continue
+    meant = [(n, fault) for n, fault in enumerate(faults) if fault.point == point and _is_meant(fault.process)]
+    waiting = [(n, fault) for n, fault in meant if not (folder / f"happened-{n}").exists()]
+    past = visits(folder) if waiting else []
+    for number, fault in waiting:
         visit = sum(1 for at, process in past if at == point and (process == _process or fault.process.endswith("*")))
         if visit < fault.visit:
             continue
