@@ -37,6 +37,7 @@ def audit(events: Sequence[Event]) -> list[Finding]:
                 "samples", _check_samples(events, started), f"each counted once per epoch, at {len(commits)} commits"
             ),
             _finding("work", _check_reported(events), "each step reported once"),
+            _updates(events),
             _losses(events),
         ]
     return [
@@ -145,6 +146,18 @@ def _check_weights(commits: Sequence[Event]) -> Iterator[str]:
                 f"at step {commit['step']} worker {commit.get('worker', 0)} has other weights "
                 f"than worker {first.get('worker', 0)}"
             )
+
+
+def _updates(events: Sequence[Event]) -> Finding:
+    """Every update is in all of the weights, unless a parameter server was lost that nobody followed."""
+    lost = [event for event in events if event["type"] == "updates_lost"]
+    if not lost:
+        return Finding("updates", "ok", "none lost")
+    total, first = sum(event["updates"] for event in lost), lost[0]
+    detail = f"{total} lost: the weights are not those of an undisturbed run. Server {first['server']}"
+    detail += f" continued from step {first['from_step']} at step {first['step']}"
+    detail += f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+    return Finding("updates", "problem", detail, "set strategy.replicas = 2: a second server has every update")
 
 
 def _losses(events: Sequence[Event]) -> Finding:

@@ -26,6 +26,7 @@ class Progress(msgspec.Struct):
     evaluated_at: int = -1  # step of the last evaluation
     metrics: Metrics | None = None  # what it measured
     best_step: int = -1  # of the best evaluation
+    updates_lost: int = 0  # that are in a part of the parameters only: a server was lost with the others
     place: Place = Place()  # in data that grows
     patience: Patience = msgspec.field(default_factory=Patience)
 

@@ -239,11 +239,22 @@ def test_a_worker_of_another_host_is_cut_off_comes_back_and_is_killed(tmp_path: 
 def test_a_lone_server_comes_back_from_the_last_checkpoint_and_says_what_is_lost(tmp_path: Path) -> None:
     launched = Launched(tmp_path)
     launched.wait_for_step(60)
+    (tmp_path / "slowly").touch()
+    while launched.events("step")[-1]["step"] % 50 > 40:  # the next checkpoint is not near
+        time.sleep(0.1)
+    launched.wait_for_step(launched.events("step")[-1]["step"] + 2)
     os.kill(launched.pids("server")[1], signal.SIGKILL)
+    (tmp_path / "slowly").unlink()
     summary = launched.finish()
     assert (summary["status"], summary["steps"]) == ("completed", NUM_STEPS)
     messages = [event["message"] for event in launched.events("warning")]
-    assert any("its parameters go on from step-" in message and "are lost" in message for message in messages)
+    (lost,) = launched.events("updates_lost")
+    said = f"server 1 continues from step {lost['from_step']}: its slice lacks the updates of {lost['updates']} steps"
+    assert any(said in message for message in messages)
+    assert summary["updates_lost"] == lost["updates"] == lost["step"] - lost["from_step"] > 0
+    command = [sys.executable, "-m", "cordee", "doctor", "--run", str(launched.run_dir)]
+    doctor = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert doctor.returncode != 0 and f"{lost['updates']} lost" in doctor.stdout and "is sound" not in doctor.stdout
 
 
 @pytest.mark.long

@@ -79,3 +79,13 @@ def test_runs_with_parameter_servers_are_checked() -> None:
 
 def test_a_run_that_never_began() -> None:
     assert problems([]) == {"run": "it never began to train"}
+
+
+def test_updates_that_a_server_took_with_it_are_told() -> None:
+    started = {**STARTED, "strategy": "parameter_server"}
+    lost = {"type": "updates_lost", "server": 1, "updates": 10, "step": 60, "from_step": 50}
+    assert problems([started]) == {}
+    assert problems([started, lost, lost]) == {
+        "updates": "20 lost: the weights are not those of an undisturbed run. "
+        "Server 1 continued from step 50 at step 60 (and 1 more)"
+    }

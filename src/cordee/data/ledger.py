@@ -191,6 +191,12 @@ class Ledger:
             self.committed_steps += 1
         return True
 
+    def reopen(self) -> None:
+        """Have all units of steps that are not committed handed out again, also those that are done or in hand."""
+        numbers = {*self._committed, *self.taken, *(unit.number for unit in self._returned)}
+        self._returned = [self._unit(number) for number in sorted(numbers)]
+        self._committed, self.taken, self._done = set(), {}, {}
+
     def put_back(self, worker: str) -> list[Unit]:
         """Take away what a lost worker had in hand, for others to do."""
         lost = [unit for holder, unit in self.taken.values() if holder == worker]

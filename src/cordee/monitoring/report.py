@@ -159,7 +159,10 @@ def _forecast(summary: Summary) -> str:
 
 
 def _recoveries(summary: Summary) -> str:
-    return f"{summary.recoveries}, {plural(summary.steps_redone, 'step')} done again" if summary.recoveries else ""
+    if not summary.recoveries:
+        return ""
+    lost = f", {plural(summary.updates_lost, 'update')} lost" if summary.updates_lost else ""
+    return f"{summary.recoveries}, {plural(summary.steps_redone, 'step')} done again{lost}"
 
 
 def _staleness(summary: Summary) -> str:

@@ -74,6 +74,10 @@ class Accounts:
         sums.num_samples += done.num_samples
         sums.norms += done.norms
 
+    def reopen(self) -> None:
+        """Forget what was said of steps that are not complete: all of it is said again."""
+        self._memory.sums.clear()
+
     def close(self, num_steps: int) -> None:
         """Put into the progress what is not in it of the first `num_steps` steps, which are complete."""
         for step in range(self._memory.counted, num_steps):

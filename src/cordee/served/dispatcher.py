@@ -226,13 +226,31 @@ class Dispatcher:
                 self._reply(received, Refused("unknown-process", f"there is no server {join.index}"))
                 return
             self.hearings[name].address, self.hearings[name].public = join.address, join.public
+            has_worked = self.servers.has_been_ready
             self.servers.join(join.index, name)
+            if has_worked and self.servers.serves(name):
+                self._restart_from(join.index, join.step)
         self._acknowledge(received)
         self.emit("worker_started", worker=join.index, pid=join.pid, host=join.host, role=join.role)
         self.servers.tell()
 
+    def _restart_from(self, index: int, step: int) -> None:
+        """Take note that a server serves with parameters of an earlier step: nobody had what its predecessor had."""
+        # Parts of steps that are not complete went to the predecessor as well. All are done again: the other servers
+        # know them, and the new one gets every update from here on.
+        self._memory.attempt += 1
+        self.ledger.reopen()
+        self.accounts.reopen()
+        now = self.progress.step
+        lost = now - step
+        if lost > 0:
+            self.progress.updates_lost += lost
+            self.emit("updates_lost", server=index, updates=lost, step=now, from_step=step)
+            message = f"server {index} continues from step {step}: its slice lacks the updates of {lost} steps"
+            self.emit("warning", message=f"{message}. With strategy.replicas = 2 none would be lost")
+
     def _commit(self, worker: str, done: TakeWork) -> None:
-        if not self.ledger.commit(done.done):
+        if done.attempt != self._memory.attempt or not self.ledger.commit(done.done):
             return
         step = done.done // self.ledger.num_shares
         self.accounts.add(step, done)
@@ -312,6 +330,7 @@ class Dispatcher:
                 floor=ledger.committed_steps * ledger.num_shares,
                 settles=settles,
                 scale=scale,
+                attempt=self._memory.attempt,
             )
             self._reply(received, work)
 

@@ -78,9 +78,10 @@ class DispatchLink:
         self._num_events = 0
         self.step = 0
 
-    def join(self, address: str = "", public: str = "") -> None:
+    def join(self, address: str = "", public: str = "", step: int = 0) -> None:
+        """Join the run. A server says where it listens, and after which step of the job its parameters are."""
         order = self._order
-        hello = Join(order.role, order.index, os.getpid(), socket.gethostname(), address, public)
+        hello = Join(order.role, order.index, os.getpid(), socket.gethostname(), address, public, step=step)
         reply = self.ask(hello)
         assert isinstance(reply, Joined)
         beat_s = reply.failure_timeout_s / 5

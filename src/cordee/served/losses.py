@@ -152,8 +152,8 @@ class Losses:
         if is_served:
             return f"no update is lost, {successor} will be the second server"
         saved = checkpoint.list_checkpoints(self._crew.run_dir / "checkpoints")
-        kept = f"its parameters go on from {saved[-1].name}" if saved else "its parameters start from the beginning"
-        return f"{kept}, its updates since then (the run is at step {self._dispatcher.progress.step}) are lost"
+        kept = f"from {saved[-1].name}" if saved else "from the beginning"
+        return f"nobody has its parameters of step {self._dispatcher.progress.step}, {successor} continues {kept}"
 
     def _refuse_deadly(self, units: Sequence[Unit], last: str) -> None:
         """Raise TrainingError for work that every worker is lost over: the next one would be, too."""

@@ -91,6 +91,7 @@ class Memory(msgspec.Struct, kw_only=True):
     posts: Posts
     accounts: AccountsMemory
     desk: DeskMemory = msgspec.field(default_factory=DeskMemory)
+    attempt: int = 0  # how often units were handed out again because a server was lost with what it had of them
     barrier: int  # nothing of this step is handed out before a snapshot
     ledger: LedgerState | None = None
     hearings: dict[str, Hearing] = {}

@@ -23,6 +23,7 @@ class Join(Message, frozen=True):
     host: Name
     address: Annotated[str, Meta(max_length=256)] = ""
     public: Annotated[str, Meta(max_length=256)] = ""  # for workers of other hosts
+    step: Count = 0  # a server: of the job, that its parameters are of
 
 
 class Joined(Message, frozen=True):
@@ -66,6 +67,7 @@ class TakeWork(Message, frozen=True):
     norms: Annotated[tuple[tuple[Count, float], ...], Meta(max_length=65536)] = ()
     refused: Text = ""  # why a server did not take the gradient
     leaves: bool = False  # it was told to go, and wants no more work
+    attempt: Count = 0  # of the work that is done
 
 
 class Work(Message, frozen=True):
@@ -85,6 +87,7 @@ class Work(Message, frozen=True):
     floor: Count  # units below it are committed
     settles: Number = -1  # step that the servers apply, scaled, before this one is computed
     scale: float = 1.0
+    attempt: Count = 0  # what is done of an earlier one does not count
 
 
 class Leave(Message, frozen=True):

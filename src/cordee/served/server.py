@@ -80,6 +80,7 @@ class ParameterService:
         self.fence: Callable[[str, int], None] = lambda worker, incarnation: None
         self.warn: Callable[[str], None] = lambda message: None
         self.name = "server"
+        self.step = 0  # of the job, that its parameters were of when it started
 
     def handle(self, call: Call) -> None:
         match call.message:
@@ -204,7 +205,7 @@ def main(argument: dict[str, Any]) -> int:
                 service.fence = server.fence
                 service.connect = link.connect_to
                 service.warn = lambda message: link.emit("warning", {"message": message})
-                link.join(server.address, server.public)
+                link.join(server.address, server.public, service.step)
                 log.info("server %d listens at %s (process %d)", order.index, server.address, os.getpid())
                 server.run(is_over.is_set)
         except Exception as error:
@@ -237,4 +238,6 @@ def _make_service(order: ProcessOrder, run_dir: Path) -> ParameterService:
         for state in shard.pieces.values():
             load_piece(state, saved.state.part("optimizer"))
             state.version = saved.state.values["progress"]["step"]
-    return ParameterService(shard, layout, settings, is_fixed=fixed is not None)
+    service = ParameterService(shard, layout, settings, is_fixed=fixed is not None)
+    service.step = saved.state.values["progress"]["step"] if saved is not None else 0
+    return service

@@ -102,6 +102,7 @@ class Summariser:
             test_top5_accuracy=metrics.top5_accuracy if metrics else None,
             weights_sha256=outcome.weights_sha256 or None,
             recoveries=self._memory.losses.num_recoveries,
+            updates_lost=progress.updates_lost,
             staleness=ages or None,
             stopped_by=stopped_by,
             cordee_version=__version__,

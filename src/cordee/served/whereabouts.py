@@ -38,6 +38,14 @@ class Whereabouts:
         """Whether all servers serve, and at the start all followers follow."""
         return self._posts.is_ready(wants_followers=self._wants_followers)
 
+    @property
+    def has_been_ready(self) -> bool:
+        """Whether all servers have served: there was work."""
+        return self._posts.has_been_ready
+
+    def serves(self, name: str) -> bool:
+        return name in self._posts.serving
+
     def is_served(self, index: int) -> bool:
         return bool(self._posts.posts[index].serving)
 

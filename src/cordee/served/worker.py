@@ -196,6 +196,7 @@ class WorkLoop:
             num_correct=-1 if loss.num_correct is None else loss.num_correct,
             num_samples=loss.num_samples,
             norms=tuple(norms),
+            attempt=work.attempt,
             refused=refused,
         )
 

@@ -33,6 +33,10 @@ def run_schedule(seed: int) -> None:
             state = msgspec.msgpack.decode(msgspec.msgpack.encode(ledger.state), type=LedgerState)
             ledger = Ledger(exchanges, num_shares)
             ledger.go_on_from(state)
+        if draw.random() < 0.02:  # a server is lost with what it had of the steps that are open
+            ledger.reopen()
+            in_hand = {worker: [] for worker in workers}
+            committed = [unit for unit in committed if unit.step < ledger.committed_steps]
         event = draw.random()
         if event < 0.05:  # it dies, and another takes its place
             ledger.put_back(worker)

@@ -35,28 +35,30 @@ class Channel:
 class Play:
     """One server, one evaluator, one worker, and the dispatcher between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_workers: int = 1, **strategy: Any) -> None:
         job = Job.from_dict({
             "model": {"use": "mlp"},
             "data": {"use": "synthetic", "shape": [2], "num_classes": 2, "size": 8},
             "training": {"batch_size": 4, "epochs": 3},
             "strategy": {"name": "parameter_server"},
         })  # fmt: skip
-        plan = RunPlan(job, ParameterServerSettings(), 8, 6, StopPolicy(job.stop), counts_classes=True)
+        plan = RunPlan(job, ParameterServerSettings(**strategy), 8, 6, StopPolicy(job.stop), counts_classes=True)
         self.channel = Channel()
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.dispatcher = Dispatcher(
             self.channel,  # type: ignore[arg-type]
             plan,
-            Ledger(plan.exchanges, 1),
+            Ledger(plan.exchanges, num_workers),
             Progress(),
             emit=lambda kind, **fields: self.events.append((kind, fields)),
             show=lambda step, loss: None,
             elapsed_s=lambda: 0.0,
             rate=lambda step: 0.1,
         )
-        for role in ("server", "evaluator", "worker"):
+        for role in ("server", "evaluator"):
             self.say(f"{role}-0", Join(role, 0, 1, "host", "address"))
+        for index in range(num_workers):
+            self.say(f"worker-{index}", Join("worker", index, 1, "host"))
 
     def say(self, sender: str, message: Message) -> list[tuple[str, Message]]:
         """Let a process speak; return what the dispatcher says to anybody after it."""
@@ -169,3 +171,36 @@ def test_an_evaluation_tells_of_the_steps_it_measured() -> None:
     play.carry_out(order)
     (told,) = [fields for kind, fields in play.events if kind == "evaluation"]
     assert (told["step"], told["epoch"], told["train_loss"]) == (2, 1, 4.0)
+
+
+def test_a_server_that_nobody_followed_costs_whole_steps_and_says_how_many() -> None:
+    """What went to it of the step under way is done again, also by a worker that reports it only now."""
+    play = Play(num_workers=2, staleness=1)
+    first = work_of(play.say("worker-0", TakeWork()))
+    second = work_of(play.say("worker-1", TakeWork()))
+    ahead = work_of(play.say("worker-0", TakeWork(done=first.unit, loss_sum=2.0, count=2, num_samples=2)))
+    play.say("worker-1", TakeWork(done=second.unit, loss_sum=2.0, count=2, num_samples=2))
+    assert play.dispatcher.progress.step == 1
+    play.dispatcher.lose("server-0")
+    play.say("server-0.1", Join("server", 0, 2, "host", "elsewhere", step=0))
+    (lost,) = [fields for kind, fields in play.events if kind == "updates_lost"]
+    assert lost == {"server": 0, "updates": 1, "step": 1, "from_step": 0}
+    assert play.dispatcher.progress.updates_lost == 1
+    again = work_of(play.say("worker-0", TakeWork(done=ahead.unit, loss_sum=99.0, count=2, num_samples=2)))
+    assert (again.unit, again.attempt) != (ahead.unit, ahead.attempt) and again.step == ahead.step
+    assert not play.dispatcher.ledger.state.committed, "what the lost server had of it does not count"
+
+
+def test_a_unit_that_is_late_goes_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr("cordee.served.pace.time.monotonic", lambda: now_s[0])
+    play = Play(num_workers=2, drop_late=5.0)
+    late = work_of(play.say("worker-0", TakeWork()))
+    other = work_of(play.say("worker-1", TakeWork()))
+    now_s[0] += 4.0
+    answers = play.say("worker-1", TakeWork(done=other.unit, num_samples=2))
+    assert not [message for _, message in answers if isinstance(message, Work)], "nothing is late yet"
+    now_s[0] += 2.0
+    assert work_of(play.say("evaluator-0", AskOrder())).unit == late.unit
+    (warning,) = [fields["message"] for kind, fields in play.events if kind == "warning"]
+    assert warning == "worker-0 is late with its part of step 1 (6.0 s): another does it"
