@@ -9,7 +9,7 @@ import torch
 from crew import Crew
 from torch import nn
 
-from cordee.communication.exchange import GradientExchange, broadcast
+from cordee.communication.exchange import AccumulatingExchange, GradientExchange, broadcast
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -57,23 +57,47 @@ def test_who_has_no_gradient_adds_nothing_and_what_nobody_has_stays_none(three: 
 
 
 def exchange_twice(index: int, size: int) -> list[float]:
-    """Gradients that add up over two exchanges, the second in two parts."""
+    """Gradients that add up over two exchanges, the second in two parts, one of which counts for nothing."""
     weight, rare = parameter(0), parameter(0)
-    exchange = GradientExchange([weight, rare], num_extras=1)
-    exchange.set_aside()
+    exchange = AccumulatingExchange([weight, rare], num_extras=1, is_first=index == 0)
+    exchange.begin_pass()
     (weight * 1.0 + rare * 7.0).sum().backward()
-    exchange.reduce([1.0], count_at=0, nominal_count=size)
-    exchange.take_back()
-    for factor in (10.0, 20.0):
-        exchange.set_aside()
+    exchange.end_pass()
+    assert exchange.reduce_local([1.0]) == [float(size)]
+    leftovers = []
+    for factor, is_kept in ((10.0, True), (float("nan"), False), (20.0, True)):
+        leftovers.append(exchange.begin_pass(is_kept=is_kept))
         (weight * factor).sum().backward()
-    exchange.reduce([1.0], count_at=0, nominal_count=size)
-    exchange.take_back()
+        exchange.end_pass(is_kept=is_kept)
+        assert exchange.local_parameters() == [weight] and exchange.has_local
+    assert leftovers == [2.0 + 14.0, 14.0, 14.0], "what is common, and nothing else"
+    exchange.reduce_local([1.0])
+    assert not exchange.has_local
     return [weight.grad.item(), rare.grad.item()]
 
 
 def test_what_is_summed_already_is_not_summed_again(two: Crew) -> None:
     assert two.run(exchange_twice) == [[2.0 + 60.0, 14.0]] * 2
+
+
+def exchange_parts_of_some(index: int, size: int) -> list[Any]:
+    """The first exchange leaves a common gradient; then the last member alone adds to it, and all drop another's."""
+    weight, dropped = parameter(0), parameter(0)
+    exchange = AccumulatingExchange([weight, dropped], num_extras=0, is_first=index == 0)
+    for factor in (1.0, 100.0):
+        exchange.begin_pass()
+        if factor == 1.0 or index == size - 1:
+            (weight * factor).sum().backward()
+        (dropped * 5.0).sum().backward()
+        exchange.end_pass()
+        if factor == 100.0:
+            dropped.grad = None  # as zero_grad does, between a part and the exchange
+        exchange.reduce_local([])
+    return [weight.grad.item(), dropped.grad]
+
+
+def test_a_part_of_one_member_is_added_to_what_all_have(three: Crew) -> None:
+    assert [each[0] for each in three.run(exchange_parts_of_some)] == [103.0] * 3
 
 
 def broadcast_many(index: int, size: int) -> list[Any]:

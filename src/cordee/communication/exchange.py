@@ -29,7 +29,6 @@ class GradientExchange:
         self._flats: list[Tensor] = []
         self._views: list[Tensor] = [torch.empty(0)] * len(self._parameters)
         self._tail: Tensor | None = None
-        self._aside: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(parameter.dtype for parameter in self._parameters):
             chosen = [i for i, parameter in enumerate(self._parameters) if parameter.dtype == dtype]
             size = sum(self._parameters[i].numel() for i in chosen)
@@ -70,22 +69,76 @@ class GradientExchange:
             parameter.grad = view if num_users else None
         return totals
 
-    def set_aside(self) -> None:
-        """Keep gradients that are sums over the members already out of the next exchange."""
-        for i, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
-            if parameter.grad is view:
-                self._aside[i] = view.clone()
-                parameter.grad = None
 
-    def take_back(self) -> None:
-        """Add what was set aside to the gradients again."""
-        for i, kept in self._aside.items():
-            parameter = self._parameters[i]
-            if parameter.grad is None:
-                parameter.grad = self._views[i].copy_(kept)
+class AccumulatingExchange(GradientExchange):
+    """An exchange for gradients that add up over several backward passes, of which some are not exchanged.
+
+    A gradient is either *common*, the same on all members, or *local*: it has parts that have not been exchanged.
+    In a local gradient the first member also holds what was common before, and the others do not, so that the sum
+    over the members is right whichever passes touched the parameter on whichever member.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], num_extras: int, *, is_first: bool) -> None:
+        super().__init__(parameters, num_extras)
+        self.parameters = tuple(self._parameters)
+        self._is_first = is_first
+        self._local: dict[int, Tensor] = {}
+        self._aside: dict[int, Tensor] = {}
+
+    @property
+    def has_local(self) -> bool:
+        return any(parameter.grad is self._local.get(i, ...) for i, parameter in enumerate(self._parameters))
+
+    def local_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradient would change in an exchange."""
+        return [self._parameters[i] for i, gradient in self._local.items() if self._parameters[i].grad is gradient]
+
+    def begin_pass(self, *, is_kept: bool = True) -> float:
+        """Take the common gradients out of the way of a backward pass; return a number that tells them apart.
+
+        Without `is_kept` the pass counts for nothing, and `end_pass` drops what it computes.
+        """
+        for i, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            if gradient is None or gradient is not self._local.get(i):
+                self._local.pop(i, None)  # was set to None, or to something that is the same everywhere
+            if gradient is not None and (not is_kept or i not in self._local):
+                is_buffer = not gradient.is_sparse and gradient.data_ptr() == self._views[i].data_ptr()
+                self._aside[i] = gradient.clone() if is_buffer and i not in self._local else gradient
+                parameter.grad = None
+        common = [gradient for i, gradient in self._aside.items() if i not in self._local and not gradient.is_sparse]
+        return float(sum(torch._foreach_norm(common, 1.0))) if common else 0.0
+
+    def end_pass(self, *, is_kept: bool = True) -> None:
+        """Put what was taken away back, and remember which gradients the pass has changed."""
+        for i, parameter in enumerate(self._parameters):
+            aside = self._aside.get(i)
+            if not is_kept or parameter.grad is None:
+                parameter.grad = aside
             else:
-                parameter.grad.add_(kept)
+                if aside is not None and self._is_first:
+                    parameter.grad = parameter.grad + aside
+                self._local[i] = parameter.grad
         self._aside.clear()
+
+    def reduce_local(self, extras: Sequence[float]) -> list[float]:
+        """Replace the gradients that are local on any member by their sums; return the summed extras. Collective."""
+        assert self._tail is not None
+        held = [
+            parameter.grad if i in self._local or self._is_first else None
+            for i, parameter in enumerate(self._parameters)
+        ]
+        copy_gradients(self._views, held)
+        flags = [float(i in self._local) for i in range(len(self._parameters))]
+        self._tail.copy_(torch.tensor([*flags, *extras], device=self._tail.device))
+        for flat in self._flats:
+            dist.all_reduce(flat, group=self._group)
+        tail = self._tail.tolist()
+        for parameter, view, num_local in zip(self._parameters, self._views, tail, strict=False):
+            if num_local:
+                parameter.grad = view
+        self._local.clear()
+        return tail[len(flags) :]
 
 
 def copy_gradients(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[float]:

@@ -2,46 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+import copy
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from cordee.core.errors import DataError
 from cordee.core.seeds import derive_seed
 from cordee.core.shards import shard_part
+from cordee.data.batch_rows import BatchCutter, fingerprint_rows
+
+# Samplers that draw from `generator` and from nothing else. Not their subclasses, which may do as they like.
+_DRAWN_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Share(NamedTuple):
-    """How many samples of the present batch this worker has, and how many there are."""
+    """How many samples of a batch this worker has, and how many there are."""
 
     num_own: int
     num_all: int
+
+
+class Pass:
+    """One iteration over batches that has begun and has not ended: which batch the script has of it."""
+
+    def __init__(self, batches: SharedBatches, begun_at: int) -> None:
+        self.batches = batches
+        self.begun_at = begun_at  # how many batches the script had been given by then, of any loader
+        self.given_at = begun_at  # the same when it was given the last one of this iteration
+        self.share = Share(1, 1)
+
+
+class Progress:
+    """What a script has been given of all its loaders: the iterations that are open, and a digest of the batches."""
+
+    def __init__(self) -> None:
+        self.open: list[Pass] = []
+        self.num_given = 0
+        self.digest = 0  # of everything given so far; the same on all workers, or they do not have the same batches
+
+    def note(self, one: Pass, share: Share, fingerprint: int) -> None:
+        self.num_given += 1
+        one.share, one.given_at = share, self.num_given
+        one.batches.share = share
+        self.digest = zlib.crc32(f"{one.batches.number} {share.num_all} {fingerprint}".encode(), self.digest)
 
 
 class SharedBatches:
     """Iterates over this worker's share of each batch. `share` tells about the one given last.
 
     A worker that has no sample of a batch (a last one that is smaller than the team) is given the batch's
-    first sample, and its share says 0: it goes through the motions, and its gradient weighs nothing.
+    first sample, and its share says 0: it computes like the others, and its gradient weighs nothing.
+    Attributes of the script's own batches, `dataset` say, are those of this object too.
     """
 
-    def __init__(self, batches: Iterable[Any], worker_index: int, num_workers: int, seed: int) -> None:
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        worker_index: int,
+        num_workers: int,
+        seed: int,
+        *,
+        number: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        self.number = number  # among the loaders of a script
+        self.share = Share(1, 1)
         self._batches = batches
         self._worker_index = worker_index
         self._num_workers = num_workers
-        self._seed = seed
+        self._progress = progress or Progress()
+        self._cutter = BatchCutter()
         self._epoch = 0
-        self.share = Share(1, 1)
-        self._is_within = False
+        self._own_loader: tuple[DataLoader[Any], _OwnIndices] | None = None
+        if isinstance(batches, DataLoader) and _gives_indices(batches):
+            sampler: Any = batches.batch_sampler
+            drawn = _with_generator(sampler)
+            if drawn is not None or num_workers > 1:
+                order: Callable[[torch.Generator], Iterable[Any]] = drawn or (lambda generator: sampler)
+                indices = _OwnIndices(order, derive_seed(seed, "loader", number) if number else seed, self._range)
+                self._own_loader = _loader_of(batches, indices), indices
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # while being made or copied
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    @property
+    def source(self) -> Iterable[Any]:
+        """The script's own batches."""
+        return self._batches
 
     @property
     def is_standing_in(self) -> bool:
         """Whether the present batch has no sample for this worker, which computes somebody else's."""
-        return self._is_within and not self.share.num_own
+        is_open = any(one.batches is self for one in self._progress.open)
+        return is_open and not self.share.num_own
 
     def __len__(self) -> int:
         if not isinstance(self._batches, Sized):
@@ -49,95 +115,113 @@ class SharedBatches:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        loader = self._batches
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        is_cut = isinstance(loader, DataLoader) and _can_cut_indices(loader)
-        own = self._from_loader(loader, epoch) if is_cut else self._from_any(loader)  # type: ignore[arg-type]
-        self._is_within = True
+        one = Pass(self, self._progress.num_given)
+        own = self._from_any() if self._own_loader is None else self._from_loader(*self._own_loader)
         try:
-            for self.share, batch in own:
+            for share, fingerprint, batch in own:
+                self._progress.note(one, share, fingerprint)
+                if one not in self._progress.open:
+                    self._progress.open.append(one)
                 yield batch
         finally:
-            self._is_within = False
+            if one in self._progress.open:
+                self._progress.open.remove(one)
 
-    def _from_loader(self, loader: DataLoader[Any], epoch: int) -> Iterator[tuple[Share, Any]]:
-        """Read only the own samples: the order is drawn here, alike on all workers."""
-        num_samples, size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
-        assert size is not None
-        order = torch.arange(num_samples)
-        if isinstance(loader.sampler, RandomSampler):
-            generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", epoch))
-            order = torch.randperm(num_samples, generator=generator)
-        whole = [order[at : at + size].tolist() for at in range(0, num_samples, size)]
-        if loader.drop_last and whole and len(whole[-1]) < size:
-            whole.pop()
-        shares, indices = [], []
-        for batch in whole:
-            first, end = self._range(len(batch))
-            shares.append(Share(end - first, len(batch)))
-            indices.append(batch[first:end] or batch[:1])
-        own = DataLoader(
-            loader.dataset,
-            batch_sampler=indices,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            prefetch_factor=loader.prefetch_factor,
-        )
-        return zip(shares, own, strict=True)
+    def _from_loader(self, loader: DataLoader[Any], indices: _OwnIndices) -> Iterator[tuple[Share, int, Any]]:
+        """Read only the own samples of each batch."""
+        indices.epoch, self._epoch = self._epoch, self._epoch + 1
+        iterator = iter(loader)
+        given = indices.given  # of this iteration
+        for batch in iterator:
+            share, fingerprint = given.popleft()
+            yield share, fingerprint, batch
 
-    def _from_any(self, batches: Iterable[Any]) -> Iterator[tuple[Share, Any]]:
+    def _from_any(self) -> Iterator[tuple[Share, int, Any]]:
         """Cut the own part out of each batch, which must be the same on every worker."""
-        for batch in batches:
-            num_all = _num_rows(batch)
+        for batch in self._batches:
+            if self._num_workers == 1:
+                yield Share(1, 1), 0, batch
+                continue
+            num_all = self._cutter.count(batch)
             first, end = self._range(num_all)
             start, stop = (first, end) if end > first else (0, 1)
-            yield Share(end - first, num_all), _rows(batch, start, stop, num_all)
+            yield Share(end - first, num_all), fingerprint_rows(batch), self._cutter.cut(batch, start, stop)
 
     def _range(self, num_samples: int) -> tuple[int, int]:
         return shard_part(num_samples, self._worker_index, self._num_workers)
 
 
-def _can_cut_indices(loader: DataLoader[Any]) -> bool:
-    """Whether the order is one that can be drawn here; a script's own sampler is left to the script."""
-    if loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
-        return False
-    sampler = loader.sampler
-    if isinstance(sampler, RandomSampler):
-        return not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
-    return isinstance(sampler, SequentialSampler)
+class _OwnIndices:
+    """The batch sampler of a loader that reads one worker's samples: the part of each batch of indices."""
+
+    def __init__(
+        self,
+        order: Callable[[torch.Generator], Iterable[Any]],
+        seed: int,
+        own_range: Callable[[int], tuple[int, int]],
+    ) -> None:
+        self._order, self._seed, self._range = order, seed, own_range
+        self.epoch = 0  # of the iteration that is to begin
+        self.given: deque[tuple[Share, int]] = deque()  # of the latest iteration; processes that read are ahead
+
+    def __len__(self) -> int:
+        batches = self._order(torch.Generator())
+        return len(batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        # Called twice for an iteration where other processes read.
+        self.given = deque()
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", self.epoch))
+        return self._cut(self._order(generator), self.given)
+
+    def _cut(self, batches: Iterable[Any], given: deque[tuple[Share, int]]) -> Iterator[list[Any]]:
+        for batch in map(list, batches):
+            first, end = self._range(len(batch))
+            given.append((Share(end - first, len(batch)), zlib.crc32(str(batch).encode())))
+            yield batch[first:end] or batch[:1]
 
 
-def _num_rows(batch: Any) -> int:
-    num_rows = _find_rows(batch)
-    if num_rows is None:
-        raise DataError(
-            f"a batch is a {type(batch).__name__} without a tensor; it must be a tensor or an array, or a tuple, "
-            "list or dict of them"
-        )
-    return num_rows
+def _gives_indices(loader: DataLoader[Any]) -> bool:
+    """Whether a loader reads what a batch sampler names, in no way of its own."""
+    is_plain = all(
+        getattr(type(loader), name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator", "__len__")
+    )
+    return is_plain and loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
 
 
-def _find_rows(batch: Any) -> int | None:
-    """Return the length of the first tensor or array inside; None if there is none."""
-    if isinstance(batch, (Tensor, np.ndarray)):
-        return len(batch) if batch.ndim else None
-    values = list(batch.values()) if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else []
-    return next((found for value in values if (found := _find_rows(value)) is not None), None)
+def _with_generator(batches: Any) -> Callable[[torch.Generator], Iterable[Any]] | None:
+    """Return what makes the same batch sampler draw from another generator; None if it is to be left alone.
+
+    It is left alone unless all of it is torch's own and would draw from the process's random numbers.
+    """
+    if type(batches) is not BatchSampler or type(batches.sampler) not in _DRAWN_SAMPLERS:
+        return None
+    sampler: Any = batches.sampler
+    if sampler.generator is not None:
+        return None
+
+    def draw(generator: torch.Generator) -> BatchSampler:
+        drawn = copy.copy(sampler)
+        drawn.generator = generator
+        return BatchSampler(drawn, batches.batch_size, batches.drop_last)
+
+    return draw
 
 
-def _rows(batch: Any, first: int, end: int, num_all: int) -> Any:
-    """Return rows [first, end) of everything in a batch of `num_all`; what has no rows stays as it is."""
-    if isinstance(batch, (Tensor, np.ndarray)):
-        return batch[first:end] if batch.ndim else batch
-    if isinstance(batch, dict):
-        return {key: _rows(value, first, end, num_all) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        if len(batch) == num_all and _find_rows(batch) is None:
-            return batch[first:end]  # a list with one thing, a text say, for each sample
-        parts = (_rows(value, first, end, num_all) for value in batch)
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+def _loader_of(loader: DataLoader[Any], indices: _OwnIndices) -> DataLoader[Any]:
+    """Return a loader that is like `loader` but for the samples that it reads."""
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=indices,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        pin_memory_device=loader.pin_memory_device,
+        # in_order stays True: a batch that came before its turn would be taken for another one's share.
+    )
