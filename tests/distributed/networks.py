@@ -201,3 +201,40 @@ class Recomputed(nn.Module):
             hidden = (self.shared(hidden) if is_kept else checkpoint(self.shared, hidden, use_reentrant=True)).tanh()
         outputs: Tensor = self.last(self.shared(hidden))
         return outputs
+
+
+class Following(nn.Module):
+    """Follows the mean of what passes, which it subtracts; puts a new tensor in the place of its buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        return self.layer(hidden) - self.mean
+
+
+class Decaying(Following):
+    """The same in place."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(hidden.mean(0), alpha=0.1)
+        return self.layer(hidden) - self.mean
+
+
+class WithMeans(nn.Module):
+    """A model of the user's own with such modules inside."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        (width,) = input_shape
+        self.first, self.one, self.two = nn.Linear(width, 16), Following(16), Decaying(16)
+        self.last = nn.Linear(16, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(torch.relu(self.two(torch.relu(self.one(torch.relu(self.first(inputs)))))))

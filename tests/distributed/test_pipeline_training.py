@@ -48,6 +48,17 @@ def test_batch_norms_see_one_micro_batch_at_a_time(
     check_equal(two, table, strategy, references(accumulating), tmp_path)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_buffers_that_modules_follow_means_with(
+    two: Crew, recompute: bool, references: References, tmp_path: Path
+) -> None:
+    """Micro-batches are followed one by one, as accumulated parts are, and once where they are computed twice."""
+    table = job(model={"use": "networks:WithMeans"}, data={"size": 96})
+    accumulating = {**table, "training": {**table["training"], "accumulate": 4}}
+    strategy = {"name": "pipeline", "microbatches": 4, "recompute": recompute}
+    check_equal(two, table, strategy, references(accumulating), tmp_path)
+
+
 def test_three_workers_and_blocks_placed_by_hand(three: Crew, references: References, tmp_path: Path) -> None:
     placement = [["conv1", "conv2.0"], ["conv2.[12]", "flatten"], ["linear*", "classifier"]]
     strategy = {"name": "pipeline", "placement": placement, "microbatches": 3}

@@ -6,8 +6,7 @@ children, sequences inside it included; other models are traced (`tracing.py`).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cordee.core.errors import ModelError
+from cordee.models.effects import EffectError, refuse_python_state, unchanged
 from cordee.models.tracing import trace_chain
 
 
@@ -70,7 +70,7 @@ def make_chain(model: nn.Module, example: Tensor) -> Chain:
 
     Raises ModelError, with the operation and what to do, if the model is none.
     """
-    with undisturbed(model):
+    with unchanged(model):
         bond = ""
         if type(model) is nn.Sequential:
             named = flatten_sequence(model)
@@ -79,23 +79,16 @@ def make_chain(model: nn.Module, example: Tensor) -> Chain:
         blocks = [Block((name,), (module,)) for name, module in named]
         if not blocks:
             raise ModelError("the model has no layers: there is nothing to cut")
+        _refuse_python_state(model, example)
         model.eval()
         return replace(_join_inseparable(blocks, example), bond=bond)
 
 
-@contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Inside, a model may be tried out: its buffers, its mode and the random numbers are put back afterwards."""
-    was_training, random_state = model.training, torch.get_rng_state()
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+def _refuse_python_state(model: nn.Module, example: Tensor) -> None:
     try:
-        yield
-    finally:
-        model.train(was_training)
-        torch.set_rng_state(random_state)
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
+        refuse_python_state(model, repeat_to(example, 2))
+    except EffectError as error:
+        raise ModelError(f"the model {type(model).__name__} cannot be cut into stages: {error}") from error
 
 
 def flatten_sequence(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:

@@ -6,14 +6,24 @@ import contextlib
 import io
 import logging
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, fx, nn
 
 from cordee.core.errors import ModelError
+from cordee.models.effects import (
+    EffectError,
+    check_same_training,
+    own_state,
+    random_state,
+    refuse_replaced_buffers,
+    trace_without_effects,
+    unchanged,
+)
 
+LARGEST_BATCH = 1 << 20  # a graph that is for fewer samples than this has a branch for their number
 CUT_ADVICE = "write the model as an nn.Sequential of blocks, or use strategy.name = 'sharded' or 'data_parallel'"
 
 
@@ -73,22 +83,35 @@ def find_cuts(traced: fx.GraphModule, example: Tensor) -> dict[fx.Node, fx.Node]
 
 
 def _trace(model: nn.Module, example: Tensor) -> fx.GraphModule:
+    """Return a graph that trains as the model does.
+
+    Of torch.fx, else of torch.export, else of torch.fx with what it cannot trace kept whole.
+    """
+    two = example[torch.arange(2) % len(example)]  # torch.export takes a batch of one for a constant
+    attempts: list[Callable[[], fx.GraphModule]] = [
+        lambda: trace_without_effects(model, keep_untraceable=False),
+        lambda: _export(model, two),
+        lambda: trace_without_effects(model, keep_untraceable=True),
+    ]
+    errors: list[Exception] = []
     was_training = model.training
     model.train()  # what asks for the mode in the forward pass is traced as it is trained
     try:
-        try:
-            return fx.symbolic_trace(model)
-        except Exception as error:  # noqa: BLE001 - torch raises anything it likes, and may export what it cannot trace
+        for attempt in attempts:
             try:
-                with _silence():
-                    return _export(model, example)
-            except Exception:  # noqa: BLE001 - the first error is the one a reader can follow
-                raise ModelError(
-                    f"the model {type(model).__name__} cannot be traced, so it cannot be cut into stages: "
-                    f"{_first_line(error)}{_place(error)}: {CUT_ADVICE}"
-                ) from error
+                traced = attempt()
+                check_same_training(model, traced, two)
+                return traced
+            except Exception as error:  # noqa: BLE001 - torch raises anything it likes, and may export what it cannot trace
+                errors.append(error)
     finally:
         model.train(was_training)
+    first = errors[0]  # the one a reader can follow
+    place = "" if isinstance(first, EffectError) else _place(first)
+    raise ModelError(
+        f"the model {type(model).__name__} cannot be traced, so it cannot be cut into stages: "
+        f"{_first_line(first)}{place}: {CUT_ADVICE}"
+    ) from first
 
 
 @contextlib.contextmanager
@@ -103,10 +126,20 @@ def _silence() -> Iterator[None]:
         logging.disable(threshold)
 
 
-def _export(model: nn.Module, example: Tensor) -> fx.GraphModule:
+def _export(model: nn.Module, two: Tensor) -> fx.GraphModule:
+    refuse_replaced_buffers(model, two)
     batch = {0: torch.export.Dim.DYNAMIC}
-    two = example[torch.arange(2) % len(example)]  # a batch of one would be taken for a constant
-    exported = torch.export.export(model, (two,), dynamic_shapes=(batch,), strict=False)
+    before = random_state()
+    states = [own_state(module, only_plain=True) for module in model.modules()]
+    with unchanged(model), _silence():
+        exported = torch.export.export(model, (two,), dynamic_shapes=(batch,), strict=False)
+        if random_state() != before:
+            raise EffectError("the forward pass draws random numbers while it is exported")
+        if states != [own_state(module, only_plain=True) for module in model.modules()]:
+            raise EffectError("the forward pass changes attributes of its modules")
+    for bounds in exported.range_constraints.values():
+        if bounds.lower > 2 or bounds.upper < LARGEST_BATCH:
+            raise EffectError(f"the forward pass depends on the number of samples ({bounds.lower} to {bounds.upper})")
     module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     own = dict(model.named_parameters(remove_duplicate=False))

@@ -21,8 +21,9 @@ from cordee.core import Batch, Job
 from cordee.core.errors import JobError, ModelError
 from cordee.core.seeds import derive_seed
 from cordee.core.settings import Section
-from cordee.models.blocks import Chain, make_chain, repeat_to, undisturbed
+from cordee.models.blocks import Chain, make_chain, repeat_to
 from cordee.models.cutting import cut_by_hand, cut_by_time, listed
+from cordee.models.effects import unchanged
 from cordee.models.slicing import check_called, choose_slicing, keep_pairs
 from cordee.models.tracing import CUT_ADVICE
 from cordee.strategies.axes import Axes, Mesh, form_axes
@@ -162,10 +163,10 @@ class Pipeline(SplitModel):
         self._log_cut(stages, part_of)
 
         held = self._hold(working, owned)
-        self._buffers = {n: b for n, b in working.named_buffers() if axes.place.pipeline in owned.buffers[n]}
+        self._working = working
         self._tied = self._form_ties(owned, {one.name: one for one in held})
         self._shares = Shares(held, axes.sharded) if axes.sharded is not None else None
-        kept = [*(one.local for one in held), *self._buffers.values()] if working is model else []
+        kept = [*(one.local for one in held), *self._own_buffers().values()] if working is model else []
         holdings = Holdings(held if self._shares is None else self._shares.held)
         self._adopt(WholeModel(model, kept), holdings, recipe, axes.data, team)
         own = [stage for stage in stages if part_of[stage.index] == axes.place.pipeline]
@@ -185,13 +186,13 @@ class Pipeline(SplitModel):
 
     def consolidate(self) -> None:
         if self._axes.shares is not None:
-            average_tensors(list(self._buffers.values()), self._mesh.num_shares, self._axes.shares)
+            average_tensors(list(self._own_buffers().values()), self._mesh.num_shares, self._axes.shares)
         self._whole.restore()
         gather_weights(self._held, self.model)
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         owners = {**self._ownership.parameters, **self._ownership.buffers}
         with torch.no_grad():
-            for name, buffer in self._buffers.items():
+            for name, buffer in self._own_buffers().items():
                 tensors[name].copy_(buffer)
             for name, tensor in tensors.items():
                 dist.broadcast(tensor, group=self._axes.pipeline, group_src=owners[name][0])
@@ -240,10 +241,15 @@ class Pipeline(SplitModel):
         cut_weights(self._held, self.model)
         sources = dict(self.model.named_buffers())
         with torch.no_grad():
-            for name, buffer in self._buffers.items():
+            for name, buffer in self._own_buffers().items():
                 buffer.copy_(sources[name])
         if self._shares is not None:
             self._shares.publish()
+
+    def _own_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers of this worker's stages; a forward pass may have put other tensors in their places."""
+        own, owners = self._axes.place.pipeline, self._ownership.buffers
+        return {name: buffer for name, buffer in self._working.named_buffers() if own in owners[name]}
 
     def _optimizer_state(self) -> State:
         own = None if self._optimizer is None else optimizer_state(self._optimizer, self._held)
@@ -323,7 +329,7 @@ class Pipeline(SplitModel):
         times = torch.zeros(len(names), dtype=torch.float64)
         if team.is_first:  # one measures for all: cuts must be the same
             num_microbatches = self._choose_microbatches(self._mesh.pipeline)
-            with undisturbed(model):
+            with unchanged(model):
                 model.train()
                 batch = repeat_to(inputs, max(2, self._share_size // num_microbatches))
                 times = torch.tensor(measure_blocks(chain, batch, self._computation), dtype=torch.float64)

@@ -17,7 +17,7 @@ _LONG_S = 0.5  # blocks that take longer are measured once: nothing disturbs the
 def measure_blocks(chain: Chain, inputs: Tensor, computation: Computation) -> list[float]:
     """Return the seconds of a forward and a backward pass of each block on these inputs. Gradients are left empty.
 
-    Local. The caller keeps what the model counts while it computes (`undisturbed`).
+    Local. The caller keeps what the model counts while it computes (`unchanged`).
     """
     times = []
     for block in chain.blocks:

@@ -1,0 +1,260 @@
+"""What forward passes do beside computing: done in every step of a pipeline, or refused with the line."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cordee.core.errors import ModelError
+from cordee.models.blocks import Chain, make_chain
+
+INPUTS = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+CALLS = [0]
+
+
+class Model(nn.Module):
+    """Two layers and between them what a subclass does; by default a module of its own."""
+
+    def __init__(self, middle: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.middle = middle if middle is not None else nn.Identity()
+        self.register_buffer("mean", torch.ones(8))
+        self.calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(inputs)))
+
+
+class Middle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.ones(8))
+
+
+class DecaysInPlace(Middle):
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(hidden.mean(0), alpha=0.1)
+        return self.layer(hidden) - self.mean
+
+
+class Assigns(Middle):
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        return self.layer(hidden) - self.mean
+
+
+class Drops(Middle):
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training and random.random() < 0.5:
+            return hidden
+        return hidden + self.layer(hidden)
+
+
+class Noisy(Middle):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden + torch.randn(8))
+
+
+class NoisyByNumpy(Middle):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden * float(np.random.rand()))
+
+
+class Frozen(Middle):
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.layer(hidden)
+
+
+class Remembers(Middle):
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.last = hidden
+        return self.layer(hidden)
+
+
+class AsksValues(Middle):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden) if hidden.sum() > 0 else -self.layer(hidden)
+
+
+def train_twice(run: Model | Chain, model: Model) -> list[Tensor]:
+    """Return outputs, gradients and buffers of two training passes."""
+    model.train()
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        model.zero_grad()
+        outputs = INPUTS
+        for block in run.blocks if isinstance(run, Chain) else [run]:
+            outputs = block(outputs)
+        outputs.square().sum().backward()
+        found += [outputs.detach(), *(torch.zeros(()) if p.grad is None else p.grad for p in model.parameters())]
+        found += [buffer.clone() for buffer in model.buffers()]
+    return found
+
+
+@pytest.mark.parametrize("middle", [DecaysInPlace, Assigns, Drops, Noisy, NoisyByNumpy, Frozen, Remembers, AsksValues])
+def test_modules_that_do_more_than_compute_are_kept_whole(middle: type[Middle]) -> None:
+    torch.manual_seed(1)
+    model = Model(middle())
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    before = torch.get_rng_state(), random.getstate(), vars(model.middle).keys()
+    chain = make_chain(model, INPUTS)
+    assert len(chain.blocks) >= 3
+    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1:] == (
+        random.getstate(),
+        vars(model.middle).keys(),
+    )
+    expected = train_twice(model, model)
+    model.load_state_dict(start)
+    for one, other in zip(train_twice(chain, model), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class RootDrops(Model):
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        if self.training and random.random() < 0.5:  # this line
+            hidden = self.middle(hidden)
+        return self.last(hidden)
+
+
+class RootDropsByTorch(Model):
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        if self.training and torch.rand(1) < 0.5:  # this line
+            hidden = self.middle(hidden)
+        return self.last(hidden)
+
+
+class RootCounts(Model):
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        self.calls += 1  # this line
+        return self.last(hidden)
+
+
+class RootFreezes(Model):
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():  # this line
+            hidden = self.first(inputs)
+            if inputs.sum() > 1e9:
+                hidden = hidden * 2
+        return self.last(self.middle(hidden))
+
+
+class RootInitialises(Model):
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        nn.init.normal_(self.mean)
+        return self.last(hidden * self.mean)
+
+
+class RootDecays(Model):
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(hidden.mean(0), alpha=0.1)
+        return self.last(self.middle(hidden - self.mean))
+
+
+class RootAssigns(Model):
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        return self.last(self.middle(hidden - self.mean))
+
+
+class RootNoisy(Model):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.first(inputs) + torch.randn(8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (RootDrops, "draws random numbers"),
+        (RootDropsByTorch, "draws random numbers"),
+        (RootCounts, "changes its attribute 'calls'"),
+        (RootFreezes, "computes a part under torch.no_grad|symbolically traced"),
+    ],
+)
+def test_a_model_that_does_it_itself_is_refused_with_the_line(kind: type[Model], message: str) -> None:
+    model = kind(Drops() if kind is RootFreezes else None)
+    with pytest.raises(ModelError, match=message) as caught:
+        make_chain(model, INPUTS)
+    assert model.calls == 0
+    lines, start = inspect.getsourcelines(kind)
+    (place,) = re.findall(r"test_effects\.py:(\d+)", str(caught.value))
+    if "symbolically" not in str(caught.value):
+        assert "this line" in lines[int(place) - start] or "hidden = self.first" in lines[int(place) - start]
+
+
+class GlobalCounts(Model):
+    def forward(self, inputs: Tensor) -> Tensor:
+        CALLS[0] += 1
+        return self.last(self.first(inputs) * CALLS[0])
+
+
+class BranchesOnTheBatch(Model):
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        return self.last(hidden if len(inputs) > 4 else -hidden)
+
+
+class ChangesAConstant(Model):
+    def forward(self, inputs: Tensor) -> Tensor:
+        total = torch.zeros(8)
+        total += self.first(inputs).mean(0)
+        return self.last(self.first(inputs) + total)
+
+
+@pytest.mark.parametrize("kind", [GlobalCounts, BranchesOnTheBatch, RootAssigns])
+def test_what_a_graph_would_freeze_is_refused(kind: type[Model]) -> None:
+    with pytest.raises(ModelError, match=r"cannot be (traced|cut)"):
+        make_chain(kind(), INPUTS)
+
+
+@pytest.mark.parametrize("kind", [ChangesAConstant, RootInitialises, RootDecays, RootNoisy])
+def test_what_torch_export_follows_is_done_in_every_pass(kind: type[Model]) -> None:
+    torch.manual_seed(1)
+    model = kind()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    chain = make_chain(model, INPUTS)
+    found = train_twice(chain, model)
+    model.load_state_dict(start)
+    for one, other in zip(found, train_twice(model, model), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[int] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.history.append(len(hidden))
+        return hidden
+
+
+@pytest.mark.parametrize(
+    "model", [Model(Counts()), nn.Sequential(nn.Linear(8, 8), Counts(), nn.Linear(8, 3))], ids=["traced", "sequence"]
+)
+def test_numbers_that_only_one_worker_would_have_are_refused(model: nn.Module) -> None:
+    expected = r"\(Counts\) changes its attribute 'history' \(at .*test_effects\.py:\d+\).*register_buffer"
+    with pytest.raises(ModelError, match=expected):
+        make_chain(model, INPUTS)
+    counter = next(module for module in model.modules() if isinstance(module, Counts))
+    assert counter.history == []
