@@ -13,7 +13,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from signal import SIGCONT, SIGINT, SIGKILL
@@ -419,7 +419,12 @@ def walk_all(walker: Walker, chosen: Iterable[Case], num_at_once: int = 2) -> It
         )
 
 
-def main() -> int:
+def make_walker(server: WarmServer, folder: Path) -> Walker:
+    return Walker(server, folder, "data_parallel", JOB, SCENARIOS)
+
+
+def main(walk: dict[str, Walk], make: Callable[[WarmServer, Path], Walker]) -> int:
+    """Try what the command line asks for, of the trials of `walk`; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--point", action="append", help="only this point; may be given several times")
     parser.add_argument("--scenario", action="append")
@@ -434,7 +439,7 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [
         case
-        for case in (sample() if options.sample else cases())
+        for case in (sample(walk) if options.sample else cases(walk))
         if (not options.point or case.fault.point in options.point)
         and (not options.scenario or case.scenario in options.scenario)
         and (not options.action or case.fault.action in options.action)
@@ -450,7 +455,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     started_s, num_failed = time.monotonic(), 0
     with WarmServer() as server:
-        walker = Walker(server, folder, "data_parallel", JOB, SCENARIOS)
+        walker = make(server, folder)
         for case, result in zip(chosen, walk_all(walker, chosen, options.at_once), strict=True):
             num_failed += bool(result.problem)
             print(f"{'FAILED' if result.problem else 'ok':6} {result.seconds:6.1f} s  {case.name}", flush=True)
@@ -464,4 +469,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(WALK, make_walker))

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 from fault_trials import Result, Walker
-from fault_walk import JOB, SCENARIOS, WALK, cases, sample, walk_all
+from fault_walk import WALK, cases, make_walker, sample, walk_all
+from fault_walk_served import WALK as SERVED_WALK
 
 from cordee.core.fault_points import POINTS
 from warm_launch import WarmServer
@@ -34,15 +35,15 @@ class Walked:
 def walked(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Walked]:
     started_s = time.monotonic()
     with WarmServer() as server:
-        walked = Walked(Walker(server, tmp_path_factory.mktemp("walk"), "data_parallel", JOB, SCENARIOS))
+        walked = Walked(make_walker(server, tmp_path_factory.mktemp("walk")))
         yield walked
     writer = request.config.get_terminal_writer()
     writer.line(f"\n{len(walked.results)} faults at fault points in {time.monotonic() - started_s:.0f} s")
 
 
 def test_every_point_is_walked() -> None:
-    assert set(POINTS) == set(WALK), (
-        "a point in cordee/core/fault_points.py needs an entry in tests/faults/fault_walk.py"
+    assert set(POINTS) == {*WALK, *SERVED_WALK}, (
+        "a point in cordee/core/fault_points.py needs an entry in tests/faults/fault_walk.py, or fault_walk_served.py"
     )
 
 

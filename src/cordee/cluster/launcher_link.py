@@ -32,7 +32,7 @@ from cordee.cluster.errands import (
 )
 from cordee.cluster.fork_server import Exited, Report, Start, Started
 from cordee.cluster.journal import JOURNAL_FILE, Journal
-from cordee.cluster.local import ProcessorWatch
+from cordee.cluster.local import ProcessorWatch, is_stopped
 from cordee.communication.channel import ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
@@ -163,6 +163,10 @@ class LauncherLink:
     def is_working(self, index: int) -> bool:
         """Whether a process has had processor time since this was last asked of it. A stopped one has not."""
         return index in self._pids and self._watch.is_working(self._pids[index])
+
+    def is_stopped(self, index: int) -> bool:
+        """Whether a process was stopped by a signal, and does not run until another."""
+        return index in self._pids and is_stopped(self._pids[index])
 
     def reports(self) -> Iterator[Report]:
         """Yield what happened to processes. One that comes back hears of each process once more."""

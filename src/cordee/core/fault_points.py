@@ -28,6 +28,60 @@ Action = Attack | Literal["leave", "hold"]
 
 LONGEST_HOLD_S, LOOK_EVERY_S = 60.0, 0.005
 
+# Of runs with parameter servers. Requests have a point before they are sent and one where the answer has come; a server
+# has one where a request has come, and one where it is carried out.
+_ASKED = {
+    "join": "worker, server, evaluator",
+    "askservers": "worker, evaluator",
+    "takework": "worker",
+    "askorder": "evaluator",
+    "snapshottaken": "evaluator",
+    "orderdone": "evaluator",
+    "secondlost": "server",
+    "event": "worker",
+    "bye": "worker, evaluator",
+}
+_CALLED = {
+    "push": "worker",
+    "pull": "worker",
+    "pushextras": "worker",
+    "pullextras": "worker",
+    "snapshot": "evaluator",
+    "snapshotextras": "evaluator",
+}
+_SERVED_CALLS = (*_CALLED, "settle", "fence", "adopt", "load", "loadextras")
+_SERVED = {
+    **{f"served.ask.{kind}": f"{who}: about to send {kind} to the dispatcher" for kind, who in _ASKED.items()},
+    **{f"served.answered.{kind}": f"{who}: has the answer to {kind}" for kind, who in _ASKED.items()},
+    **{f"client.call.{kind}": f"{who}: about to send {kind} to a server" for kind, who in _CALLED.items()},
+    **{f"client.answered.{kind}": f"{who}: has the answer to {kind}" for kind, who in _CALLED.items()},
+    **{f"server.received.{kind}": f"server: {kind} has come, nothing is done" for kind in _SERVED_CALLS},
+    **{f"server.answering.{kind}": f"server: {kind} is carried out, not answered" for kind in _SERVED_CALLS},
+    "server.pass_on": "server: about to have its second do what it was asked",
+    "server.passed_on": "server: its second has done what it was asked, the server itself has not",
+    "server.adopt.connect": "server: about to connect to the one that is to be its second",
+    "server.adopt.piece": "server: about to give a piece to the one that is to be its second",
+    "server.adopt.extras": "server: has given all pieces, about to give the buffers of the workers' models",
+    "server.adopt.done": "server: has given everything, has no second yet",
+    "worker.computed": "worker: the gradient is computed, some of it is pushed",
+    "worker.pushed": "worker: the gradient is pushed, the dispatcher does not know",
+    "evaluator.read": "evaluator: has read a snapshot, and said so",
+    "evaluator.measured": "evaluator: has measured the snapshot, nothing is saved",
+    "evaluator.saved": "evaluator: has saved the snapshot where that was asked for, the dispatcher does not know",
+    "dispatch.loss": "coordinator: knows of a loss, has done nothing about it",
+    "dispatch.fence": "coordinator: about to tell a server of a worker that was given up",
+    "dispatch.pair": "coordinator: about to have a server give another everything",
+    "dispatch.paired": "coordinator: a server has given another everything, that is not written",
+    "dispatch.decided": "coordinator: has decided, nothing is written",
+    "dispatch.written": "coordinator: has written what it decided, has answered nobody",
+    **{
+        f"dispatch.answer.{kind}": f"coordinator: about to answer with {kind}"
+        for kind in ("joined", "servers", "work", "order", "leave", "accepted", "refused")
+    },
+    "dispatch.dismiss": "coordinator: the run is over, about to have everybody leave",
+    "dispatch.dismissed": "coordinator: everybody has left, or had the time",
+}
+
 # Every point, with the processes that reach it and what has happened before it. The test that walks them needs an
 # entry for each (tests/faults/fault_walk.py).
 POINTS: dict[str, str] = {
@@ -55,6 +109,7 @@ POINTS: dict[str, str] = {
     "save.begun": "worker: no earlier checkpoint is being written",
     "save.consolidated": "worker: all have the buffers that are saved",
     "end.reached": "worker: it has taken and saved its last step; others may not have",
+    **_SERVED,
     # a worker and its coordinator
     "link.join": "worker: about to say hello, for the first time or because it was given up",
     "link.joined": "worker: is registered, shows no sign of life yet",

@@ -25,6 +25,7 @@ from cordee.communication.wire import Codec
 from cordee.compute import make_schedule
 from cordee.core import Job
 from cordee.core.errors import StorageError, TrainingError
+from cordee.core.fault_points import identify, reach
 from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger
 from cordee.monitoring import Summary
@@ -49,6 +50,7 @@ log = logging.getLogger("cordee.served")
 def main(argument: dict[str, Any]) -> int:
     """Lead the run to its end; return the exit code. Called in a fresh fork of the fork server."""
     order = msgspec.convert(argument, ServedOrder)
+    identify("coordinator")
     return lead_run(order, lambda launcher: ServedCoordinator(order, launcher).lead())
 
 
@@ -141,11 +143,13 @@ class ServedCoordinator:
         for index in range(self._job.strategy.workers):
             self._crew.start("worker", index)
 
-    def _commit(self) -> None:
+    def _commit(self, *, has_changed: bool = False) -> None:
         """Write down what is known and what follows, then do it."""
-        if self._launcher.has_pending or self._dispatcher.has_pending:
+        if has_changed or self._launcher.has_pending or self._dispatcher.has_pending:
             self._memory.dispatcher = self._dispatcher.recall()
+            reach("dispatch.decided")
             self._launcher.commit(msgspec.msgpack.encode(self._memory))
+            reach("dispatch.written")
             self._dispatcher.flush()
 
     def _attend(self) -> None:
@@ -161,7 +165,8 @@ class ServedCoordinator:
             self._commit()  # workers wait for their answers; nobody waits for what follows
             watch.look()
             losses.check_failures()
-            servers.pair(dispatcher.servers)
+            if servers.pair(dispatcher.servers):
+                self._commit(has_changed=True)  # a second that is not known to follow would not take over
             losses.note_recoveries()
             losses.check_shortage()
             if self._launcher.should_stop():
@@ -177,6 +182,7 @@ class ServedCoordinator:
 
     def _dismiss(self) -> None:
         """Let everybody end in order; what is still there is ended by the engine."""
+        reach("dispatch.dismiss")
         dispatcher = self._dispatcher
         deadline = time.monotonic() + self._job.cluster.failure_timeout_s
         while time.monotonic() < deadline and any(
@@ -189,6 +195,7 @@ class ServedCoordinator:
         for number, process in self._crew.processes.items():
             if process.role == "server":
                 self._launcher.signal(number, signal.SIGTERM)
+        reach("dispatch.dismissed")
 
     def _plan(self) -> RunPlan:
         facts = self._order.facts

@@ -59,11 +59,15 @@ class Crew:
         """Have another worker started; return its name."""
         return self.start("worker", self.take_number())
 
-    def start_server(self, index: int, *, resume: bool) -> str:
-        """Have another process started for a server; return its name. With `resume` it reads the last checkpoint."""
+    def start_server(self, index: int, *, resume: bool, has_state: bool = True) -> str:
+        """Have another process started for a server; return its name.
+
+        With `resume` it reads the last checkpoint. Without `has_state` it has nothing of the run until another server
+        gives it everything, and never serves before.
+        """
         replicas = self._memory.newest_replica
         replicas[index] = replicas.get(index, -1) + 1
-        return self._start(Process("server", index, replicas[index]), resume=resume)
+        return self._start(Process("server", index, replicas[index]), resume=resume, has_state=has_state)
 
     def enlist(self, pid: int, now_s: float, data: str, *, is_far: bool) -> ProcessOrder:
         """Take a worker that somebody else started; return what it is told. `data` is what is known of the data."""
@@ -83,15 +87,15 @@ class Crew:
     def log_file(self, name: str) -> Path:
         return self.run_dir / "logs" / f"{name.removesuffix('-0') if name == 'evaluator-0' else name}.log"
 
-    def _start(self, process: Process, *, resume: bool) -> str:
+    def _start(self, process: Process, *, resume: bool, has_state: bool = True) -> str:
         self._memory.num_started += 1
         number = self._memory.num_started
         self.processes[number] = process
-        order = msgspec.to_builtins(self._order_for(process, resume=resume))
+        order = msgspec.to_builtins(self._order_for(process, resume=resume, has_state=has_state))
         self._launcher.start(number, _TARGETS[process.role], order, {}, self.log_file(process.name))
         return process.name
 
-    def _order_for(self, process: Process, *, resume: bool) -> ProcessOrder:
+    def _order_for(self, process: Process, *, resume: bool, has_state: bool = True) -> ProcessOrder:
         return ProcessOrder(
             role=process.role,
             index=process.index,
@@ -104,6 +108,7 @@ class Crew:
             failure_timeout_s=self._job.cluster.failure_timeout_s,
             startup_timeout_s=STARTUP_TIMEOUT_S,
             resume=resume,
+            has_state=has_state,
             host_address=own_address(self.public) if self.public else "",
             num_local=self._job.strategy.workers,
         )

@@ -72,7 +72,12 @@ class Desk:
     def lose(self) -> None:
         """Forget the evaluator; the next one is given its order."""
         self._evaluator = None
-        if self._memory.is_order_open:
+        memory = self._memory
+        if memory.is_order_open and not (memory.is_reading or memory.is_deciding):
+            step = memory.ordered_at[0]
+            message = f"the evaluator was lost with what it had read at step {step}: it is not measured and not saved"
+            self._emit("warning", message=message)
+        if memory.is_order_open:
             self._order_again()
 
     def dismiss(self) -> None:

@@ -18,6 +18,7 @@ from cordee.cluster.control import CONTROL_NAME
 from cordee.communication.channel import Received, ServerChannel
 from cordee.communication.messages import Accepted, Enlist, Event, Failure, Heartbeat, Message, Refused, Scale
 from cordee.core.errors import CommunicationError, JobError
+from cordee.core.fault_points import reach
 from cordee.data import Ledger, Unit
 from cordee.progress import Progress
 from cordee.served.accounts import Accounts, Emit
@@ -31,6 +32,7 @@ from cordee.served.messages import (
     Joined,
     Leave,
     OrderDone,
+    SecondLost,
     SnapshotTaken,
     TakeWork,
     Work,
@@ -95,6 +97,7 @@ class Dispatcher:
         """Send what is to be sent. One that is gone is passed over: its exit will tell, or it asks again."""
         replies, self._replies = self._replies, []
         for received, message in replies:
+            reach(f"dispatch.answer.{type(message).__name__.lower()}")
             with contextlib.suppress(CommunicationError):
                 self.channel.reply(received, message)
 
@@ -179,6 +182,10 @@ class Dispatcher:
                 self._join(received, message)
             case AskServers():
                 self.servers.ask(received, message)
+            case SecondLost(address=address, reason=reason):
+                if self.servers.drop_follower(name, address):
+                    self.emit("warning", message=f"{reason}: continuing alone until there is another")
+                self._acknowledge(received)
             case TakeWork():
                 if message.done >= 0:
                     self._commit(name, message)
@@ -227,7 +234,7 @@ class Dispatcher:
                 return
             self.hearings[name].address, self.hearings[name].public = join.address, join.public
             has_worked = self.servers.has_been_ready
-            self.servers.join(join.index, name)
+            self.servers.join(join.index, name, has_state=join.has_state)
             if has_worked and self.servers.serves(name):
                 self._restart_from(join.index, join.step)
         self._acknowledge(received)

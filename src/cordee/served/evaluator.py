@@ -25,6 +25,7 @@ from cordee.communication.messages import Message
 from cordee.compute import Metrics, evaluate
 from cordee.core import Job
 from cordee.core.errors import StorageError
+from cordee.core.fault_points import identify, reach
 from cordee.core.shards import sum_shards
 from cordee.core.stopping import StopPolicy
 from cordee.monitoring import setup_logging
@@ -43,6 +44,7 @@ log = logging.getLogger("cordee.evaluator")
 def main(argument: dict[str, Any]) -> int:
     """Carry out orders until there are no more; return the exit code."""
     order = msgspec.convert(argument, ProcessOrder)
+    identify("evaluator")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run_dir = Path(order.run_dir)
     with setup_logging(run_dir / "logs" / "evaluator.log"), DispatchLink(order) as link:
@@ -80,10 +82,12 @@ class Desk:
     def carry_out(self, order: Order) -> OrderDone:
         started = time.perf_counter()
         optimizer = self._read(order)
+        reach("evaluator.read")
         state = State.join(model=State(model_state(self._parts.model), {}), optimizer=optimizer)
         metrics = self._measure() if order.evaluate else None
         progress = msgspec.json.decode(order.progress, type=Progress)
         is_best = metrics is not None and self._note_best(progress, metrics)
+        reach("evaluator.measured")
         path, problem = "", ""
         if order.save or is_best:
             values = {**state.values, "progress": msgspec.to_builtins(progress)}
@@ -91,6 +95,7 @@ class Desk:
                 path = self._save(progress, State(state.tensors, values))
             except StorageError as error:
                 problem = str(error)
+        reach("evaluator.saved")
         sha = checkpoint.weights_sha256(self._parts.model.state_dict())
         found = msgspec.json.encode(metrics).decode() if metrics else ""
         return OrderDone(order.step, found, sha, path, time.perf_counter() - started, problem, order.number)

@@ -23,12 +23,14 @@ from cordee.communication.keys import ClientKeys
 from cordee.communication.messages import Event, Failure, Heartbeat, Message
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
+from cordee.core.fault_points import reach
 from cordee.served.messages import LIMITS, SERVED, AskServers, Bye, Join, Joined, Servers
 from cordee.strategies.parameter_server.messages import LIMITS as PARAMETER_LIMITS
 from cordee.strategies.parameter_server.messages import PARAMETERS
 
 log = logging.getLogger(__name__)
 
+_AGAIN_S = 0.01
 LONGEST_ABSENCE_S = 30.0  # of the dispatcher, before a worker of another host ends
 
 
@@ -46,6 +48,7 @@ class ProcessOrder(msgspec.Struct, frozen=True, kw_only=True):
     failure_timeout_s: float
     startup_timeout_s: float
     resume: bool = False
+    has_state: bool = True  # a server: what it starts with, or reads, is what the run has; else it is given everything
     launcher_pid: int = 0  # for one that the launcher did not start: it ends when this one does
     host_address: str = ""  # of this host, for what goes between hosts; empty where nobody can join from another
     job: str = ""  # as TOML, for one on another host: it has a run directory of its own
@@ -81,7 +84,8 @@ class DispatchLink:
     def join(self, address: str = "", public: str = "", step: int = 0) -> None:
         """Join the run. A server says where it listens, and after which step of the job its parameters are."""
         order = self._order
-        hello = Join(order.role, order.index, os.getpid(), socket.gethostname(), address, public, step=step)
+        host = socket.gethostname()
+        hello = Join(order.role, order.index, os.getpid(), host, address, public, step, order.has_state)
         reply = self.ask(hello)
         assert isinstance(reply, Joined)
         beat_s = reply.failure_timeout_s / 5
@@ -95,19 +99,26 @@ class DispatchLink:
         asked. Raises CommunicationError if it does not.
         """
         limit_s = self._order.startup_timeout_s
+        kind = type(message).__name__.lower()
+        sending_until_s = time.monotonic() + limit_s
         with self._lock:
             while True:
-                asked = self._channel.begin(message, timeout_s=limit_s)
                 try:
-                    return self._channel.finish(
+                    reach(f"served.ask.{kind}")
+                    asked = self._channel.begin(message, timeout_s=limit_s)
+                    sending_until_s = time.monotonic() + limit_s
+                    answer = self._channel.finish(
                         asked, timeout_s=limit_s, wait_on=lambda: not self._is_closing.is_set()
                     ).message
+                    reach(f"served.answered.{kind}")
+                    return answer
                 except RefusedError:
                     raise
                 except CommunicationError as error:
-                    if self._is_closing.is_set():
+                    if self._is_closing.is_set() or time.monotonic() > sending_until_s:
                         raise
                     log.info("asking again: %s", error)
+                    time.sleep(_AGAIN_S)
 
     def emit(self, kind: str, fields: dict[str, Any]) -> None:
         self._num_events += 1

@@ -11,6 +11,7 @@ from cordee.cluster.launcher_link import LauncherLink
 from cordee.cluster.restarts import MOST_LOSSES_IN_ONE_STEP
 from cordee.cluster.shortage import Lack, Shortage
 from cordee.core.errors import TrainingError
+from cordee.core.fault_points import reach
 from cordee.core.settings import Cluster
 from cordee.data import Unit
 from cordee.served.crew import Crew
@@ -52,6 +53,7 @@ class Losses:
     def replace(self, process: Process, how: str, status: int) -> None:
         """A process was lost: say so, and start another in its place."""
         dispatcher, memory = self._dispatcher, self._memory
+        reach("dispatch.loss")
         dispatcher.serve(0.0)  # its own account may have come in just before
         self.check_failures()
         name, role, index = process.name, process.role, process.index
@@ -148,7 +150,7 @@ class Losses:
     def _replace_server(self, index: int) -> str:
         """Start another server; return what becomes of the parameters."""
         is_served = self._dispatcher.servers.is_served(index)
-        successor = self._crew.start_server(index, resume=not is_served)
+        successor = self._crew.start_server(index, resume=not is_served, has_state=not is_served)
         if is_served:
             return f"no update is lost, {successor} will be the second server"
         saved = checkpoint.list_checkpoints(self._crew.run_dir / "checkpoints")

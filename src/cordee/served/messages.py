@@ -24,6 +24,7 @@ class Join(Message, frozen=True):
     address: Annotated[str, Meta(max_length=256)] = ""
     public: Annotated[str, Meta(max_length=256)] = ""  # for workers of other hosts
     step: Count = 0  # a server: of the job, that its parameters are of
+    has_state: bool = True  # a server: it has the parameters of the run and may serve; else it can only follow
 
 
 class Joined(Message, frozen=True):
@@ -50,6 +51,18 @@ class Servers(Message, frozen=True):
 
     version: Count
     addresses: Annotated[tuple[Name, ...], Meta(max_length=4096)]
+
+
+class SecondLost(Message, frozen=True):
+    """The sender's second server, at this address, does not follow it any more. Answered by `Joined`.
+
+    Nothing that the sender has done since is acknowledged to anybody before the answer.
+    """
+
+    is_generational = False
+
+    address: Name
+    reason: Text
 
 
 class TakeWork(Message, frozen=True):
@@ -145,7 +158,7 @@ class Bye(Message, frozen=True):
 
 
 SERVED: tuple[type[Message], ...] = (
-    Join, Joined, AskServers, Servers, TakeWork, Work, Leave, AskOrder, Order, SnapshotTaken, OrderDone, Bye,
-    Heartbeat, Event, Failure, Scale, Enlist, Accepted,
+    Join, Joined, AskServers, Servers, SecondLost, TakeWork, Work, Leave, AskOrder, Order, SnapshotTaken, OrderDone,
+    Bye, Heartbeat, Event, Failure, Scale, Enlist, Accepted,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=1 << 20)

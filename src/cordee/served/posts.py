@@ -34,10 +34,10 @@ class Posts:
         self.has_been_ready |= not wants_followers or all(post.is_following for post in self.posts)
         return self.has_been_ready
 
-    def join(self, index: int, name: str) -> None:
-        """Give a new server its part: to serve where nobody does, else to follow."""
+    def join(self, index: int, name: str, *, has_state: bool = True) -> None:
+        """Give a new server its part: to serve where nobody does and it has the run's parameters, else to follow."""
         post = self.posts[index]
-        if post.serving:
+        if post.serving or not has_state:
             post.follower, post.is_following = name, False
         else:
             post.serving = name
@@ -53,6 +53,12 @@ class Posts:
                 if post.serving:
                     post.follower, post.is_following = "", False
                 self.version += 1
+
+    def note_following(self, index: int, serving: str, follower: str) -> None:
+        """Take note that `follower` was given everything by `serving`, if these are still the two."""
+        post = self.posts[index]
+        if (post.serving, post.follower) == (serving, follower):
+            post.is_following = True
 
     def unfollowed(self) -> list[tuple[int, str, str]]:
         """Return where the follower waits to be given everything: index, who serves, who follows."""

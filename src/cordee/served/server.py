@@ -18,15 +18,18 @@ from cordee import checkpoint
 from cordee.assembly import assemble
 from cordee.cluster import Team
 from cordee.communication.buffers import Buffer
-from cordee.communication.calls import Call, CallServer, Connection
+from cordee.communication.calls import Call, CallServer, Connection, UnavailableError
+from cordee.communication.channel import RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
-from cordee.communication.messages import Message
+from cordee.communication.messages import Message, Refused
 from cordee.communication.this_host import Listening
 from cordee.core import Job
 from cordee.core.errors import CommunicationError
+from cordee.core.fault_points import identify, reach
 from cordee.monitoring import setup_logging
 from cordee.served.link import DispatchLink, ProcessOrder
+from cordee.served.messages import SecondLost
 from cordee.strategies.parameter_server.compression import Tracker, make_codec
 from cordee.strategies.parameter_server.layout import Layout, Piece, make_layout
 from cordee.strategies.parameter_server.messages import (
@@ -36,12 +39,14 @@ from cordee.strategies.parameter_server.messages import (
     Extras,
     Fence,
     Load,
+    LoadExtras,
     Pull,
     Pulled,
     PullExtras,
     Push,
     Pushed,
     PushExtras,
+    Settle,
     Snapped,
     Snapshot,
     SnapshotExtras,
@@ -49,6 +54,7 @@ from cordee.strategies.parameter_server.messages import (
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 from cordee.strategies.parameter_server.shard import ParameterShard, UnitPush
 from cordee.strategies.parameter_server.state import (
+    decode_plain,
     dump_piece,
     encode_plain,
     flatten_parameters,
@@ -75,70 +81,75 @@ class ParameterService:
         self._settings = settings
         self._trackers: dict[tuple[str, int], Tracker] = {}
         self._second: Connection | None = None  # does all that this server does, to take its place
-        self._reply_bytes = max(8 * state.piece.length * layout.dtype.itemsize for state in shard.pieces.values())
         self.connect: Callable[[str], Connection]
         self.fence: Callable[[str, int], None] = lambda worker, incarnation: None
-        self.warn: Callable[[str], None] = lambda message: None
+        self.report_lost: Callable[[str, str], None] = lambda address, message: None
         self.name = "server"
         self.step = 0  # of the job, that its parameters were of when it started
 
     def handle(self, call: Call) -> None:
+        kind = type(call.message).__name__.lower()
+        reach(f"server.received.{kind}", UnavailableError)
+        message, buffers = self._handle(call)
+        reach(f"server.answering.{kind}", UnavailableError)
+        call.reply(message, buffers)
+
+    def _handle(self, call: Call) -> tuple[Message, Sequence[torch.Tensor]]:
+        """Do what a call asks for; return the answer."""
+        shard = self._shard
         match call.message:
             case Push() as push:
-                self._push(call, push)
+                return self._push(call, push), ()
             case Pull(piece=index, has=has, settles=settles, scale=scale):
-                state = self._shard.piece(index)
+                state = shard.piece(index)
                 if state.waits_for(settles) or self._settings.delay_compensation:
-                    self._pass_on(call.message, (), call.caller)
+                    self._pass_on(Settle(index, settles, scale, call.caller))
                 values = state.pull(call.caller, settles, scale)
                 tracker = self._trackers.setdefault((call.caller, index), Tracker(self._codecs[index]))
                 sent = tracker.compress(values, has)
-                call.reply(Pulled(state.version, tracker.stamp), sent)
-            case PushExtras(unit=unit, names=names, worker=worker):
-                self._pass_on(call.message, call.buffers, call.caller)
-                buffers = {name: buffer.torch() for name, buffer in zip(names, call.buffers, strict=True)}
-                if self._is_fixed:
-                    asked = call.message
-                    self._shard.agree_on_extras(asked.step, asked.share, asked.num_shares, buffers)
-                else:
-                    self._shard.keep_extras(worker or call.caller, unit, buffers)
-                call.reply(Pushed("applied"))
+                return Pulled(state.version, tracker.stamp), sent
+            case PushExtras() as pushed:
+                self._push_extras(call, pushed)
             case PullExtras(settles=settles):
-                self._settle_extras(call, settles)
-                call.reply(Extras(tuple(self._shard.agreed), ()), list(self._shard.agreed.values()))
+                self._settle_extras(settles)
+                return Extras(tuple(shard.agreed), ()), list(shard.agreed.values())
             case Snapshot(piece=index, settles=settles, scale=scale):
-                state = self._shard.piece(index)
-                self._pass_on(call.message, (), call.caller)
+                state = shard.piece(index)
+                if state.waits_for(settles):
+                    self._pass_on(Settle(index, settles, scale))
                 state.settle(settles, scale)
                 saved = piece_state(state)
-                buffers_out = [state.values, *saved.tensors.values(), encode_plain(saved.values)]
-                call.reply(Snapped(state.version, tuple(saved.tensors)), buffers_out)
+                buffers = [state.values, *saved.tensors.values(), encode_plain(saved.values)]
+                return Snapped(state.version, tuple(saved.tensors)), buffers
             case SnapshotExtras(settles=settles):
-                self._settle_extras(call, settles)
-                extras = self._shard.extras()
-                call.reply(Extras(tuple(extras), tuple(self._shard.ages)), list(extras.values()))
+                self._settle_extras(settles)
+                extras = shard.extras()
+                return Extras(tuple(extras), tuple(shard.ages)), list(extras.values())
+            case Settle(piece=index, settles=settles, scale=scale, seen_by=worker):
+                if index < 0:
+                    shard.settle_extras(settles)
+                elif worker:
+                    shard.piece(index).pull(worker, settles, scale)
+                else:
+                    shard.piece(index).settle(settles, scale)
             case Fence(worker=worker, incarnation=incarnation):
-                self._pass_on(call.message, (), call.caller)
+                self._pass_on(call.message)
                 self.fence(worker, incarnation)
-                self._shard.forget(worker)
+                shard.forget(worker)
                 for key in [key for key in self._trackers if key[0] == worker]:
                     del self._trackers[key]
-                call.reply(Pushed("applied"))
             case Adopt(address=address):
                 self._adopt(address)
-                call.reply(Pushed("applied"))
             case Load(piece=index, names=names):
-                restore_piece(self._shard.piece(index), names, [buffer.torch() for buffer in call.buffers])
-                call.reply(Pushed("applied"))
+                restore_piece(shard.piece(index), names, [buffer.torch() for buffer in call.buffers])
+            case LoadExtras():
+                *tensors, plain = [buffer.torch() for buffer in call.buffers]
+                shard.restore_extras(tensors, decode_plain(plain))
             case other:
-                call.refuse("unexpected", type(other).__name__)
+                return Refused("unexpected", type(other).__name__), ()
+        return Pushed("applied"), ()
 
-    def _settle_extras(self, call: Call, settles: int) -> None:
-        if self._shard.waits_for_extras(settles):
-            self._pass_on(call.message, (), call.caller)
-            self._shard.settle_extras(settles)
-
-    def _push(self, call: Call, push: Push) -> None:
+    def _push(self, call: Call, push: Push) -> Pushed:
         gradient = self._codecs[push.piece].decode([buffer.torch() for buffer in call.buffers])
         worker = push.worker or call.caller
         unit = UnitPush(
@@ -152,42 +163,75 @@ class ParameterService:
             push.floor,
             frozenset(push.unused),
         )
-        self._pass_on(push, call.buffers, call.caller)
+        seconds = self._pass_on(msgspec.structs.replace(push, worker=worker), call.buffers)
         outcome = self._shard.push(push.piece, unit, gradient)
-        call.reply(Pushed(outcome.kind, outcome.norms, outcome.detail))
+        answer = Pushed(outcome.kind, outcome.norms, outcome.detail)
+        if seconds is not None and seconds != answer:
+            self._lose_second(f"it answered {seconds} where this server answers {answer}")
+        return answer
 
-    def _pass_on(self, message: Message, buffers: Sequence[Buffer], worker: str) -> None:
-        """Have the second do the same, before anybody is told that it is done."""
+    def _push_extras(self, call: Call, pushed: PushExtras) -> None:
+        worker = pushed.worker or call.caller
+        self._pass_on(msgspec.structs.replace(pushed, worker=worker), call.buffers)
+        buffers = {name: buffer.torch() for name, buffer in zip(pushed.names, call.buffers, strict=True)}
+        if self._is_fixed:
+            self._shard.agree_on_extras(pushed.step, pushed.share, pushed.num_shares, buffers)
+        else:
+            self._shard.keep_extras(worker, pushed.unit, buffers)
+
+    def _settle_extras(self, settles: int) -> None:
+        if self._shard.waits_for_extras(settles):
+            self._pass_on(Settle(-1, settles))
+            self._shard.settle_extras(settles)
+
+    def _pass_on(self, message: Message, buffers: Sequence[Buffer] = ()) -> Message | None:
+        """Have the second do the same, before anybody is told that it is done; return the answer of the second."""
         if self._second is None:
-            return
-        if isinstance(message, (Push, PushExtras)):
-            message = msgspec.structs.replace(message, worker=worker)
+            return None
         try:
-            self._second.call(message, [buffer.torch() for buffer in buffers], reply_bytes=self._reply_bytes)
+            reach("server.pass_on")
+            answer: Message = self._second.call(message, [buffer.torch() for buffer in buffers])
+            reach("server.passed_on")
         except CommunicationError as error:
-            self.warn(f"{self.name} has lost its second server ({error}): going on alone until there is another")
-            self._second.close()
-            self._second = None
+            self._lose_second(str(error))
+            return None
+        return answer
+
+    def _lose_second(self, why: str) -> None:
+        """Continue alone. The dispatcher knows it before any caller is answered: that second may not take over.
+
+        Raises UnavailableError where the dispatcher cannot be told, or has given this very server up.
+        """
+        assert self._second is not None
+        self.report_lost(self._second.address, f"{self.name} has lost its second server ({why})")
+        self._second.close()
+        self._second = None
 
     def _adopt(self, address: str) -> None:
         """Give another server everything, and have it follow from here."""
+        reach("server.adopt.connect", UnavailableError)
         connection = self.connect(address)
-        for index, state in self._shard.pieces.items():
-            names, buffers = dump_piece(state)
-            connection.call(Load(index, names), buffers)
-        for number, (step, share, num_shares, pushed) in enumerate(self._shard.pushed_extras()):
-            extras = PushExtras(0, tuple(pushed), "", step, share, num_shares)
-            connection.call(extras, list(pushed.values()))
-            if number == 0:  # what steps start from now
-                connection.call(PullExtras(step), reply_bytes=self._reply_bytes + (1 << 20))
-        for worker, (unit, buffers_of) in self._shard.kept_extras.items():
-            connection.call(PushExtras(unit, tuple(buffers_of), worker), list(buffers_of.values()))
+        try:
+            for index, state in self._shard.pieces.items():
+                names, buffers = dump_piece(state)
+                reach("server.adopt.piece", UnavailableError)
+                connection.call(Load(index, names), buffers)
+            tensors, plain = self._shard.dump_extras()
+            reach("server.adopt.extras", UnavailableError)
+            connection.call(LoadExtras(), [*tensors, encode_plain(plain)])
+            reach("server.adopt.done", UnavailableError)
+        except BaseException:
+            connection.close()
+            raise
+        if self._second is not None:
+            self._second.close()
         self._second = connection
 
 
 def main(argument: dict[str, Any]) -> int:
     """Serve until told to end; return the exit code. Called in a fresh fork of the fork server."""
     order = msgspec.convert(argument, ProcessOrder)
+    identify(order.name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     is_over = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: is_over.set())
@@ -204,7 +248,7 @@ def main(argument: dict[str, Any]) -> int:
                 service.name = order.name
                 service.fence = server.fence
                 service.connect = link.connect_to
-                service.warn = lambda message: link.emit("warning", {"message": message})
+                service.report_lost = lambda address, message: _report_lost(link, is_over, address, message)
                 link.join(server.address, server.public, service.step)
                 log.info("server %d listens at %s (process %d)", order.index, server.address, os.getpid())
                 server.run(is_over.is_set)
@@ -213,6 +257,17 @@ def main(argument: dict[str, Any]) -> int:
             link.fail(error)
             return 1
     return 0
+
+
+def _report_lost(link: DispatchLink, is_over: threading.Event, address: str, message: str) -> None:
+    """Have the dispatcher write down that the second at `address` does not follow any more."""
+    try:
+        link.ask(SecondLost(address, message))
+    except RefusedError as error:  # this server was given up, and its second may serve by now
+        is_over.set()
+        raise UnavailableError(f"{message}, and was given up itself: {error}") from error
+    except CommunicationError as error:
+        raise UnavailableError(f"{message}, and the dispatcher could not be told: {error}") from error
 
 
 def _make_service(order: ProcessOrder, run_dir: Path) -> ParameterService:

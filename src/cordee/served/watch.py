@@ -27,12 +27,15 @@ class Watch:
         self._dispatcher = dispatcher
         self._crew = crew
         self._losses = losses
-        self._started_s = time.monotonic()
+        self._unheard_s: dict[int, float] = {}  # since when a process that has not joined is waited for
+        self._stopped_s: dict[int, float] = {}  # since when one of these is stopped
+        self._dropped: set[int] = set()  # servers without a part, killed
 
     def look(self) -> None:
         """Hear who ended, end who is frozen, go on without guests that are gone."""
         self._take_reports()
         self._check_silence()
+        self._drop_servers()
         self._check_far_guests()
         self._check_near_guests()
 
@@ -59,8 +62,7 @@ class Watch:
             if hearing is None and name in self._crew.away:
                 continue
             if hearing is None:
-                if now_s - self._started_s > STARTUP_TIMEOUT_S and self._losses.num_replaced == 0:
-                    raise TrainingError(f"{name} did not start within {STARTUP_TIMEOUT_S:g} s")
+                self._check_start(number, name, now_s)
                 continue
             if not self._is_silent(hearing, now_s):
                 continue
@@ -76,6 +78,25 @@ class Watch:
             else:
                 self._crew.away.append(name)
                 self._losses.give_up(process.index, "is frozen; if it wakes up it joins again")
+
+    def _check_start(self, number: int, name: str, now_s: float) -> None:
+        """Kill one that is stopped before it has joined; raise TrainingError for one that does not get that far."""
+        if now_s - self._unheard_s.setdefault(number, now_s) > STARTUP_TIMEOUT_S:
+            raise TrainingError(f"{name} did not start within {STARTUP_TIMEOUT_S:g} s")
+        if not self._launcher.is_stopped(number):
+            self._stopped_s.pop(number, None)
+        elif now_s - self._stopped_s.setdefault(number, now_s) > self._timeout_s:
+            self._stopped_s[number] = now_s
+            self._launcher.emit("warning", message=f"{name} is frozen: it was stopped before it had joined")
+            self._launcher.signal(number, signal.SIGKILL)
+
+    def _drop_servers(self) -> None:
+        """Kill servers that the one they followed has given up: their exit has another started."""
+        for number, process in self._crew.processes.items():
+            is_joined = process.role == "server" and process.name in self._dispatcher.hearings
+            if is_joined and number not in self._dropped and not self._dispatcher.servers.has_part(process.name):
+                self._dropped.add(number)
+                self._launcher.signal(number, signal.SIGKILL)
 
     def _check_far_guests(self) -> None:
         """Go on without guests of other hosts that are not heard of; all that is known of them is what they say."""

@@ -50,20 +50,33 @@ class Whereabouts:
         return bool(self._posts.posts[index].serving)
 
     def unfollowed(self) -> list[tuple[int, str, str]]:
-        """Return the servers whose followers wait to be given everything: index, address, follower's address."""
-        return [
-            (index, self._hearings[serving].address, self._hearings[follower].address)
-            for index, serving, follower in self._posts.unfollowed()
-        ]
+        """Return the servers whose followers wait to be given everything: index, name, the follower's name."""
+        return self._posts.unfollowed()
 
-    def note_following(self, index: int) -> None:
-        """Take note that the follower of a server has everything."""
-        self._posts.posts[index].is_following = True
+    def address_of(self, name: str) -> str:
+        return self._hearings[name].address
+
+    def note_following(self, index: int, serving: str, follower: str) -> None:
+        """Take note that the follower of a server has everything, if it is still the follower."""
+        self._posts.note_following(index, serving, follower)
         self.tell()
 
-    def join(self, index: int, name: str) -> None:
-        """Give a process that is up the part of server `index`."""
-        self._posts.join(index, name)
+    def has_part(self, name: str) -> bool:
+        """Whether a server serves or follows, or may yet."""
+        return any(name in (post.serving, post.follower) for post in self._posts.posts)
+
+    def join(self, index: int, name: str, *, has_state: bool) -> None:
+        """Give a process that is up its part of server `index`; without the run's parameters it can only follow."""
+        self._posts.join(index, name, has_state=has_state)
+
+    def drop_follower(self, serving: str, address: str) -> str:
+        """Have the follower at `address` not take over from `serving`; return its name, "" if it does not follow."""
+        for post in self._posts.posts:
+            if post.serving == serving and post.follower and self._hearings[post.follower].address == address:
+                name = post.follower
+                self._posts.lose(name)
+                return name
+        return ""
 
     def lose(self, name: str) -> None:
         """Forget a process, whatever it was."""

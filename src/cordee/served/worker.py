@@ -21,6 +21,7 @@ from cordee.compute import Loss, split_batch
 from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CommunicationError
+from cordee.core.fault_points import identify, reach
 from cordee.core.seeds import derive_seed
 from cordee.data.fingerprint import check_same
 from cordee.monitoring import setup_logging
@@ -40,7 +41,9 @@ log = logging.getLogger("cordee.worker")
 
 def main(argument: dict[str, Any]) -> int:
     """Work until the run ends; return the exit code. Called in a fresh fork of the fork server."""
-    return 0 if work(msgspec.convert(argument, ProcessOrder)) is None else 1
+    order = msgspec.convert(argument, ProcessOrder)
+    identify(order.name)
+    return 0 if work(order) is None else 1
 
 
 class _GivenUpError(Exception):
@@ -174,6 +177,7 @@ class WorkLoop:
         if buffers and self._fixed is not None:
             self._client.pull_extras(buffers, work.settles)
         loss = self._compute(work)
+        reach("worker.computed")
         refused, norms = "", []
         for piece, push in self._pushes:
             answer = push.result()
@@ -184,6 +188,7 @@ class WorkLoop:
                 if norm >= 0
             ]
         self._pushes = []
+        reach("worker.pushed")
         if buffers:
             self._client.push_extras(buffers, work.unit, work.step, work.share, work.num_shares)
         if self._num_until_pull and self._settings.push_every == 1:

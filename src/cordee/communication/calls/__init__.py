@@ -2,6 +2,17 @@
 
 from cordee.communication.calls.client import Connection, Pending, ServerDiedError, ServerFrozenError
 from cordee.communication.calls.connections import Connections
-from cordee.communication.calls.server import Call, CallServer
+from cordee.communication.calls.messages import UNAVAILABLE
+from cordee.communication.calls.server import Call, CallServer, UnavailableError
 
-__all__ = ["Call", "CallServer", "Connection", "Connections", "Pending", "ServerDiedError", "ServerFrozenError"]
+__all__ = [
+    "UNAVAILABLE",
+    "Call",
+    "CallServer",
+    "Connection",
+    "Connections",
+    "Pending",
+    "ServerDiedError",
+    "ServerFrozenError",
+    "UnavailableError",
+]

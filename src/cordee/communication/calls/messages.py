@@ -53,4 +53,6 @@ class Pong(Message, frozen=True):
     is_generational = False
 
 
+UNAVAILABLE = "unavailable"  # why a request is refused that is to be made again, wherever the service then is
+
 CONNECTION: tuple[type[Message], ...] = (Greeting, HostCard, OpenLane, LaneOpened, Ping, Pong)

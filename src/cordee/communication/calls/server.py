@@ -16,7 +16,16 @@ from typing import Any
 
 from cordee.communication.buffers import Buffer, WireError, outgoing
 from cordee.communication.calls.lane import FIRST_SLOT, LIFE, MAX_LANES, REPLY_STAMP, Lane, Porch, wake_client
-from cordee.communication.calls.messages import CONNECTION, Greeting, HostCard, LaneOpened, OpenLane, Ping, Pong
+from cordee.communication.calls.messages import (
+    CONNECTION,
+    UNAVAILABLE,
+    Greeting,
+    HostCard,
+    LaneOpened,
+    OpenLane,
+    Ping,
+    Pong,
+)
 from cordee.communication.channel import Received, ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
@@ -35,6 +44,10 @@ _SPIN_S = 5e-6  # looking again costs less than sleeping for as long as a client
 _YIELD_S = 0.0005
 _NAP_S, _IDLE_NAP_S = 0.004, 0.05  # a wake-up that is missed costs this much; idle: nothing came for a second
 _CENSUS_S = 0.5  # how often lanes are looked through for clients that died
+
+
+class UnavailableError(CommunicationError):
+    """A service cannot answer now: the caller is to find out where the service is, and to try again."""
 
 
 class Call:
@@ -235,6 +248,8 @@ class CallServer:
                 return
             try:
                 self._handle(call)
+            except UnavailableError as error:
+                call.refuse(UNAVAILABLE, str(error))
             except CordeeError as error:
                 call.refuse("failed", str(error))
             except Exception as error:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from cordee.communication.buffers import Buffer
-from cordee.communication.calls import Connection, Connections
+from cordee.communication.calls import UNAVAILABLE, Connection, Connections
 from cordee.communication.channel import RefusedError
 from cordee.communication.messages import Message
 from cordee.core.errors import CommunicationError
+from cordee.core.fault_points import reach
 from cordee.strategies.parameter_server.compression import Feedback, Follower, make_codec
 from cordee.strategies.parameter_server.layout import Layout, Piece
 from cordee.strategies.parameter_server.messages import Extras, Pull, Pulled, PullExtras, Push, Pushed, PushExtras
@@ -60,23 +61,26 @@ class RetriedCalls:
     ) -> Any:
         """Make a call until it is answered. Raises CommunicationError when no server answers in time."""
         deadline = time.monotonic() + self._patience_s
+        kind = type(message).__name__.lower()
         while True:
             connection: Connection | None = None
             try:
                 connection = self._connections.get(server)
+                reach(f"client.call.{kind}")
                 if self._is_lost():  # the request
                     time.sleep(_RETRY_S)
                     continue
                 result = connection.call(message, buffers, receive=receive, reply_bytes=reply_bytes)
+                reach(f"client.answered.{kind}")
                 if self._is_lost():  # the reply
                     continue
                 return result
-            except RefusedError as error:
-                if error.reason == "reply-too-large":
+            except CommunicationError as error:
+                if isinstance(error, RefusedError) and error.reason == "reply-too-large":
                     reply_bytes = max(2 * reply_bytes, 1 << 20)
                     continue
-                raise
-            except CommunicationError as error:
+                if isinstance(error, RefusedError) and error.reason != UNAVAILABLE:
+                    raise
                 self._connections.drop(server, connection)
                 if time.monotonic() > deadline:
                     raise

@@ -127,6 +127,17 @@ class Fence(Message, frozen=True):
     incarnation: Count
 
 
+class Settle(Message, frozen=True):
+    """For a second server: apply step `settles` to a piece, as the first is about to. Answered by `Pushed`."""
+
+    is_generational = False
+
+    piece: Number  # -1: the buffers of the workers' models
+    settles: Number
+    scale: float = 1.0
+    seen_by: Annotated[str, Meta(max_length=128)] = ""  # the worker that is given the parameters
+
+
 class Adopt(Message, frozen=True):
     """The server at this address is to be the receiver's second. Answered by `Pushed` when it has everything."""
 
@@ -144,8 +155,17 @@ class Load(Message, frozen=True):
     names: Annotated[tuple[Name, ...], Meta(max_length=65536)]
 
 
+class LoadExtras(Message, frozen=True):
+    """All that a server knows of the buffers of the workers' models: tensors, and their meaning as JSON bytes.
+
+    What the receiver knew of them before is forgotten. Answered by `Pushed`.
+    """
+
+    is_generational = False
+
+
 PARAMETERS: tuple[type[Message], ...] = (
-    Push, Pushed, Pull, Pulled, PushExtras, PullExtras, Snapshot, Snapped, SnapshotExtras, Extras, Fence, Adopt,
-    Load,
+    Push, Pushed, Pull, Pulled, PushExtras, PullExtras, Snapshot, Snapped, SnapshotExtras, Extras, Fence, Settle,
+    Adopt, Load, LoadExtras,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=8 << 20, max_buffers=65536, max_buffer_bytes=1 << 31)

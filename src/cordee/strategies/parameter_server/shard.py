@@ -325,6 +325,7 @@ class ParameterShard:
         self._staged_extras: dict[int, tuple[int, dict[int, dict[str, Tensor]]]] = {}
         """Step -> how many shares it has, and the buffers of those that came."""
         self._next_agreed: tuple[int, dict[str, Tensor]] | None = None  # of a step that waits to be settled
+        self._agreed_step = -1  # that `agreed` is of
         self.ages = [0]
         self._first = min(self.pieces)
         self._extras: dict[str, tuple[int, dict[str, Tensor]]] = {}  # worker -> (unit, its buffers)
@@ -354,13 +355,14 @@ class ParameterShard:
         Not before `settle_extras`: see `PieceState`.
         """
         assert self._fixed is not None
-        if self._next_agreed is not None and self._next_agreed[0] >= step:
-            return  # sent again
+        newest = self._agreed_step if self._next_agreed is None else self._next_agreed[0]
+        if step <= newest:
+            return  # sent again, or by a worker that was given up: the step is complete
         _, staged = self._staged_extras.setdefault(step, (num_shares, {}))
         staged[share] = {name: value.clone() for name, value in buffers.items()}
         if len(staged) < num_shares:
             return
-        del self._staged_extras[step]
+        self._staged_extras = {later: shares for later, shares in self._staged_extras.items() if later > step}
         agreed = {}
         for name, value in staged[min(staged)].items():
             if value.is_floating_point():
@@ -378,21 +380,44 @@ class ParameterShard:
         """Start from what was agreed on in this step."""
         if self.waits_for_extras(step):
             assert self._next_agreed is not None
-            self.agreed, self._next_agreed = self._next_agreed[1], None
+            self._agreed_step, self.agreed = self._next_agreed
+            self._next_agreed = None
 
-    def pushed_extras(self) -> Iterator[tuple[int, int, int, dict[str, Tensor]]]:
-        """The step, share, number of shares and buffers of all that another needs to be where this one is."""
-        if self.agreed:
-            yield 0, 0, 1, self.agreed
-        if self._next_agreed is not None:
-            yield self._next_agreed[0], 0, 1, self._next_agreed[1]
-        for step, (num_shares, staged) in self._staged_extras.items():
-            for share, buffers in staged.items():
-                yield step, share, num_shares, buffers
+    def dump_extras(self) -> tuple[list[Tensor], dict[str, Any]]:
+        """Return all that `restore_extras` needs to be where this one is; tensors share memory."""
+        tensors: list[Tensor] = []
 
-    @property
-    def kept_extras(self) -> Mapping[str, tuple[int, dict[str, Tensor]]]:
-        return self._extras
+        def put(buffers: Mapping[str, Tensor]) -> list[str]:
+            tensors.extend(buffers.values())
+            return list(buffers)
+
+        plain = {
+            "agreed": (self._agreed_step, put(self.agreed)),
+            "next": None if self._next_agreed is None else (self._next_agreed[0], put(self._next_agreed[1])),
+            "staged": [
+                (step, num_shares, share, put(buffers))
+                for step, (num_shares, staged) in self._staged_extras.items()
+                for share, buffers in staged.items()
+            ],
+            "kept": [(worker, unit, put(buffers)) for worker, (unit, buffers) in self._extras.items()],
+            "ages": self.ages,
+        }
+        return tensors, plain
+
+    def restore_extras(self, tensors: Sequence[Tensor], plain: Mapping[str, Any]) -> None:
+        """Become what another was when it made a dump."""
+        left = iter(tensors)
+
+        def take(names: Sequence[str]) -> dict[str, Tensor]:
+            return {name: next(left).clone() for name in names}
+
+        self._agreed_step, self.agreed = plain["agreed"][0], take(plain["agreed"][1])
+        self._next_agreed = None if plain["next"] is None else (plain["next"][0], take(plain["next"][1]))
+        self._staged_extras = {}
+        for step, num_shares, share, names in plain["staged"]:
+            self._staged_extras.setdefault(step, (num_shares, {}))[1][share] = take(names)
+        self._extras = {worker: (unit, take(names)) for worker, unit, names in plain["kept"]}
+        self.ages = list(plain["ages"])
 
     def extras(self) -> dict[str, Tensor]:
         """Return the mean over the workers of each floating-point buffer; of others the newest worker's."""

@@ -15,7 +15,7 @@ from cordee.core.components import Use
 from cordee.core.errors import CommunicationError
 from cordee.strategies.parameter_server.layout import ELEMENTWISE, Layout, make_layout
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
-from cordee.strategies.parameter_server.shard import ParameterShard, UnitPush
+from cordee.strategies.parameter_server.shard import FixedSum, ParameterShard, UnitPush
 from cordee.strategies.parameter_server.state import flatten_parameters, join_pieces, load_piece, piece_state
 
 NUM_STEPS = 4
@@ -309,3 +309,36 @@ def test_a_step_of_which_nothing_is_counted_is_none() -> None:
     alone = Servers(make_model(), "Adam", num_servers=1)
     alone.push(gradient, 0, unit=0, step=1, share=0, num_shares=1)
     assert torch.equal(servers.values(), alone.values())
+
+
+def fixed_shard() -> ParameterShard:
+    layout = make_layout(make_model(), 1, can_split=True)
+    settings = ParameterServerSettings()
+    return ParameterShard(
+        layout.pieces, lambda piece: torch.zeros(piece.length), recipe_for("SGD"), settings, FixedSum(2, 2)
+    )
+
+
+def test_buffers_of_a_step_that_is_over_change_nothing() -> None:
+    """Sent again by a worker that was given up, after the step was settled."""
+    shard = fixed_shard()
+    for step in range(2):
+        for share in range(2):
+            shard.agree_on_extras(step, share, 2, {"mean": torch.tensor([step + share / 2])})
+        shard.settle_extras(step)
+    for share in range(2):
+        shard.agree_on_extras(0, share, 2, {"mean": torch.tensor([9.0])})
+    assert not shard.waits_for_extras(5)
+    assert torch.equal(shard.agreed["mean"], torch.tensor([1.25]))
+
+
+def test_a_second_that_is_given_the_buffers_again_has_those_of_the_first() -> None:
+    """Handing over failed in the middle the first time, and the first server has moved on since."""
+    first, second = fixed_shard(), fixed_shard()
+    first.agreed = {"mean": torch.zeros(1)}
+    first.agree_on_extras(0, 1, 2, {"mean": torch.tensor([1.0])})
+    second.restore_extras(*first.dump_extras())
+    first.agree_on_extras(0, 0, 2, {"mean": torch.tensor([3.0])})
+    second.restore_extras(*first.dump_extras())
+    second.settle_extras(0)
+    assert torch.equal(second.agreed["mean"], torch.tensor([2.0]))

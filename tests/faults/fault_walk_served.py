@@ -1,0 +1,312 @@
+"""Walks the fault points of runs with parameter servers: in step, two replicas of each server, reproducible.
+
+    PYTHONPATH=tests:tests/faults python -m fault_walk_served [--point P] [--scenario S] [--sample]
+
+Of a server and its second, `server-0` and `server-0.1`, the one that joins first serves: faults are for `server-0*`,
+whichever it is. Where both pass a point, the first is there on every other visit. What takes the place of a process has
+the next number (`server-0.2`, `worker-2`). What happens in a scenario by itself is one loss; the fault that is tried is
+another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from signal import SIGCONT, SIGINT, SIGKILL
+
+from fault_trials import Scenario, Trial, Walker
+from fault_walk import DEATHS, Place, Walk, main
+
+from cordee.cluster.control import scale_run
+from cordee.core.errors import CordeeError
+from cordee.core.fault_points import Fault, visits
+from warm_launch import WarmServer
+
+JOB = """
+[model]
+use = "normed:Net"
+[data]
+use = "synthetic"
+shape = [8]
+num_classes = 3
+size = 64
+test_size = 16
+[optimizer]
+use = "adam"
+lr = 0.01
+[training]
+batch_size = 16
+steps = 8
+reproducible = true
+shards = 2
+threads = 1
+[strategy]
+name = "parameter_server"
+workers = 2
+servers = 2
+replicas = 2
+[cluster]
+failure_timeout = "2s"
+max_restarts = 20
+[monitoring]
+every_steps = 1
+[checkpoint]
+every_steps = 3
+keep = 1
+"""
+# Batch norms, so that workers have buffers to agree on.
+NET = """
+from torch import nn
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+"""
+STEP = "worker.computed"
+PAIR = "server-0*"
+HOLD = Fault(STEP, "worker-*", "hold", 9)  # 2 in each step
+
+
+class ServedWalker(Walker):
+    """Tries faults on the job above, whose model is in a file beside it."""
+
+    def _begin(self, folder: Path, scenario: Scenario, faults: tuple[Fault, ...]) -> Trial:
+        folder.mkdir(parents=True)
+        (folder / "normed.py").write_text(NET)
+        return super()._begin(folder, scenario, faults)
+
+
+def _hold_until(is_so: Callable[[Trial], object]) -> Callable[[Trial], None]:
+    """Have a worker wait in the middle of a step until something is so, or has become impossible."""
+
+    def drive(trial: Trial) -> None:
+        trial.until_held(HOLD)
+        trial.until(lambda: is_so(trial))
+        trial.release(HOLD)
+
+    return drive
+
+
+def _has_new_worker(trial: Trial) -> bool:
+    """Whether a worker that was not there at the start has asked for work."""
+    asked = {process for point, process in visits(trial.faults) if point == "served.ask.takework"}
+    return bool(asked - {"worker-0", "worker-1"})
+
+
+def _has_new_second(trial: Trial) -> bool:
+    return trial.num_visits("dispatch.paired", "coordinator") > 2  # two at the start
+
+
+def _has_new_evaluator(trial: Trial) -> bool:
+    return trial.num_visits("served.ask.join", "evaluator") > 1
+
+
+def _scale(num_workers: int, is_so: Callable[[Trial], object]) -> Callable[[Trial], None]:
+    def drive(trial: Trial) -> None:
+        trial.until_held(HOLD)
+        trial.scale(num_workers)
+        trial.until(lambda: is_so(trial))
+        trial.release(HOLD)
+
+    return drive
+
+
+def _ask_for_nobody(trial: Trial) -> None:
+    trial.until_held(HOLD)
+    with contextlib.suppress(CordeeError):
+        scale_run(trial.run_dir, 0)
+    trial.release(HOLD)
+
+
+def _join(trial: Trial) -> None:
+    trial.until_held(HOLD)
+    trial.join()
+    trial.until(lambda: _has_new_worker(trial))
+    trial.release(HOLD)
+
+
+def _kill_coordinator(trial: Trial) -> None:
+    trial.until_held(HOLD)
+    before = len(trial.events("coordinator_started"))
+    trial.signal(trial.pid_of("coordinator_started"), SIGKILL)
+    trial.until(lambda: len(trial.events("coordinator_started")) > before)
+    trial.release(HOLD)
+
+
+def _interrupt(trial: Trial) -> None:
+    trial.until_held(HOLD)
+    trial.process.send_signal(SIGINT)
+    trial.release(HOLD)
+
+
+def _wake(trial: Trial) -> None:
+    trial.until_held(HOLD)
+    trial.until(lambda: trial.events("worker_lost"))
+    before = trial.num_visits("served.ask.join", "worker-1")
+    trial.signal(trial.pid_of("worker_started", 1), SIGCONT)
+    trial.until(lambda: trial.num_visits("served.ask.join", "worker-1") > before)
+    trial.release(HOLD)
+
+
+SCENARIOS = {
+    "plain": Scenario(),
+    "final save": Scenario(settings=("checkpoint.every_steps=1000",)),
+    "worker lost": Scenario(_hold_until(_has_new_worker), (Fault(STEP, "worker-1", "kill", 2), HOLD)),
+    "server lost": Scenario(_hold_until(_has_new_second), (Fault("server.received.push", PAIR, "kill", 9), HOLD)),
+    "second lost": Scenario(_hold_until(_has_new_second), (Fault("server.received.push", PAIR, "kill", 10), HOLD)),
+    "second dropped": Scenario(_hold_until(_has_new_second), (Fault("server.passed_on", PAIR, "error", 5), HOLD)),
+    "evaluator lost": Scenario(
+        _hold_until(_has_new_evaluator), (Fault("evaluator.read", "evaluator", "kill", 1), HOLD)
+    ),
+    "leave": Scenario(
+        _hold_until(lambda trial: trial.events("worker_left")), (Fault(STEP, "worker-1", "leave", 2), HOLD)
+    ),
+    "bad request": Scenario(_ask_for_nobody, (HOLD,)),
+    "scale out": Scenario(_scale(3, _has_new_worker), (HOLD,)),
+    "scale in": Scenario(_scale(1, lambda trial: trial.events("scale")), (HOLD,)),
+    "join": Scenario(_join, (HOLD,)),
+    "coordinator": Scenario(_kill_coordinator, (HOLD,)),
+    "interrupt": Scenario(_interrupt, (HOLD,), ends_early=True),
+    "resume": Scenario(resumes="interrupt"),
+    "woken": Scenario(_wake, (Fault(STEP, "worker-1", "freeze", 2), HOLD), settings=("cluster.max_restarts=0",)),
+}
+
+
+def _of(scenario: str, process: str, *visits: int) -> Place:
+    return Place(scenario, process, visits or (1,))
+
+
+def _asked(*kinds: str) -> list[str]:
+    return [f"served.{when}.{kind}" for kind in kinds for when in ("ask", "answered")]
+
+
+def _called(*kinds: str) -> list[str]:
+    return [f"client.{when}.{kind}" for kind in kinds for when in ("call", "answered")]
+
+
+def _served(*kinds: str) -> list[str]:
+    return [f"server.{when}.{kind}" for kind in kinds for when in ("received", "answering")]
+
+
+# Where nothing can fail but the process itself: a decision, or an answer that is lost only with its connection, which
+# the other side notices.
+TURNS = (
+    _of("plain", "coordinator", 1, 2, 10, 20),
+    _of("worker lost", "coordinator", 15, 20, 25),
+    _of("server lost", "coordinator", 15, 20, 25),
+    _of("second dropped", "coordinator", 20, 25),
+    _of("evaluator lost", "coordinator", 20, 25),
+    _of("leave", "coordinator", 15, 20),
+    _of("scale out", "coordinator", 20, 25),
+    _of("coordinator", "coordinator", 25),
+    _of("interrupt", "coordinator", 15, 20),
+    _of("resume", "coordinator", 5),
+)
+WORKERS = (
+    _of("plain", "worker-0", 1, 2),
+    _of("plain", "worker-1", 1, 2),
+    _of("worker lost", "worker-2", 1),
+    _of("server lost", "worker-0", 3),
+    _of("join", "joiner", 1),
+)
+ONCE = (  # each worker passes these once
+    _of("plain", "worker-0", 1),
+    _of("plain", "worker-1", 1),
+    _of("worker lost", "worker-2", 1),
+    _of("scale out", "worker-2", 1),
+    _of("join", "joiner", 1),
+)
+LATE = (  # what took the place of one is there
+    _of("server lost", PAIR, 20, 21),
+    _of("second lost", PAIR, 20, 21),
+    _of("second dropped", PAIR, 20, 21),
+)
+BOTH = (_of("plain", PAIR, 1, 2, 3, 4), _of("worker lost", PAIR, 9, 10), *LATE)
+FIRST = (
+    _of("plain", PAIR, 1, 2),
+    _of("plain", "server-1*", 1),
+    _of("worker lost", PAIR, 4),
+    _of("server lost", PAIR, 13),
+)
+SECOND = (_of("plain", PAIR, 1, 2), _of("plain", "server-1*", 1), _of("server lost", "server-0.2", 1))
+SNAPSHOT = (_of("plain", PAIR, 1, 2), _of("final save", PAIR, 1))
+NEW_SECOND = (
+    _of("plain", PAIR, 1),
+    _of("plain", "server-1*", 1),
+    _of("server lost", "server-0.2", 1),
+    _of("second lost", "server-0.2", 1),
+    _of("second dropped", "server-0.2", 1),
+)
+HANDING_OVER = (_of("plain", PAIR, 1), _of("plain", "server-1*", 1))
+EVALUATOR = (_of("plain", "evaluator", 1, 2), _of("final save", "evaluator", 1), _of("server lost", "evaluator", 2))
+SAVING = (_of("plain", "evaluator", 1, 2, 3), _of("final save", "evaluator", 1))
+
+WALK: dict[str, Walk] = {
+    **{point: Walk(WORKERS) for point in (*_asked("takework"), *_called("push", "pull", "pushextras", "pullextras"))},
+    **{point: Walk(WORKERS, DEATHS) for point in ("worker.computed", "worker.pushed")},
+    **{point: Walk((*ONCE, _of("plain", "evaluator"))) for point in _asked("askservers", "bye")},
+    **{
+        point: Walk((*ONCE, *NEW_SECOND, _of("plain", "server-0"), _of("plain", "evaluator")))
+        for point in _asked("join")
+    },
+    **{point: Walk(ONCE) for point in _asked("event")},
+    **{point: Walk(EVALUATOR) for point in _asked("askorder", "snapshottaken", "orderdone")},
+    **{point: Walk(EVALUATOR) for point in _called("snapshot", "snapshotextras")},
+    **{point: Walk(EVALUATOR, DEATHS) for point in ("evaluator.read", "evaluator.measured", "evaluator.saved")},
+    "served.ask.secondlost": Walk((_of("second dropped", PAIR), _of("second lost", PAIR))),
+    # From there on the first server is alone: that is not what two replicas are for.
+    "served.answered.secondlost": Walk((_of("second dropped", PAIR), _of("second lost", PAIR)), ("error",)),
+    **{point: Walk(BOTH) for point in _served("push", "pushextras")},
+    **{point: Walk(FIRST) for point in _served("pull", "pullextras")},
+    **{point: Walk(SNAPSHOT) for point in _served("snapshot", "snapshotextras")},
+    **{point: Walk(SECOND) for point in _served("settle")},
+    **{point: Walk((_of("worker lost", PAIR, 1, 2), _of("worker lost", "server-1*", 1))) for point in _served("fence")},
+    **{point: Walk(HANDING_OVER) for point in _served("adopt")},
+    **{f"server.adopt.{what}": Walk(HANDING_OVER) for what in ("connect", "piece", "extras", "done")},
+    **{point: Walk(NEW_SECOND) for point in _served("load", "loadextras")},
+    **{
+        point: Walk((_of("plain", PAIR, 1, 2, 7), _of("plain", "server-1*", 3), _of("second dropped", PAIR, 30)))
+        for point in ("server.pass_on", "server.passed_on")
+    },
+    "dispatch.loss": Walk(
+        tuple(_of(f"{who} lost", "coordinator") for who in ("worker", "server", "second", "evaluator")), DEATHS
+    ),
+    "dispatch.fence": Walk((_of("worker lost", "coordinator", 1, 2),)),
+    "dispatch.pair": Walk((_of("plain", "coordinator", 1, 2), _of("server lost", "coordinator", 3)), DEATHS),
+    "dispatch.paired": Walk((_of("plain", "coordinator", 1, 2), _of("server lost", "coordinator", 3)), DEATHS),
+    **{point: Walk(TURNS, DEATHS) for point in ("dispatch.decided", "dispatch.written")},
+    **{point: Walk(TURNS, DEATHS) for point in ("journal.written", "launcher_link.errand")},
+    "journal.write": Walk(TURNS),
+    "dispatch.answer.joined": Walk(
+        (_of("plain", "coordinator", 1, 2, 10), _of("second dropped", "coordinator", 12)), DEATHS
+    ),
+    "dispatch.answer.servers": Walk((_of("plain", "coordinator", 1, 2), _of("server lost", "coordinator", 6)), DEATHS),
+    "dispatch.answer.work": Walk((_of("plain", "coordinator", 1, 2, 9), _of("worker lost", "coordinator", 8)), DEATHS),
+    "dispatch.answer.order": Walk(
+        (_of("plain", "coordinator", 1, 2, 4), _of("evaluator lost", "coordinator", 2)), DEATHS
+    ),
+    "dispatch.answer.leave": Walk((_of("plain", "coordinator", 1, 2), _of("leave", "coordinator")), DEATHS),
+    "dispatch.answer.accepted": Walk((_of("scale out", "coordinator"), _of("join", "coordinator")), DEATHS),
+    "dispatch.answer.refused": Walk((_of("bad request", "coordinator"),), DEATHS),
+    **{point: Walk((_of("plain", "coordinator"),), DEATHS) for point in ("dispatch.dismiss", "dispatch.dismissed")},
+    "launcher_link.listen": Walk((_of("plain", "coordinator"), _of("coordinator", "coordinator", 2))),
+    "launcher_link.again": Walk((_of("coordinator", "coordinator"),), DEATHS),
+    **{point: Walk((_of("plain", "coordinator"),), DEATHS) for point in ("launcher_link.end", "launcher_link.ended")},
+    **{
+        f"checkpoint.{where}": Walk(SAVING, ends_early=("error",))
+        for where in ("folder", "file", "values", "manifest", "rename", "renamed", "saved")
+    },
+    **{
+        f"checkpoint.{where}": Walk((_of("plain", "evaluator", 1, 2),), ends_early=("error",))
+        for where in ("remove", "removing")
+    },
+}
+
+
+def make_walker(server: WarmServer, folder: Path) -> Walker:
+    return ServedWalker(server, folder, "parameter_server", JOB, SCENARIOS)
+
+
+if __name__ == "__main__":
+    sys.exit(main(WALK, make_walker))
