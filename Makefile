@@ -7,11 +7,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Two files at a time, where tests do not start workers of their own.
 TWO_FILES := $(BIN)/pytest -n 2 --dist loadfile
 
+# How long `make test-long` compares random jobs of fresh seeds with the single run.
+DIFFERENCE_MINUTES ?= 60
+
 .PHONY: help quickstart test test-long unit lint types bench docs fuzz clean
 help:
 	@echo "make quickstart  set up, train a first model, show the result"
 	@echo "make test        set up, run the tests"
-	@echo "make test-long   also those that take minutes"
+	@echo "make test-long   also those that take minutes, and an hour of random jobs (DIFFERENCE_MINUTES=60)"
 	@echo "make unit        only the unit tests (about a minute)"
 	@echo "make lint types  ruff, mypy --strict"
 	@echo "make bench       measure against the peers (installs them; some minutes)"
@@ -42,10 +45,10 @@ test: $(VENV)/.dev
 	$(BIN)/mypy
 	$(TWO_FILES) tests/unit
 	$(TWO_FILES) tests/e2e
-	$(BIN)/pytest tests/distributed tests/faults
+	$(BIN)/pytest tests/distributed tests/faults tests/differences
 
 test-long: $(VENV)/.dev
-	CORDEE_LONG_TESTS=1 $(BIN)/pytest
+	CORDEE_LONG_TESTS=1 CORDEE_DIFFERENCE_MINUTES=$(DIFFERENCE_MINUTES) $(BIN)/pytest
 
 unit: $(VENV)/.dev
 	$(TWO_FILES) tests/unit

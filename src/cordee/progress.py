@@ -35,6 +35,11 @@ class Progress(msgspec.Struct):
         """The mean over the present epoch so far."""
         return self.loss_sum / self.loss_count if self.loss_count else None
 
+    def epochs_finished(self, num_batches: int | None) -> int:
+        """How many epochs are over, each of `num_batches` (None: not known): the last may not be closed yet."""
+        is_over = num_batches is not None and self.batch >= num_batches
+        return self.epoch + int(is_over)
+
     def take_evaluation(self, metrics: Metrics, step: int, policy: StopPolicy) -> str | None:
         """Take note of what was measured at `step`; return why the run should stop, if it should."""
         self.metrics, self.evaluated_at = metrics, step

@@ -217,7 +217,7 @@ class Session:
             device=str(parts.computation.device),
             parameters=parts.num_parameters,
             steps=progress.step,
-            epochs=progress.epoch,
+            epochs=progress.epochs_finished(parts.train.num_batches),
             samples=progress.samples,
             wall_seconds=progress.elapsed_s,
             samples_per_second=(outcome.samples_per_second or None) if outcome else None,  # 0: no step was left to take

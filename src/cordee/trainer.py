@@ -209,7 +209,8 @@ class Trainer:
                     f"the training set gave no samples in epoch {progress.epoch + 1}: "
                     "an IterableDataset must start anew each time it is iterated over"
                 )
-            if (is_exhausted or self._is_epoch_over()) and (reason := self._after_epoch()) is not None:
+            is_over = progress.epochs_finished(self._parts.train.num_batches) > progress.epoch
+            if (is_exhausted or is_over) and (reason := self._after_epoch()) is not None:
                 return reason
         return None
 
@@ -318,10 +319,6 @@ class Trainer:
         progress.epoch += 1
         progress.batch = 0
         return reason
-
-    def _is_epoch_over(self) -> bool:
-        num_batches = self._parts.train.num_batches
-        return num_batches is not None and self._progress.batch >= num_batches
 
     def _is_done(self) -> bool:
         total, epochs = self._parts.total_steps, self._job.training.num_epochs

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import small_jobs
 import torch
-from small_jobs import copy_as_killed_after, events_of, run, saved_steps, small_job
+from small_jobs import BATCHES_PER_EPOCH, copy_as_killed_after, events_of, run, saved_steps, small_job
 from torch import nn
 
 from cordee import checkpoint
@@ -675,3 +675,7 @@ def test_the_training_loss_is_the_mean_over_the_samples_of_the_last_epoch(tmp_pa
     means = [sum(map(operator.mul, epoch, sizes)) / 38 for epoch in (losses[:5], losses[5:])]
     assert [event["train_loss"] for event in events_of(result, "evaluation")] == pytest.approx(means, rel=1e-12)
     assert result.summary.train_loss == pytest.approx(means[1], rel=1e-12)
+
+
+def test_an_epoch_that_a_stop_rule_ends_is_finished(tmp_path: Path) -> None:
+    assert run(small_job(stop={"steps": BATCHES_PER_EPOCH}), tmp_path).summary.epochs == 1

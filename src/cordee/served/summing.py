@@ -88,7 +88,7 @@ class Summariser:
             device=described["device"],
             parameters=described["parameters"],
             steps=progress.step,
-            epochs=progress.epoch,
+            epochs=progress.epochs_finished(-(-self._plan.num_samples // job.training.batch_size)),
             samples=progress.samples,
             wall_seconds=progress.elapsed_s,
             samples_per_second=samples_per_second,

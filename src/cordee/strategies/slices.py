@@ -72,7 +72,7 @@ class SlicedParameter:
         assert isinstance(parameter, DTensor)
         self.name, self.num_holders = name, num_holders
         self._parameter: Any = parameter
-        self.local = nn.Parameter(_local(parameter).detach())
+        self.local = nn.Parameter(_local(parameter).detach(), requires_grad=parameter.requires_grad)
 
     @property
     def shape(self) -> torch.Size:

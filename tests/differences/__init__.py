@@ -1,0 +1,1 @@
+"""Random jobs, run by every strategy and compared with the single run."""

@@ -1,0 +1,311 @@
+"""Compares what a strategy left behind with what one worker leaves behind."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from differences.generator import METRIC_STOPS, Choices, num_microbatches
+from differences.running import HANG, Outcome
+
+# Largest differences relative to the largest number of the tensor, after a dozen steps at most (docs/decisions/0026).
+DOUBLE_TOLERANCE = 1e-7
+SINGLE_TOLERANCE = 1e-3
+BF16_TOLERANCE = 0.15
+RATE_TOLERANCE = 1e-12
+# Numbers that are only reported travel in single precision with some strategies; no weight depends on them.
+REPORTED_TOLERANCE = 1e-6
+MEASURED_TOLERANCE = 1e-12  # of test losses where the weights are the same: sums of the workers' sums
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What must agree. Steps, samples, rates and counts of test samples must wherever both ended well."""
+
+    tolerance: float | None  # of weights, losses and optimizer state; None: they need not agree; 0: bit for bit
+    compares_buffers: bool
+    follows_metrics: bool  # the number of steps depends on what was measured
+    is_exact: bool = False
+
+
+def expect(choices: Choices) -> Expectation:
+    """Return what this trial and its reference have in common, from what the documentation promises."""
+    chain = [strategy for strategy in (choices["before"], choices["strategy"]) if strategy is not None]
+    follows_metrics = any(key in choices["stop"] for key in METRIC_STOPS)
+    is_alone = all(strategy["name"] == "single" for strategy in chain)
+    is_exact = is_alone or bool(choices["training"].get("reproducible"))
+    if is_exact:
+        return Expectation(0.0, True, follows_metrics, is_exact=True)
+    tolerance = DOUBLE_TOLERANCE if choices["double"] else SINGLE_TOLERANCE
+    if choices["training"].get("precision") == "bf16":
+        tolerance = BF16_TOLERANCE
+    can_compare = all(_agrees({**choices, "strategy": strategy}) for strategy in chain)
+    compares_buffers = can_compare and not {"counter", "average"} & set(choices["blocks"])
+    return Expectation(tolerance if can_compare else None, compares_buffers, follows_metrics)
+
+
+def _agrees(choices: Choices) -> bool:
+    """Whether one strategy promises the weights of one worker."""
+    strategy, blocks, training = choices["strategy"], choices["blocks"], choices["training"]
+    name, mesh = strategy["name"], strategy.get("mesh", {})
+    if name == "single":
+        return True
+    if "dropout" in blocks:  # draws differ between workers
+        return False
+    if strategy.get("staleness", 0) != 0 or strategy.get("compression", "none") != "none":
+        return False
+    if strategy.get("aggregate", "weighted") != "weighted":
+        return False
+    if "batch_norm" not in blocks:
+        return True
+    has_copies = mesh.get("data", 1) * mesh.get("sharded", 1) > 1
+    if name in ("data_parallel", "sharded"):
+        return strategy.get("batch_norm") == "sync" and training.get("accumulate", 1) == 1
+    if name == "parameter_server":
+        return strategy["workers"] == 1
+    if has_copies or choices["before"] is not None:
+        return False
+    # Micro-batches of a part of a batch are not the parts of a batch.
+    return num_microbatches(choices) == 1 or training.get("accumulate", 1) == 1
+
+
+def differences(choices: Choices, alone: Outcome, together: Outcome) -> list[str]:
+    """Return how two runs that ended differ where they must not; nothing where all is well."""
+    return list(_differences(choices, alone, together))
+
+
+def _differences(choices: Choices, alone: Outcome, together: Outcome) -> Iterator[str]:
+    expected = expect(choices)
+    yield from (f"doctor: {problem}" for problem in together.unsound)
+    missing = _needed_events(choices, alone) - {event["type"] for event in together.events}
+    if missing:
+        yield f"no event {sorted(missing)}"
+    if expected.follows_metrics and expected.tolerance is None:
+        return
+    for key in ("status", "steps", "epochs", "samples", "stopped_by", "parameters"):
+        if alone.summary[key] != together.summary[key]:
+            yield f"{key} {alone.summary[key]} alone, {together.summary[key]} together"
+    yield from _compare_saved(choices, alone, together, expected)
+    yield from _compare_evaluations(choices, alone, together, expected)
+    yield from _compare_steps(choices, alone, together, expected)
+    if expected.tolerance is None:
+        return
+    if expected.is_exact and alone.summary["weights_sha256"] != together.summary["weights_sha256"]:
+        yield f"weights differ: {_largest(alone.weights, together.weights)}"
+    skipped = set() if expected.compares_buffers else {"passes", "seen", "running_mean", "running_var"}
+    yield from _compare_tensors("weight", alone.weights, together.weights, expected.tolerance, skipped)
+    yield from _compare_optimizers(choices, alone, together, expected)
+
+
+def _needed_events(choices: Choices, alone: Outcome) -> set[str]:
+    needed = {"run_started", "worker_started", "commit", "checkpoint", "run_ended"}
+    if choices["strategy"].get("staleness", 0) == 0:
+        needed |= {event["type"] for event in alone.events} & {"step", "evaluation"}
+    return needed
+
+
+def _compare_saved(choices: Choices, alone: Outcome, together: Outcome, expected: Expectation) -> Iterator[str]:
+    ours, theirs = set(together.saved_steps), set(alone.saved_steps)
+    extra = {choices["resume_at"]} if choices["before"] is not None else set()
+    keeps_best = choices["checkpoint"].get("keep_best")
+    if not keeps_best and not extra and ours != theirs:
+        yield f"checkpoints of steps {sorted(theirs)} alone, {sorted(ours)} together"
+    if max(ours) != max(theirs):
+        yield f"the last checkpoint is of step {max(theirs)} alone, {max(ours)} together"
+        return
+    before, after = alone.values["progress"], together.values["progress"]
+    # Servers are saved while they are evaluated: what was measured is not in the checkpoint, a resumed run evaluates.
+    is_served = "parameter_server" in (choices["strategy"]["name"], (choices["before"] or {}).get("name"))
+    for key in ("step", "samples", "loss_count", *(() if is_served else ("evaluated_at",))):
+        if before.get(key) != after.get(key):
+            yield f"progress.{key} {before.get(key)} alone, {after.get(key)} together"
+    # The end of an epoch is the beginning of the next.
+    places = {(progress["epoch"], progress["batch"]) for progress in (before, after)}
+    if len(places) == 2 and not _is_boundary(*places):
+        yield f"the place in the data is {sorted(places)}"
+    if expected.tolerance is not None and not extra and alone.summary["best_step"] != together.summary["best_step"]:
+        yield f"best_step {alone.summary['best_step']} alone, {together.summary['best_step']} together"
+
+
+def _is_boundary(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    (epoch, _), (next_epoch, next_batch) = sorted((one, other))
+    return next_epoch == epoch + 1 and next_batch == 0
+
+
+def _compare_evaluations(choices: Choices, alone: Outcome, together: Outcome, expected: Expectation) -> Iterator[str]:
+    theirs = {event["step"]: event for event in alone.of("evaluation")}
+    ours = {event["step"]: event for event in together.of("evaluation")}
+    extra = {choices["resume_at"]} if choices["before"] is not None else set()
+    if set(theirs) - extra != set(ours) - extra:
+        yield f"evaluated after steps {sorted(theirs)} alone, {sorted(ours)} together"
+    if len(ours) != len(together.of("evaluation")) and not extra:
+        yield f"evaluated twice: {[event['step'] for event in together.of('evaluation')]}"
+    for step in sorted(theirs.keys() & ours.keys()):
+        for key in ("samples", "epoch"):
+            if theirs[step][key] != ours[step][key] and step not in extra:
+                yield f"evaluation after step {step}: {key} {theirs[step][key]} alone, {ours[step][key]} together"
+        if expected.tolerance is None:
+            continue
+        for key in ("test_loss", "test_accuracy", "train_loss"):
+            slack = 1.0 / theirs[step]["samples"] if key == "test_accuracy" and not choices["double"] else 0.0
+            least = REPORTED_TOLERANCE if key == "train_loss" else MEASURED_TOLERANCE
+            if not _is_close(theirs[step][key], ours[step][key], max(expected.tolerance, least), slack):
+                yield f"evaluation after step {step}: {key} {theirs[step][key]} alone, {ours[step][key]} together"
+
+
+def _compare_steps(choices: Choices, alone: Outcome, together: Outcome, expected: Expectation) -> Iterator[str]:
+    theirs, ours = ({event["step"]: event for event in outcome.of("step")} for outcome in (alone, together))
+    if choices["strategy"].get("staleness", 0) != 0:
+        return  # there a step is no one moment
+    if theirs.keys() != ours.keys():
+        yield f"steps {sorted(theirs)} reported alone, {sorted(ours)} together"
+    for step in sorted(theirs.keys() & ours.keys()):
+        for key in ("epoch", "samples"):
+            if theirs[step][key] != ours[step][key]:
+                yield f"step {step}: {key} {theirs[step][key]} alone, {ours[step][key]} together"
+        if not _is_close(theirs[step]["lr"], ours[step]["lr"], RATE_TOLERANCE):
+            yield f"step {step}: lr {theirs[step]['lr']} alone, {ours[step]['lr']} together"
+        if expected.tolerance is None:
+            continue
+        for key in ("loss", "accuracy", "gradient_norm"):
+            slack = 1.0 / choices["batch_size"] if key == "accuracy" and not choices["double"] else 0.0
+            tolerance = max(expected.tolerance, REPORTED_TOLERANCE)
+            if not _is_close(theirs[step][key], ours[step][key], tolerance, slack):
+                yield f"step {step}: {key} {theirs[step][key]} alone, {ours[step][key]} together"
+
+
+def _compare_optimizers(choices: Choices, alone: Outcome, together: Outcome, expected: Expectation) -> Iterator[str]:
+    theirs, ours = alone.optimizer_tensors, together.optimizer_tensors
+    one, other = alone.values.get("optimizer", {}), together.values.get("optimizer", {})
+    if one.get("optimizer") != other.get("optimizer"):
+        yield f"optimizer {one.get('optimizer')} alone, {other.get('optimizer')} together"
+    unused = {name for name in theirs.keys() ^ ours.keys() if "spare" in name}  # zeros are a gradient to servers
+    if theirs.keys() - unused != ours.keys() - unused:
+        yield f"optimizer state {sorted(theirs.keys() ^ ours.keys())} only in one of them"
+    both = {name: (theirs[name], ours[name]) for name in theirs.keys() & ours.keys()}
+    counters = [name for name in both if name.endswith(".step")]
+    for name in counters:
+        if not torch.equal(both[name][0].double(), both[name][1].double()):
+            yield f"optimizer counter {name}: {both[name][0].tolist()} alone, {both[name][1].tolist()} together"
+    rest = [name for name in both if name not in counters]
+    # Squares have twice the relative difference.
+    tolerance = 3 * (expected.tolerance or 0.0)
+    yield from _compare_tensors(
+        "optimizer state", {name: both[name][0] for name in rest}, {name: both[name][1] for name in rest}, tolerance
+    )
+
+
+def _compare_tensors(
+    what: str,
+    theirs: Mapping[str, torch.Tensor],
+    ours: Mapping[str, torch.Tensor],
+    tolerance: float,
+    skipped: set[str] = frozenset(),  # type: ignore[assignment]
+) -> Iterator[str]:
+    if theirs.keys() != ours.keys():
+        yield f"{what}s {sorted(theirs.keys() ^ ours.keys())} only in one of them"
+    for name in sorted(theirs.keys() & ours.keys()):
+        if name.rpartition(".")[2] in skipped:
+            continue
+        if theirs[name].dtype != ours[name].dtype:
+            yield f"{what} {name}: {theirs[name].dtype} alone, {ours[name].dtype} together"
+        found = _difference(theirs[name], ours[name])
+        if not found <= tolerance:
+            yield f"{what} {name}: relative difference {found:.2g}"
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest difference relative to the largest number; infinities must be in the same places."""
+    if one.shape != other.shape:
+        return math.inf
+    one, other = one.double(), other.double()
+    is_number = torch.isfinite(one)
+    if not torch.equal(is_number, torch.isfinite(other)):
+        return math.inf
+    one, other = one[is_number], other[is_number]
+    if not one.numel() or torch.equal(one, other):
+        return 0.0
+    return float((one - other).abs().max() / max(float(one.abs().max()), 1e-3))
+
+
+def _largest(theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> str:
+    names = sorted(theirs.keys() & ours.keys(), key=lambda name: -_difference(theirs[name], ours[name]))
+    return ", ".join(f"{name} by {_difference(theirs[name], ours[name]):.2g}" for name in names[:3])
+
+
+def _is_close(one: Any, other: Any, tolerance: float, slack: float = 0.0) -> bool:
+    if one is None or other is None:
+        return one is other
+    return abs(one - other) <= tolerance * max(abs(one), abs(other), 1e-3) + slack * (1 + 1e-9)
+
+
+# Refusals
+
+# What strategies may refuse, by the words of the message, and where the documentation says so.
+REFUSALS: dict[str, tuple[str, ...]] = {
+    "data_parallel": (r"has no sample for each of", r"has no shard for each of"),
+    "parameter_server": (
+        r"has no sample for each of",
+        r"has no shard for each of",
+        r"hands out samples by their number",
+        r"too many for",
+        r"parameters of one type",
+    ),
+    "sharded": (r"has no sample for each of", r"without a dimension", r"may look at whole parameters"),
+    "pipeline": (
+        r"cannot be cut into stages",
+        r"can be cut into at most",
+        r"into empty parts",
+        r"micro-batches",
+        r"used in several stages",
+        r"several samples|more than 1 value per channel|two of them",
+    ),
+    "tensor": (
+        r"cannot be sliced",
+        r"may look at whole parameters",
+        r"names no layer|no layer",
+        r"divide",
+        r"has no sample for each of",
+    ),
+}
+REFUSALS["hybrid"] = tuple({word for name in ("sharded", "pipeline", "tensor") for word in REFUSALS[name]})
+
+
+def refusal(choices: Choices, outcome: Outcome) -> str | None:
+    """Return why a run was not made, in the words of the documentation; None where the documentation has none."""
+    for strategy in (choices["before"], choices["strategy"]):
+        for words in REFUSALS.get(strategy["name"], ()) if strategy is not None else ():
+            if re.search(words, outcome.message):
+                return f"{strategy['name']}: {words}"
+    return None
+
+
+def is_clear(outcome: Outcome) -> bool:
+    """Whether a run that did not end well said so in one message, without a traceback."""
+    return outcome.code in (1, 2) and outcome.message.startswith("cordee: ") and "Traceback" not in outcome.message
+
+
+def judge(choices: Choices, alone: Outcome, together: Outcome) -> tuple[str, list[str]]:
+    """Return a verdict ("same", "refused", "no reference" or "different") and what it is about."""
+    if together.code == HANG or alone.code == HANG:
+        return "different", [f"{together.message} {alone.message}".strip()]
+    if alone.code != 0:
+        if not is_clear(alone):
+            return "different", [f"alone: exit code {alone.code}: {alone.message.strip()}"]
+        if together.code == 0:
+            return "different", [f"one worker refuses it, this strategy does not: {alone.message.strip()}"]
+        if not is_clear(together):
+            return "different", [f"exit code {together.code}: {together.message.strip()}"]
+        return "no reference", [alone.message.strip()]
+    if together.code != 0:
+        why = refusal(choices, together)
+        if is_clear(together) and why is not None:
+            return "refused", [why]
+        return "different", [f"exit code {together.code}: {together.message.strip()}"]
+    found = differences(choices, alone, together)
+    return ("different", found) if found else ("same", [])

@@ -1,0 +1,63 @@
+"""Random jobs give what one worker gives, whichever strategy runs them.
+
+`make test` runs fixed seeds. `make test-long` runs fresh ones for CORDEE_DIFFERENCE_MINUTES (60); the first seed is
+printed, and `python -m differences --seeds N` in the folder `tests` repeats it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from differences.campaign import Campaign, Failure, report
+from differences.generator import PLAIN
+from differences.running import Runner
+
+FIXED_SEEDS = (100, 101, 102, 106, 107, 109, 113)
+# Trials that differed once, as shrinking left them.
+FOUND = {
+    # Slices of frozen parameters were taken for trained ones, so that no other strategy took the checkpoint.
+    "frozen slices": {
+        "blocks": ["half_frozen"],
+        "optimizer": {"use": "adagrad", "lr": 0.05},
+        "strategy": {"name": "single", "workers": 1},
+        "before": {"name": "sharded", "workers": 2},
+        "resume_at": 2,
+    },
+    # One worker did not count an epoch that stop.steps ended with its last batch; servers did.
+    "epochs finished": {"stop": {"steps": 3}, "strategy": {"name": "parameter_server", "workers": 2}},
+}
+LONG_MINUTES = float(os.environ.get("CORDEE_DIFFERENCE_MINUTES", "60"))
+FIRST_SEED = int(os.environ.get("CORDEE_DIFFERENCE_SEED", "0")) or time.time_ns() // 1_000_000_000
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", FIXED_SEEDS)
+def test_fixed_seeds(seed: int, runner: Runner) -> None:
+    campaign = Campaign(runner, num_strategies=3)
+    for failure in campaign.run(seed):
+        pytest.fail(report(campaign.shrink(failure)))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", FOUND)
+def test_what_differed_once(name: str, runner: Runner) -> None:
+    trial = {**PLAIN, **FOUND[name]}
+    verdict, problems = Campaign(runner).judge(trial)
+    assert verdict == "same", report(Failure(0, trial, problems))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(60 * LONG_MINUTES + 1800)
+def test_fresh_seeds(runner: Runner) -> None:
+    campaign = Campaign(runner)
+    end_s, seed = time.monotonic() + 60 * LONG_MINUTES, FIRST_SEED
+    print(f"the first seed is {seed}: CORDEE_DIFFERENCE_SEED={seed} repeats this")
+    reports = []
+    while time.monotonic() < end_s and len(reports) < 5:
+        reports += [report(campaign.shrink(failure)) for failure in campaign.run(seed)]
+        seed += 1
+    print(campaign.account())
+    assert not reports, "\n\n".join(reports)

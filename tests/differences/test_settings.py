@@ -1,0 +1,52 @@
+"""No setting is ignored: each changes what it says it changes, in every strategy that accepts it."""
+
+from __future__ import annotations
+
+import pytest
+
+from differences.running import Runner
+from differences.settings import ALL, EFFECTS, TESTS_FOLDER, Changes, Elsewhere, accepting, known_settings, tables
+
+# What strategies that split a model have in common is one piece of code: `make test` looks at one of them.
+SELDOM = ("sharded", "tensor", "hybrid")
+PAIRS = [
+    pytest.param(
+        key, strategy, marks=[pytest.mark.long] if strategy in SELDOM and key.split(".")[0] not in SELDOM else []
+    )
+    for key, effect in EFFECTS.items()
+    if isinstance(effect, Changes)
+    for strategy in accepting(key, effect)
+]
+
+
+def test_every_setting_is_in_the_table() -> None:
+    assert known_settings() - EFFECTS.keys() == set(), "say in differences/settings.py what these settings change"
+    parts = ("optimizer.", "loss.", "schedule.")
+    assert {key for key in EFFECTS if not key.startswith(parts)} - known_settings() == set(), (
+        "no such settings any more"
+    )
+
+
+def test_every_strategy_is_tried() -> None:
+    from cordee.strategies import STRATEGIES
+
+    assert set(ALL) == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("key", [key for key, effect in EFFECTS.items() if isinstance(effect, Elsewhere)])
+def test_settings_that_are_tested_elsewhere_are(key: str) -> None:
+    effect = EFFECTS[key]
+    assert isinstance(effect, Elsewhere)
+    assert key.rpartition(".")[2] in (TESTS_FOLDER / effect.test).read_text()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("key", "strategy"), PAIRS)
+def test_setting_changes_what_it_says(key: str, strategy: str, runner: Runner) -> None:
+    effect = EFFECTS[key]
+    assert isinstance(effect, Changes)
+    base, changed = tables(key, effect, strategy)
+    before, after = runner.train_once(base), runner.train_once(changed)
+    assert before.code == 0, before.message
+    assert after.code == 0 or effect.look.__name__ == "exit_code", after.message
+    assert effect.look(before) != effect.look(after), f"{key} = {effect.value} changes nothing in {strategy}"
