@@ -118,8 +118,12 @@ def meet(
             timeout=COLLECTIVE_TIMEOUT,
             pg_options=settings,
         )
+        if why := why_over():  # heard when nothing was there yet that could have been told to stop waiting
+            raise CommunicationError(why)
         reach("meeting.formed")
     except (CommunicationError, RuntimeError) as error:
+        if dist.is_initialized():  # the others may be in it already: they wait for as long as this one seems to live
+            dist.destroy_process_group()
         # torch names groups by counting them, and counts one that failed: a new process would wait under another name.
         dist.distributed_c10d._world.group_count = 0
         raise CommunicationError(f"{path.name} {COULD_NOT_MEET}: {why_over() or error}") from error

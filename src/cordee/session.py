@@ -79,6 +79,7 @@ class Session:
         with self._naming_errors(log_file):
             self._enter(team, may_load)
             self._announce()  # the coordinator takes the first: that of a generation that came about
+            self._trainer.report_commit()
             self._outcome = self._trainer.run(is_end)
             if self._outcome is not None:
                 reach("end.reached")
@@ -125,7 +126,6 @@ class Session:
         reach("enter.set_up")
         self._trainer.enter(parts, self._held)
         self._held, self._is_live, self._is_untrained = None, True, False
-        self._trainer.report_commit()
 
     def _hold(self) -> None:
         """Take over what the trainer has: setting up makes a new optimizer and overwrites the weights. Local."""

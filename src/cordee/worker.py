@@ -19,6 +19,7 @@ from cordee.cluster.link import Answer, CoordinatorLink
 from cordee.communication.keys import ClientKeys
 from cordee.communication.lost_peer import find_lost_peer
 from cordee.communication.shared_memory.cables import cut_cables
+from cordee.communication.shared_memory.liveness import abandon_groups
 from cordee.compute.memory import MemoryWatch
 from cordee.core import Job, fault_points
 from cordee.core.errors import CommunicationError
@@ -212,8 +213,15 @@ def _group(order: WorkerOrder, answer: Answer, link: CoordinatorLink) -> Iterato
     beside = [i for i, member in enumerate(members) if member.host_id == members[rank].host_id]
     with contextlib.ExitStack() as stack:
         between: BetweenHosts | None = None
-        if len(beside) < len(members):
-            stack.enter_context(link.on_disband(generation, cut_cables))
+        is_wide = len(beside) < len(members)
+
+        def stop_waiting() -> None:  # who is waited for may live, and never come
+            abandon_groups(link.why_disbanded(generation))
+            if is_wide:
+                cut_cables()
+
+        stack.enter_context(link.on_disband(generation, stop_waiting))
+        if is_wide:
             keys = ClientKeys.from_text(order.keys)
             board = CoordinatorBoard(order.address, order.run_id, order.worker_index, keys, generation)
             between = BetweenHosts(stack.enter_context(board), order.host_address)
@@ -232,7 +240,7 @@ def _group(order: WorkerOrder, answer: Answer, link: CoordinatorLink) -> Iterato
             num_local_workers=len(beside),
             local_rank=beside.index(rank),
             generation=generation,
-            is_wide=between is not None,
+            is_wide=is_wide,
             threads=answer.directive.threads,
         )
 

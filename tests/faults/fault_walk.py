@@ -434,7 +434,7 @@ def main(walk: dict[str, Walk], make: Callable[[WarmServer, Path], Walker]) -> i
     parser.add_argument("--shuffle", type=int, help="try them in the random order of this seed")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=2)
-    parser.add_argument("--results", type=Path, help="file for the results, as lines of JSON; trials in it are skipped")
+    parser.add_argument("--results", type=Path, help="lines of JSON; trials in it that held are skipped")
     parser.add_argument("--folder", type=Path, help="where trials that failed are kept")
     options = parser.parse_args()
     chosen = [
@@ -447,7 +447,7 @@ def main(walk: dict[str, Walk], make: Callable[[WarmServer, Path], Walker]) -> i
     ] * options.repeat
     if options.results and options.results.exists():
         lines = options.results.read_bytes().splitlines()
-        known = [msgspec.json.decode(line, type=Result) for line in lines]
+        known = [result for line in lines if not (result := msgspec.json.decode(line, type=Result)).problem]
         chosen = [c for c in chosen if not any((r.scenario, r.fault) == (c.scenario, c.fault) for r in known)]
     if options.shuffle is not None:
         random.Random(options.shuffle).shuffle(chosen)

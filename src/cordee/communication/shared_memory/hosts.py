@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from torch.distributed.distributed_c10d import Store
 
 from cordee.communication.shared_memory.collectives import Host
-from cordee.communication.shared_memory.layout import Layout, choose_slot_bytes
-from cordee.communication.shared_memory.liveness import HEARTBEAT, Identity, PeerWatch
+from cordee.communication.shared_memory.layout import STATE, Layout, choose_slot_bytes
+from cordee.communication.shared_memory.liveness import FAILED, HEARTBEAT, Identity, PeerWatch
 from cordee.communication.shared_memory.rounds import Rounds
 from cordee.communication.shared_memory.segment import Address, Segment, attach_segment, create_segment
 from cordee.communication.shared_memory.settings import BackendSettings
@@ -128,10 +128,16 @@ def form_host_team(
         if rank == owner:
             store.set(f"segment/{owner}", f"!{problem}")
     store.set(f"attached/{rank}", problem or "yes")
-    reach("segment.answered")
-    answers = {other: store.get(f"attached/{other}").decode() for other in ranks}
-    if fd >= 0:
-        os.close(fd)
+    try:
+        reach("segment.answered")
+        answers = {other: store.get(f"attached/{other}").decode() for other in ranks}
+    except BaseException:
+        if segment is not None:  # the others may have heard enough to begin: they are not to wait for this one
+            segment.words()[layout.member_word(list(ranks).index(rank)) + STATE] = FAILED
+        raise
+    finally:
+        if fd >= 0:
+            os.close(fd)
     for other, answer in answers.items():
         if answer != "yes":
             name = records[other].identity

@@ -13,6 +13,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,12 +106,14 @@ class PeerWatch:
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._peers: dict[int, _Peer] = {}
+        self._abandoned = ""
         words[self._own + STATE] = ACTIVE
         for index, identity in enumerate(identities):
             if index != member:
                 pidfd = _open_process(identity)
                 self._poll.register(pidfd, select.POLLIN)
                 self._peers[pidfd] = _Peer(identity, layout.member_word(index), pidfd)
+        _watches.add(self)
 
     def rank_of(self, word: int) -> int:
         """Return the rank of the peer whose control words start at `word`."""
@@ -135,6 +138,10 @@ class PeerWatch:
         if self._words[self._own + STATE] != FAILED:
             self.blame(Verdict(self._rank, ""))
 
+    def abandon(self, reason: str) -> None:
+        """Have every wait of this member end with an error. Any thread may call."""
+        self._abandoned = reason
+
     @property
     def life_word(self) -> int:
         """The counter that this process must move to be seen alive."""
@@ -142,6 +149,7 @@ class PeerWatch:
 
     def close(self) -> None:
         """Stop watching, and tell the peers that this member is gone in good order unless it failed."""
+        _watches.discard(self)
         if self._words[self._own + STATE] == ACTIVE:
             self._words[self._own + STATE] = LEFT
         with self._lock:
@@ -151,6 +159,8 @@ class PeerWatch:
             self._poll = select.poll()
 
     def _judge(self, missing: Collection[int]) -> Verdict | None:
+        if self._abandoned:
+            return Verdict(self._rank, self._abandoned)
         peers = [peer for peer in self._peers.values() if peer.word in missing]
         gone = {fd for fd, _ in self._poll.poll(0)}
         for peer in peers:
@@ -194,6 +204,15 @@ class PeerWatch:
                     f"Continue or kill that process; failure_timeout is {self._failure_timeout_s:g} s",
                 )
         return None
+
+
+_watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
+
+
+def abandon_groups(reason: str) -> None:
+    """Have everything that waits for peers of this host fail. For when somebody else knows that it waits in vain."""
+    for watch in list(_watches):
+        watch.abandon(reason)
 
 
 class Heartbeat:

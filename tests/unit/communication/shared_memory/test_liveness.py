@@ -14,7 +14,16 @@ from segment_members import make_segment
 
 from cordee.communication.shared_memory.hosts import MemberRecord, group_by_host, own_host_id
 from cordee.communication.shared_memory.layout import CULPRIT, LIFE, STATE
-from cordee.communication.shared_memory.liveness import FAILED, LEFT, Heartbeat, Identity, PeerWatch, Silence, read_stat
+from cordee.communication.shared_memory.liveness import (
+    FAILED,
+    LEFT,
+    Heartbeat,
+    Identity,
+    PeerWatch,
+    Silence,
+    abandon_groups,
+    read_stat,
+)
 from cordee.communication.shared_memory.segment import Address, attach_segment, create_segment
 from cordee.communication.shared_memory.settings import BackendSettings
 from cordee.core.errors import CommunicationError
@@ -82,6 +91,19 @@ def test_who_was_blamed_by_another_is_blamed_again() -> None:
     assert "rank 2 died, froze or failed: rank 1" in verdict.message
     watch.close()
     assert words[layout.member_word(0) + STATE] == LEFT
+
+
+def test_who_is_told_that_the_group_is_over_does_not_wait_for_those_who_live() -> None:
+    segment, layout = make_segment(2)
+    watch = PeerWatch(segment.words(), layout, 0, [Identity.own(rank) for rank in range(2)], failure_timeout_s=5)
+    assert watch.verdict([layout.member_word(1)]) is None
+    abandon_groups("worker 1 could not form the group")
+    verdict = watch.verdict([layout.member_word(1)])
+    assert verdict is not None and verdict.message == "worker 1 could not form the group"
+    watch.close()
+    later = PeerWatch(segment.words(), layout, 0, [Identity.own(rank) for rank in range(2)], failure_timeout_s=5)
+    assert later.verdict([layout.member_word(1)]) is None
+    later.close()
 
 
 def test_the_heartbeat_moves_counters_and_ends_with_the_last_one() -> None:
