@@ -156,11 +156,12 @@ def assemble(job: Job, team: Team) -> Assembly:
     num_threads = share_threads(*_threads(job, team))
     if job.training.reproducible and device.type != "cpu":
         raise JobError("training.reproducible = true works on CPUs in this version: set training.device = 'cpu'")
-    splits = load_data(job.data, seed=job.seed, python_path=job.python_path)
+    loss = make_loss(job.loss, job.python_path)
+    splits = load_data(job.data, seed=job.seed, python_path=job.python_path, ignored=loss.ignored)
     keep_freed()  # from here on: what loading took need not be kept
     _check_stop_settings(job, splits)
     computation = Computation(
-        loss=make_loss(job.loss, job.python_path),
+        loss=loss,
         device=device,
         precision=job.training.precision,
         counts_classes=splits.num_classes is not None,
@@ -169,6 +170,7 @@ def assemble(job: Job, team: Team) -> Assembly:
     needs = strategy.requirements(job)
     _check_autoscale(job, needs)
     _check_address(job, needs)
+    _check_lr_scale(job, needs)
     shards, test_shards = _shards(job, needs, team)
     train, test = _loaders(job, splits, shards, test_shards)
     total_steps = _total_steps(job, train)
@@ -176,7 +178,7 @@ def assemble(job: Job, team: Team) -> Assembly:
         job.optimizer,
         make_schedule(job.schedule, total_steps, job.python_path),
         lr_scale=job.training.lr_scale,
-        num_workers=needs.num_data_shards,
+        num_shares=needs.num_data_shards,
         python_path=job.python_path,
     )
     model = build_model(job, splits)
@@ -199,7 +201,7 @@ def assemble(job: Job, team: Team) -> Assembly:
         num_threads=num_threads,
         shards=shards,
         test_shards=test_shards,
-        warnings=(warning,) if warning else (),
+        warnings=splits.warnings + ((warning,) if warning else ()),
     )
 
 
@@ -224,6 +226,15 @@ def _check_address(job: Job, needs: Requirements) -> None:
             f"cluster.address = {job.cluster.address!r} lets workers of other hosts join, which strategy "
             f"'{job.strategy.name}' with {job.strategy.workers} worker{'s' * (job.strategy.workers > 1)} cannot have: "
             "use 'data_parallel' and begin with at least 2, or 'parameter_server'"
+        )
+
+
+def _check_lr_scale(job: Job, needs: Requirements) -> None:
+    scale = job.training.lr_scale
+    if scale != "none" and needs.num_workers > 1 and needs.num_data_shards == 1:
+        raise JobError(
+            f"training.lr_scale = '{scale}' follows the number of shares a batch is cut into, and the workers of "
+            f"strategy '{job.strategy.name}' compute every batch as a whole: remove it, and set optimizer.lr itself"
         )
 
 

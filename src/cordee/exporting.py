@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cordee import checkpoint
 from cordee.assembly import build_model
 from cordee.checkpoint import State
+from cordee.compute import make_loss
 from cordee.core import Job
 from cordee.core.errors import CheckpointError, DataError, JobError, RunDirectoryError
 from cordee.data import load_data
@@ -55,7 +56,8 @@ def _state(run: Path, step: int | None) -> State:
 def _model_and_example(run: Path) -> tuple[nn.Module, Tensor]:
     """Return the run's model, to be traced, and two samples to trace it with."""
     job = Job.load(run / "job.toml")
-    splits = load_data(job.data, seed=job.seed, python_path=job.python_path)
+    ignored = make_loss(job.loss, job.python_path).ignored
+    splits = load_data(job.data, seed=job.seed, python_path=job.python_path, ignored=ignored)
     if splits.train.num_samples is None:
         raise DataError(f"ONNX export traces the model with samples, and data {splits.name!r} has no random access")
     return build_model(job, splits), splits.train.gather(torch.arange(2) % splits.train.num_samples).inputs

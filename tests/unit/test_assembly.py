@@ -208,3 +208,40 @@ def test_parts_of_the_users_from_a_file(tmp_path: Path) -> None:
     assert parts.num_parameters == 5 * 3 + 3 + 3 * 4 + 4
     assert parts.total_steps == 4
     assert [parts.recipe.schedule(step) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline"])
+def test_a_rate_that_would_follow_nothing_is_refused(name: str) -> None:
+    job = small_job(training={"lr_scale": "linear"}, strategy={"name": name, "workers": 2}, model={"use": "mlp"})
+    with pytest.raises(JobError, match=rf"lr_scale = 'linear' follows the number of shares .* strategy '{name}'"):
+        assemble(job, Team(num_workers=2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "factor"),
+    [
+        ({"name": "data_parallel", "workers": 3}, 3.0),
+        ({"name": "sharded", "workers": 2}, 2.0),
+        ({"name": "parameter_server", "workers": 4}, 4.0),
+        ({"name": "hybrid", "workers": 4, "mesh": {"data": 2, "tensor": 2}}, 2.0),
+    ],
+)
+def test_the_rate_follows_the_shares_of_a_batch(strategy: dict[str, Any], factor: float) -> None:
+    job = small_job(training={"lr_scale": "linear"}, strategy=strategy, model={"use": "mlp", "hidden": [8]})
+    assert assemble(job, Team(num_workers=strategy["workers"])).recipe.lr_factor == factor
+
+
+def test_tokens_that_are_ignored_may_be_in_the_data() -> None:
+    tokens = torch.tensor([[0, 1, 2, 1], [2, 1, 0, 0]] * 4)
+    targets = torch.tensor([[1, 2, 1, -100], [1, 0, -100, -100]] * 4)
+    parts = assemble(small_job(data={"use": (tokens, targets)}, model={"use": "gpt", "num_layers": 1}), Team())
+    assert parts.splits.num_classes == 3
+    with pytest.raises(DataError, match="is -100"):
+        assemble(
+            small_job(
+                data={"use": (tokens, targets)},
+                model={"use": "gpt", "num_layers": 1},
+                loss={"use": "cross_entropy", "ignore_index": 0},
+            ),
+            Team(),
+        )

@@ -16,9 +16,9 @@ from cordee.core.components import Use, bind, name_of, resolve
 from cordee.core.errors import JobError
 
 LR_SCALES: dict[str, Callable[[int], float]] = {
-    "none": lambda num_workers: 1.0,
-    "linear": lambda num_workers: float(num_workers),
-    "sqrt": lambda num_workers: num_workers**0.5,
+    "none": lambda num_shares: 1.0,
+    "linear": lambda num_shares: float(num_shares),
+    "sqrt": lambda num_shares: num_shares**0.5,
 }
 
 
@@ -56,7 +56,7 @@ class OptimizerRecipe:
 
 
 def make_optimizer_recipe(
-    part: Use, schedule: Schedule, *, lr_scale: str, num_workers: int, python_path: Sequence[str] = ()
+    part: Use, schedule: Schedule, *, lr_scale: str, num_shares: int, python_path: Sequence[str] = ()
 ) -> OptimizerRecipe:
     """Return the recipe for the optimizer a job names; its settings are checked here, before any model exists."""
     known = builtin_optimizers()
@@ -87,7 +87,7 @@ def make_optimizer_recipe(
             raise JobError(f"optimizer {_name(part)!r} makes a {type(built).__name__}, not a torch.optim.Optimizer")
         return built
 
-    return OptimizerRecipe(build, schedule, LR_SCALES[lr_scale](num_workers))
+    return OptimizerRecipe(build, schedule, LR_SCALES[lr_scale](num_shares))
 
 
 def _check_numbers(target: Callable[..., Any], part: Use) -> None:

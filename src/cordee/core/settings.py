@@ -57,7 +57,7 @@ class Training(Section, frozen=True, kw_only=True):
     steps: int | None = None  # optimizer steps, instead of epochs
     reproducible: bool = False  # the same bits on any number of workers
     shards: int | None = None  # parts a batch is always cut into when reproducible; 8 where it is not set
-    lr_scale: Literal["none", "linear", "sqrt"] = "none"  # how the rate follows the number of workers
+    lr_scale: Literal["none", "linear", "sqrt"] = "none"  # how the rate follows the shares a batch is cut into
     precision: Literal["fp32", "bf16"] = "fp32"
     accumulate: int = 1  # parts a batch is computed in, to save memory
     clip_norm: float = 0.0  # largest norm of the whole gradient; 0 leaves it alone

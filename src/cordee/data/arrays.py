@@ -64,10 +64,17 @@ def check_finite(values: Tensor, what: str) -> None:
     raise DataError(f"{what}: sample {first} has a value that is infinite or not a number; remove or mend such samples")
 
 
-def check_classes(targets: Tensor, num_classes: int, what: str, samples: Sequence[int] | None = None) -> None:
+def check_classes(
+    targets: Tensor,
+    num_classes: int,
+    what: str,
+    samples: Sequence[int] | None = None,
+    ignored: int | None = None,
+) -> None:
     """Raise DataError, with the first position and value it concerns, for a class not in [0, num_classes).
 
-    `samples` are the positions to name where rows of `targets` are not the positions themselves.
+    `samples` are the positions to name where rows of `targets` are not the positions themselves; `ignored` is a label
+    that the loss does not count, which is no class.
     """
     if targets.numel() == 0:
         return
@@ -76,6 +83,10 @@ def check_classes(targets: Tensor, num_classes: int, what: str, samples: Sequenc
         return
     rows = targets.reshape(len(targets), -1)
     is_wrong = (rows < 0) | (rows >= num_classes)
+    if ignored is not None:
+        is_wrong &= rows != ignored
+        if not is_wrong.any():
+            return
     position, column = (int(index) for index in is_wrong.nonzero()[0])
     value, name = int(rows[position, column]), position if samples is None else samples[position]
     raise DataError(
@@ -84,11 +95,23 @@ def check_classes(targets: Tensor, num_classes: int, what: str, samples: Sequenc
     )
 
 
-def count_classes(targets: Tensor, what: str) -> int:
-    """Return one more than the largest label; DataError for a negative one."""
+def count_classes(targets: Tensor, what: str, ignored: int | None = None) -> int:
+    """Return one more than the largest label; DataError for a negative one, but the ignored."""
     highest = int(targets.max())
-    check_classes(targets, max(highest, 0) + 1, what)
+    check_classes(targets, max(highest, 0) + 1, what, ignored=ignored)
     return highest + 1
+
+
+def find_missing(targets: Tensor, num_classes: int, names: Sequence[Any] | None = None) -> str | None:
+    """Return which classes no sample has, in words; None if there are none, or if samples have several labels."""
+    if targets.dim() != 1:  # of the words of a vocabulary some are always missing
+        return None
+    present = torch.bincount(targets[targets >= 0], minlength=num_classes)[:num_classes]
+    missing = [int(label) for label in (present == 0).nonzero()[:, 0]]
+    if not missing:
+        return None
+    shown = [f"{one} ({str(names[one])!r})" if names is not None and one < len(names) else str(one) for one in missing]
+    return ", ".join(shown[:8]) + (", …" if len(shown) > 8 else "")
 
 
 def _tensor(values: Any, what: str) -> Tensor:

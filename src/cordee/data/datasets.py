@@ -33,6 +33,7 @@ class DatasetSource:
         self.dataset = dataset
         self.what = what
         self.num_classes: int | None = None  # once known, every label read is checked against it
+        self.ignored: int | None = None  # a label that the loss does not count
         self._kept = kept
         length = len(dataset) if kept is None else len(kept)
         self.num_samples: int | None = length
@@ -47,7 +48,7 @@ class DatasetSource:
     def take(self, indices: Tensor) -> DatasetSource:
         kept = indices if self._kept is None else self._kept.index_select(0, indices)
         part = DatasetSource(self.dataset, self.what, kept)
-        part.num_classes = self.num_classes
+        part.num_classes, part.ignored = self.num_classes, self.ignored
         return part
 
     def first(self, num_samples: int) -> DatasetSource:
@@ -61,7 +62,7 @@ class DatasetSource:
         seeds = hash_positions(positions, seed).tolist()
         with preserved_generators():
             pairs = self._read_at_once(samples, seeds[0]) if self._reads_at_once() else self._read(samples, seeds)
-        return stacked(pairs, samples, self.what, self.num_classes)
+        return stacked(pairs, samples, self.what, self.num_classes, self.ignored)
 
     def _reads_at_once(self) -> bool:
         # torch's Subset has `__getitems__` too, but over a plain dataset it only reads one by one.
@@ -102,6 +103,7 @@ class IterableSource:
         self.what = what
         self.num_samples: int | None = None
         self.num_classes: int | None = None
+        self.ignored: int | None = None
         self._limit = limit
         with preserved_generators():
             stream = self.stream(epoch=0)
@@ -114,7 +116,7 @@ class IterableSource:
 
     def first(self, num_samples: int) -> IterableSource:
         part = IterableSource(self.dataset, self.what, num_samples)
-        part.num_classes = self.num_classes
+        part.num_classes, part.ignored = self.num_classes, self.ignored
         return part
 
     def gather(self, indices: Tensor) -> Batch:
@@ -159,15 +161,22 @@ class SampleStream(Iterator[tuple[Any, Any]]):
             self._iterator.close()
 
 
-def stacked(pairs: Sequence[tuple[Any, Any]], samples: Sequence[int], what: str, num_classes: int | None) -> Batch:
+def stacked(
+    pairs: Sequence[tuple[Any, Any]],
+    samples: Sequence[int],
+    what: str,
+    num_classes: int | None,
+    ignored: int | None = None,
+) -> Batch:
     """Return samples as one batch, in the types a model takes; DataError if they do not fit together."""
     columns = []
     for part, values in (("inputs", [pair[0] for pair in pairs]), ("targets", [pair[1] for pair in pairs])):
         try:
             column = default_collate(values)
         except Exception as error:
-            kinds = ", ".join(sorted({_described(value) for value in values}))
-            raise DataError(f"the {part} of {what} cannot be stacked into a batch: {kinds}") from error
+            raise DataError(
+                f"the {part} of {what} cannot be stacked into a batch: {_contrast(values, samples)}"
+            ) from error
         if not isinstance(column, Tensor):
             raise DataError(
                 f"the {part} of {what} are {_described(values[0])}: "
@@ -176,8 +185,20 @@ def stacked(pairs: Sequence[tuple[Any, Any]], samples: Sequence[int], what: str,
         columns.append(column)
     inputs, targets = ready_inputs(columns[0]), ready_targets(columns[1])
     if num_classes is not None and not targets.is_floating_point():
-        check_classes(targets, num_classes, what, samples)
+        check_classes(targets, num_classes, what, samples, ignored)
     return Batch(inputs, targets)
+
+
+def _contrast(values: Sequence[Any], samples: Sequence[int]) -> str:
+    """Return how two of the samples differ, with their numbers and what to do."""
+    kinds = [_described(value) for value in values]
+    other = next((place for place, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if other is None:
+        return f"sample {samples[0]} is {kinds[0]}"
+    text = f"sample {samples[0]} is {kinds[0]}, sample {samples[other]} is {kinds[other]}"
+    if "shape" in kinds[0] and "shape" in kinds[other]:
+        text += ": bring all samples to one shape in the dataset (resize, crop or pad them)"
+    return text
 
 
 def checked_input_shape(inputs: Tensor, what: str) -> tuple[int, ...]:

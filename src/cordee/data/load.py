@@ -18,17 +18,18 @@ from cordee.data.subset import cut_splits
 from cordee.data.things import is_data, splits_of
 
 
-def load_data(data: Data, *, seed: int, python_path: Sequence[str] = ()) -> Splits:
+def load_data(data: Data, *, seed: int, python_path: Sequence[str] = (), ignored: int | None = None) -> Splits:
     """Return the data set that `data` describes, checked and cut as it says.
 
     `data.use` is a built-in name, "module:callable", a live callable, or data itself (see `things`). A
     callable gets `data.args`, and `seed` and `normalize` if it has parameters of these names. Normalisation
-    is the source's own affair: arrays and Datasets of the user's are not normalised here.
+    is the source's own affair: arrays and Datasets of the user's are not normalised here. `ignored` is a label that the
+    loss does not count.
 
     Raises JobError for a setting that is wrong, DataError for data that is missing, damaged or unfit.
     """
     name = data.use if isinstance(data.use, str) else name_of(data.use)
-    splits = _as_growing(splits_of(_make(data, name, seed, python_path), name), data)
+    splits = _as_growing(splits_of(_make(data, name, seed, python_path), name, ignored), data)
     return cut_splits(splits, data, seed)
 
 

@@ -32,6 +32,7 @@ class Splits:
     input_shape: tuple[int, ...]
     num_classes: int | None  # None: regression
     name: str
+    warnings: tuple[str, ...] = ()  # what the user should know of it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from torch.utils.data import Subset as TorchSubset
 
 from cordee.core.errors import DataError
-from cordee.data.arrays import check_classes, count_classes, source_of_arrays
+from cordee.data.arrays import check_classes, count_classes, find_missing, source_of_arrays
 from cordee.data.datasets import DatasetSource, IterableSource
 from cordee.data.source import ArraySource, Source, Splits
 
@@ -30,8 +30,11 @@ def is_data(value: Any) -> bool:
     return isinstance(value, (Splits, Source, Dataset, tuple)) or not (isinstance(value, str) or callable(value))
 
 
-def splits_of(value: Any, name: str) -> Splits:
-    """Return data as splits that are checked: samples there, shapes and labels that agree. DataError if not."""
+def splits_of(value: Any, name: str, ignored: int | None = None) -> Splits:
+    """Return data as splits that are checked: samples there, shapes and labels that agree. DataError if not.
+
+    `ignored` is a label that the loss does not count; it may be none of the classes.
+    """
     if isinstance(value, Splits):
         splits = dataclasses.replace(
             value,
@@ -43,13 +46,14 @@ def splits_of(value: Any, name: str) -> Splits:
         train, test = _train_and_test(value)
         train_source = _source(train, "the training set")
         test_source = None if test is None else _source(test, "the test set")
-        num_classes = _num_classes([source for source in (train_source, test_source) if source is not None])
+        num_classes = _num_classes([source for source in (train_source, test_source) if source is not None], ignored)
         splits = Splits(train_source, test_source, train_source.input_shape, num_classes, name)
     for source in (splits.train, splits.test):
         if isinstance(source, (DatasetSource, IterableSource)):
-            source.num_classes = splits.num_classes  # with which they check the labels they read
-    _check(splits)
-    return splits
+            # with which they check the labels they read
+            source.num_classes, source.ignored = splits.num_classes, ignored
+    _check(splits, ignored)
+    return dataclasses.replace(splits, warnings=splits.warnings + _find_empty_classes(splits))
 
 
 def _train_and_test(value: Any) -> tuple[Any, Any]:
@@ -105,14 +109,42 @@ def _taken(source: Source, indices: Any) -> Source:
     return source.take(torch.as_tensor(indices)) if isinstance(source, ArraySource) else source
 
 
-def _num_classes(sources: list[Source]) -> int | None:
+def _num_classes(sources: list[Source], ignored: int | None) -> int | None:
     """Return how many classes the targets have, None for regression."""
     kinds = {_has_classes(source) for source in sources}
     if len(kinds) > 1:
         raise DataError("the targets of training and test set differ: whole numbers in one, fractions in the other")
     if kinds == {False}:
         return None
-    return max(_count(source, what) for source, what in zip(sources, ("the training set", "the test set")))
+    sets = zip(sources, ("the training set", "the test set"))
+    counts, starts = zip(*[_count(source, what, ignored) for source, what in sets], strict=True)
+    num_classes: int = max(counts)
+    if all(starts) and ignored != 0:
+        raise DataError(
+            f"the labels are from 1 to {num_classes - 1}, and classes are counted from 0, so that class 0 would have "
+            "no samples: subtract 1 from the labels. If there is a class 0, give the Dataset an attribute "
+            f"num_classes, or return cordee.data.Splits with num_classes = {num_classes}"
+        )
+    return num_classes
+
+
+def _find_empty_classes(splits: Splits) -> tuple[str, ...]:
+    """Return a warning if no sample of the training set has some class, such as an empty folder's."""
+    source, num_classes = splits.train, splits.num_classes
+    if num_classes is None:
+        return ()
+    names, targets = None, None
+    if isinstance(source, ArraySource):
+        targets = source.targets
+    elif isinstance(source, DatasetSource):
+        targets, names = getattr(source.dataset, "targets", None), getattr(source.dataset, "classes", None)
+    if not isinstance(targets, (list, Tensor)) or len(targets) == 0:
+        return ()
+    labels = torch.as_tensor(targets)
+    if labels.is_floating_point():
+        return ()
+    missing = find_missing(labels, num_classes, names if isinstance(names, (list, tuple)) else None)
+    return (f"the training set of {splits.name} has no sample of class {missing}",) if missing else ()
 
 
 def _has_classes(source: Source) -> bool:
@@ -121,21 +153,34 @@ def _has_classes(source: Source) -> bool:
     return not source.gather(torch.tensor([0])).targets.is_floating_point()
 
 
-def _count(source: Source, what: str) -> int:
+def _count(source: Source, what: str, ignored: int | None) -> tuple[int, bool]:
+    """Return how many classes there are, and whether they were counted from labels that begin with 1."""
     if isinstance(source, ArraySource):
-        return count_classes(source.targets, what)
+        return count_classes(source.targets, what, ignored), _starts_at_one(source.targets)
     if not isinstance(source, (DatasetSource, IterableSource)):
         raise DataError("a Source of your own does not tell its classes: return cordee.data.Splits, which does")
     declared = declared_classes(source.dataset)
     if declared is not None:
-        return declared
+        targets = getattr(source.dataset, "targets", None)
+        is_counted = not _tells_classes(source.dataset) and isinstance(targets, (list, Tensor))
+        return declared, is_counted and _starts_at_one(torch.as_tensor(targets))
     if isinstance(source, IterableSource) or (source.num_samples or 0) > LARGEST_COUNTED:
         raise DataError(
             f"{source.what} does not tell how many classes it has, and is too long to be read for it: "
             f"give the {type(source.dataset).__name__} an attribute num_classes"
         )
-    targets = source.gather(torch.arange(source.num_samples or 0)).targets
-    return count_classes(targets, what)
+    labels = source.gather(torch.arange(source.num_samples or 0)).targets
+    return count_classes(labels, what, ignored), _starts_at_one(labels)
+
+
+def _starts_at_one(targets: Tensor) -> bool:
+    """Whether labels are from 1 to something, where samples have one each: a vocabulary may begin with unused words."""
+    return targets.dim() == 1 and len(targets) > 0 and int(targets.min()) == 1 < int(targets.max())
+
+
+def _tells_classes(dataset: Any) -> bool:
+    has_number = isinstance(getattr(dataset, "num_classes", None), int)
+    return has_number or isinstance(getattr(dataset, "classes", None), (list, tuple))
 
 
 def declared_classes(dataset: Any) -> int | None:
@@ -151,7 +196,7 @@ def declared_classes(dataset: Any) -> int | None:
     return declared_classes(dataset.dataset) if isinstance(dataset, TorchSubset) else None
 
 
-def _check(splits: Splits) -> None:
+def _check(splits: Splits, ignored: int | None) -> None:
     for source, what in ((splits.train, "the training set"), (splits.test, "the test set")):
         if source is None:
             continue
@@ -165,4 +210,4 @@ def _check(splits: Splits) -> None:
         if isinstance(source, ArraySource) and splits.num_classes is not None:
             if source.targets.is_floating_point():
                 raise DataError(f"the targets of {what} are fractions, but {splits.num_classes} classes are declared")
-            check_classes(source.targets, splits.num_classes, f"{what} of {splits.name}")
+            check_classes(source.targets, splits.num_classes, f"{what} of {splits.name}", ignored=ignored)

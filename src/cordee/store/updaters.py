@@ -90,7 +90,7 @@ class OptimizerUpdater:
     def __init__(self, name: str, settings: Mapping[str, Json]) -> None:
         self._name = name
         try:
-            self._recipe = make_optimizer_recipe(Use(name, **settings), constant(), lr_scale="none", num_workers=1)
+            self._recipe = make_optimizer_recipe(Use(name, **settings), constant(), lr_scale="none", num_shares=1)
             self._recipe.make([("probe", torch.zeros(1, 1, requires_grad=True))])
         except JobError as error:
             raise StoreError(f"set_updater: {error}") from error

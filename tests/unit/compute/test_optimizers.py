@@ -16,7 +16,7 @@ from cordee.core.errors import JobError
 
 def recipe(part: Use, schedule: Use | None = None, lr_scale: str = "none", num_workers: int = 1) -> OptimizerRecipe:
     made = make_schedule(schedule or Use("constant"), 10)
-    return make_optimizer_recipe(part, made, lr_scale=lr_scale, num_workers=num_workers)
+    return make_optimizer_recipe(part, made, lr_scale=lr_scale, num_shares=num_workers)
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[tuple[str, Tensor]]:

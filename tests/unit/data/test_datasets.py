@@ -97,7 +97,7 @@ def test_failing_sample_is_named_and_chained():
         (torch.zeros(3), r"the dataset gave a Tensor of shape \(3,\)"),
         ((1, 2, 3), "the dataset gave a tuple of 3"),
         (("text", 1), "inputs of the training set are a str"),
-        ((torch.zeros(3), None), "cannot be stacked into a batch: a NoneType"),
+        ((torch.zeros(3), None), "cannot be stacked into a batch: sample 0 is a NoneType"),
         ((2.0, 1), "an input of the training set is a single number"),
         ((torch.zeros(2), -1), "label at position 0 is -1"),
     ],

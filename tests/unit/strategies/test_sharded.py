@@ -83,7 +83,7 @@ def test_what_it_refuses(settings: dict[str, Any], message: str) -> None:
 def test_an_optimizer_that_looks_at_whole_parameters() -> None:
     schedule = make_schedule(Use("constant"), 1)
     for name, is_refused in (("adam", False), ("adafactor", True)):
-        recipe = make_optimizer_recipe(Use(name, lr=0.1), schedule, lr_scale="none", num_workers=1)
+        recipe = make_optimizer_recipe(Use(name, lr=0.1), schedule, lr_scale="none", num_shares=1)
         if is_refused:
             with pytest.raises(JobError, match="'Adafactor' may look at whole parameters, and strategy 'sharded'"):
                 require_elementwise(recipe, "sharded")

@@ -32,7 +32,7 @@ def single(optimizer: Use | None = None, **training: Any) -> Strategy:
     computation = Computation(make_loss(job.loss), torch.device("cpu"), job.training.precision, True)
     strategy = make_strategy(job, computation)
     schedule = make_schedule(Use("linear"), 10)
-    recipe = make_optimizer_recipe(optimizer or Use("sgd", lr=0.5), schedule, lr_scale="none", num_workers=1)
+    recipe = make_optimizer_recipe(optimizer or Use("sgd", lr=0.5), schedule, lr_scale="none", num_shares=1)
     strategy.setup(net(), recipe, Team(), BATCHES[0])
     return strategy
 

@@ -37,7 +37,7 @@ def make_model(optimizer: str = "SGD") -> nn.Module:
 def recipe_for(optimizer: str, **settings: float):  # type: ignore[no-untyped-def]
     settings = settings or {"lr": 0.05}
     schedule = make_schedule(Use("cosine"), NUM_STEPS)
-    return make_optimizer_recipe(Use(optimizer.lower(), **settings), schedule, lr_scale="none", num_workers=1)
+    return make_optimizer_recipe(Use(optimizer.lower(), **settings), schedule, lr_scale="none", num_shares=1)
 
 
 class Servers:
