@@ -162,6 +162,8 @@ SCENARIOS = {
     "leave": Scenario(
         _hold_until(lambda trial: trial.events("worker_left")), (Fault(STEP, "worker-1", "leave", 2), HOLD)
     ),
+    "server leaves": Scenario(_hold_until(_has_new_second), (Fault("server.received.push", PAIR, "leave", 9), HOLD)),
+    "second leaves": Scenario(_hold_until(_has_new_second), (Fault("server.received.push", PAIR, "leave", 10), HOLD)),
     "bad request": Scenario(_ask_for_nobody, (HOLD,)),
     "scale out": Scenario(_scale(3, _has_new_worker), (HOLD,)),
     "scale in": Scenario(_scale(1, lambda trial: trial.events("scale")), (HOLD,)),
@@ -254,6 +256,7 @@ WALK: dict[str, Walk] = {
     **{point: Walk(EVALUATOR) for point in _asked("askorder", "snapshottaken", "orderdone")},
     **{point: Walk(EVALUATOR) for point in _called("snapshot", "snapshotextras")},
     **{point: Walk(EVALUATOR, DEATHS) for point in ("evaluator.read", "evaluator.measured", "evaluator.saved")},
+    **{point: Walk((_of("server leaves", PAIR, 1, 2), _of("second leaves", PAIR, 1))) for point in _asked("handover")},
     "served.ask.secondlost": Walk((_of("second dropped", PAIR), _of("second lost", PAIR))),
     # From there on the first server is alone: that is not what two replicas are for.
     "served.answered.secondlost": Walk((_of("second dropped", PAIR), _of("second lost", PAIR)), ("error",)),

@@ -236,6 +236,26 @@ def test_a_worker_of_another_host_is_cut_off_comes_back_and_is_killed(tmp_path: 
     assert summary["weights_sha256"] == undisturbed
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_servers_told_to_leave_hand_over_and_nothing_is_lost(tmp_path: Path, undisturbed: str, replicas: int) -> None:
+    """Those that serve, and with two replicas a second. None counts as a restart: there are none to be had."""
+    launched = Launched(tmp_path, f"strategy.replicas = {replicas}", "cluster.max_restarts = 0")
+    launched.wait_for_step(30)
+    first = {event["pid"]: event["worker"] for event in launched.events("worker_started") if event["role"] == "server"}
+    (tmp_path / "slowly").touch()
+    for pid in first:
+        before = len(launched.events("worker_left"))
+        os.kill(pid, signal.SIGTERM)
+        launched.wait_for("worker_left", lambda event: event["role"] == "server", before + 1)
+    (tmp_path / "slowly").unlink()
+    summary = launched.finish()
+    assert (summary["status"], summary["steps"], summary["updates_lost"]) == ("completed", NUM_STEPS, 0)
+    assert summary["weights_sha256"] == undisturbed
+    assert sorted(event["worker"] for event in launched.events("worker_left")) == sorted(first.values())
+    assert not launched.events("worker_lost") and not launched.events("updates_lost")
+    assert not any(psutil.pid_exists(pid) for pid in first)
+
+
 def test_a_lone_server_comes_back_from_the_last_checkpoint_and_says_what_is_lost(tmp_path: Path) -> None:
     launched = Launched(tmp_path)
     launched.wait_for_step(60)

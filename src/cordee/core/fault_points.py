@@ -38,8 +38,9 @@ _ASKED = {
     "snapshottaken": "evaluator",
     "orderdone": "evaluator",
     "secondlost": "server",
+    "handover": "server",
     "event": "worker",
-    "bye": "worker, evaluator",
+    "bye": "worker, evaluator, server",
 }
 _CALLED = {
     "push": "worker",

@@ -7,7 +7,6 @@ do, and does it; killed at any moment, another goes on from there (`cluster/jour
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from cordee.progress import Progress
 from cordee.served.accounts import MOST_REFUSALS
 from cordee.served.crew import Crew
 from cordee.served.dispatcher import Dispatcher
+from cordee.served.link import END_SIGNAL
 from cordee.served.losses import Losses
 from cordee.served.messages import LIMITS, SERVED
 from cordee.served.orders import ServedOrder
@@ -165,6 +165,7 @@ class ServedCoordinator:
             self._commit()  # workers wait for their answers; nobody waits for what follows
             watch.look()
             losses.check_failures()
+            losses.start_seconds()
             if servers.pair(dispatcher.servers):
                 self._commit(has_changed=True)  # a second that is not known to follow would not take over
             losses.note_recoveries()
@@ -194,7 +195,7 @@ class ServedCoordinator:
         self._commit()
         for number, process in self._crew.processes.items():
             if process.role == "server":
-                self._launcher.signal(number, signal.SIGTERM)
+                self._launcher.signal(number, END_SIGNAL)
         reach("dispatch.dismissed")
 
     def _plan(self) -> RunPlan:

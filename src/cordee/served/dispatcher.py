@@ -28,6 +28,7 @@ from cordee.served.messages import (
     AskOrder,
     AskServers,
     Bye,
+    HandOver,
     Join,
     Joined,
     Leave,
@@ -186,6 +187,9 @@ class Dispatcher:
                 if self.servers.drop_follower(name, address):
                     self.emit("warning", message=f"{reason}: continuing alone until there is another")
                 self._acknowledge(received)
+            case HandOver(has_retired=has_retired):
+                assert hearing is not None
+                self._hand_over(received, hearing, has_retired=has_retired)
             case TakeWork():
                 if message.done >= 0:
                     self._commit(name, message)
@@ -239,6 +243,22 @@ class Dispatcher:
                 self._restart_from(join.index, join.step)
         self._acknowledge(received)
         self.emit("worker_started", worker=join.index, pid=join.pid, host=join.host, role=join.role)
+        self.servers.tell()
+
+    def _hand_over(self, received: Received, hearing: Hearing, *, has_retired: bool) -> None:
+        """Let a server leave that was told to, once another has its part. Until then there is one on its way."""
+        name = received.envelope.sender
+        if not (self.is_over or self.servers.can_leave(name, has_retired=has_retired)):
+            if not hearing.is_leaving:
+                self.emit("warning", message=f"{name} was told to leave: it stays until another has its part")
+            hearing.is_leaving = True
+            self._acknowledge(received)
+            return
+        if not hearing.has_left:
+            hearing.has_left = hearing.is_done = True
+            self.emit("worker_left", worker=hearing.index, role="server", step=self.progress.step)
+            self.servers.lose(name)
+        self._reply(received, Leave())
         self.servers.tell()
 
     def _restart_from(self, index: int, step: int) -> None:

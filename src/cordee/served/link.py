@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -30,6 +31,7 @@ from cordee.strategies.parameter_server.messages import PARAMETERS
 
 log = logging.getLogger(__name__)
 
+END_SIGNAL = signal.SIGUSR1  # to a server: the run is over. SIGTERM has it hand over and leave
 _AGAIN_S = 0.01
 LONGEST_ABSENCE_S = 30.0  # of the dispatcher, before a worker of another host ends
 

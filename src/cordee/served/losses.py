@@ -157,6 +157,14 @@ class Losses:
         kept = f"from {saved[-1].name}" if saved else "from the beginning"
         return f"nobody has its parameters of step {self._dispatcher.progress.step}, {successor} continues {kept}"
 
+    def start_seconds(self) -> None:
+        """Start a server where one is alone that should not be, unless another is there, or on its way."""
+        for index, serving in self._dispatcher.servers.lacking_second():
+            others = [p.name for p in self._crew.processes.values() if (p.role, p.index) == ("server", index)]
+            hearings = self._dispatcher.hearings
+            if all(name == serving or (name in hearings and hearings[name].is_done) for name in others):
+                self._crew.start_server(index, resume=False, has_state=False)
+
     def _refuse_deadly(self, units: Sequence[Unit], last: str) -> None:
         """Raise TrainingError for work that every worker is lost over: the next one would be, too."""
         lost_over = self._memory.num_lost_over

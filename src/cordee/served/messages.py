@@ -65,6 +65,14 @@ class SecondLost(Message, frozen=True):
     reason: Text
 
 
+class HandOver(Message, frozen=True):
+    """A server was told to leave. Answered by `Leave` once another has its part, else by `Joined`: ask again."""
+
+    is_generational = False
+
+    has_retired: bool  # its second has everything, and it answers nobody
+
+
 class TakeWork(Message, frozen=True):
     """A worker is done with a unit (-1: with none) and wants the next. Answered by `Work` or `Leave`."""
 
@@ -158,7 +166,7 @@ class Bye(Message, frozen=True):
 
 
 SERVED: tuple[type[Message], ...] = (
-    Join, Joined, AskServers, Servers, SecondLost, TakeWork, Work, Leave, AskOrder, Order, SnapshotTaken, OrderDone,
-    Bye, Heartbeat, Event, Failure, Scale, Enlist, Accepted,
+    Join, Joined, AskServers, Servers, SecondLost, HandOver, TakeWork, Work, Leave, AskOrder, Order, SnapshotTaken,
+    OrderDone, Bye, Heartbeat, Event, Failure, Scale, Enlist, Accepted,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=1 << 20)

@@ -54,6 +54,15 @@ class Posts:
                     post.follower, post.is_following = "", False
                 self.version += 1
 
+    def can_leave(self, name: str, *, has_retired: bool) -> bool:
+        """Whether nothing is lost with a server that leaves: it does not serve, or its follower has everything."""
+        serving = [post for post in self.posts if post.serving == name]
+        return all(has_retired and post.is_following for post in serving)
+
+    def without_follower(self) -> list[tuple[int, str]]:
+        """Return where a server serves alone: index, who serves."""
+        return [(index, post.serving) for index, post in enumerate(self.posts) if post.serving and not post.follower]
+
     def note_following(self, index: int, serving: str, follower: str) -> None:
         """Take note that `follower` was given everything by `serving`, if these are still the two."""
         post = self.posts[index]

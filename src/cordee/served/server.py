@@ -28,8 +28,8 @@ from cordee.core import Job
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import identify, reach
 from cordee.monitoring import setup_logging
-from cordee.served.link import DispatchLink, ProcessOrder
-from cordee.served.messages import SecondLost
+from cordee.served.link import END_SIGNAL, DispatchLink, ProcessOrder
+from cordee.served.messages import HandOver, Leave, SecondLost
 from cordee.strategies.parameter_server.compression import Tracker, make_codec
 from cordee.strategies.parameter_server.layout import Layout, Piece, make_layout
 from cordee.strategies.parameter_server.messages import (
@@ -66,6 +66,8 @@ from cordee.strategies.parameter_server.strategy import can_split, fixed_of, set
 
 log = logging.getLogger("cordee.server")
 
+_LEAVING_S = 0.1  # between two attempts to hand over
+
 
 class ParameterService:
     """Answers calls with what the shard does. Called by one thread at a time."""
@@ -81,6 +83,7 @@ class ParameterService:
         self._settings = settings
         self._trackers: dict[tuple[str, int], Tracker] = {}
         self._second: Connection | None = None  # does all that this server does, to take its place
+        self._has_retired = False  # the second may have taken its place
         self.connect: Callable[[str], Connection]
         self.fence: Callable[[str, int], None] = lambda worker, incarnation: None
         self.report_lost: Callable[[str, str], None] = lambda address, message: None
@@ -88,11 +91,27 @@ class ParameterService:
         self.step = 0  # of the job, that its parameters were of when it started
 
     def handle(self, call: Call) -> None:
+        if self._has_retired:
+            raise UnavailableError(f"{self.name} has handed over")
         kind = type(call.message).__name__.lower()
         reach(f"server.received.{kind}", UnavailableError)
         message, buffers = self._handle(call)
         reach(f"server.answering.{kind}", UnavailableError)
         call.reply(message, buffers)
+
+    def retire(self) -> bool:
+        """Answer nobody any more, if the second has everything; return whether it has. Called under the server's lock.
+
+        Callers that come are to find out where the server is, and to try again.
+        """
+        if self._second is not None and not self._has_retired:
+            self._pass_on(Settle(-1, -1))  # changes nothing: the second is there
+        self._has_retired = self._second is not None
+        return self._has_retired
+
+    def resume(self) -> None:
+        """Answer again, after all. Called under the server's lock."""
+        self._has_retired = False
 
     def _handle(self, call: Call) -> tuple[Message, Sequence[torch.Tensor]]:
         """Do what a call asks for; return the answer."""
@@ -233,8 +252,9 @@ def main(argument: dict[str, Any]) -> int:
     order = msgspec.convert(argument, ProcessOrder)
     identify(order.name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    is_over = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: is_over.set())
+    is_over, leave_asked = threading.Event(), threading.Event()
+    signal.signal(END_SIGNAL, lambda number, frame: is_over.set())
+    signal.signal(signal.SIGTERM, lambda number, frame: leave_asked.set())  # a spot instance, Slurm, Kubernetes
     run_dir = Path(order.run_dir)
     with setup_logging(run_dir / "logs" / f"{order.name}.log"), DispatchLink(order) as link:
         try:
@@ -251,12 +271,43 @@ def main(argument: dict[str, Any]) -> int:
                 service.report_lost = lambda address, message: _report_lost(link, is_over, address, message)
                 link.join(server.address, server.public, service.step)
                 log.info("server %d listens at %s (process %d)", order.index, server.address, os.getpid())
+                leaving = threading.Thread(
+                    target=_leave_when_asked, args=(leave_asked, is_over, link, server, service), daemon=True
+                )
+                leaving.start()
                 server.run(is_over.is_set)
         except Exception as error:
             log.exception("%s cannot go on", order.name)
             link.fail(error)
             return 1
     return 0
+
+
+def _leave_when_asked(
+    leave_asked: threading.Event,
+    is_over: threading.Event,
+    link: DispatchLink,
+    server: CallServer,
+    service: ParameterService,
+) -> None:
+    """When asked to leave, hand over to the second as soon as there is one, say goodbye, and end."""
+    leave_asked.wait()
+    log.info("told to leave")
+    while not is_over.is_set():
+        try:
+            with server.lock:
+                has_retired = service.retire()
+            if isinstance(link.ask(HandOver(has_retired)), Leave):
+                is_over.set()
+                link.leave()
+            else:
+                with server.lock:
+                    service.resume()
+        except RefusedError:  # this server was given up, and its second may serve by now
+            is_over.set()
+        except CommunicationError as error:  # it stays retired, if it is: the second may serve by now
+            log.info("cannot leave yet: %s", error)
+        is_over.wait(_LEAVING_S)
 
 
 def _report_lost(link: DispatchLink, is_over: threading.Event, address: str, message: str) -> None:

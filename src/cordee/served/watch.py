@@ -93,7 +93,8 @@ class Watch:
     def _drop_servers(self) -> None:
         """Kill servers that the one they followed has given up: their exit has another started."""
         for number, process in self._crew.processes.items():
-            is_joined = process.role == "server" and process.name in self._dispatcher.hearings
+            hearing = self._dispatcher.hearings.get(process.name)
+            is_joined = process.role == "server" and hearing is not None and not hearing.is_done
             if is_joined and number not in self._dropped and not self._dispatcher.servers.has_part(process.name):
                 self._dropped.add(number)
                 self._launcher.signal(number, signal.SIGKILL)

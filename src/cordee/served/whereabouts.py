@@ -78,6 +78,15 @@ class Whereabouts:
                 return name
         return ""
 
+    def can_leave(self, name: str, *, has_retired: bool) -> bool:
+        """Whether nothing is lost with a server that leaves."""
+        return self._posts.can_leave(name, has_retired=has_retired)
+
+    def lacking_second(self) -> list[tuple[int, str]]:
+        """Return the servers that are alone and should not be, by the settings or to be able to leave: index, name."""
+        alone, wants = self._posts.without_follower(), self._wants_followers and self.has_been_ready
+        return [(index, name) for index, name in alone if wants or self._hearings[name].is_leaving]
+
     def lose(self, name: str) -> None:
         """Forget a process, whatever it was."""
         self._posts.lose(name)

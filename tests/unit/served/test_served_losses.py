@@ -12,7 +12,7 @@ from cordee.cluster.launcher_link import LauncherOrder
 from cordee.core.settings import Cluster
 from cordee.served.crew import Crew
 from cordee.served.losses import Losses
-from cordee.served.messages import AskOrder, Leave, Order, TakeWork
+from cordee.served.messages import AskOrder, HandOver, Join, Leave, Order, TakeWork
 from cordee.served.orders import RunFacts, ServedOrder
 from cordee.served.processes import CrewMemory, LossMemory, Process
 
@@ -62,7 +62,7 @@ class Scene:
     def __init__(self) -> None:
         self.play = Play()
         self.launcher, self.servers = Launcher(), Servers()
-        memory = CrewMemory(next_worker=1)
+        memory = CrewMemory(next_worker=1, newest_replica={0: 0})
         crew = Crew(ORDER, self.play.dispatcher.plan.job, self.launcher, memory, "address", "")  # type: ignore[arg-type]
         self.losses = Losses(
             Cluster(max_restarts=1),
@@ -75,6 +75,32 @@ class Scene:
 
     def kill(self, index: int) -> None:
         self.losses.replace(Process("worker", index, 0), "was killed by SIGKILL", -9)
+
+
+def test_a_server_told_to_leave_stays_until_another_has_everything() -> None:
+    scene = Scene()
+    play, servers = scene.play, scene.play.dispatcher.servers
+    scene.losses.start_seconds()
+    assert scene.launcher.started == []
+    assert ("server-0", Leave()) not in play.say("server-0", HandOver(has_retired=False))
+    for _ in range(2):  # the second time one is on its way
+        scene.losses.start_seconds()
+        assert scene.launcher.started == ["server-0"]
+    play.say("server-0.1", Join("server", 0, 2, "host", "elsewhere", has_state=False))
+    assert servers.unfollowed() == [(0, "server-0", "server-0.1")]
+    assert ("server-0", Leave()) not in play.say("server-0", HandOver(has_retired=False)), (
+        "not before it has everything"
+    )
+    servers.note_following(0, "server-0", "server-0.1")
+    assert ("server-0", Leave()) not in play.say("server-0", HandOver(has_retired=False)), "it may have lost its second"
+    for _ in range(2):  # the answer was lost
+        assert ("server-0", Leave()) in play.say("server-0", HandOver(has_retired=True))
+        assert servers.addresses == ["elsewhere"]
+    assert [fields for kind, fields in play.events if kind == "worker_left"] == [
+        {"worker": 0, "role": "server", "step": 0}
+    ]
+    scene.losses.start_seconds()
+    assert scene.launcher.started == ["server-0"], "one replica is what the job asks for"
 
 
 def test_a_worker_that_has_work_in_hand_is_replaced_as_often_as_may_be() -> None:
