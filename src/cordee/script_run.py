@@ -35,6 +35,7 @@ def run_script(script: Path, args: list[str], num_workers: int) -> bool:
         raise JobError(f"-n {num_workers} must be at least 1")
     flag = InterruptFlag(lambda: None)
     with tempfile.TemporaryDirectory(prefix="cordee-") as folder, LocalEngine() as engine, flag:
+        engine.on_lost = _tell_fork_server_lost
         import torch.distributed as dist
 
         # The launcher keeps the meeting point, on a port of the system's choice, so that none can be taken.
@@ -54,6 +55,10 @@ def run_script(script: Path, args: list[str], num_workers: int) -> bool:
                 sys.stderr.write(text)
             raise TrainingError(_describe(failure, text.strip()))
         return True
+
+
+def _tell_fork_server_lost(pid: int, how: str) -> None:
+    sys.stderr.write(f"warning: {how} (pid {pid})\n")
 
 
 def _attend(engine: LocalEngine, num_workers: int, was_interrupted: Callable[[], bool]) -> list[Exited]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from launching import Ended, run, started, wait_until
 
@@ -196,3 +197,21 @@ def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
         command.note_family()
         command.process.kill()
         assert len(command.family) == 3 and not command.survivors()
+
+
+def test_a_killed_fork_server_is_said_and_the_script_continues(tmp_path: Path) -> None:
+    act = (
+        "def act(team, step):\n"
+        "    pathlib.Path(sys.argv[1], f'begun-{team.worker_index}').touch()\n"
+        "    if team.sum(float(pathlib.Path(sys.argv[1], 'enough').exists())) == [2.0]: sys.exit(0)\n"
+    )
+    with started("run", "-n", "2", str(write_script(tmp_path, act)), str(tmp_path)) as command:
+        wait_until(lambda: len(list(tmp_path.glob("begun-*"))) == 2)
+        children = psutil.Process(command.process.pid).children()
+        (server,) = [child.pid for child in children if os.getsid(child.pid) == child.pid]
+        os.kill(server, signal.SIGKILL)
+        wait_until(lambda: not psutil.pid_exists(server))
+        (tmp_path / "enough").touch()
+        ended = command.finish()
+    assert ended.code == 0
+    assert ended.stderr.startswith("warning: the fork server was killed by SIGKILL: processes that run continue")

@@ -68,7 +68,7 @@ def test_two_hundred_generations_leave_nothing_behind(tmp_path: Path) -> None:
 
 def look(run: Launched) -> dict[str, Held]:
     survivor, coordinator = run.pids()[0], run.of("coordinator_started")[-1]["pid"]
-    fork_server = psutil.Process(survivor).ppid()
+    fork_server = run.fork_server()
     pids = {"launcher": run.process.pid, "fork server": fork_server, "coordinator": coordinator, "worker 0": survivor}
     return {name: Held.of(pid) for name, pid in pids.items()}
 

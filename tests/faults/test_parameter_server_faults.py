@@ -109,6 +109,11 @@ class Launched:
     def pids(self, role: str) -> list[int]:
         return [event["pid"] for event in self.events("worker_started") if event["role"] == role]
 
+    def fork_server(self) -> int:
+        """Return the pid of the present one: it leads a session, and what it forks does not."""
+        children = psutil.Process(self.process.pid).children()
+        return next(child.pid for child in children if os.getsid(child.pid) == child.pid)
+
     def finish(self) -> dict[str, Any]:
         """Wait for the end; nothing of the run may be left 5 s later."""
         family = psutil.Process(self.process.pid).children(recursive=True)
@@ -159,6 +164,23 @@ def test_a_killed_coordinator_comes_back(tmp_path: Path, undisturbed: str) -> No
     assert len(launched.events("coordinator_lost")) == 3
     assert [event["step"] for event in launched.events("step")] == list(range(1, NUM_STEPS + 1))
     assert [event["samples"] for event in launched.events("step")] == [32 * n for n in range(1, NUM_STEPS + 1)]
+
+
+def test_a_killed_fork_server_is_replaced(tmp_path: Path, undisturbed: str) -> None:
+    """Killed in mid-run, then stopped and killed just before a worker and a server must be replaced."""
+    run = Launched(tmp_path, "strategy.replicas = 2")
+    run.wait_for_step(20)
+    os.kill(run.fork_server(), signal.SIGKILL)
+    run.wait_for("fork_server_lost", lambda event: True)
+    run.wait_for_step(60)
+    fork_server = run.fork_server()
+    os.kill(fork_server, signal.SIGSTOP)
+    os.kill(run.pids("worker")[-1], signal.SIGKILL)
+    os.kill(run.pids("server")[-1], signal.SIGKILL)
+    os.kill(fork_server, signal.SIGKILL)
+    summary = run.finish()
+    assert summary["weights_sha256"] == undisturbed
+    assert len(run.events("fork_server_lost")) == 2
 
 
 def test_workers_join_leave_freeze_and_wake(tmp_path: Path, undisturbed: str) -> None:

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,19 @@ class Launched:
 
     def pids(self) -> dict[int, int]:
         return {e["worker"]: e["pid"] for e in self.events() if e["type"] == "worker_started"}  # type: ignore[misc]
+
+    def fork_servers(self) -> list[int]:
+        """Return the living ones: one, except while it is replaced. Each leads a session; what it forks does not."""
+        return [
+            child.pid
+            for child in psutil.Process(self.process.pid).children()
+            if child.status() != psutil.STATUS_ZOMBIE and os.getsid(child.pid) == child.pid
+        ]
+
+    def fork_server(self) -> int:
+        """Wait for the fork server, and return its pid."""
+        wait_until(self.fork_servers)
+        return self.fork_servers()[0]
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events() if event["type"] == kind]
@@ -577,3 +590,38 @@ def test_a_killed_coordinator_comes_back(tmp_path: Path, undisturbed: str) -> No
         steps = [event["step"] for event in run.of("step")]
         assert steps == list(range(1, STEPS + 1)), "each step is reported once"
         assert not (run.run_dir / "coordinator.sqlite").exists()
+
+
+def test_a_killed_fork_server_is_replaced(tmp_path: Path, undisturbed: str) -> None:
+    """Killed at start-up, in mid-run, stopped and then killed, and just before a worker must be replaced."""
+    with launch(tmp_path) as run:
+        os.kill(run.fork_server(), signal.SIGKILL)  # while it imports torch
+        for step, is_worker_killed in ((10, False), (60, True)):
+            run.wait_for_step(step)
+            before = run.pids()
+            fork_server = run.fork_server()
+            if is_worker_killed:
+                os.kill(fork_server, signal.SIGSTOP)
+                os.kill(before[1], signal.SIGKILL)
+            os.kill(fork_server, signal.SIGKILL)
+        check_held(run, undisturbed, recoveries=1)
+        assert len(run.of("fork_server_lost")) == 3
+        assert run.pids()[0] == before[0], "a worker that was not killed continues"
+        assert not run.survivors()
+
+
+def test_nothing_outlives_a_launcher_whose_fork_server_was_killed(launched: Launched) -> None:
+    launched.wait_for_step(5)
+    os.kill(launched.fork_server(), signal.SIGKILL)
+    wait_until(lambda: launched.of("fork_server_lost"))
+    launched.wait_for_step(launched.of("step")[-1]["step"] + 5)
+    launched.process.kill()
+    launched.process.communicate()
+    assert not launched.survivors()
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 150.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)

@@ -1,9 +1,12 @@
 """A process with torch already imported that forks workers on request, so that one is up in milliseconds.
 
-Run as `python -m cordee.cluster.fork_server FD` by the local engine, with one end of a socket pair as FD. Both
-sides speak one JSON object per line: `Start` in; `Started` and `Exited` out. It has no threads and never uses
-torch itself, which is what makes forking it safe. It ends, and takes its workers with it, when the other end
-closes: with the launcher gone, however it went, there is nobody to work for.
+Run as `python -m cordee.cluster.fork_server FD` by the local engine, with one end of a socket pair as FD. One JSON
+object per line: `Fork` in, `Forked` out, which each new process sends itself before it does anything else. It has no
+threads and never uses torch itself, which is what makes forking it safe.
+
+It knows nothing of what it has forked: those are children of the launcher (forked twice, and adopted), which hears of
+their end from the kernel, and they die with the launcher. So another fork server can take its place at any moment.
+When the socket of one that died is at its end, every process it has forked has said so.
 """
 
 from __future__ import annotations
@@ -12,16 +15,19 @@ import atexit
 import contextlib
 import ctypes
 import importlib
+import io
 import os
-import select
 import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 
 import msgspec
+
+from cordee.core.errors import CordeeError
 
 PRELOADED = (
     "torch",
@@ -61,73 +67,66 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 Report = Started | Exited
 
 
-def serve(control: socket.socket) -> None:
-    """Answer requests until the launcher hangs up, then kill what is left."""
-    children: dict[int, int] = {}  # pid -> index
-    wake_in, wake_out = os.pipe()
-    os.set_blocking(wake_in, False)
-    os.set_blocking(wake_out, False)
-    signal.set_wakeup_fd(wake_out, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+class Fork(msgspec.Struct, frozen=True):
+    """A request, and the number that its answer has."""
+
+    number: int
+    start: Start
+
+
+class Forked(msgspec.Struct, frozen=True):
+    """Request `number` is done: the process is a child of the launcher by now."""
+
+    number: int
+    pid: int
+
+
+def serve(control: socket.socket, launcher_pid: int) -> None:
+    """Answer requests until the launcher hangs up."""
     received = b""
-    try:
-        while True:
-            readable, _, _ = select.select([control.fileno(), wake_in], [], [])
-            if wake_in in readable:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(wake_in, 4096)
-                _reap(control, children)
-            if control.fileno() in readable:
-                chunk = control.recv(65536)
-                if not chunk:
-                    return
-                *lines, received = (received + chunk).split(b"\n")
-                for line in lines:
-                    start = msgspec.json.decode(line, type=Start)
-                    server_pid = os.getpid()
-                    pid = os.fork()
-                    if pid == 0:
-                        _become_worker(start, server_pid, (control.fileno(), wake_in, wake_out))
-                    children[pid] = start.index
-                    _send(control, Started(start.index, pid))
-    except (BrokenPipeError, ConnectionResetError):
-        return  # the launcher is gone
-    finally:
-        for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _reap(control: socket.socket, children: dict[int, int]) -> None:
-    while children:
+    while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
+            chunk = control.recv(65536)
+        except ConnectionResetError:
             return
-        if pid == 0:
+        if not chunk:
             return
-        if pid in children:
-            _send(control, Exited(children.pop(pid), pid, os.waitstatus_to_exitcode(status)))
+        *lines, received = (received + chunk).split(b"\n")
+        for line in lines:
+            _fork(msgspec.json.decode(line, type=Fork), control, launcher_pid)
 
 
-def _send(control: socket.socket, report: Report) -> None:
-    control.sendall(msgspec.json.encode(report) + b"\n")
+def _fork(request: Fork, control: socket.socket, launcher_pid: int) -> None:
+    between = os.fork()
+    if between == 0:
+        between = os.getpid()
+        try:
+            is_between = os.fork() > 0
+        except OSError as error:
+            sys.stderr.write(f"cannot start a process: {error}\n")
+            os._exit(1)
+        if is_between:
+            os._exit(0)  # and so the launcher is the parent of what it has forked
+        _become_worker(request, control, between, launcher_pid)
+    _, status = os.waitpid(between, 0)
+    if os.WIFSIGNALED(status):  # whether it had forked nobody knows: end as it did, and the launcher sorts it out
+        os.kill(os.getpid(), signal.SIGKILL)
+    if status:
+        sys.exit(1)
 
 
-def _become_worker(start: Start, server_pid: int, inherited: tuple[int, ...]) -> None:
+def _become_worker(request: Fork, control: socket.socket, between: int, launcher_pid: int) -> None:
     """Turn this fresh fork into the worker; never returns."""
-    code = 1
+    code, start = 1, request.start
     try:
-        die_with_parent(server_pid)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for descriptor in inherited:
-            os.close(descriptor)
+        while os.getppid() == between:
+            time.sleep(0.0005)
+        die_with_parent(launcher_pid)
+        control.sendall(msgspec.json.encode(Forked(request.number, os.getpid())) + b"\n")
+        control.close()
         os.environ.update(start.environment)
         if start.log is not None:
-            log = os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
+            _write_to(start.log)
         if "numpy" in sys.modules:  # Python's own random numbers are seeded anew in a fork, NumPy's are not
             sys.modules["numpy"].random.seed()
         module, _, name = start.target.partition(":")
@@ -149,6 +148,35 @@ def _become_worker(start: Start, server_pid: int, inherited: tuple[int, ...]) ->
         os._exit(code)
 
 
+class _Output(io.FileIO):
+    """A file that takes whatever is written: what a full disk refuses is lost, and nobody fails for it."""
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError:
+            return len(memoryview(content).cast("B"))
+
+
+def _write_to(path: str) -> None:
+    """Have what this process prints go to a file, or to where the launcher's errors go if that cannot be opened."""
+    try:
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        log = os.dup(2)
+        with contextlib.suppress(OSError):
+            os.write(2, f"warning: cannot write {path}: {error.strerror}; what belongs there is printed\n".encode())
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(
+            io.BufferedWriter(_Output(descriptor, "w", closefd=False)), errors="backslashreplace", line_buffering=True
+        )
+        for descriptor in (1, 2)
+    )
+
+
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when its parent dies."""
     pr_set_pdeathsig = 1
@@ -158,12 +186,26 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def adopt_orphans(is_wanted: bool) -> bool:
+    """Have the kernel make this process the parent of descendants whose own parent has ended, or no longer.
+
+    Returns whether it did so before.
+    """
+    pr_set_child_subreaper, pr_get_child_subreaper = 36, 37
+    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    libc.prctl(pr_get_child_subreaper, ctypes.byref(before), 0, 0, 0)
+    if libc.prctl(pr_set_child_subreaper, int(is_wanted), 0, 0, 0) != 0:
+        raise CordeeError(f"the kernel does not support PR_SET_CHILD_SUBREAPER: {os.strerror(ctypes.get_errno())}")
+    return bool(before.value)
+
+
 def main() -> None:
-    die_with_parent(os.getppid())  # one that is gone already has closed the socket
+    launcher_pid = os.getppid()
+    die_with_parent(launcher_pid)  # one that is gone already has closed the socket
     control = socket.socket(fileno=int(sys.argv[1]))
     for name in PRELOADED:
         importlib.import_module(name)
-    serve(control)
+    serve(control, launcher_pid)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ class Supervisor:
         self, engine: LocalEngine, monitor: Monitor, should_stop: Callable[[], bool], *, failure_timeout_s: float
     ) -> None:
         self._engine = engine
+        engine.on_lost = self._tell_fork_server_lost
         self._monitor = monitor
         self._should_stop = should_stop
         self._failure_timeout_s = failure_timeout_s
@@ -222,6 +223,11 @@ class Supervisor:
         self._monitor.emit("coordinator_lost", pid=exited.pid, reason=how)
         self._monitor.emit("warning", message=f"the coordinator {how}: another takes up where it was")
         self._start()
+
+    def _tell_fork_server_lost(self, pid: int, how: str) -> None:
+        self._heard_s = time.monotonic()  # a coordinator that was asked for has to wait for the next fork server
+        self._monitor.emit("fork_server_lost", pid=pid, reason=how)
+        self._monitor.emit("warning", message=how)
 
     def _check_silence(self) -> None:
         """Kill a coordinator that has frozen: its exit then brings it back."""

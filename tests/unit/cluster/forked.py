@@ -62,3 +62,11 @@ def draw(argument: dict[str, Any]) -> None:
     import numpy as np
 
     Path(argument["file"]).write_text(f"{random.random()} {np.random.rand()}")
+
+
+def leave_a_child(argument: dict[str, Any]) -> None:
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(300)
+    Path(argument["file"]).write_text(str(pid))
+    os._exit(0)

@@ -66,7 +66,7 @@ def test_a_worker_has_its_environment_its_log_and_its_exit_code(engine: LocalEng
     assert reports[0].pid == reports[1].pid
     assert describe_exit(reports[1]) == "exited with code 7"
     mark, parent = file.read_text().split()
-    assert mark == "here" and int(parent) not in (os.getpid(), reports[0].pid)
+    assert mark == "here" and int(parent) == os.getpid()
     assert log.read_text() == "before\nto the log\nerrors too\n"
     assert "TEST_MARK" not in os.environ
 
@@ -106,7 +106,7 @@ def test_leaving_the_context_ends_the_stubborn_too(tmp_path: Path) -> None:
             engine.start(index, f"forked:{target}", {"file": str(tmp_path / str(index))}, {}, tmp_path / "log")
         wait_until(lambda: list(engine.reports()) or ((tmp_path / "0").exists() and (tmp_path / "1").exists()))
         wait_until(lambda: list(engine.reports()) or len(engine.pids) == 2)
-        pids = [*engine.pids.values(), engine._server.pid]
+        pids = [*engine.pids.values(), engine.server_pid]
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
@@ -137,17 +137,76 @@ def test_forks_do_not_share_random_numbers(engine: LocalEngine, tmp_path: Path) 
     assert one[0] != other[0] and one[1] != other[1]
 
 
-def test_a_fork_server_that_dies_takes_its_workers_along_and_is_an_error(tmp_path: Path) -> None:
+def starts(engine: LocalEngine, count: int) -> dict[int, Started]:
+    """Return the next `count` starts by index. Nothing may end meanwhile."""
+    found: dict[int, Started] = {}
+
+    def are_all_there() -> bool:
+        reports = list(engine.reports(0.05))
+        assert all(isinstance(report, Started) for report in reports), reports
+        found.update({report.index: report for report in reports if isinstance(report, Started)})
+        return len(found) >= count
+
+    wait_until(are_all_there)
+    return found
+
+
+def test_workers_outlive_their_fork_server_and_another_takes_its_place(tmp_path: Path) -> None:
+    lost: list[tuple[int, str]] = []
     with new_engine() as engine:
+        engine.on_lost = lambda pid, how: lost.append((pid, how))
+        servers = [engine.server_pid]
+        os.kill(servers[0], signal.SIGKILL)  # while it still imports torch
         engine.start(0, "forked:sleep", {"file": str(tmp_path / "0")}, {}, tmp_path / "log")
-        wait_until(lambda: list(engine.reports()) or ((tmp_path / "0").exists() and engine.pids))
-        (pid,) = engine.pids.values()
-        engine._server.kill()
-        with pytest.raises(CordeeError, match=r"fork server .* died"):
-            wait_until(lambda: list(engine.reports(0.05)) and False)
-        wait_until(lambda: not psutil.pid_exists(pid), timeout_s=5)
-        with pytest.raises(CordeeError, match=r"fork server .* gone"):
-            wait_until(lambda: engine.start(1, "forked:sleep", {}, {}, None))
+        first = starts(engine, 1)[0].pid
+        for stop_first in (False, True):
+            servers.append(engine.server_pid)
+            if stop_first:
+                os.kill(engine.server_pid, signal.SIGSTOP)
+            os.kill(engine.server_pid, signal.SIGKILL)
+            wait_until(lambda: list(engine.reports(0.05)) or engine.server_pid not in servers)
+        engine.start(1, "forked:sleep", {"file": str(tmp_path / "1")}, {}, tmp_path / "log")
+        starts(engine, 1)
+        assert psutil.Process(first).ppid() == os.getpid() and engine.pids[0] == first
+        engine.signal(0, signal.SIGTERM)  # forked by one that is long dead
+        assert describe_exit(exits(engine, 1)[0]) == "was killed by SIGTERM"
+        assert [pid for pid, _ in lost] == servers
+        assert (
+            lost[0][1] == "the fork server was killed by SIGKILL: processes that run continue, and another is started"
+        )
+
+
+def test_a_fork_server_that_is_stopped_is_replaced_when_it_is_needed(tmp_path: Path) -> None:
+    with new_engine() as engine:
+        stopped = engine.server_pid
+        os.kill(stopped, signal.SIGSTOP)
+        engine.start(0, "forked:leave", {"code": 3}, {}, tmp_path / "log")
+        assert exits(engine, 1)[0].status == 3
+        assert engine.server_pid != stopped and not psutil.pid_exists(stopped)
+
+
+def test_a_fork_server_that_cannot_start_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os; os._exit(3)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with LocalEngine() as engine, pytest.raises(CordeeError, match="fork server exited with code 3"):
+        engine.start(0, "forked:leave", {}, {}, None)
+        wait_until(lambda: list(engine.reports(0.05)) and False)
+
+
+def test_a_fork_server_that_dies_again_and_again_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os; os.kill(os.getpid(), 9)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with LocalEngine() as engine, pytest.raises(CordeeError, match="killed by SIGKILL, the 5th time"):
+        engine.start(0, "forked:leave", {}, {}, None)
+        wait_until(lambda: list(engine.reports(0.05)) and False)
+
+
+def test_what_a_dead_worker_leaves_behind_is_ended_with_the_engine(tmp_path: Path) -> None:
+    with new_engine() as engine:
+        engine.start(0, "forked:leave_a_child", {"file": str(tmp_path / "child")}, {}, tmp_path / "log")
+        assert exits(engine, 1)[0].status == 0
+        child = int((tmp_path / "child").read_text())
+    assert not psutil.pid_exists(child)
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
