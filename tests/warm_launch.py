@@ -331,6 +331,9 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
         fds = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", pass_fds))]
         self.forker.sendmsg([json.dumps(request).encode()], fds)
         self.pid = int(self.forker.recv(64))
+        with contextlib.suppress(OSError):  # a process that has not been handed over yet cannot be waited for
+            while f"\nPPid:\t{os.getpid()}\n" not in Path(f"/proc/{self.pid}/status").read_text():
+                time.sleep(0.001)
         self._child_created = True
 
 

@@ -107,7 +107,7 @@ def train(
             find_listening(job.cluster.address)
         directory = RunDirectory.open_existing(path) if resume else RunDirectory.create(path, job.to_toml())
         stack.enter_context(_telling_how_to_go_on(directory, quiet))
-        with directory, setup_logging(directory.launcher_log if engine else directory.worker_log()):
+        with directory, setup_logging(directory.launcher_log if engine else directory.worker_log(), is_required=True):
             if resume:
                 directory.write_job(job.to_toml())
                 directory.summary_file.unlink(missing_ok=True)

@@ -63,13 +63,24 @@ class NotYetError(JobError):
     """The run cannot do that yet; it may be asked again in a moment."""
 
 
-def write_control(folder: Path, control: Control) -> None:
-    """Leave the file in a run directory, readable by its owner alone."""
+def write_control(folder: Path, control: Control) -> str:
+    """Leave the file in a run directory, readable by its owner alone.
+
+    Returns what could not be done, if the disk refuses; training does not need the file.
+    """
     path = folder / CONTROL_FILE
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(control))
+    content = msgspec.json.encode(control)
+    try:
+        if path.exists() and path.read_bytes() == content:  # a coordinator that came back listens at the same address
+            return ""
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+    except OSError as error:
+        remove_control(folder)
+        return f"cannot write {path}: {error.strerror}; the run cannot be scaled or joined, training continues"
+    return ""
 
 
 def remove_control(folder: Path) -> None:

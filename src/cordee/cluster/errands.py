@@ -60,6 +60,7 @@ class Unjournalled(msgspec.Struct, frozen=True, tag=True):
     """The journal could not be written: a coordinator that dies from here on cannot come back."""
 
     problem: str
+    is_forgotten: bool = False  # nor could it be read: whatever an earlier coordinator knew is lost
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):

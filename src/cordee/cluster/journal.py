@@ -8,6 +8,7 @@ an entry takes about 0.03 ms.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import time
@@ -36,7 +37,9 @@ class Journal:
         try:
             try:
                 self._open()
-            except sqlite3.DatabaseError:
+            except sqlite3.OperationalError:  # the disk refuses; what the file says is not thrown away for it
+                raise
+            except sqlite3.DatabaseError:  # damaged
                 remove_journal(path)
                 self._open()
         except (sqlite3.Error, OSError) as error:
@@ -56,8 +59,11 @@ class Journal:
         (self.num_entries,) = self._database.execute("SELECT coalesce(max(number), 0) FROM journal").fetchone()
 
     def load(self) -> Entry | None:
-        """Return the newest entry, if there is one."""
-        row = self._database.execute("SELECT state, effects FROM journal").fetchone()
+        """Return the newest entry, if there is one. Raises StorageError."""
+        try:
+            row = self._database.execute("SELECT state, effects FROM journal").fetchone()
+        except sqlite3.Error as error:
+            raise StorageError(f"cannot read {self._path}: {error}") from error
         return None if row is None else Entry(*row)
 
     def commit(self, state: bytes, effects: bytes) -> None:
@@ -84,6 +90,7 @@ class Journal:
 
 
 def remove_journal(path: Path) -> None:
-    """Remove the file and what SQLite keeps beside it."""
+    """Remove the file and what SQLite keeps beside it. A disk that has become read-only keeps them."""
     for side in ("", *_SIDE_FILES):
-        path.with_name(path.name + side).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.with_name(path.name + side).unlink(missing_ok=True)

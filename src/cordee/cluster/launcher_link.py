@@ -94,7 +94,7 @@ class LauncherLink:
             self._journal = Journal(Path(order.run_dir) / JOURNAL_FILE, order.run_id)
             self._restore(self._journal)
         except StorageError as error:
-            self._give_up_journal(error)
+            self._give_up_journal(error, is_forgotten=True)
 
     def _restore(self, journal: Journal) -> None:
         entry = journal.load()
@@ -124,12 +124,12 @@ class LauncherLink:
             reach("launcher_link.errand")
             self._post.send(errand)
 
-    def _give_up_journal(self, error: StorageError) -> None:
+    def _give_up_journal(self, error: StorageError, *, is_forgotten: bool = False) -> None:
         log.warning("%s", error)
         if self._journal is not None:
             self._journal.close()
         self._journal = None
-        self._post.send(Unjournalled(str(error)))
+        self._post.send(Unjournalled(str(error), is_forgotten))
 
     @property
     def has_pending(self) -> bool:

@@ -160,7 +160,11 @@ class Supervisor:
                             reach("supervisor.errand_done")
                     case Show(step=step, loss=loss):
                         self._monitor.progress(step=step, loss=loss)
-                    case Unjournalled(problem=problem):
+                    case Unjournalled(problem=problem, is_forgotten=is_forgotten):
+                        if is_forgotten and self._num_deaths:
+                            raise TrainingError(
+                                f"the coordinator was killed, and its journal cannot be read: {problem}"
+                            )
                         self._unjournalled = problem
                         note = f"{problem}: if the coordinator dies now, the run ends with it; training goes on"
                         self._monitor.emit("warning", message=note)

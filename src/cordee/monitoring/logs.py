@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -44,21 +46,27 @@ class WorkerLog(logging.FileHandler):
     def _give_up(self, error: OSError) -> None:
         if not self._is_quiet:
             self._is_quiet = True
-            sys.stderr.write(f"warning: cannot write {self.baseFilename}: {reason(error)}; the log ends here\n")
+            with contextlib.suppress(OSError, ValueError):  # the screen may be a file on the same disk
+                sys.stderr.write(f"warning: cannot write {self.baseFilename}: {reason(error)}; the log ends here\n")
 
 
 @contextmanager
-def setup_logging(path: Path, verbose: bool = False) -> Iterator[WorkerLog]:
+def setup_logging(path: Path, verbose: bool = False, *, is_required: bool = False) -> Iterator[WorkerLog]:
     """Record what the `cordee` logger says, and all Python warnings, in `path` until the block is left.
 
-    Warnings still reach the screen as well. `verbose` also records debug messages. Raises `RunDirectoryError`
-    when the file cannot be opened. Afterwards logging and warnings are as they were.
+    Warnings still reach the screen as well. `verbose` also records debug messages. Where the file cannot be
+    opened (a disk that has filled up since the run began) nothing is recorded, which is said on the screen; with
+    `is_required`, `RunDirectoryError` is raised. Afterwards logging and warnings are as they were.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = WorkerLog(path)
     except OSError as error:
-        raise RunDirectoryError(f"cannot write the log {path}: {reason(error)}; choose another --run-dir") from None
+        if is_required:
+            raise RunDirectoryError(f"cannot write the log {path}: {reason(error)}; choose another --run-dir") from None
+        log = WorkerLog(Path(os.devnull))
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"warning: cannot write the log {path}: {reason(error)}; nothing is recorded there\n")
     logger = logging.getLogger("cordee")
     level_before = logger.level
     logger.addHandler(log)

@@ -106,7 +106,8 @@ class ServedCoordinator:
                 log.warning("taking up at step %d", self._progress.step)
             self._commit()
             control = Control.of(channel.address, order.run_id, order.control_keys, channel.public)
-            write_control(self._run_dir, control)
+            if problem := write_control(self._run_dir, control):
+                self._launcher.emit("warning", message=problem)
             self._attend()
             self._dismiss()
         self._progress.elapsed_s = self._elapsed_s()

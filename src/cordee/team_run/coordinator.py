@@ -110,7 +110,8 @@ class TeamCoordinator:
             self._commit()
             reach("coordinator.listening")
             control = Control.of(channel.address, order.run_id, order.control_keys, channel.public)
-            write_control(self._run_dir, control)
+            if problem := write_control(self._run_dir, control):
+                self._launcher.emit("warning", message=problem)
             reach("coordinator.control_written")
             while not self._membership.is_over:
                 self._take_turn()

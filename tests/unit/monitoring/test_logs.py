@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 
 import pytest
@@ -63,8 +64,28 @@ def test_warnings_reach_both_the_file_and_the_screen(tmp_path):
 
 def test_a_log_that_cannot_be_opened_is_the_run_directorys_fault(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(RunDirectoryError, match="cannot write the log"), setup_logging(tmp_path / "file" / "log"):
+    with (
+        pytest.raises(RunDirectoryError, match="cannot write the log"),
+        setup_logging(tmp_path / "file" / "log", is_required=True),
+    ):
         pass
+
+
+def test_a_log_that_cannot_be_opened_later_is_said_and_stops_nothing(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with setup_logging(tmp_path / "file" / "log"):
+        logging.getLogger("cordee").info("lost")
+    assert "warning: cannot write the log" in capsys.readouterr().err
+
+
+def test_a_full_disk_that_has_the_screen_as_well_stops_nothing(small_disk, fill, monkeypatch):
+    with (small_disk / "screen").open("w", buffering=1) as screen, setup_logging(small_disk / "log"):
+        monkeypatch.setattr(sys, "stderr", screen)
+        fill(small_disk)
+        logging.getLogger("cordee").info("x" * 10_000)
+        logging.getLogger("cordee").info("second")
+        monkeypatch.undo()
+        (small_disk / "filler").unlink(missing_ok=True)
 
 
 def test_a_full_disk_is_said_once_and_stops_nothing(small_disk, fill, capsys):
