@@ -55,7 +55,8 @@ class Assembly:
     recipe: OptimizerRecipe
     strategy: Strategy
     total_steps: int | None  # None where the data has no length and the job counts epochs
-    num_parameters: int
+    num_parameters: int  # frozen ones included
+    num_trainable: int
     num_threads: int
     shards: Shards  # of each batch, that this worker computes
     test_shards: Shards
@@ -128,6 +129,7 @@ class Assembly:
             "model": job.to_dict()["model"]["use"],
             "data": splits.name,
             "parameters": self.num_parameters,
+            "trainable_parameters": self.num_trainable,
             "train_samples": splits.train.num_samples,
             "test_samples": splits.test.num_samples if splits.test else None,
             "batch_size": job.training.batch_size,
@@ -198,6 +200,7 @@ def assemble(job: Job, team: Team) -> Assembly:
         strategy=strategy,
         total_steps=total_steps,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         num_threads=num_threads,
         shards=shards,
         test_shards=test_shards,

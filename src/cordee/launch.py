@@ -182,6 +182,7 @@ def _telling_failure(parts: Assembly, directory: RunDirectory, monitor: Monitor)
             workers=parts.team.num_workers,
             device=str(parts.computation.device),
             parameters=parts.num_parameters,
+            trainable_parameters=parts.num_trainable,
             steps=last["step"],
             epochs=last["epoch"] - 1,
             samples=last["samples"],
@@ -219,7 +220,10 @@ def _log_decision(asked: Job, decision: Decision) -> None:
     if asked.strategy.name == "auto":
         log.info("strategy auto is %s: %s", decision.job.strategy.name, decision.reason)
     elif decision.prediction is not None:
-        log.info("a step is predicted to take %.3g s: %s", decision.prediction.step_s, decision.prediction.note)
+        doubt = "" if decision.is_sure else ", not reliable, as the machine was busy when it was profiled"
+        log.info(
+            "a step is predicted to take %.3g s%s: %s", decision.prediction.step_s, doubt, decision.prediction.note
+        )
 
 
 def _close_run(directory: RunDirectory, monitor: Monitor, summary: Summary) -> None:

@@ -216,6 +216,7 @@ class Session:
             workers=parts.team.num_workers,
             device=str(parts.computation.device),
             parameters=parts.num_parameters,
+            trainable_parameters=parts.num_trainable,
             steps=progress.step,
             epochs=progress.epochs_finished(parts.train.num_batches),
             samples=progress.samples,

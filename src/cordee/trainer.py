@@ -15,7 +15,7 @@ from cordee import checkpoint
 from cordee.arrivals import Found, look
 from cordee.assembly import Assembly
 from cordee.checkpoint import State
-from cordee.compute import NO_VOTES, Loss, Votes, evaluate, split_batch
+from cordee.compute import NO_VOTES, Loss, Votes, evaluate, find_unsound, split_batch
 from cordee.core import Batch
 from cordee.core.errors import DataError, StorageError, TrainingError
 from cordee.core.fault_points import reach
@@ -257,7 +257,9 @@ class Trainer:
         loss = strategy.forward_backward(self._cut(batch), measure=measure, vote=self._vote)
         self._note_pace()
         if not math.isfinite(loss.mean):
-            raise TrainingError(self._not_finite("the loss", f"is {loss.mean}", progress.step + 1, progress.epoch + 1))
+            advice = self._blame_sample(batch)
+            how = f"is {loss.mean}"
+            raise TrainingError(self._not_finite("the loss", how, progress.step + 1, progress.epoch + 1, advice))
         # A batch in which every label is ignored says nothing: optimizers would still decay weights and count a step.
         update = strategy.update(progress.step) if loss.count else strategy.skip(progress.step)
         progress.step += 1
@@ -452,10 +454,28 @@ class Trainer:
                 how = "has values that are not finite"
                 raise TrainingError(self._not_finite(f"'{name}'", how, self._progress.step, self._epoch_number()))
 
-    def _not_finite(self, what: str, how: str, step: int, epoch: int) -> str:
+    def _blame_sample(self, batch: Batch) -> str | None:
+        """Return which sample of the batch, on which worker, has values that are not finite. Collective."""
+        found = find_unsound(batch)
+        code = -1
+        if found is not None:
+            numbers = self._parts.train.sample_numbers(self._progress.epoch, self._progress.batch)
+            row, part = found
+            code = 2 * (row if numbers is None else numbers[row]) + int(part == "target")
+        codes = self._parts.team.gather(code)
+        worker = next((index for index, code in enumerate(codes) if code >= 0), None)
+        if worker is None:
+            return None
+        part = "target" if codes[worker] % 2 else "input"
+        is_numbered = self._parts.splits.train.num_samples is not None
+        place = "the training set" if is_numbered else f"the share of worker {worker} in this batch"
+        return (
+            f"The {part} of sample {codes[worker] // 2} of {place}, which worker {worker} computed, has a value that "
+            "is infinite or not a number: remove or fix such samples"
+        )
+
+    def _not_finite(self, what: str, how: str, step: int, epoch: int, advice: str | None = None) -> str:
         kept = self._saver.last()
         last = f"the last checkpoint is {kept}" if kept else "there is no checkpoint yet"
-        return (
-            f"{what} {how} at step {step} (epoch {epoch}); {last}. "
-            "Lower optimizer.lr, add a warm-up (schedule.warmup_steps), or set training.clip_norm = 1.0"
-        )
+        usual = "Lower optimizer.lr, add a warm-up (schedule.warmup_steps), or set training.clip_norm = 1.0"
+        return f"{what} {how} at step {step} (epoch {epoch}); {last}. {advice or usual}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 NUM_CLASSES, WIDTH = 4, 12
 IGNORED = 3
@@ -53,3 +54,23 @@ own_loss_that_counts.ignore_index = IGNORED  # type: ignore[attr-defined]
 class WeightedLoss(nn.CrossEntropyLoss):
     def __init__(self) -> None:
         super().__init__(weight=CLASS_WEIGHTS, ignore_index=IGNORED, label_smoothing=0.1)
+
+
+class Unsound(Dataset[tuple[Tensor, int]]):
+    """Sample 23 has an input that is not finite."""
+
+    num_classes = NUM_CLASSES
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((WIDTH,), float("inf") if index == 23 else 0.1 * index), index % NUM_CLASSES
+
+
+def by_name(named_parameters: list[tuple[str, nn.Parameter]], lr: float = 0.1) -> torch.optim.Optimizer:
+    """Needs to be called with this very model: a bias for each weight, and names."""
+    biases = [parameter for name, parameter in named_parameters if name.endswith("bias")]
+    weights = [parameter for name, parameter in named_parameters if name.endswith("weight")]
+    assert len(biases) == len(weights) > 0, [name for name, _ in named_parameters]
+    return torch.optim.AdamW([{"params": weights, "weight_decay": 0.5}, {"params": biases, "weight_decay": 0.0}], lr=lr)

@@ -72,3 +72,20 @@ def test_a_stream_of_samples(two: Crew, references: References, tmp_path: Path) 
     for name in ("pipeline", "sharded"):
         together = train_together(two, {**table, "strategy": STRATEGIES[name]}, tmp_path / name)
         assert largest_difference(alone, together[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["sharded", "tensor", "data_parallel"])
+def test_a_sample_that_is_not_finite_is_named_with_its_worker(two: Crew, name: str, tmp_path: Path) -> None:
+    table = job(data={"use": "odd_data:Unsound"}, model={"use": "mlp", "hidden": [16]}, training={"steps": 10})
+    with pytest.raises(CaseError, match=r"The input of sample 23 of the training set, which worker \d computed"):
+        train_together(two, {**table, "strategy": {"name": name}}, tmp_path)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_an_optimizer_of_ones_own_makes_groups_by_name(
+    two: Crew, name: str, references: References, tmp_path: Path
+) -> None:
+    optimizer = {"use": "odd_data:by_name", "lr": 0.01}
+    table = job(optimizer=optimizer, training={"steps": 12}, model={"use": "mlp", "hidden": [32, 16]})
+    together = train_together(two, {**table, "strategy": STRATEGIES[name]}, tmp_path)
+    assert largest_difference(references(table), together[0]) <= 2e-5

@@ -16,6 +16,7 @@ import small_jobs
 import torch
 from small_jobs import BATCHES_PER_EPOCH, copy_as_killed_after, events_of, run, saved_steps, small_job
 from torch import nn
+from torch.utils.data import Dataset
 
 from cordee import checkpoint
 from cordee.core import Job, Use
@@ -679,3 +680,37 @@ def test_the_training_loss_is_the_mean_over_the_samples_of_the_last_epoch(tmp_pa
 
 def test_an_epoch_that_a_stop_rule_ends_is_finished(tmp_path: Path) -> None:
     assert run(small_job(stop={"steps": BATCHES_PER_EPOCH}), tmp_path).summary.epochs == 1
+
+
+class Unsound(Dataset[tuple[torch.Tensor, int]]):
+    """38 samples, of which sample 17 has an input that is not a number."""
+
+    num_classes = 3
+
+    def __len__(self) -> int:
+        return 38
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        inputs, targets = small_jobs.samples()
+        return inputs[index] * (float("nan") if index == 17 else 1.0), int(targets[index])
+
+
+def test_a_sample_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    job = small_job(data={"use": Unsound, "test_fraction": 0.1}, training={"epochs": 3})
+    with pytest.raises(
+        TrainingError, match=r"the loss is nan at step \d+ .*The input of sample 17 of the training set"
+    ) as caught:
+        run(job, tmp_path)
+    assert "optimizer.lr" not in str(caught.value)
+
+
+def test_frozen_parameters_are_told_apart(tmp_path: Path) -> None:
+    class Half(small_jobs.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+    summary = run(small_job(model=Half), tmp_path).summary
+    assert (summary.parameters, summary.trainable_parameters) == (6 * 3 + 3 + 6, 6 * 3 + 3)
+    (started,) = events_of(tmp_path, "run_started")
+    assert (started["parameters"], started["trainable_parameters"]) == (27, 21)

@@ -141,6 +141,16 @@ def split_batch(batch: Batch, num_parts: int) -> list[Batch]:
     return [Batch(inputs, targets) for inputs, targets in parts]
 
 
+def find_unsound(batch: Batch) -> tuple[int, str] | None:
+    """Return the first sample, by its row, that has a value which is not finite, and whether it is input or target."""
+    found = []
+    for values, part in ((batch.inputs, "input"), (batch.targets, "target")):
+        if values.is_floating_point() and len(values):
+            rows = (~torch.isfinite(values)).reshape(len(values), -1).any(dim=1).nonzero()
+            found += [(int(row), part) for row in rows[:1, 0]]
+    return min(found, default=None)
+
+
 def count_correct(outputs: Tensor, targets: Tensor, top: int = 1, ignored: int | None = None) -> int:
     """Return for how many targets, but those of the class `ignored`, the right class is among the `top` highest."""
     with torch.no_grad():

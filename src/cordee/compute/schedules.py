@@ -6,6 +6,7 @@ alone, schedules have no state to save, to lose, or to run too fast.
 
 from __future__ import annotations
 
+import inspect
 import math
 import typing
 from collections.abc import Callable, Sequence
@@ -60,6 +61,13 @@ def make_schedule(part: Use, total_steps: int | None, python_path: Sequence[str]
     the step. `total_steps` is None where the end is not known in advance.
     """
     target = resolve("schedule", part.use, BUILTIN_SCHEDULES, python_path=python_path)
+    if _wants_optimizer(target) and "optimizer" not in part.args:
+        name = part.use if isinstance(part.use, str) else name_of(part.use)
+        raise JobError(
+            f"schedule.use = {name!r} changes an optimizer, as torch's schedulers do. A schedule here is made of its "
+            f"settings alone and gives the factor of the rate for each step: use {', '.join(BUILTIN_SCHEDULES)}, or "
+            "write one, such as def decay(gamma=0.9): return lambda step: gamma**step"
+        )
     schedule = construct("schedule", part.use, bind("schedule", target, part.args, {"total_steps": total_steps}))
     if not callable(schedule):
         name = part.use if isinstance(part.use, str) else name_of(part.use)
@@ -67,6 +75,14 @@ def make_schedule(part: Use, total_steps: int | None, python_path: Sequence[str]
             f"schedule.use = {name!r} gives a {type(schedule).__name__}; it must give a function of the step"
         )
     return typing.cast("Schedule", schedule)
+
+
+def _wants_optimizer(target: Callable[..., object]) -> bool:
+    try:
+        parameter = inspect.signature(target).parameters.get("optimizer")
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+    return parameter is not None and parameter.default is parameter.empty
 
 
 def _warmed_up(schedule: Schedule, warmup_steps: int) -> Schedule:

@@ -58,11 +58,16 @@ class DatasetSource:
         """Return the samples with these indices, random transforms drawn from (seed, position)."""
         if len(indices) == 0:
             return Batch(self.example.inputs[:0], self.example.targets[:0])
-        samples = (indices if self._kept is None else self._kept.index_select(0, indices)).tolist()
+        samples = self.numbers(indices)
         seeds = hash_positions(positions, seed).tolist()
         with preserved_generators():
             pairs = self._read_at_once(samples, seeds[0]) if self._reads_at_once() else self._read(samples, seeds)
         return stacked(pairs, samples, self.what, self.num_classes, self.ignored)
+
+    def numbers(self, indices: Tensor) -> list[int]:
+        """Return the indices in the user's dataset."""
+        numbers: list[int] = (indices if self._kept is None else self._kept.index_select(0, indices)).tolist()
+        return numbers
 
     def _reads_at_once(self) -> bool:
         # torch's Subset has `__getitems__` too, but over a plain dataset it only reads one by one.

@@ -120,6 +120,21 @@ class Loader:
         for _ in range(_NUM_LIKE):
             yield Batch(source.example.inputs[rows], source.example.targets[rows])
 
+    def sample_numbers(self, epoch: int, batch: int) -> list[int] | None:
+        """Return which samples of the source make up a batch of these shards; None for streams."""
+        if isinstance(self._source, (IterableSource, GrowingSource)) or self._source.num_samples is None:
+            return None
+        return self.numbers_at(epoch, *self._part(batch))
+
+    def numbers_at(self, epoch: int, start: int, stop: int) -> list[int]:
+        """Return which samples of the source are at the positions [start, stop) of an epoch. Not for streams."""
+        source = self._source
+        assert source.num_samples is not None
+        order = EpochOrder(source.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        indices = order.samples_at(torch.arange(start, stop))
+        numbers: list[int] = source.numbers(indices) if isinstance(source, DatasetSource) else indices.tolist()
+        return numbers
+
     def read(self, epoch: int, start: int, stop: int) -> Batch:
         """Return the samples at the positions [start, stop) of an epoch: the same whoever reads them, and when.
 

@@ -146,16 +146,20 @@ def _time(summary: Summary) -> str:
     )
 
 
+FAR_OFF = 3.0  # times: beyond it, something else than the model was measured
+
+
 def _forecast(summary: Summary) -> str:
     """Return what a step was predicted to take beside what it took."""
     predicted_s, measured_s = summary.predicted_step_seconds, summary.step_seconds
     if not predicted_s or not measured_s:
         return ""
-    error = predicted_s / measured_s - 1
-    text = f"{1e3 * predicted_s:.3g} ms a step, measured {1e3 * measured_s:.3g} ms ({error:+.0%})"
     if summary.prediction_is_sure is False:
-        text += "; predicted from a profile of a busy machine: `cordee plan` again when it is quiet"
-    return text
+        return "not usable: the machine was busy when it was profiled; run `cordee plan` again when it is quiet"
+    text = f"{1e3 * predicted_s:.3g} ms a step, measured {1e3 * measured_s:.3g} ms"
+    if not 1 / FAR_OFF < predicted_s / measured_s < FAR_OFF:
+        return f"{text}: too far apart to be compared, the machine was busy in one of them"
+    return f"{text} ({predicted_s / measured_s - 1:+.0%})"
 
 
 def _recoveries(summary: Summary) -> str:

@@ -21,7 +21,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str = ""
     workers: int = 1
     device: str = ""
-    parameters: int = 0  # numbers the model learns
+    parameters: int = 0  # numbers in the model's parameters, frozen ones included
+    trainable_parameters: int | None = None  # those that are learnt
     steps: int = 0  # optimizer steps, those before a resume included
     epochs: float | int = 0  # passes over the training set
     samples: int = 0  # training samples used

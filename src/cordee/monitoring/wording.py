@@ -105,7 +105,9 @@ def header_lines(run: Mapping[str, Any]) -> list[str]:
         on = on.removesuffix(" each")
     model = f"{run.get('name', '')}: "
     if run.get("parameters"):
-        model += f"{run['parameters']:,} parameters, "
+        trained = run.get("trainable_parameters", run["parameters"])
+        only = f" ({trained:,} of them trained)" if trained != run["parameters"] else ""
+        model += f"{run['parameters']:,} parameters{only}, "
     servers = f", {plural(run['servers'], 'server')}" if run.get("servers") else ""
     lines = [f"{model}{run.get('strategy', 'single')}, {plural(workers, 'worker')} {on}{servers}"]
     data = []

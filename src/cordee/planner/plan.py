@@ -48,11 +48,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         reason = f": {choice.note}" if choice.note else ""
         lines.append(f"choice: {choice.name}, {in_time(choice.step_s)} a step{reason}")
         if self.runner_up is not None:
-            lines.append(_against(choice, self.runner_up))
+            lines.append(_against(choice, self.runner_up, is_sure=not self.was_busy))
         alone = self.find("single", 1)
         if alone is not None and choice.workers > 1 and alone is not self.runner_up:
-            gain = alone.step_s / choice.step_s
-            lines.append(f"one worker would take {in_time(alone.step_s)}: {choice.crowd} are {gain:.2f}× as fast")
+            gain = f": {choice.crowd} are {alone.step_s / choice.step_s:.2f}× as fast" if not self.was_busy else ""
+            lines.append(f"one worker would take {in_time(alone.step_s)}{gain}")
         others = [p for p in self.predictions if p.strategy not in self.available and p.fits]
         if others and others[0].step_s < choice.step_s * (1 - CLOSE):
             lines.append(f"{others[0].name} would take {in_time(others[0].step_s)}, but is not in this version")
@@ -69,7 +69,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 "is traced; strategy.name = 'pipeline' does so"
             )
         if self.was_busy:
-            lines.append("other programs were using this machine while it was measured: plan again when it is quiet")
+            busy = "these predictions are not reliable: other programs were using this machine while it was measured"
+            lines.insert(1, f"{busy}; plan again when it is quiet")
         return lines
 
     def _others(self) -> list[Prediction]:
@@ -120,8 +121,8 @@ def _lack(prediction: Prediction) -> str:
     )
 
 
-def _against(choice: Prediction, other: Prediction) -> str:
+def _against(choice: Prediction, other: Prediction, *, is_sure: bool) -> str:
     slower = other.step_s / choice.step_s - 1
     how = "as fast, as far as can be predicted" if abs(slower) <= CLOSE else f"{slower:.0%} slower"
     why = f": {other.note}" if other.note else ""
-    return f"runner-up: {other.name}, {in_time(other.step_s)} a step, {how}{why}"
+    return f"runner-up: {other.name}, {in_time(other.step_s)} a step{f', {how}' if is_sure else ''}{why}"

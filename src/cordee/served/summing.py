@@ -87,6 +87,7 @@ class Summariser:
             workers=job.strategy.workers,
             device=described["device"],
             parameters=described["parameters"],
+            trainable_parameters=described["trainable_parameters"],
             steps=progress.step,
             epochs=progress.epochs_finished(-(-self._plan.num_samples // job.training.batch_size)),
             samples=progress.samples,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from cordee.assembly import Assembly, assemble
 from cordee.cluster import Team
-from cordee.compute import Loss, split_batch
+from cordee.compute import Loss, find_unsound, split_batch
 from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CommunicationError
@@ -132,6 +133,7 @@ class WorkLoop:
         self._parameter_numbers = {name: number for number, name in enumerate(names)}
         self._watch = PushWatch(self._model, self._layout, self._start_push)
         self._count = 0.0
+        self._blamed = ""  # the sample that made the loss of this unit not finite, in words
 
     def run(self) -> None:
         """Take work until there is no more."""
@@ -176,12 +178,13 @@ class WorkLoop:
         buffers = dict(self._model.named_buffers())
         if buffers and self._fixed is not None:
             self._client.pull_extras(buffers, work.settles)
+        self._blamed = ""
         loss = self._compute(work)
         reach("worker.computed")
         refused, norms = "", []
         for piece, push in self._pushes:
             answer = push.result()
-            refused = refused or answer.detail
+            refused = refused or (answer.detail and answer.detail + self._blamed)
             norms += [
                 (self._parameter_numbers[one.name], norm)
                 for one, norm in zip(piece.slices, answer.norms, strict=bool(answer.norms))
@@ -248,7 +251,12 @@ class WorkLoop:
                 self._watch.expect(outputs)
             return outputs
 
-        return parts.computation.forward_backward(forward, pieces, total_count=total, measure=measure)
+        loss = parts.computation.forward_backward(forward, pieces, total_count=total, measure=measure)
+        if not math.isfinite(loss.mean) and (found := find_unsound(batch)):
+            row, part = found
+            number = parts.train.numbers_at(work.epoch, start, stop)[row]
+            self._blamed = f": the {part} of sample {number} of the training set is not finite"
+        return loss
 
     def _start_push(self, piece: Piece) -> None:
         work = self._work

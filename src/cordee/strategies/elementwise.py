@@ -23,9 +23,9 @@ _ELEMENTWISE = (
 )
 
 
-def require_elementwise(recipe: OptimizerRecipe, strategy: str) -> None:
+def require_elementwise(recipe: OptimizerRecipe, model: nn.Module, strategy: str) -> None:
     """Raise JobError for an optimizer that would compute something else on slices."""
-    optimizer = recipe.make([("sample", nn.Parameter(torch.zeros(2, 2)))])
+    optimizer = recipe.make(model.named_parameters())
     if type(optimizer) not in _ELEMENTWISE:
         known = ", ".join(sorted(cls.__name__.lower() for cls in _ELEMENTWISE))
         raise JobError(

@@ -65,7 +65,7 @@ class SplitModel(ABC):
         trained = [parameter for _, parameter in held.named_parameters() if parameter.requires_grad]
         self._optimizer = recipe.make(held.named_parameters()) if trained else None
         # A worker that has nothing to train still says at which rate the others do.
-        self._clock = self._optimizer or recipe.make([("clock", nn.Parameter(torch.zeros(1)))])
+        self._clock = self._optimizer or recipe.make(whole.model.named_parameters())
         self._exchange = GradientExchange(trained, 0, twins) if trained and twins else None
 
     @abstractmethod

@@ -134,3 +134,17 @@ def test_a_model_without_parameters() -> None:
 def test_an_optimizer_that_does_not_take_these_parameters() -> None:
     with pytest.raises(JobError, match="optimizer 'muon' refused"):
         recipe(Use("muon")).make(parameters((3,)))
+
+
+def by_name(named_parameters: list[tuple[str, nn.Parameter]], lr: float = 0.1) -> torch.optim.Optimizer:
+    """No decay for biases, which only their names tell apart."""
+    biases = [parameter for name, parameter in named_parameters if name.endswith("bias")]
+    others = [parameter for name, parameter in named_parameters if not name.endswith("bias")]
+    return torch.optim.AdamW([{"params": others, "weight_decay": 0.5}, {"params": biases, "weight_decay": 0.0}], lr=lr)
+
+
+def test_a_function_that_asks_for_names_gets_them() -> None:
+    model = nn.Linear(3, 2)
+    made = recipe(Use(by_name, lr=0.2)).make(model.named_parameters())
+    assert [group["weight_decay"] for group in made.param_groups] == [0.5, 0.0]
+    assert made.param_groups[1]["params"] == [model.bias]

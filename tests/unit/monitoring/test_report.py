@@ -50,7 +50,10 @@ def test_a_prediction_from_a_busy_machine_is_told_as_such():
     assert "  prediction     4 ms a step, measured 2 ms (+100%)" in printed(render_result(predicted, "runs/x"))
     unsure = msgspec.structs.replace(predicted, prediction_is_sure=False)
     told = " ".join(" ".join(printed(render_result(unsure, "runs/x"))).split())
-    assert "(+100%); predicted from a profile of a busy machine: `cordee plan` again when it is quiet" in told
+    assert "not usable: the machine was busy when it was profiled" in told and "%" not in told.split("prediction")[1]
+    far = msgspec.structs.replace(predicted, predicted_step_seconds=26.45 * 0.002)
+    told = " ".join(" ".join(printed(render_result(far, "runs/x"))).split())
+    assert "52.9 ms a step, measured 2 ms: too far apart to be compared" in told and "+2" not in told
 
 
 def test_how_late_gradients_were():

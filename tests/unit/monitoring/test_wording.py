@@ -179,3 +179,9 @@ def test_a_resumed_run_does_not_count_the_steps_before_as_speed():
     assert tracker.view(0.0).left_s is None
     tracker.advance(910, 0.1, 1.0)
     assert tracker.view(1.0).left_s == pytest.approx(9.0)
+
+
+def test_how_many_parameters_are_trained():
+    run = {"name": "n", "parameters": 1200, "trainable_parameters": 1000}
+    assert wording.header_lines(run)[0].startswith("n: 1,200 parameters (1,000 of them trained), ")
+    assert "trained" not in wording.header_lines({**run, "trainable_parameters": 1200})[0]

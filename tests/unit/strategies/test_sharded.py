@@ -86,6 +86,6 @@ def test_an_optimizer_that_looks_at_whole_parameters() -> None:
         recipe = make_optimizer_recipe(Use(name, lr=0.1), schedule, lr_scale="none", num_shares=1)
         if is_refused:
             with pytest.raises(JobError, match="'Adafactor' may look at whole parameters, and strategy 'sharded'"):
-                require_elementwise(recipe, "sharded")
+                require_elementwise(recipe, nn.Linear(2, 2), "sharded")
         else:
-            require_elementwise(recipe, "sharded")
+            require_elementwise(recipe, nn.Linear(2, 2), "sharded")

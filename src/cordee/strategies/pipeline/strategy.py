@@ -133,7 +133,7 @@ class Pipeline(SplitModel):
         if self._mesh.tensor > 1:
             check_plan(model, self._mesh.tensor, self._slicing.plan, inputs, self._computation)
         if self._mesh.sharded > 1 or self._mesh.tensor > 1:
-            require_elementwise(recipe, "hybrid")
+            require_elementwise(recipe, model, "hybrid")
         names = [block.name for block in self._chain.blocks]
         if self._settings.placement:
             cut_by_hand([block.names for block in self._chain.blocks], self._settings.placement)

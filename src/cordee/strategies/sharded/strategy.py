@@ -93,7 +93,7 @@ class Sharded(SplitModel):
         if self._mesh.tensor > 1:
             inputs = example.inputs.to(next((p.device for p in model.parameters()), "cpu"))
             check_plan(model, self._mesh.tensor, self._slicing.plan, inputs, self._computation)
-        require_elementwise(recipe, "sharded")
+        require_elementwise(recipe, model, "sharded")
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
         model = self._recall(model)

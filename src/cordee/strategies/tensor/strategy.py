@@ -60,7 +60,7 @@ class TensorParallel(SplitModel):
     def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
         inputs = example.inputs.to(next((p.device for p in model.parameters()), "cpu"))
         check_plan(model, self._mesh.tensor, self._settings.plan, inputs, self._computation)
-        require_elementwise(recipe, "tensor")
+        require_elementwise(recipe, model, "tensor")
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
         model = self._recall(model)
