@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,17 @@ from cordee.core.errors import DataError, JobError
 from cordee.data.shared_batches import SharedBatches
 from cordee.own_loop import LoopTeam
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(200)
 NUM_SAMPLES, BATCH_SIZE = 21, 10  # the last batch of an epoch has one sample: less than the team has members
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Threads of tiny computations wait for each other, for seconds on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def samples() -> tuple[Tensor, Tensor, Tensor]:

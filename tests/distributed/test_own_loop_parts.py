@@ -17,8 +17,17 @@ from cordee.cluster import Team
 from cordee.core.errors import JobError
 from cordee.own_loop import LoopTeam
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(200)
 Weights = dict[str, Any]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Threads of tiny computations wait for each other, for seconds on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def make_team(index: int, size: int) -> LoopTeam:
