@@ -168,7 +168,7 @@ class Walker:
             weights_sha256=summary["weights_sha256"],
             steps=summary["steps"],
             samples=summary["samples"],
-            files=_last_files(trial.run_dir),
+            files=last_files(trial.run_dir),
         )
 
     def prepare(self, names: set[str]) -> None:
@@ -213,7 +213,7 @@ class Walker:
         except (AssertionError, subprocess.TimeoutExpired, OSError, CordeeError, KeyError) as error:
             problem = f"{type(error).__name__}: {error}"
         finally:
-            for process in _family(folder):
+            for process in family(folder):
                 with contextlib.suppress(psutil.Error):
                     process.kill()
         if not problem:
@@ -263,7 +263,7 @@ class Walker:
                 trial.signal(other.pid, signal.SIGKILL)  # a worker that joined by itself is the user's to end
             with contextlib.suppress(subprocess.TimeoutExpired):
                 other.wait(GONE_LIMIT_S)
-        _check_gone(trial, is_launcher_killed)
+        check_gone(trial.folder, is_launcher_killed=is_launcher_killed)
         ended = "completed"
         is_early = code != 0 or read_summary(trial.run_dir).get("status") == "interrupted"
         if is_early:
@@ -276,7 +276,7 @@ class Walker:
             again = self._train(trial.folder, environment, ["--resume", *_options(scenario)])
             _, stderr = again.communicate(RUN_LIMIT_S)
             assert again.returncode == 0, f"resumed after exit code {code}, it ends with {again.returncode}: {stderr}"
-            _check_gone(trial, is_launcher_killed)
+            check_gone(trial.folder, is_launcher_killed=is_launcher_killed)
         self._check_outcome(trial)
         return ended
 
@@ -286,7 +286,7 @@ class Walker:
         assert summary["steps"] == expected.steps, f"{summary['steps']} steps instead of {expected.steps}"
         assert summary["samples"] == expected.samples, f"{summary['samples']} samples instead of {expected.samples}"
         assert summary["weights_sha256"] == expected.weights_sha256, "other weights"
-        files = _last_files(trial.run_dir)
+        files = last_files(trial.run_dir)
         assert files == expected.files, f"the last checkpoint has other contents: {files} instead of {expected.files}"
         problems = [finding.detail for finding in audit_run(trial.run_dir) if finding.state != "ok"]
         assert not problems, f"the audit says: {problems}"
@@ -304,7 +304,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     return summary
 
 
-def _last_files(run_dir: Path) -> dict[str, str]:
+def last_files(run_dir: Path) -> dict[str, str]:
     """Return the hashes of the tensor files of the newest checkpoint: the model, and the state of the optimizer."""
     newest = max((run_dir / "checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1].split(".")[0]))
     manifest = json.loads((newest / "manifest.json").read_text())
@@ -312,7 +312,7 @@ def _last_files(run_dir: Path) -> dict[str, str]:
     return {"name": newest.name, **files}
 
 
-def _family(folder: Path) -> list[psutil.Process]:
+def family(folder: Path) -> list[psutil.Process]:
     """Return the processes of the run in `folder`: it is their working folder."""
     found = []
     for process in psutil.process_iter():
@@ -323,19 +323,19 @@ def _family(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def _check_gone(trial: Trial, is_launcher_killed: bool) -> None:
+def check_gone(folder: Path, *, is_launcher_killed: bool = False) -> None:
     """Nothing may be left of a run that has ended: no process, no shared memory, no temporary folder."""
     deadline_s = time.monotonic() + GONE_LIMIT_S
-    while (left := _family(trial.folder)) and time.monotonic() < deadline_s:
+    while (left := family(folder)) and time.monotonic() < deadline_s:
         time.sleep(NAP_S)
     assert not left, f"processes are left: {[(process.pid, process.status()) for process in left]}"
-    temporary = [path.name for path in (trial.folder / "temporary").iterdir()]
+    temporary = [path.name for path in (folder / "temporary").iterdir()]
     # Nobody is left who could remove those of a launcher that was killed; the next one does.
     assert is_launcher_killed or not temporary, f"left in the temporary folder: {temporary}"
 
 
 def _describe(trial: Trial) -> str:
-    lines = [f"{process.pid} {process.status()}" for process in _family(trial.folder)]
+    lines = [f"{process.pid} {process.status()}" for process in family(trial.folder)]
     events = trial.run_dir / "events.jsonl"
     last = events.read_text().splitlines()[-3:] if events.exists() else []
     return f"processes {lines}; last visits {fault_points.visits(trial.faults)[-5:]}; last events {last}"

@@ -203,6 +203,19 @@ MEMBERS = (
     _of("leave", "worker-0", 2),
     _of("resume", "worker-1", 1),
 )
+# A team of one has nobody to set up with.
+SET_UP = (
+    _of("plain", "worker-0", 1),
+    _of("plain", "worker-1", 1),
+    _of("loss", "worker-0", 2),
+    _of("loss", "worker-1", 2),
+    _of("loss of the first", "worker-0", 2),
+    _of("loss of the first", "worker-1", 2),
+    _of("scale out", "worker-0", 2),
+    _of("scale out", "worker-2", 1),
+    _of("join", "worker-2", 1),
+    _of("resume", "worker-1", 1),
+)
 NEW = (
     _of("plain", "worker-0", 1),
     _of("plain", "worker-1", 1),
@@ -272,8 +285,8 @@ WALK: dict[str, Walk] = {
     "share.begun": Walk(HANDED),
     "share.described": Walk(HANDED),
     "share.done": Walk(HANDED),
-    "setup.begun": Walk(MEMBERS),
-    "setup.shared": Walk(MEMBERS),
+    "setup.begun": Walk(SET_UP),
+    "setup.shared": Walk(SET_UP),
     "meeting.begin": Walk(MEMBERS),
     "segment.introduced": Walk(MEMBERS),
     "segment.made": Walk(

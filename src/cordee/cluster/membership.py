@@ -133,21 +133,28 @@ class Membership:
         elif not any(other.state == "finished" for other in self.records.values()):
             self.losses.append(trouble)  # nobody finishes before all have done their last step
 
-    def check_silence(self, now_s: float, is_working: Callable[[int], bool] = lambda index: False) -> list[int]:
+    def check_silence(
+        self,
+        now_s: float,
+        is_working: Callable[[int], bool] = lambda index: False,
+        is_stopped: Callable[[int], bool] = lambda index: False,
+    ) -> list[int]:
         """Return the workers that were not heard of for too long: they are to be killed, which makes them a loss.
 
         One that `is_working` says is getting processor time is too busy to speak, not frozen: it has as much
-        time again.
+        time again. One that starts has long, unless `is_stopped` says that a signal stopped it.
         """
         silent = []
         for index, record in self.records.items():
-            limit_s = self.startup_timeout_s if record.state == "starting" else self.failure_timeout_s
-            if record.state in ACTIVE and not record.fate and now_s - record.heard_s > limit_s:
+            if record.state in ACTIVE and not record.fate and now_s - record.heard_s > self.failure_timeout_s:
+                is_late = record.state == "starting" and not is_stopped(index)
+                if is_late and now_s - record.heard_s <= self.startup_timeout_s:
+                    continue
                 if record.state != "starting" and is_working(index):
                     record.heard_s = now_s
                     continue
                 what = "is out of reach: no sign of life" if record.is_far else "is frozen: no sign of life"
-                what = "did not start" if record.state == "starting" else what
+                what = "did not start" if is_late else what
                 record.fate = f"{what} for {now_s - record.heard_s:.1f} s"
                 silent.append(index)
         return silent

@@ -60,7 +60,7 @@ class Losses:
         for index in staff.guests.take_ended():
             membership.exit(index, "ended without a word", now_s, is_killed=True)
         can_replace = self._recoveries.restarts.can_replace
-        for index in membership.check_silence(now_s, staff.is_working):
+        for index in membership.check_silence(now_s, staff.is_working, staff.is_stopped):
             if membership.records[index].is_guest or (membership.is_elastic and not can_replace):
                 staff.set_aside(index)
             else:

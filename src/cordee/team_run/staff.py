@@ -13,7 +13,7 @@ from cordee.cluster.control import NotYetError
 from cordee.cluster.coordinator import Coordinator
 from cordee.cluster.guests import Guests, check_wish
 from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
-from cordee.cluster.local import ProcessorWatch
+from cordee.cluster.local import ProcessorWatch, is_stopped
 from cordee.cluster.membership import Membership
 from cordee.communication.messages import Enlist
 from cordee.communication.this_host import own_address
@@ -164,6 +164,11 @@ class Staff:
             return False
         guest = self.guests.pids.get(index)
         return self._launcher.is_working(index) if guest is None else self._watch.is_working(guest)
+
+    def is_stopped(self, index: int) -> bool:
+        """Whether a signal has stopped a process of this host."""
+        pid = self.guests.pids.get(index, self.pids.get(index))
+        return pid is not None and not self._membership.records[index].is_far and is_stopped(pid)
 
     def set_aside(self, index: int) -> None:
         """Go on without a frozen worker that nobody takes the place of; when it wakes up it may join again."""

@@ -321,6 +321,13 @@ def test_a_worker_that_starts_has_more_time() -> None:
     assert "did not start" in membership.records[0].fate
 
 
+def test_a_process_that_is_stopped_while_it_starts_is_not_waited_for() -> None:
+    membership = Membership(2, 5.0, startup_timeout_s=60.0, started_s=0.0)
+    assert membership.check_silence(4.0, is_stopped=lambda index: True) == []
+    assert membership.check_silence(6.0, is_stopped=lambda index: index == 1) == [1]
+    assert membership.records[1].fate == "is frozen: no sign of life for 6.0 s"
+
+
 def test_who_has_ended_may_be_silent() -> None:
     membership = team(2)
     membership.finish(0)
