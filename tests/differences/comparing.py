@@ -258,6 +258,7 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     ),
     "sharded": (r"has no sample for each of", r"without a dimension", r"may look at whole parameters"),
     "pipeline": (
+        r"lr_scale = .* follows the number of shares",
         r"cannot be cut into stages",
         r"can be cut into at most",
         r"into empty parts",
@@ -266,6 +267,7 @@ REFUSALS: dict[str, tuple[str, ...]] = {
         r"several samples|more than 1 value per channel|two of them",
     ),
     "tensor": (
+        r"lr_scale = .* follows the number of shares",
         r"cannot be sliced",
         r"may look at whole parameters",
         r"names no layer|no layer",

@@ -415,12 +415,21 @@ def num_microbatches(choices: Choices) -> int:
     return int(strategy.get("microbatches") or min(4 * stages, share))
 
 
+def num_shares(choices: Choices) -> int:
+    """Return into how many shares workers cut a batch between them."""
+    strategy = choices["strategy"]
+    mesh = strategy.get("mesh", {})
+    if strategy["name"] == "hybrid":
+        return int(mesh.get("data", 1) * mesh.get("sharded", 1))
+    return 1 if strategy["name"] in ("pipeline", "tensor") else int(strategy["workers"])
+
+
 def reference(choices: Choices) -> Table:
     """Return the trial of one worker that this one has to agree with."""
     training = dict(choices["training"])
     optimizer = dict(choices["optimizer"])
-    factor = {"none": 1.0, "linear": choices["strategy"]["workers"], "sqrt": choices["strategy"]["workers"] ** 0.5}
-    optimizer["lr"] *= factor[training.pop("lr_scale", "none")]
+    shares = num_shares(choices)
+    optimizer["lr"] *= {"none": 1.0, "linear": shares, "sqrt": shares**0.5}[training.pop("lr_scale", "none")]
     parts = num_microbatches(choices)
     # What sees one part of a batch at a time sees micro-batches here, and the parts of `accumulate` there.
     if (

@@ -134,7 +134,7 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "training.steps": Changes(5, steps),
     "training.reproducible": Changes(True, weights, REPRODUCING, base=DROPPED),
     "training.shards": Changes(4, weights, REPRODUCING, base={"training.reproducible": True, **DROPPED}),
-    "training.lr_scale": Changes("linear", rates, tuple(name for name in ALL if name != "single")),
+    "training.lr_scale": Changes("linear", rates, WITH_SHARES),
     "training.precision": Changes("bf16", weights, base={"model.double": False}),
     # A part of a batch is what a batch norm sees.
     "training.accumulate": Changes(2, weights, base=NORMED),
