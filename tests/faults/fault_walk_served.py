@@ -200,6 +200,7 @@ TURNS = (
     _of("second dropped", "coordinator", 20, 25),
     _of("evaluator lost", "coordinator", 20, 25),
     _of("leave", "coordinator", 15, 20),
+    _of("server leaves", "coordinator", 20, 25),
     _of("scale out", "coordinator", 20, 25),
     _of("coordinator", "coordinator", 25),
     _of("interrupt", "coordinator", 15, 20),
@@ -256,7 +257,7 @@ WALK: dict[str, Walk] = {
     **{point: Walk(EVALUATOR) for point in _asked("askorder", "snapshottaken", "orderdone")},
     **{point: Walk(EVALUATOR) for point in _called("snapshot", "snapshotextras")},
     **{point: Walk(EVALUATOR, DEATHS) for point in ("evaluator.read", "evaluator.measured", "evaluator.saved")},
-    **{point: Walk((_of("server leaves", PAIR, 1, 2), _of("second leaves", PAIR, 1))) for point in _asked("handover")},
+    **{point: Walk((_of("server leaves", PAIR), _of("second leaves", PAIR))) for point in _asked("handover")},
     "served.ask.secondlost": Walk((_of("second dropped", PAIR), _of("second lost", PAIR))),
     # From there on the first server is alone: that is not what two replicas are for.
     "served.answered.secondlost": Walk((_of("second dropped", PAIR), _of("second lost", PAIR)), ("error",)),
@@ -289,7 +290,15 @@ WALK: dict[str, Walk] = {
     "dispatch.answer.order": Walk(
         (_of("plain", "coordinator", 1, 2, 4), _of("evaluator lost", "coordinator", 2)), DEATHS
     ),
-    "dispatch.answer.leave": Walk((_of("plain", "coordinator", 1, 2), _of("leave", "coordinator")), DEATHS),
+    "dispatch.answer.leave": Walk(
+        (
+            _of("plain", "coordinator", 1, 2),
+            _of("leave", "coordinator"),
+            _of("server leaves", "coordinator"),
+            _of("second leaves", "coordinator"),
+        ),
+        DEATHS,
+    ),
     "dispatch.answer.accepted": Walk((_of("scale out", "coordinator"), _of("join", "coordinator")), DEATHS),
     "dispatch.answer.refused": Walk((_of("bad request", "coordinator"),), DEATHS),
     **{point: Walk((_of("plain", "coordinator"),), DEATHS) for point in ("dispatch.dismiss", "dispatch.dismissed")},

@@ -40,7 +40,7 @@ _ASKED = {
     "secondlost": "server",
     "handover": "server",
     "event": "worker",
-    "bye": "worker, evaluator, server",
+    "bye": "worker, evaluator",
 }
 _CALLED = {
     "push": "worker",

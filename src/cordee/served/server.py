@@ -290,7 +290,7 @@ def _leave_when_asked(
     server: CallServer,
     service: ParameterService,
 ) -> None:
-    """When asked to leave, hand over to the second as soon as there is one, say goodbye, and end."""
+    """When asked to leave, hand over to the second as soon as there is one, and end."""
     leave_asked.wait()
     log.info("told to leave")
     while not is_over.is_set():
@@ -299,7 +299,6 @@ def _leave_when_asked(
                 has_retired = service.retire()
             if isinstance(link.ask(HandOver(has_retired)), Leave):
                 is_over.set()
-                link.leave()
             else:
                 with server.lock:
                     service.resume()
