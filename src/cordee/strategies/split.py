@@ -18,6 +18,7 @@ from cordee.compute import Computation, Loss, OptimizerRecipe, Votes
 from cordee.core import Batch, Job
 from cordee.core.errors import TrainingError
 from cordee.strategies.axes import Mesh
+from cordee.strategies.shared_buffers import SharedBuffers
 from cordee.strategies.slices import Holdings, square_norm
 from cordee.strategies.strategy import Update
 from cordee.strategies.whole import WholeModel
@@ -36,6 +37,7 @@ class SplitModel(ABC):
     _held: Holdings
     _optimizer: Optimizer | None
     _exchange: GradientExchange | None  # with those who hold the same and compute other samples
+    _shared: SharedBuffers | None = None  # with those who hold the same buffers and compute other samples
     _is_speaker: bool  # whether this worker reports the loss of its share of the batch
 
     def __init__(self, job: Job, computation: Computation, mesh: Mesh) -> None:
@@ -85,7 +87,12 @@ class SplitModel(ABC):
 
     def forward_backward(self, microbatches: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
         self._whole.release()
+        if self._shared is not None:
+            self._shared.begin()
         local = self._compute(microbatches, measure=measure)
+        if self._shared is not None:
+            self._shared.flags(has_samples=local.num_samples > 0)
+            self._shared.agree()
         for one in self._held:
             one.take_gradient()
         if self._exchange is not None:

@@ -7,15 +7,13 @@ statistics that one worker with the whole batch would have seen, uneven shares i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-
-from cordee.communication.exchange import broadcast
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -146,22 +144,3 @@ def absent(model: nn.Module) -> Iterator[None]:
             module.training = flag
         for norm in synced:
             norm.is_absent = False
-
-
-def average_buffers(model: nn.Module, num_members: int) -> None:
-    """Replace floating-point buffers by their mean over the members, others by the first's. Collective."""
-    average_tensors(list(model.buffers()), num_members)
-
-
-def average_tensors(tensors: Sequence[Tensor], num_members: int, group: dist.ProcessGroup | None = None) -> None:
-    """Replace floating-point tensors by their mean over the group's members, others by the first's. Collective."""
-    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-    broadcast([tensor for tensor in tensors if not tensor.is_floating_point()], group)
-    if not floating:
-        return
-    # In double precision, so that the mean of equal numbers is that number.
-    flat = torch.cat([tensor.reshape(-1).double() for tensor in floating])
-    dist.all_reduce(flat, group=group)
-    flat /= num_members
-    for tensor, part in zip(floating, torch.split(flat, [tensor.numel() for tensor in floating]), strict=True):
-        tensor.copy_(part.view_as(tensor))

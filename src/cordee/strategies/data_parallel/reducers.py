@@ -8,8 +8,9 @@ compression hooks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ from cordee.communication.exchange import GradientExchange
 from cordee.compute import Computation, Loss, Votes
 from cordee.core import Batch
 from cordee.strategies.data_parallel.batch_norm import absent
+from cordee.strategies.shared_buffers import SharedBuffers
 
 NUM_EXTRAS = 7  # loss sum, count, correct, items, samples, and the two votes
 COUNT_AT = 1
@@ -55,19 +57,31 @@ class AloneReducer:
 class FlatReducer:
     """One all-reduce after the backward pass, for gradients and scalars together."""
 
-    def __init__(self, model: nn.Module, computation: Computation, nominal_count: int, *, has_synced: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        computation: Computation,
+        nominal_count: int,
+        buffers: SharedBuffers,
+        *,
+        has_synced: bool,
+    ) -> None:
         self._model, self._computation, self._nominal_count = model, computation, nominal_count
+        self._buffers = buffers
         self._join = Motions(model, model, computation) if has_synced else None
-        self._exchange = GradientExchange(list(model.parameters()), NUM_EXTRAS)
+        self._exchange = GradientExchange(list(model.parameters()), NUM_EXTRAS + buffers.num_flags)
 
     def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
-        local = self._computation.forward_backward(
-            self._model, parts, total_count=self._nominal_count, measure=measure, join=self._join
-        )
-        totals = self._exchange.reduce(
-            [*local.summands(), *vote()], count_at=COUNT_AT, nominal_count=self._nominal_count
-        )
-        return Loss.from_totals(totals, has_accuracy=measure and self._computation.counts_classes)
+        with _dropped_whole(self._buffers):
+            local = self._computation.forward_backward(
+                self._model, parts, total_count=self._nominal_count, measure=measure, join=self._join
+            )
+            flags = self._buffers.flags(has_samples=local.num_samples > 0)
+            totals = self._exchange.reduce(
+                [*local.summands(), *vote(), *flags], count_at=COUNT_AT, nominal_count=self._nominal_count
+            )
+            self._buffers.agree(totals[NUM_EXTRAS:])
+        return Loss.from_totals(totals[:NUM_EXTRAS], has_accuracy=measure and self._computation.counts_classes)
 
     def unused(self) -> list[str]:
         return names_without_gradient(self._model)
@@ -82,9 +96,11 @@ class DdpReducer:
         computation: Computation,
         nominal_count: int,
         team: Team,
+        buffers: SharedBuffers,
         *,
         compression: str,
     ) -> None:
+        self._buffers = buffers
         self._model, self._computation, self._nominal_count, self._team = model, computation, nominal_count, team
         device_ids = [computation.device.index] if computation.device.type == "cuda" else None
         # find_unused_parameters: what a worker did not use counts as zero instead of hanging the others, and
@@ -102,15 +118,19 @@ class DdpReducer:
 
     def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
         losses = []
-        if len(parts) > 1:
-            with self._ddp.no_sync():
-                losses.append(self._compute(parts[:-1], measure))
-        losses.append(self._compute(parts[-1:], measure))  # communicates: the other parts' gradients are in it
-        totals = self._team.sum([*Loss.join(losses).summands(), *vote()])
+        with _dropped_whole(self._buffers):
+            if len(parts) > 1:
+                with self._ddp.no_sync():
+                    losses.append(self._compute(parts[:-1], measure))
+            losses.append(self._compute(parts[-1:], measure))  # communicates: the other parts' gradients are in it
+            local = Loss.join(losses)
+            flags = self._buffers.flags(has_samples=local.num_samples > 0)
+            totals = self._team.sum([*local.summands(), *vote(), *flags])
+            self._buffers.agree(totals[NUM_EXTRAS:])
         if totals[COUNT_AT] and totals[COUNT_AT] != self._nominal_count:
             gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, self._nominal_count / totals[COUNT_AT])
-        return Loss.from_totals(totals, has_accuracy=measure and self._computation.counts_classes)
+        return Loss.from_totals(totals[:NUM_EXTRAS], has_accuracy=measure and self._computation.counts_classes)
 
     def unused(self) -> list[str]:
         return names_without_gradient(self._model)
@@ -121,6 +141,17 @@ class DdpReducer:
         return self._computation.forward_backward(
             self._ddp, parts, total_count=total_count, measure=measure, join=self._join
         )
+
+
+@contextlib.contextmanager
+def _dropped_whole(buffers: SharedBuffers) -> Iterator[None]:
+    """Inside a step is computed: one that cannot be finished leaves nothing in the buffers."""
+    buffers.begin()
+    try:
+        yield
+    except BaseException:
+        buffers.undo()
+        raise
 
 
 class Motions:

@@ -16,10 +16,11 @@ from cordee.core.errors import JobError
 from cordee.core.fault_points import reach
 from cordee.core.settings import Section
 from cordee.core.shards import share_shards
-from cordee.strategies.data_parallel.batch_norm import average_buffers, synchronise_batch_norms
+from cordee.strategies.data_parallel.batch_norm import SyncedBatchNorm, synchronise_batch_norms
 from cordee.strategies.data_parallel.reducers import AloneReducer, DdpReducer, FlatReducer, Reducer
 from cordee.strategies.replica import Replica
 from cordee.strategies.shards import ShardReducer
+from cordee.strategies.shared_buffers import SharedBuffers, buffers_of
 from cordee.strategies.strategy import Requirements, Update, require_samples
 
 
@@ -27,7 +28,8 @@ class DataParallelSettings(Section, frozen=True, kw_only=True):
     """Keys of [strategy] that belong to data_parallel."""
 
     # local: each worker's own statistics, the first worker's are kept; average: the mean of all workers' is
-    # kept; sync: statistics of the whole batch, as one worker would compute them, at two exchanges a layer.
+    # kept, after each step; sync: statistics of the whole batch, as one worker would compute them, at two exchanges
+    # a layer.
     batch_norm: Literal["local", "average", "sync"] = "average"
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"  # of gradients on their way
     reducer: Literal["auto", "flat", "ddp"] = "auto"  # auto: flat on CPUs, ddp on GPUs and to compress
@@ -73,16 +75,24 @@ class DataParallel(Replica):
             self._reducer = AloneReducer(self.model, self._computation)
             return
         self._share_weights()
+        buffers = SharedBuffers(
+            buffers_of(self.model, left_out=SyncedBatchNorm),
+            is_first=team.is_first,
+            keeps_first=self._settings.batch_norm == "local",
+        )
         if self._uses_ddp():
             self._reducer = DdpReducer(
                 self.model,
                 self._computation,
                 self._nominal_count,
                 team,
+                buffers,
                 compression=self._settings.compression,
             )
         else:
-            self._reducer = FlatReducer(self.model, self._computation, self._nominal_count, has_synced=has_synced)
+            self._reducer = FlatReducer(
+                self.model, self._computation, self._nominal_count, buffers, has_synced=has_synced
+            )
 
     def _share_weights(self) -> None:
         """Give every member the first one's weights, in place. Collective."""
@@ -99,12 +109,7 @@ class DataParallel(Replica):
         return dataclasses.replace(update, warning=warning) if warning else update
 
     def consolidate(self) -> None:
-        if self._team.num_workers == 1 or self._num_shards is not None:  # shards agree in every step
-            return
-        if self._settings.batch_norm == "local":
-            broadcast(list(self.model.buffers()))
-        else:  # synced batch norms are equal already; what else a model keeps need not be
-            average_buffers(self.model, self._team.num_workers)
+        pass  # buffers agree after every step
 
     def _check_reproducible(self, workers: int, num_shards: int) -> None:
         if workers > num_shards:

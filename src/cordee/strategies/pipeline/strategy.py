@@ -27,13 +27,13 @@ from cordee.models.effects import unchanged
 from cordee.models.slicing import check_called, choose_slicing, keep_pairs
 from cordee.models.tracing import CUT_ADVICE
 from cordee.strategies.axes import Axes, Mesh, form_axes
-from cordee.strategies.data_parallel.batch_norm import average_tensors
 from cordee.strategies.elementwise import require_elementwise
 from cordee.strategies.pipeline.collecting import collect_states
 from cordee.strategies.pipeline.modules import StageModule
 from cordee.strategies.pipeline.schedules import Runner, are_rounds_even
 from cordee.strategies.pipeline.stages import Ownership, Stage, make_stages, share_out
 from cordee.strategies.pipeline.timing import measure_blocks
+from cordee.strategies.shared_buffers import SharedBuffers
 from cordee.strategies.shares import Shares
 from cordee.strategies.slices import Held, Holdings, hold
 from cordee.strategies.split import SplitModel, cut_weights, gather_weights
@@ -183,10 +183,14 @@ class Pipeline(SplitModel):
         )
         self._is_speaker = self._runner.is_last and axes.place.tensor == 0
         self._num_microbatches = self._choose_microbatches(self._mesh.pipeline)
+        if axes.shares is not None:
+            self._shared = SharedBuffers(
+                lambda: list(self._own_buffers().values()),
+                is_first=axes.place.data == axes.place.sharded == 0,
+                group=axes.shares,
+            )
 
     def consolidate(self) -> None:
-        if self._axes.shares is not None:
-            average_tensors(list(self._own_buffers().values()), self._mesh.num_shares, self._axes.shares)
         self._whole.restore()
         gather_weights(self._held, self.model)
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}

@@ -21,10 +21,11 @@ from cordee.core.errors import JobError, ModelError
 from cordee.core.settings import Section
 from cordee.models.slicing import choose_slicing
 from cordee.strategies.axes import Mesh, form_axes
-from cordee.strategies.data_parallel.batch_norm import average_tensors, synchronise_batch_norms
+from cordee.strategies.data_parallel.batch_norm import SyncedBatchNorm, synchronise_batch_norms
 from cordee.strategies.data_parallel.reducers import Motions
 from cordee.strategies.elementwise import require_elementwise
 from cordee.strategies.sharded.units import choose_units
+from cordee.strategies.shared_buffers import SharedBuffers, buffers_of
 from cordee.strategies.slices import Held, Holdings, SlicedParameter
 from cordee.strategies.split import SplitModel, copy_buffers, cut_weights, gather_weights
 from cordee.strategies.strategy import Requirements, require_samples
@@ -105,13 +106,15 @@ class Sharded(SplitModel):
         self._adopt(WholeModel(model), held, recipe, None, team)  # FSDP itself sums over replicas as well
         self._join = Motions(self._working, self._working, self._computation)
         self._is_speaker = self._axes.place.tensor == 0
+        is_local = self._settings.batch_norm == "local"
+        self._shared = SharedBuffers(
+            buffers_of(self._working, left_out=SyncedBatchNorm),
+            is_first=team.is_first if is_local else self._axes.place.data == self._axes.place.sharded == 0,
+            keeps_first=is_local,
+            group=None if is_local else self._axes.shares,
+        )
 
     def consolidate(self) -> None:
-        buffers = list(self._working.buffers())
-        if self._settings.batch_norm == "local":
-            broadcast(buffers)
-        else:
-            average_tensors(buffers, self._mesh.num_shares, self._axes.shares)
         self._whole.restore()
         gather_weights(self._held, self.model)
         copy_buffers(self._working, self.model)

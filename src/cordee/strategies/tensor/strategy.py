@@ -16,8 +16,8 @@ from cordee.core.errors import JobError
 from cordee.core.settings import Section
 from cordee.models.slicing import Style, choose_slicing
 from cordee.strategies.axes import Axes, Mesh, form_axes
-from cordee.strategies.data_parallel.batch_norm import average_tensors
 from cordee.strategies.elementwise import require_elementwise
+from cordee.strategies.shared_buffers import SharedBuffers
 from cordee.strategies.slices import Holdings, hold
 from cordee.strategies.split import SplitModel, copy_buffers, cut_weights, gather_weights
 from cordee.strategies.strategy import Requirements, require_samples
@@ -80,10 +80,13 @@ class TensorParallel(SplitModel):
         )
         self._adopt(WholeModel(model), held, recipe, axes.data, team)
         self._is_speaker = axes.place.tensor == 0
+        if axes.data is not None:
+            working = self._working
+            self._shared = SharedBuffers(
+                lambda: list(working.buffers()), is_first=axes.place.data == 0, group=axes.data
+            )
 
     def consolidate(self) -> None:
-        if self._axes.data is not None:
-            average_tensors(list(self._working.buffers()), self._mesh.data, self._axes.data)
         self._whole.restore()
         gather_weights(self._held, self.model)
         copy_buffers(self._working, self.model)
