@@ -44,7 +44,7 @@ def audit(events: Sequence[Event]) -> list[Finding]:
         _finding("generations", _check_generations(events), f"{_count(events, 'generation')} formed, none overlap"),
         _finding("steps", _check_steps(events), f"{_last_step(events)} committed, in order"),
         _finding("samples", _check_samples(events, started), f"each counted once per epoch, at {len(commits)} commits"),
-        _finding("weights", _check_weights(commits), f"all members agree at {len({_at(c) for c in commits})} places"),
+        _finding("members", _check_members(events), _describe_agreement(commits)),
         _losses(events),
     ]
 
@@ -134,18 +134,35 @@ def _check_reported(events: Sequence[Event]) -> Iterator[str]:
             last = event["step"]
 
 
-def _check_weights(commits: Sequence[Event]) -> Iterator[str]:
-    """Members that commit a step together have the same weights."""
+def _check_members(events: Sequence[Event]) -> Iterator[str]:
+    """Members that commit a step together have the same, and the next generation continues with what the last had."""
     known: dict[tuple[int, int], Event] = {}
-    for commit in commits:
-        if commit.get("weights_sha256") is None:
+    handed: dict[int, Event] = {}  # the last commit of each step, as long as it can be continued from
+    for event in events:
+        if event["type"] == "generation":
+            handed = {step: commit for step, commit in handed.items() if step <= (event.get("step") or 0)}
+        elif event["type"] == "run_started":
+            handed = {}
+        if event["type"] != "commit" or not event.get("digest"):
             continue
-        first = known.setdefault(_at(commit), commit)
-        if first["weights_sha256"] != commit["weights_sha256"]:
+        first = known.setdefault(_at(event), event)
+        if parts := _differing(first, event):
             yield (
-                f"at step {commit['step']} worker {commit.get('worker', 0)} has other weights "
-                f"than worker {first.get('worker', 0)}"
+                f"at step {event['step']} worker {event.get('worker', 0)} differs in {', '.join(parts)} "
+                f"from worker {first.get('worker', 0)}"
             )
+        before = handed.setdefault(event["step"], event)
+        # The place in the data may be another: an epoch is closed, or evaluated, after its last step.
+        parts = [part for part in _differing(before, event) if part != "progress"]
+        if before["generation"] != event["generation"] and parts:
+            yield (
+                f"generation {event['generation']} continues from step {event['step']} with another "
+                f"{', '.join(parts)} than generation {before['generation']} had"
+            )
+
+
+def _differing(one: Event, other: Event) -> list[str]:
+    return [part for part, value in other["digest"].items() if one["digest"].get(part, value) != value]
 
 
 def _updates(events: Sequence[Event]) -> Finding:
@@ -189,6 +206,12 @@ def _whole_losses(events: Sequence[Event]) -> list[Event]:
         elif event["type"] == "recovery" and is_whole:
             whole.append(event)
     return whole
+
+
+def _describe_agreement(commits: Sequence[Event]) -> str:
+    parts = {part for commit in commits for part in commit.get("digest") or ()}
+    named = [part for part in ("model", "buffers", "optimizer", "progress") if part in parts]
+    return f"agree on {', '.join(named) or 'nothing that was recorded'} at {len({_at(c) for c in commits})} places"
 
 
 def _at(commit: Event) -> tuple[int, int]:

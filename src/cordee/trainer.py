@@ -14,7 +14,7 @@ import torch
 from cordee import checkpoint
 from cordee.arrivals import Found, look
 from cordee.assembly import Assembly
-from cordee.checkpoint import State
+from cordee.checkpoint import Digest, State
 from cordee.compute import NO_VOTES, Loss, Votes, evaluate, find_unsound, split_batch
 from cordee.core import Batch
 from cordee.core.errors import DataError, StorageError, TrainingError
@@ -53,6 +53,7 @@ class Trainer:
         self._own_s = 0.0  # what it computed since took
         self._next_pace_s = 0.0
         self._policy = StopPolicy(parts.job.stop)
+        self._comparison = checkpoint.Comparison()
         self._saver = Saver(checkpoints, parts.job.checkpoint, monitor)
         self._votes = NO_VOTES  # of all workers, in the last step
         self._is_stopping = False  # agreed on by all workers
@@ -81,12 +82,15 @@ class Trainer:
             self.resume(state)
         self._votes, self._is_stopping, self._is_stepping, self._is_new_team = NO_VOTES, False, False, True
         self._agreed_s = None
+        reach("enter.resumed")
+        self._comparison.begin()
+        digest = self._compare()
         # Who writes checkpoints may be another now. What counts is what is on the disk, or on the way there; the first
         # says, for others may look a moment earlier or later.
         step = self._progress.step
-        reach("enter.resumed")
         is_saved = parts.team.gather(int(self._saver.holds(step)))[0]
         self._saver.step = step if is_saved else -1
+        self._report_commit(digest)
         reach("enter.done")
 
     def begin(self) -> None:
@@ -109,10 +113,33 @@ class Trainer:
             tensors |= {"stream.inputs": self._newest.inputs, "stream.targets": self._newest.targets}
         return State(tensors, {**state.values, "progress": msgspec.to_builtins(self._progress)})
 
-    def report_commit(self) -> None:
-        """Record where this worker is and a hash of its weights, for `cordee doctor --run`. Local."""
-        progress, strategy = self._progress, self._parts.strategy
-        is_whole = self._parts.is_elastic  # elsewhere a worker has only a part of the weights
+    def _compare(self, *, is_consolidated: bool = False) -> Digest:
+        """Return a digest of all that this worker continues from. Collective.
+
+        Raises TrainingError, on every member, if members that should have the same do not.
+        """
+        team = self._parts.team
+        reach("compare.begun")
+        found = self._comparison.compare(
+            self._progress.step, lambda: self._digest(is_consolidated), team.gather_rows, team.numbers
+        )
+        reach("compare.done")
+        return found
+
+    def _digest(self, is_consolidated: bool) -> Digest:
+        model = self._parts.strategy.model
+        if self._parts.is_elastic:
+            state = self.state()
+        elif is_consolidated:  # each worker has a part of the optimizer, but for this moment the whole model
+            state = self._with_progress(State.join(model=State(checkpoint.model_state(model), {})))
+        else:
+            state = self._with_progress(State({}, {}))
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        return checkpoint.digest_state(state, [name for name in model.state_dict() if name not in parameters])
+
+    def _report_commit(self, digest: Digest) -> None:
+        """Record where this worker is and what it has, for `cordee doctor --run`. Local."""
+        progress = self._progress
         self._monitor.emit(
             "commit",
             step=progress.step,
@@ -120,7 +147,7 @@ class Trainer:
             batch=progress.batch,
             samples=progress.samples,
             generation=self._parts.team.generation,
-            weights_sha256=checkpoint.weights_sha256(strategy.model.state_dict()) if is_whole else None,
+            digest=digest.describe(),
         )
 
     def resume(self, state: State) -> None:
@@ -305,6 +332,8 @@ class Trainer:
         is_due = job.checkpoint.every_steps and step % job.checkpoint.every_steps == 0
         if (is_due or self._is_best()) and self._saver.step != step:
             self._save()
+        if self._comparison.is_due(step) and self._parts.team.num_workers > 1:
+            self._compare()
         if self._votes.interrupt or self._is_stopping:
             return "interrupt"
         return reason or self._policy.after_step(step, is_time_up=self._votes.time > 0)
@@ -373,7 +402,7 @@ class Trainer:
             reach("save.begun")
             self._parts.strategy.consolidate()
             reach("save.consolidated")
-            self.report_commit()
+            self._report_commit(self._compare(is_consolidated=True))
             state = self._parts.strategy.state_dict()
             if not self._parts.team.is_first:
                 return

@@ -241,6 +241,7 @@ def _group(order: WorkerOrder, answer: Answer, link: CoordinatorLink) -> Iterato
             local_rank=beside.index(rank),
             generation=generation,
             is_wide=is_wide,
+            members=tuple(int(member.name.removeprefix(WORKER_PREFIX)) for member in members),
             threads=answer.directive.threads,
         )
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Iterator
+import re
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+import warm_launch
 from cordee import checkpoint
 from cordee.auditing import audit_run
 from cordee.core.fault_points import Fault, ask_for, happened
-from warm_launch import WarmServer
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -50,21 +48,14 @@ every_steps = 8
 LOST = Fault("step.begun", "worker-1", "kill", visit=6)  # its replacement is what the others hand over to
 
 
-@pytest.fixture(scope="module")
-def warm() -> Iterator[WarmServer]:
-    with WarmServer() as server:
-        yield server
-
-
-def train(warm: WarmServer, folder: Path, *faults: Fault, workers: int = 2) -> Path:
+def train(folder: Path, *faults: Fault, workers: int = 2) -> Path:
     """Train with faults; return the run directory. Nobody trains alone while a replacement is on its way."""
     (folder / "job.toml").write_text(JOB.replace("{workers}", str(workers)))
     environment = os.environ | (ask_for(folder / "faults", faults) if faults else {})
     strategy = ["--strategy", "single"] if workers == 1 else []
-    arguments = ["train", "job.toml", "--run-dir", "run", "--workers", str(workers), *strategy]
-    process = warm.cordee(*arguments, folder=folder, environment=environment)
-    _, stderr = process.communicate(200)
-    assert process.returncode == 0, stderr
+    arguments = ["train", "job.toml", "--run-dir", "run", "--workers", workers, *strategy]
+    done = warm_launch.run(*arguments, folder=folder, environment=environment)
+    assert done.returncode == 0, done.stderr
     return folder / "run"
 
 
@@ -79,8 +70,8 @@ def outcome(run_dir: Path) -> tuple[str, set[float]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(warm: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, set[float]]:
-    found = outcome(train(warm, tmp_path_factory.mktemp("undisturbed"), workers=1))
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, set[float]]:
+    found = outcome(train(tmp_path_factory.mktemp("undisturbed"), workers=1))
     assert found[1] == {STEPS}
     return found
 
@@ -99,7 +90,6 @@ def undisturbed(warm: WarmServer, tmp_path_factory: pytest.TempPathFactory) -> t
     ],
 )
 def test_a_loss_during_hand_over_costs_nothing(
-    warm: WarmServer,
     tmp_path: Path,
     undisturbed: tuple[str, set[float]],
     point: str,
@@ -108,7 +98,38 @@ def test_a_loss_during_hand_over_costs_nothing(
     visit: int,
 ) -> None:
     fault = Fault(point, process, action, visit=visit)  # type: ignore[arg-type]
-    run_dir = train(warm, tmp_path, LOST, fault)
+    run_dir = train(tmp_path, LOST, fault)
     assert happened(tmp_path / "faults") == [LOST, fault]
     assert outcome(run_dir) == undisturbed
     assert [finding.detail for finding in audit_run(run_dir) if finding.state != "ok"] == []
+
+
+DRIFTS = """
+import torch, torch.distributed as dist
+from torch import nn
+class Net(nn.Sequential):
+    num_passes = 0
+    def __init__(self):
+        super().__init__(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10))
+    def forward(self, inputs):
+        self.num_passes += self.training
+        if self.num_passes == 30 and self.training and dist.get_rank() == 1:
+            with torch.no_grad():
+                self[0].weight[3, 4] += 1e-6
+        return super().forward(inputs)
+"""
+
+
+def test_members_that_differ_stop_the_run_before_they_save(tmp_path: Path) -> None:
+    """One bit of one weight of one worker is another, long before the end of the run and between two checkpoints."""
+    (tmp_path / "drifts.py").write_text(DRIFTS)
+    job = JOB.replace("{workers}", "2").replace('use = "mlp"\nhidden = [64]', 'use = "drifts:Net"')
+    job = job.replace("reproducible = true", "").replace(f"steps = {STEPS}", "steps = 100000")
+    (tmp_path / "job.toml").write_text(job)
+    done = warm_launch.run("train", "job.toml", "--run-dir", "run", folder=tmp_path)
+    assert done.returncode == 1
+    found = re.search(r"the members differ at step (\d+): worker 1 has other weights", done.stderr)
+    assert found is not None, done.stderr
+    step = int(found[1])
+    assert 30 <= step <= 32  # the next checkpoint would be of step 32
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")} == {"step-8", "step-16", "step-24"}

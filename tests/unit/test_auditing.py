@@ -11,10 +11,11 @@ from cordee.auditing import audit
 STARTED = {"type": "run_started", "strategy": "data_parallel", "train_samples": 10, "batch_size": 4}
 
 
-def commit(step: int, worker: int = 0, generation: int = 1, sha: str = "a", **changed: Any) -> dict[str, Any]:
+def commit(step: int, worker: int = 0, generation: int = 1, **changed: Any) -> dict[str, Any]:
     epoch, batch = divmod(step, 3)  # 10 samples are batches of 4, 4 and 2
     fields = {"step": step, "epoch": epoch, "batch": batch, "samples": epoch * 10 + min(batch * 4, 10)}
-    return {"type": "commit", "worker": worker, "generation": generation, "weights_sha256": sha, **fields, **changed}
+    digest = {part: f"{part} of {step}" for part in ("model", "optimizer", "progress")} | changed.pop("other", {})
+    return {"type": "commit", "worker": worker, "generation": generation, "digest": digest, **fields, **changed}
 
 
 def generation(number: int, step: int | None = None) -> dict[str, Any]:
@@ -47,7 +48,16 @@ def test_a_sound_run() -> None:
             "losses",
             "2 steps were redone after the loss of 1, though others were left",
         ),
-        ([commit(6, 0, 2), commit(6, 1, 2, sha="b")], "weights", "at step 6 worker 1 has other weights than worker 0"),
+        (
+            [commit(6, 0, 2), commit(6, 1, 2, other={"model": "b", "progress": "c"})],
+            "members",
+            "at step 6 worker 1 differs in model, progress from worker 0",
+        ),
+        (
+            [commit(6, 0, 2), generation(3, 6), commit(6, 0, 3, other={"optimizer": "empty", "progress": "evaluated"})],
+            "members",
+            "generation 3 continues from step 6 with another optimizer than generation 2 had",
+        ),
     ],
 )
 def test_what_is_wrong_is_found(added: list[dict[str, Any]], subject: str, message: str) -> None:

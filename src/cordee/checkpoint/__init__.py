@@ -1,6 +1,7 @@
 """Save, verify, load and export the state of a run."""
 
 from cordee.checkpoint.background import CheckpointWriter, Request, Saved
+from cordee.checkpoint.comparison import Comparison, Digest, digest_state
 from cordee.checkpoint.export import export
 from cordee.checkpoint.model import load_model_state, model_state
 from cordee.checkpoint.optimizer import load_optimizer_state, optimizer_state
@@ -11,10 +12,13 @@ from cordee.checkpoint.writing import save
 
 __all__ = [
     "CheckpointWriter",
+    "Comparison",
+    "Digest",
     "Loaded",
     "Request",
     "Saved",
     "State",
+    "digest_state",
     "export",
     "list_checkpoints",
     "load",

@@ -16,6 +16,7 @@ class Team:
     local_rank: int = 0
     generation: int = 0
     is_wide: bool = False  # members are on several hosts, and only the first is sure to be on that of the run
+    members: tuple[int, ...] = ()  # their numbers in the run, in the order of the team
     threads: int = 0  # that each member computes with; 0 is what the job says
 
     @property
@@ -37,15 +38,25 @@ class Team:
 
     def gather(self, value: int) -> list[int]:
         """Return every member's value, in their order. Collective."""
+        return [row[0] for row in self.gather_rows([value])]
+
+    def gather_rows(self, values: Sequence[int]) -> list[list[int]]:
+        """Return every member's values, in their order. Collective: all members give as many, of 64 bits each."""
         if self.num_workers == 1:
-            return [value]
+            return [list(values)]
         import torch
         import torch.distributed as dist
 
-        values = torch.empty(self.num_workers, dtype=torch.int64)
-        dist.all_gather_single(values, torch.tensor([value]))
-        gathered: list[int] = values.tolist()
+        own = torch.tensor(values, dtype=torch.int64)
+        rows = torch.empty(self.num_workers * len(values), dtype=torch.int64)
+        dist.all_gather_single(rows, own)
+        gathered: list[list[int]] = rows.view(self.num_workers, len(values)).tolist()
         return gathered
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The members' numbers in the run; their places where nobody has given them numbers."""
+        return self.members or tuple(range(self.num_workers))
 
     def any(self, flag: bool) -> bool:
         """Return whether any member says so. Collective."""

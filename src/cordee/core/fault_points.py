@@ -93,6 +93,8 @@ POINTS: dict[str, str] = {
     "enter.shared": "worker: it holds what the member that is furthest has",
     "enter.agreed": "worker: all hold the same, and it is about to set up",
     "enter.set_up": "worker: its optimizer is new and empty, its weights may be those of another step",
+    "compare.begun": "worker: members that should have the same are about to be compared",
+    "compare.done": "worker: all have the same, as far as this member knows",
     "enter.resumed": "worker: it has loaded what it held; the others may not have",
     "enter.done": "worker: all have loaded what they held",
     # one member's state to the others (checkpoint/sharing.py)
