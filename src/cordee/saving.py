@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from pathlib import Path
+
+import torch
 
 from cordee import checkpoint
 from cordee.checkpoint import CheckpointWriter, Request, Saved, State
@@ -77,3 +80,16 @@ class Saver:
         self._monitor.emit(
             "checkpoint", step=saved.step, path=str(saved.path), seconds=saved.seconds, stall_s=saved.stall_s
         )
+
+
+def find_not_finite(state: State, parameters: Collection[str]) -> str | None:
+    """Return the name of a tensor that must not be saved, if there is one. Pure."""
+    names = {f"model.{name}" for name in parameters}
+    for name, tensor in state.tensors.items():
+        if not tensor.is_floating_point():
+            continue
+        # A mask of minus infinities is an ordinary buffer, and observers start from infinity.
+        is_sound = torch.isfinite(tensor).all() if name in names else not torch.isnan(tensor).any()
+        if not is_sound:
+            return name
+    return None

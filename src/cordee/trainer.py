@@ -25,7 +25,7 @@ from cordee.core.stopping import StopPolicy
 from cordee.data.online import OnlineStream, Taken, newest
 from cordee.monitoring import Monitor
 from cordee.progress import Outcome, Progress
-from cordee.saving import Saver
+from cordee.saving import Saver, find_not_finite
 
 PACE_EVERY_S = 0.02  # at most so often a worker tells how long its own computing takes: about 0.2 % of the time
 LOOK_EVERY_S = 0.05  # for data that keeps arriving
@@ -54,6 +54,7 @@ class Trainer:
         self._next_pace_s = 0.0
         self._policy = StopPolicy(parts.job.stop)
         self._comparison = checkpoint.Comparison()
+        self._compared: Digest | None = None  # the last that was compared
         self._saver = Saver(checkpoints, parts.job.checkpoint, monitor)
         self._votes = NO_VOTES  # of all workers, in the last step
         self._is_stopping = False  # agreed on by all workers
@@ -84,13 +85,12 @@ class Trainer:
         self._agreed_s = None
         reach("enter.resumed")
         self._comparison.begin()
-        digest = self._compare()
+        self._compare()
         # Who writes checkpoints may be another now. What counts is what is on the disk, or on the way there; the first
         # says, for others may look a moment earlier or later.
         step = self._progress.step
         is_saved = parts.team.gather(int(self._saver.holds(step)))[0]
         self._saver.step = step if is_saved else -1
-        self._report_commit(digest)
         reach("enter.done")
 
     def begin(self) -> None:
@@ -113,33 +113,31 @@ class Trainer:
             tensors |= {"stream.inputs": self._newest.inputs, "stream.targets": self._newest.targets}
         return State(tensors, {**state.values, "progress": msgspec.to_builtins(self._progress)})
 
-    def _compare(self, *, is_consolidated: bool = False) -> Digest:
-        """Return a digest of all that this worker continues from. Collective.
+    def _compare(self, *, is_consolidated: bool = False) -> None:
+        """Compare a digest of all that this worker continues from with the others'. Collective.
 
         Raises TrainingError, on every member, if members that should have the same do not.
         """
         team = self._parts.team
         reach("compare.begun")
-        found = self._comparison.compare(
+        self._compared = self._comparison.compare(
             self._progress.step, lambda: self._digest(is_consolidated), team.gather_rows, team.numbers
         )
         reach("compare.done")
-        return found
 
     def _digest(self, is_consolidated: bool) -> Digest:
         model = self._parts.strategy.model
         if self._parts.is_elastic:
-            state = self.state()
-        elif is_consolidated:  # each worker has a part of the optimizer, but for this moment the whole model
-            state = self._with_progress(State.join(model=State(checkpoint.model_state(model), {})))
-        else:
-            state = self._with_progress(State({}, {}))
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        return checkpoint.digest_state(state, [name for name in model.state_dict() if name not in parameters])
+            return checkpoint.digest_state(self.state(), checkpoint.buffer_names(model))
+        # Each worker has a part of the optimizer, but when it is about to save the whole model.
+        weights = checkpoint.model_state(model) if is_consolidated else {}
+        state = self._with_progress(State.join(model=State(weights, {})))
+        return checkpoint.digest_state(state, checkpoint.buffer_names(model) if is_consolidated else ())
 
-    def _report_commit(self, digest: Digest) -> None:
-        """Record where this worker is and what it has, for `cordee doctor --run`. Local."""
+    def report_commit(self) -> None:
+        """Record where this worker is and what it was compared by, for `cordee doctor --run`. Local."""
         progress = self._progress
+        assert self._compared is not None
         self._monitor.emit(
             "commit",
             step=progress.step,
@@ -147,7 +145,7 @@ class Trainer:
             batch=progress.batch,
             samples=progress.samples,
             generation=self._parts.team.generation,
-            digest=digest.describe(),
+            digest=self._compared.describe(),
         )
 
     def resume(self, state: State) -> None:
@@ -402,7 +400,8 @@ class Trainer:
             reach("save.begun")
             self._parts.strategy.consolidate()
             reach("save.consolidated")
-            self._report_commit(self._compare(is_consolidated=True))
+            self._compare(is_consolidated=True)
+            self.report_commit()
             state = self._parts.strategy.state_dict()
             if not self._parts.team.is_first:
                 return
@@ -473,15 +472,10 @@ class Trainer:
         return self._progress.epoch + 1 if self._progress.batch else max(1, self._progress.epoch)
 
     def _refuse_not_finite(self, state: State) -> None:
-        parameters = {f"model.{name}" for name, _ in self._parts.strategy.model.named_parameters()}
-        for name, tensor in state.tensors.items():
-            if not tensor.is_floating_point():
-                continue
-            # A mask of minus infinities is an ordinary buffer, and observers start from infinity.
-            is_sound = torch.isfinite(tensor).all() if name in parameters else not torch.isnan(tensor).any()
-            if not is_sound:
-                how = "has values that are not finite"
-                raise TrainingError(self._not_finite(f"'{name}'", how, self._progress.step, self._epoch_number()))
+        name = find_not_finite(state, [name for name, _ in self._parts.strategy.model.named_parameters()])
+        if name is not None:
+            how = "has values that are not finite"
+            raise TrainingError(self._not_finite(f"'{name}'", how, self._progress.step, self._epoch_number()))
 
     def _blame_sample(self, batch: Batch) -> str | None:
         """Return which sample of the batch, on which worker, has values that are not finite. Collective."""

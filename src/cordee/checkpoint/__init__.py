@@ -3,7 +3,7 @@
 from cordee.checkpoint.background import CheckpointWriter, Request, Saved
 from cordee.checkpoint.comparison import Comparison, Digest, digest_state
 from cordee.checkpoint.export import export
-from cordee.checkpoint.model import load_model_state, model_state
+from cordee.checkpoint.model import buffer_names, load_model_state, model_state
 from cordee.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from cordee.checkpoint.reading import Loaded, list_checkpoints, load, load_newest
 from cordee.checkpoint.sharing import share_state, share_value
@@ -18,6 +18,7 @@ __all__ = [
     "Request",
     "Saved",
     "State",
+    "buffer_names",
     "digest_state",
     "export",
     "list_checkpoints",

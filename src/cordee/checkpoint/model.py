@@ -28,6 +28,11 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def buffer_names(model: nn.Module) -> set[str]:
+    """Return the names in `model_state` that are not of parameters."""
+    return set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
 def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy the tensors into the model's parameters and buffers, in place.
 
