@@ -226,12 +226,7 @@ LATE = (  # what took the place of one is there
     _of("second dropped", PAIR, 20, 21),
 )
 BOTH = (_of("plain", PAIR, 1, 2, 3, 4), _of("worker lost", PAIR, 9, 10), *LATE)
-FIRST = (
-    _of("plain", PAIR, 1, 2),
-    _of("plain", "server-1*", 1),
-    _of("worker lost", PAIR, 4),
-    _of("server lost", PAIR, 13),
-)
+FIRST = (_of("plain", PAIR, 1, 2), _of("worker lost", PAIR, 4), _of("server lost", PAIR, 13))
 SECOND = (_of("plain", PAIR, 1, 2), _of("plain", "server-1*", 1), _of("server lost", "server-0.2", 1))
 SNAPSHOT = (_of("plain", PAIR, 1, 2), _of("final save", PAIR, 1))
 NEW_SECOND = (
@@ -262,7 +257,8 @@ WALK: dict[str, Walk] = {
     # From there on the first server is alone: that is not what two replicas are for.
     "served.answered.secondlost": Walk((_of("second dropped", PAIR), _of("second lost", PAIR)), ("error",)),
     **{point: Walk(BOTH) for point in _served("push", "pushextras")},
-    **{point: Walk(FIRST) for point in _served("pull", "pullextras")},
+    **{point: Walk((*FIRST, _of("plain", "server-1*"))) for point in _served("pull")},
+    **{point: Walk(FIRST) for point in _served("pullextras")},
     **{point: Walk(SNAPSHOT) for point in _served("snapshot", "snapshotextras")},
     **{point: Walk(SECOND) for point in _served("settle")},
     **{point: Walk((_of("worker lost", PAIR, 1, 2), _of("worker lost", "server-1*", 1))) for point in _served("fence")},
@@ -281,7 +277,8 @@ WALK: dict[str, Walk] = {
     "dispatch.paired": Walk((_of("plain", "coordinator", 1, 2), _of("server lost", "coordinator", 3)), DEATHS),
     **{point: Walk(TURNS, DEATHS) for point in ("dispatch.decided", "dispatch.written")},
     **{point: Walk(TURNS, DEATHS) for point in ("journal.written", "launcher_link.errand")},
-    "journal.write": Walk(TURNS),
+    # Without a journal, a coordinator that dies cannot be replaced.
+    "journal.write": Walk(tuple(place for place in TURNS if place.scenario != "coordinator")),
     "dispatch.answer.joined": Walk(
         (_of("plain", "coordinator", 1, 2, 10), _of("second dropped", "coordinator", 12)), DEATHS
     ),

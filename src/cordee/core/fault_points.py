@@ -261,11 +261,13 @@ def _due(folder: Path, point: str) -> tuple[int, Fault] | None:
     with (folder / VISITS_FILE).open("ab", buffering=0) as file:  # one write: lines of several processes do not mix
         file.write(f"{point} {_process}\n".encode())
     faults = msgspec.json.decode((folder / FAULTS_FILE).read_bytes(), type=list[Fault])
-    meant = [(n, fault) for n, fault in enumerate(faults) if fault.point == point and _is_meant(fault.process)]
+    meant = [
+        (n, fault) for n, fault in enumerate(faults) if fault.point == point and _is_meant(fault.process, _process)
+    ]
     waiting = [(n, fault) for n, fault in meant if not (folder / f"happened-{n}").exists()]
     past = visits(folder) if waiting else []
     for number, fault in waiting:
-        visit = sum(1 for at, process in past if at == point and (process == _process or fault.process.endswith("*")))
+        visit = sum(1 for at, process in past if at == point and _is_meant(fault.process, process))
         if visit < fault.visit:
             continue
         try:
@@ -282,5 +284,5 @@ def _wait_for(path: Path) -> None:
         time.sleep(LOOK_EVERY_S)
 
 
-def _is_meant(process: str) -> bool:
-    return process == _process or (process.endswith("*") and _process.startswith(process[:-1]))
+def _is_meant(asked: str, process: str) -> bool:
+    return asked == process or (asked.endswith("*") and process.startswith(asked[:-1]))
