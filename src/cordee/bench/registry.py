@@ -27,6 +27,7 @@ BENCHMARKS = {
     "allreduce": "the backend beside gloo and OpenMPI, and what the memory allows",
     "recovery": "a worker is killed: time to the next step, beside torchrun's restart",
     "reproducible": "what reproducible mode costs beside the ordinary one: four models, one and two workers",
+    "commit_check": "what comparing the members costs: LeNet and ResNet-20 on two workers, with it and without",
     "server": "push_pull of the key-value store beside an echo of the same bytes through ZeroMQ",
 }
 
