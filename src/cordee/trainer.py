@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -120,9 +121,8 @@ class Trainer:
         """
         team = self._parts.team
         reach("compare.begun")
-        self._compared = self._comparison.compare(
-            self._progress.step, lambda: self._digest(is_consolidated), team.gather_rows, team.numbers
-        )
+        digest = partial(self._digest, is_consolidated)
+        self._compared = self._comparison.compare(self._progress.step, digest, team.gather_rows, team.numbers)
         reach("compare.done")
 
     def _digest(self, is_consolidated: bool) -> Digest:

@@ -280,6 +280,8 @@ WALK: dict[str, Walk] = {
     "enter.shared": Walk(HANDED),
     "enter.agreed": Walk(MEMBERS),
     "enter.set_up": Walk(MEMBERS),
+    "compare.begun": Walk(MEMBERS),
+    "compare.done": Walk(MEMBERS),
     "enter.resumed": Walk(MEMBERS),
     "enter.done": Walk(MEMBERS),
     "share.begun": Walk(HANDED),
