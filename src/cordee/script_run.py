@@ -6,6 +6,7 @@ Does without torch until the fork server has begun to import it: both take secon
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -38,8 +39,16 @@ def run_script(script: Path, args: list[str], num_workers: int) -> bool:
         engine.on_lost = _tell_fork_server_lost
         import torch.distributed as dist
 
-        # The launcher keeps the meeting point, on a port of the system's choice, so that none can be taken.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        # The launcher keeps the meeting point, on a port of the system's choice, so that none can be taken. Left to
+        # itself the store would listen on all interfaces.
+        with socket.create_server(("127.0.0.1", 0), backlog=max(128, num_workers)) as listener:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                "127.0.0.1",
+                listener.getsockname()[1],
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
         accounts = [Path(folder) / f"worker-{rank}" for rank in range(num_workers)]
         for rank, account in enumerate(accounts):
             environment = script_environment(Place(rank, num_workers, rank, num_workers), store.port)

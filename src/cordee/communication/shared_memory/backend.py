@@ -22,7 +22,7 @@ from cordee.communication.shared_memory.hosts import (
 )
 from cordee.communication.shared_memory.liveness import Identity
 from cordee.communication.shared_memory.mailbox import Mailbox
-from cordee.communication.shared_memory.process_group import CordeeProcessGroup
+from cordee.communication.shared_memory.process_group import CordeeProcessGroup, GlooGroup
 from cordee.communication.shared_memory.settings import BackendSettings
 from cordee.communication.shared_memory.two_level import TwoLevel, leaders_of
 from cordee.core.errors import CommunicationError
@@ -54,10 +54,12 @@ def create_group(options: Any, settings: BackendSettings | None) -> CordeeProces
     record = MemberRecord(own_host_id(settings, identity.rank), identity, settings.slot_bytes, num_cores)
     records = exchange_records(store, rank, size, record)
     hosts = group_by_host([other.host_id for other in records])
+    gloo: GlooGroup
     if len(hosts) == 1:
-        gloo = _form_near(PrefixStore("gloo", store), rank, size, timeout)
+        gloo = GlooGroup(lambda: _form_near(PrefixStore("gloo", store), rank, size, timeout))
     else:
-        gloo = _form_wide(PrefixStore("gloo", store), rank, size, timeout, settings)
+        wide = _form_wide(PrefixStore("gloo", store), rank, size, timeout, settings)
+        gloo = GlooGroup(lambda: wide)
     if len(hosts) == size and not (size == 1 and settings.shared_memory):
         return CordeeProcessGroup(rank, size, gloo, None, None, None, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -23,6 +24,8 @@ from cordee.communication.shared_memory.slots import Slots
 from cordee.communication.this_host import host_id
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import reach
+
+_SEAL_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -108,20 +111,30 @@ def form_host_team(
     owner = ranks[0]
     slot_bytes = records[owner].slot_bytes or choose_slot_bytes(len(ranks), records[owner].num_cores)
     layout = Layout(num_members=len(ranks), slot_bytes=slot_bytes)
+    # At the end of the segment: whose it is. An address in the store may be anybody's, but nobody else can make a
+    # segment of this user, and each member sees that this one was made for itself and those it has met.
+    seal = hashlib.sha256("\n".join(record.encode() for record in records).encode()).digest()
+    num_bytes = layout.total_bytes + _SEAL_BYTES
     segment: Segment | None = None
     fd = -1
     problem = ""
     try:
         if rank == owner:
-            segment, fd = create_segment(layout.total_bytes, f"a group of {len(ranks)} workers on this host")
+            segment, fd = create_segment(num_bytes, f"a group of {len(ranks)} workers on this host")
+            segment.bytes_at(layout.total_bytes, len(seal))[:] = seal
             reach("segment.made")
-            store.set(f"segment/{owner}", Address(os.getpid(), fd, layout.total_bytes).encode())
+            store.set(f"segment/{owner}", Address(os.getpid(), fd, num_bytes).encode())
         else:
             address = store.get(f"segment/{owner}").decode()
             reach("segment.found")
             if address.startswith("!"):
                 raise CommunicationError(address[1:])
             segment = attach_segment(Address.decode(address))
+            if bytes(segment.bytes_at(layout.total_bytes, len(seal))) != seal:
+                raise CommunicationError(
+                    "the shared memory at the address in the store is that of other workers: somebody else writes to "
+                    "the store where the group meets"
+                )
         reach("segment.mapped")
     except CommunicationError as error:
         problem = str(error)

@@ -2,11 +2,12 @@
 
 Operations of members that share a host go through shared memory. What is not done here — other devices, sparse
 tensors, element types without a meaning for the operation, the less common operations between hosts — goes to a gloo
-group of the same members, which is formed along with it.
+group of the same members: formed along with it between hosts, and inside one host when it is first needed.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -40,6 +41,28 @@ c10d: Any = torch_c10d  # the options classes are not in its stubs
 _Base: Any = ProcessGroup
 
 
+class GlooGroup:
+    """The gloo group of the same members, formed when it is first needed: it listens on a port, open to every user.
+
+    Forming is collective, like the operation that needs it: each member calls the same.
+    """
+
+    def __init__(self, form: Callable[[], ProcessGroupGloo]) -> None:
+        self._form = form
+        self._formed: ProcessGroupGloo | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def is_formed(self) -> bool:
+        return self._formed is not None
+
+    def form(self) -> ProcessGroupGloo:
+        with self._lock:
+            if self._formed is None:
+                self._formed = self._form()
+            return self._formed
+
+
 class CordeeProcessGroup(_Base):  # type: ignore[misc]
     """A process group whose members on one host talk through shared memory. Made by `backend.create_group`.
 
@@ -51,16 +74,17 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         self,
         rank: int,
         size: int,
-        gloo: ProcessGroupGloo,
+        gloo: GlooGroup,
         team: HostTeam | None,
         conductor: Conductor | None,
         mailbox: Mailbox | None,
         two_level: TwoLevel | None,
     ) -> None:
         super().__init__(rank, size)
-        self._gloo = cast(ProcessGroup, gloo)  # it has the same operations
-        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-        self._set_default_backend(ProcessGroup.BackendType.GLOO)
+        self._gloo_group = gloo
+        self._name = self._description = ""
+        if team is None or two_level is not None:
+            self._gloo  # noqa: B018 - between hosts it is needed, and formed already
         self._num_ranks = size
         self._own_rank = rank
         self._team = team
@@ -71,6 +95,54 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         self._host = team.host if team is not None and two_level is None else None
         self._plans: dict[tuple[int, torch.dtype, int], AllReducePlan | None] = {}
         self._done = CordeeWork([], done=True)
+
+    @property
+    def _gloo(self) -> ProcessGroup:
+        """The gloo group, which has the same operations. Formed by the first call: collective then."""
+        if not self._gloo_group.is_formed:
+            formed = self._gloo_group.form()
+            self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, formed)
+            self._set_default_backend(ProcessGroup.BackendType.GLOO)
+            super()._set_group_name(self._name)
+            super()._set_group_desc(self._description)
+        return cast(ProcessGroup, self._gloo_group.form())
+
+    # Torch keeps these in the backend of a device, which there may be none of.
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        if self._gloo_group.is_formed:
+            super()._set_group_name(name)
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+        if self._gloo_group.is_formed:
+            super()._set_group_desc(description)
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        self._gloo  # noqa: B018 - collective, as what torch does with the backend
+        return super()._get_backend(device)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._gloo  # noqa: B018
+        super()._start_coalescing(device)
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch calls it so
+        return self._name
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - torch calls it so
+        return self._description
 
     def getBackendName(self) -> str:  # noqa: N802 - torch calls it so
         return "cordee"
@@ -250,19 +322,22 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         return self._submit(self._two_level.barrier(), [], opts, None)
 
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> Work:
-        if self._mailbox is None or not is_plain(tensors[0]):
+        if self._mailbox is None:
             return self._gloo.send(tensors, target, tag)
+        _refuse_to_send(tensors[0])
         return self._mailbox.send(as_bytes(tensors[0]), target, tag, tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
-        if self._mailbox is None or not is_plain(tensors[0]):
+        if self._mailbox is None:
             return self._gloo.recv(tensors, source, tag)
+        _refuse_to_send(tensors[0])
         data = as_bytes(tensors[0])
         return self._mailbox.receive(data, source, tag, tensors, write_back(tensors, (data,)))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        if self._mailbox is None or not is_plain(tensors[0]):
+        if self._mailbox is None:
             return self._gloo.recv_anysource(tensors, tag)
+        _refuse_to_send(tensors[0])
         data = as_bytes(tensors[0])
         return self._mailbox.receive(data, None, tag, tensors, write_back(tensors, (data,)))
 
@@ -281,7 +356,8 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
             self._mailbox.close()
         if self._team is not None:
             self._team.close()
-        self._gloo.shutdown()
+        if self._gloo_group.is_formed:
+            self._gloo_group.form().shutdown()
 
     abort = shutdown
 
@@ -367,6 +443,11 @@ def _options(kind: Any, timeout: timedelta | None, **values: Any) -> Any:
 
 def _all_plain(*groups: Sequence[Tensor]) -> bool:
     return all(is_plain(tensor) for group in groups for tensor in group)
+
+
+def _refuse_to_send(tensor: Tensor) -> None:
+    if not is_plain(tensor):  # gloo cannot either, and forming it here would need those who have no part in this
+        raise ValueError(f"only dense CPU tensors are sent and received, not {tensor.layout} on {tensor.device}")
 
 
 def _check_sizes(name: str, expected: Sequence[int], tensors: Sequence[Tensor]) -> None:

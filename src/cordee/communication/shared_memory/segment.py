@@ -17,6 +17,8 @@ import torch
 
 from cordee.core.errors import CommunicationError
 
+_NAME = "cordee"
+
 
 @dataclass(frozen=True)
 class Address:
@@ -63,7 +65,7 @@ def create_segment(num_bytes: int, purpose: str) -> tuple[Segment, int]:
     All pages are reserved here: a later write can not fail for want of memory (it would be a SIGBUS).
     Raises CommunicationError that says how much was needed when the memory can not be had.
     """
-    fd = os.memfd_create("cordee", os.MFD_CLOEXEC)
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, num_bytes)
         os.posix_fallocate(fd, 0, num_bytes)
@@ -111,7 +113,16 @@ def _open(address: Address, flags: int) -> int:
             "host must run as one user and see each other in /proc; otherwise give each its own host_id "
             "in BackendSettings, or use BackendSettings(shared_memory=False)"
         ) from error
-    if (size := os.fstat(fd).st_size) != address.num_bytes:
+    found = os.fstat(fd)
+    name = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115 - it is no path
+    if found.st_uid != os.geteuid() or name.split(" ")[0] != f"/memfd:{_NAME}":
+        # The address comes from a store that others may be able to write to.
+        os.close(fd)
+        raise CommunicationError(
+            f"{path} is no shared memory that a worker of this user has made: somebody else writes to the store where "
+            "the group meets"
+        )
+    if (size := found.st_size) != address.num_bytes:
         os.close(fd)
         raise CommunicationError(
             f"the shared memory of process {address.pid} has {size} bytes, not {address.num_bytes}: all workers need "

@@ -6,13 +6,15 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from segment_members import make_segment
+from torch.distributed import HashStore
 
-from cordee.communication.shared_memory.hosts import MemberRecord, group_by_host, own_host_id
+from cordee.communication.shared_memory.hosts import MemberRecord, form_host_team, group_by_host, own_host_id
 from cordee.communication.shared_memory.layout import CULPRIT, LIFE, STATE
 from cordee.communication.shared_memory.liveness import (
     FAILED,
@@ -156,3 +158,41 @@ def test_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         assert own_host_id(settings, 0).endswith("/alone/0")
     record = MemberRecord("host", Identity.own(3), None, 2)
     assert MemberRecord.decode(record.encode()) == record
+
+
+def test_memory_that_no_worker_of_this_user_made_is_refused(tmp_path: Path) -> None:
+    """What an address in the store points to may be anything that this process could open."""
+    with (tmp_path / "precious").open("w+b") as file:
+        file.truncate(1 << 16)
+        with pytest.raises(CommunicationError, match="somebody else writes to the store"):
+            attach_segment(Address(os.getpid(), file.fileno(), 1 << 16))
+    other = os.memfd_create("other")
+    os.ftruncate(other, 1 << 16)
+    with pytest.raises(CommunicationError, match="somebody else writes to the store"):
+        attach_segment(Address(os.getpid(), other, 1 << 16))
+    os.close(other)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root opens what belongs to others")
+def test_memory_of_another_user_is_refused() -> None:
+    _, fd = create_segment(1 << 16, "a test")
+    os.fchown(fd, 12345, 12345)
+    with pytest.raises(CommunicationError, match="somebody else writes to the store"):
+        attach_segment(Address(os.getpid(), fd, 1 << 16))
+    os.close(fd)
+
+
+def test_a_segment_of_other_members_is_refused() -> None:
+    """An address in the store that was changed to that of another group of the same user."""
+    settings = BackendSettings(slot_bytes=4096)
+    records = [MemberRecord("here", Identity.own(rank), 4096, 1) for rank in range(2)]
+    store, other = HashStore(), HashStore()
+    owner = threading.Thread(target=lambda: form_host_team(other, 0, [0, 1], records, settings).close())
+    owner.start()
+    store.set("segment/0", other.get("segment/0"))
+    store.set("attached/0", "yes")
+    strangers = [MemberRecord("here", Identity.own(rank + 5), 4096, 1) for rank in range(2)]
+    with pytest.raises(CommunicationError, match="is that of other workers"):
+        form_host_team(store, 1, [0, 1], strangers, settings)
+    other.set("attached/1", "yes")
+    owner.join()
