@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from cordee.cluster.fork_server import Exited
 from cordee.cluster.local import LocalEngine, describe_exit
 from cordee.core import Job
 from cordee.core.errors import CordeeError
+from cordee.core.temporary import temporary_folder
 from cordee.planner.machine import Exchange, Machine
 from cordee.planner.profile import ModelProfile, Timing
 from cordee.profile_worker import CrewOrder, CrewReport
@@ -25,7 +25,7 @@ def measure_crew(engine: LocalEngine, num_processes: int, *, job: Job | None, bu
 
     Raises CordeeError with the log of a process that failed.
     """
-    with tempfile.TemporaryDirectory(prefix="cordee-profile-") as name:
+    with temporary_folder() as name:
         folder = Path(name)
         if job is not None:
             (folder / "job.toml").write_text(job.to_toml(), encoding="utf-8")

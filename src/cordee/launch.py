@@ -105,7 +105,12 @@ def train(
             check_served(parts)
         if job.cluster.address:
             find_listening(job.cluster.address)
-        directory = RunDirectory.open_existing(path) if resume else RunDirectory.create(path, job.to_toml())
+        if resume:
+            directory = RunDirectory.open_existing(path)
+        elif run_dir is not None:
+            directory = RunDirectory.create(path, job.to_toml())
+        else:
+            directory = RunDirectory.create_in(runs_folder(), job.name, job.to_toml())
         stack.enter_context(_telling_how_to_go_on(directory, quiet))
         with directory, setup_logging(directory.launcher_log if engine else directory.worker_log(), is_required=True):
             if resume:

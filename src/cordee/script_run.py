@@ -8,7 +8,6 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from cordee.cluster.fork_server import Exited
 from cordee.cluster.local import LocalEngine, describe_exit
 from cordee.core.env import Place, script_environment
 from cordee.core.errors import JobError, TrainingError
+from cordee.core.temporary import temporary_folder
 from cordee.interrupts import InterruptFlag
 
 INTERRUPT_GRACE_S = 3.0  # for a script to end by itself after Ctrl-C
@@ -35,7 +35,7 @@ def run_script(script: Path, args: list[str], num_workers: int) -> bool:
     if num_workers < 1:
         raise JobError(f"-n {num_workers} must be at least 1")
     flag = InterruptFlag(lambda: None)
-    with tempfile.TemporaryDirectory(prefix="cordee-") as folder, LocalEngine() as engine, flag:
+    with temporary_folder() as folder, LocalEngine() as engine, flag:
         engine.on_lost = _tell_fork_server_lost
         import torch.distributed as dist
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from cordee.assembly import assemble
 from cordee.cluster import Team
 from cordee.compute.memory import MemoryWatch
+from cordee.core.temporary import temporary_folder
 from cordee.monitoring import Monitor
 from cordee.overheads import trial_job
 from cordee.session import Session
@@ -32,7 +32,7 @@ def main() -> None:
     memory = MemoryWatch()
     parts = assemble(trial_job("single", 1, {}), Team())
     parts.setup()
-    with tempfile.TemporaryDirectory(prefix="cordee-profile-") as folder, Monitor([]) as monitor:
+    with temporary_folder() as folder, Monitor([]) as monitor:
         session = Session(parts, monitor, Path(folder), should_stop=lambda: False, memory=memory)
         session.run(resume=False, log_file=Path(folder) / "log")
     sys.stdout.write(f"{max(0, memory.peak_bytes() - memory.start_bytes)}\n")

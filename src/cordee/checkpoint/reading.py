@@ -113,6 +113,8 @@ def _load(path: Path) -> tuple[State, Manifest]:
 
 
 def _read_manifest(path: Path) -> Manifest:
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a link, and no links are followed: copy the checkpoint there")
     content = _read(path / MANIFEST, MAX_MANIFEST_BYTES)
     try:
         manifest = decode_manifest(content)

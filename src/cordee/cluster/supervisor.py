@@ -11,7 +11,6 @@ import os
 import secrets
 import select
 import socket
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -43,6 +42,7 @@ from cordee.communication.keys import make_keys
 from cordee.core import errors
 from cordee.core.errors import CordeeError, TrainingError
 from cordee.core.fault_points import reach
+from cordee.core.temporary import temporary_folder
 from cordee.monitoring import Monitor, Summary
 
 log = logging.getLogger("cordee.supervisor")
@@ -87,7 +87,7 @@ class Supervisor:
         run_dir = run_dir.absolute()
         run_id = secrets.token_hex(8)
         server_keys, (client_keys, control_keys) = make_keys(2)
-        with tempfile.TemporaryDirectory(prefix="cordee-") as folder, listen(Path(folder)) as listener:
+        with temporary_folder() as folder, listen(Path(folder)) as listener:
             launcher = LauncherOrder(
                 folder=folder, run_dir=str(run_dir), run_id=run_id, alive_every_s=self._failure_timeout_s / 5
             )

@@ -152,7 +152,7 @@ def _from_processes(
                 item = next(iterator)
             except StopIteration:
                 return
-            except RuntimeError as error:  # a process was killed, or ran out of shared memory
+            except (RuntimeError, ConnectionError, EOFError) as error:  # it was killed, or has no shared memory
                 raise DataError(f"a process that reads the data ended: {error}; try data.processes = 0") from error
             if isinstance(item, _Failure):
                 raise DataError(item.message) from RuntimeError(item.details)

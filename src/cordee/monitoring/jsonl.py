@@ -71,7 +71,7 @@ def read_events(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[s
 def _decode(line: bytes) -> dict[str, Any] | None:
     try:
         event = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return event if isinstance(event, dict) else None
 

@@ -29,13 +29,13 @@ class RunDirectory:
         self._lock = lock
 
     @classmethod
-    def create(cls, path: str | Path, job_toml: str) -> RunDirectory:
-        """Make the directory of a new run and write its job.
+    def create(cls, path: str | Path, job_toml: str, *, is_new: bool = False) -> RunDirectory:
+        """Make the directory of a new run and write its job. With `is_new` the caller has just made the directory.
 
         Raises `RunDirectoryError` when it cannot be made or written, holds a run already, or is in use.
         """
         path = Path(path)
-        is_new = not _exists(path)
+        is_new = is_new or not _exists(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -56,6 +56,22 @@ class RunDirectory:
                 lock.release()
             raise
         return directory
+
+    @classmethod
+    def create_in(cls, runs_folder: str | Path, job_name: str, job_toml: str) -> RunDirectory:
+        """Like `create`, with a directory of its own in `runs_folder`, also if another run starts in this second."""
+        while True:
+            path = new_run_path(runs_folder, job_name)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.mkdir()
+            except FileExistsError:
+                continue  # another run has just made it
+            except OSError as error:
+                raise RunDirectoryError(
+                    f"cannot make the run directory {path}: {reason(error)}; choose another --run-dir"
+                ) from None
+            return cls.create(path, job_toml, is_new=True)
 
     @classmethod
     def open_existing(cls, path: str | Path) -> RunDirectory:

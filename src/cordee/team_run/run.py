@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 
 from cordee.assembly import Assembly
 from cordee.cluster.local import LocalEngine
 from cordee.cluster.supervisor import Supervisor
+from cordee.core.temporary import temporary_folder
 from cordee.monitoring import Monitor, RunDirectory, Summary
 
 
@@ -31,5 +31,5 @@ class TeamRun:
         timeout_s = self._job.cluster.failure_timeout_s
         supervisor = Supervisor(engine, self._monitor, self._should_stop, failure_timeout_s=timeout_s)
         target, path = "cordee.team_run.coordinator:main", self._directory.path
-        with tempfile.TemporaryDirectory(prefix="cordee-") as store:
+        with temporary_folder() as store:
             return supervisor.run(target, path, resume=resume, store=store)

@@ -200,3 +200,12 @@ def test_a_copy_under_another_name_is_loaded(checkpoint: Path) -> None:
     assert load(checkpoint.rename(checkpoint.with_name("best"))).values == {"step": 4}
     (checkpoint.parent / "best").rename(checkpoint.with_name("step-9"))
     refused(checkpoint.with_name("step-9"), "is of step 4")
+
+
+def test_a_checkpoint_directory_that_is_a_link_is_refused(tmp_path):
+    save(tmp_path / "elsewhere", 3, State({"model.x": torch.zeros(2)}, {}), keep=1)
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "step-3").symlink_to(tmp_path / "elsewhere" / "step-3")
+    with pytest.raises(CheckpointError, match="is a link, and no links are followed"):
+        load_newest(tmp_path / "root")
+    assert not reading.looks_whole(tmp_path / "root" / "step-3")

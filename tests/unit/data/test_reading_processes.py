@@ -82,3 +82,16 @@ def test_death_of_a_process_disturbs_nothing_else():
     assert signal.getsignal(signal.SIGCHLD) == before
     with pytest.raises(DataError, match="a process that reads the data ended"):
         list(batches)
+
+
+@pytest.mark.parametrize("kind", [ConnectionResetError, EOFError, BrokenPipeError])
+def test_process_that_dies_while_it_hands_a_batch_over_is_the_same_error(monkeypatch, kind):
+    """Torch then fails to receive the batch's memory from it, before it notices the death."""
+
+    def fail(_):
+        raise kind("at the wrong moment")
+
+    monkeypatch.setattr("torch.utils.data.dataloader._MultiProcessingDataLoaderIter.__next__", fail)
+    with pytest.raises(DataError, match=r"a process that reads the data ended.*data.processes = 0"):
+        list(loader(Slow(20, num_classes=20), processes=1).batches(0))
+    assert multiprocessing.active_children() == []

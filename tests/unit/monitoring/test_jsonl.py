@@ -165,3 +165,9 @@ def test_a_line_written_in_part_is_taken_back(tmp_path, monkeypatch):
             sink.emit(Event("step", 2.0, {"step": 2}))
     sink.close()
     assert [event["step"] for event in lines_of(path)] == [1]
+
+
+def test_a_deeply_nested_line_is_passed_over(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text("[" * 200_000 + "]" * 200_000 + '\n{"type": "step"}\n')
+    assert list(read_events(path)) == [{"type": "step"}]

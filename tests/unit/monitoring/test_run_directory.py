@@ -159,3 +159,12 @@ def test_new_paths_carry_name_and_time_and_are_never_taken(tmp_path, monkeypatch
 
 def test_a_very_long_name_still_makes_a_path(tmp_path):
     RunDirectory.create(new_run_path(tmp_path, "é" * 300), JOB).release()
+
+
+def test_two_runs_of_one_second_get_directories_of_their_own(tmp_path, monkeypatch):
+    """Also where both have looked before either has made its directory."""
+    paths = [tmp_path / "runs" / name for name in ("job-1", "job-1", "job-1-2")]
+    monkeypatch.setattr("cordee.monitoring.run_directory.new_run_path", lambda folder, name: paths.pop(0))
+    folder = tmp_path / "runs"
+    with RunDirectory.create_in(folder, "job", "") as first, RunDirectory.create_in(folder, "job", "") as second:
+        assert (first.path.name, second.path.name) == ("job-1", "job-1-2")
