@@ -202,7 +202,6 @@ class Walker:
         """
         scenario, started_s = self._scenarios[name], time.monotonic()
         folder = self._folder / f"{name}-{fault.point}-{fault.process}-{fault.action}-{fault.visit}".replace("*", "any")
-        shutil.rmtree(folder, ignore_errors=True)
         problem, ended = "", ""
         trial = self._begin(folder, scenario, (*scenario.base, fault))
         try:
@@ -229,6 +228,7 @@ class Walker:
         )
 
     def _begin(self, folder: Path, scenario: Scenario, faults: tuple[Fault, ...]) -> Trial:
+        shutil.rmtree(folder, ignore_errors=True)
         temporary = folder / "temporary"
         temporary.mkdir(parents=True)
         if scenario.resumes:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fault_trials import Result, Walker
 from fault_walk import WALK, cases, make_walker, sample, walk_all
 from fault_walk_served import WALK as SERVED_WALK
+from fault_walk_split import STRATEGIES, choose
+from fault_walk_split import make_walker as make_split_walker
 
 from cordee.core.fault_points import POINTS
 from warm_launch import WarmServer
@@ -58,3 +61,12 @@ def test_killed_once_at_each_point(walked: Walked) -> None:
 def test_a_fault_point(walked: Walked, point: str) -> None:
     """Every process that passes it, several visits, killed and frozen there, and an error where one can happen."""
     walked.check(walk_all(walked.walker, cases({point: WALK[point]})))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_points_of_a_split_model(tmp_path: Path, strategy: str) -> None:
+    with WarmServer() as server:
+        walker = make_split_walker(server, tmp_path, strategy)
+        Walked(walker).check(walk_all(walker, choose(walker)))

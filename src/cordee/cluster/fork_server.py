@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from cordee.core.errors import CordeeError
+from cordee.core.fault_points import identify, reach
 
 PRELOADED = (
     "torch",
@@ -75,7 +76,10 @@ class Fork(msgspec.Struct, frozen=True):
 
 
 class Forked(msgspec.Struct, frozen=True):
-    """Request `number` is done: the process is a child of the launcher by now."""
+    """Request `number` is done: the process is a child of the launcher by now.
+
+    Said twice, by the process and by the fork server: either may be killed or stopped before it does.
+    """
 
     number: int
     pid: int
@@ -93,26 +97,36 @@ def serve(control: socket.socket, launcher_pid: int) -> None:
             return
         *lines, received = (received + chunk).split(b"\n")
         for line in lines:
+            reach("fork_server.asked")
             _fork(msgspec.json.decode(line, type=Fork), control, launcher_pid)
+            reach("fork_server.answered")
 
 
 def _fork(request: Fork, control: socket.socket, launcher_pid: int) -> None:
+    pid_in, pid_out = os.pipe()
     between = os.fork()
     if between == 0:
         between = os.getpid()
         try:
-            is_between = os.fork() > 0
+            pid = os.fork()
         except OSError as error:
             sys.stderr.write(f"cannot start a process: {error}\n")
             os._exit(1)
-        if is_between:
+        if pid:
+            os.write(pid_out, b"%d" % pid)
             os._exit(0)  # and so the launcher is the parent of what it has forked
+        os.close(pid_in)
+        os.close(pid_out)
         _become_worker(request, control, between, launcher_pid)
+    os.close(pid_out)
     _, status = os.waitpid(between, 0)
     if os.WIFSIGNALED(status):  # whether it had forked nobody knows: end as it did, and the launcher sorts it out
         os.kill(os.getpid(), signal.SIGKILL)
     if status:
         sys.exit(1)
+    reach("fork_server.forked")
+    control.sendall(msgspec.json.encode(Forked(request.number, int(os.read(pid_in, 32)))) + b"\n")
+    os.close(pid_in)
 
 
 def _become_worker(request: Fork, control: socket.socket, between: int, launcher_pid: int) -> None:
@@ -122,8 +136,11 @@ def _become_worker(request: Fork, control: socket.socket, between: int, launcher
         while os.getppid() == between:
             time.sleep(0.0005)
         die_with_parent(launcher_pid)
+        identify("forked")
+        reach("forked.alive")
         control.sendall(msgspec.json.encode(Forked(request.number, os.getpid())) + b"\n")
         control.close()
+        reach("forked.reported")
         os.environ.update(start.environment)
         if start.log is not None:
             _write_to(start.log)
@@ -203,6 +220,7 @@ def main() -> None:
     launcher_pid = os.getppid()
     die_with_parent(launcher_pid)  # one that is gone already has closed the socket
     control = socket.socket(fileno=int(sys.argv[1]))
+    identify("fork-server")
     for name in PRELOADED:
         importlib.import_module(name)
     serve(control, launcher_pid)

@@ -108,7 +108,9 @@ class LocalEngine:
         answers, is_over = self._server.receive()
         found: list[Report] = []
         for answer in answers:
-            start = self._unanswered.pop(answer.number)
+            start = self._unanswered.pop(answer.number, None)
+            if start is None:
+                continue  # said before
             self._num_deaths = 0
             found.append(Started(start.index, answer.pid))
             try:

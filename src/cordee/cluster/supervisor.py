@@ -130,9 +130,8 @@ class Supervisor:
             self._welcome(listener)
         if self._ended is not None:
             return
-        if self._engine in readable:
-            for report in self._engine.reports():
-                self._take_report(report)
+        for report in self._engine.reports():  # also without news: it looks whether its fork server is stopped
+            self._take_report(report)
         if self._should_stop() and not self._is_stop_told and self._post is not None:
             self._is_stop_told = True
             self._tell(Stop())

@@ -182,6 +182,12 @@ POINTS: dict[str, str] = {
     "supervisor.ended": "launcher: has the result of the run",
     "launch.summary": "launcher: about to write the summary",
     "launch.closed": "launcher: has written the summary, processes are not ended",
+    # the fork server, and what it forks
+    "fork_server.asked": "fork-server: has a request, has forked nothing",
+    "fork_server.forked": "fork-server: has forked a process, has not said so",
+    "fork_server.answered": "fork-server: has forked a process and said so",
+    "forked.alive": "forked: a process that was just forked, has not said so",
+    "forked.reported": "forked: a process that was just forked and said so, is nobody yet",
     # a worker that somebody starts
     "joining.asks": "joiner: about to ask the run to take it",
     "joining.taken": "joiner: was taken, has not said hello",
