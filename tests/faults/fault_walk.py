@@ -224,11 +224,6 @@ NEW = (
     _of("join", "worker-2", 1),
 )
 SAVING = (_of("plain", "worker-0", 1, 2, 3), _of("final save", "worker-0", 1), _of("loss of the first", "worker-1", 1))
-COMPARED = (
-    _of("plain", "worker-0", 1, 2, 3),
-    _of("plain", "worker-1", 1, 2, 3),
-    _of("scale out", "worker-2", 1),
-)
 FINAL = (_of("final save", "worker-0"), _of("final save", "worker-1"))
 # Who has a state gives it to who has none.
 HANDED = (
@@ -278,8 +273,6 @@ WALK: dict[str, Walk] = {
     "evaluate.done": Walk((_of("plain", "worker-0", 1, 2, 3), _of("plain", "worker-1", 1, 2))),
     "save.begun": Walk((_of("plain", "worker-0", 1, 2, 3), _of("plain", "worker-1", 1, 2), *FINAL)),
     "save.consolidated": Walk((_of("plain", "worker-0", 1, 2, 3), _of("plain", "worker-1", 1, 2), *FINAL)),
-    "compare.begun": Walk(COMPARED),
-    "compare.done": Walk(COMPARED),
     "end.reached": Walk(ENDING),
     "enter.begun": Walk(MEMBERS),
     "enter.gathered": Walk(MEMBERS),
