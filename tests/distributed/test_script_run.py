@@ -187,7 +187,7 @@ def test_ctrl_c_ends_all(tmp_path: Path, is_deaf: bool) -> None:
         ended = command.finish(timeout_s=15)
         assert ended.code == 130, ended.stderr
         assert "Traceback" not in ended.stderr
-        assert len(command.family) == 3 and not command.survivors()
+        assert len(command.family) >= 3 and not command.survivors()
 
 
 def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
         wait_until(lambda: has_begun(tmp_path))
         command.note_family()
         command.process.kill()
-        assert len(command.family) == 3 and not command.survivors()
+        assert len(command.family) >= 3 and not command.survivors()
 
 
 def test_a_killed_fork_server_is_said_and_the_script_continues(tmp_path: Path) -> None:
