@@ -110,7 +110,8 @@ def test_the_rate_follows_the_number_of_workers_of_the_job(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_settings_that_approximate_change_the_outcome_and_little_of_it(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_settings_that_approximate_change_the_outcome(tmp_path: Path) -> None:
     """With one worker all else is exact, so that a difference is the setting's. Adam shows local steps of SGD."""
     cases: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -129,4 +130,4 @@ def test_settings_that_approximate_change_the_outcome_and_little_of_it(tmp_path:
     hashes = {name: run.summary.weights_sha256 for name, run in runs.items()}
     assert hashes.pop("free") == hashes["plain"], "one worker alone is never late"
     assert len(set(hashes.values())) == len(hashes)
-    assert all(largest_difference(run, runs["plain"]) < 0.5 for run in runs.values())
+    assert largest_difference(runs["fp16"], runs["plain"]) < 0.01
