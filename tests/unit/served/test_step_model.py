@@ -45,7 +45,7 @@ FIXED = FixedSum(NUM_WORKERS, BATCH)
 MODEL = nn.Linear(1, 1, bias=False)
 LAYOUT = make_layout(MODEL, 1, can_split=True)
 RECIPE = make_optimizer_recipe(
-    Use("sgd", lr=0.5, momentum=0.5), make_schedule(Use("constant"), 2), lr_scale="none", num_workers=1
+    Use("sgd", lr=0.5, momentum=0.5), make_schedule(Use("constant"), 2), lr_scale="none", num_shares=1
 )
 PHASES = ("pull", "pull buffers", "push", "push buffers", "report")
 
