@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -147,7 +148,10 @@ class Desk:
             outcome.stall_s += memory.stall_s
         if not done.metrics:
             return None
-        metrics = msgspec.json.decode(done.metrics, type=Metrics)
+        told = msgspec.json.decode(done.metrics)
+        if told["loss"] is None:  # not a number, where no label of the test set counts; JSON has no word for it
+            told["loss"] = math.nan
+        metrics = msgspec.convert(told, Metrics)
         outcome.metrics = metrics
         told = progress.describe_evaluation(metrics) | {"train_loss": memory.ordered_loss}
         self._emit("evaluation", step=done.step, epoch=max(1, epoch if batch == 0 else epoch + 1), **told)
