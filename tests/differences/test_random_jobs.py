@@ -26,7 +26,6 @@ FOUND = {
         "before": {"name": "sharded", "workers": 2},
         "resume_at": 2,
     },
-    # One worker did not count an epoch that stop.steps ended with its last batch; servers did.
     # Servers ended the run where no label of the test set counts: a loss that is no number.
     "nothing to test": {
         "data": "tokens",
@@ -37,6 +36,7 @@ FOUND = {
         "loss_settings": {"ignore_index": 3},
         "strategy": {"name": "parameter_server", "workers": 2},
     },
+    # One worker did not count an epoch that stop.steps ended with its last batch; servers did.
     "epochs finished": {"stop": {"steps": 3}, "strategy": {"name": "parameter_server", "workers": 2}},
 }
 LONG_MINUTES = float(os.environ.get("CORDEE_DIFFERENCE_MINUTES", "60"))
