@@ -23,7 +23,7 @@ import psutil
 from cordee.auditing import audit_run
 from cordee.cluster.control import scale_run
 from cordee.cluster.local import is_alive
-from cordee.core import Job, fault_points
+from cordee.core import Job, env, fault_points
 from cordee.core.errors import CordeeError, JobError, TrainingError, nearest
 from cordee.doctor import Finding
 from cordee.monitoring import read_events
@@ -286,7 +286,7 @@ def _check_aimed(place: Path, aimed: Sequence[fault_points.Fault], say: Callable
 def _training(
     command: Sequence[str], place: Path, aimed: Sequence[fault_points.Fault]
 ) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, **(fault_points.ask_for(place, aimed) if aimed else {})}
+    environment = env.child_environment(fault_points.ask_for(place, aimed) if aimed else None)
     with tempfile.TemporaryFile("w+") as stderr:  # a pipe that nobody reads would fill up in a long run
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, text=True, env=environment)
         process.stderr = stderr

@@ -119,9 +119,7 @@ def _compare_saved(choices: Choices, alone: Outcome, together: Outcome, expected
         yield f"the last checkpoint is of step {max(theirs)} alone, {max(ours)} together"
         return
     before, after = alone.values["progress"], together.values["progress"]
-    # Servers are saved while they are evaluated: what was measured is not in the checkpoint, a resumed run evaluates.
-    is_served = "parameter_server" in (choices["strategy"]["name"], (choices["before"] or {}).get("name"))
-    for key in ("step", "samples", "loss_count", *(() if is_served else ("evaluated_at",))):
+    for key in ("step", "samples", "loss_count", "evaluated_at"):
         if before.get(key) != after.get(key):
             yield f"progress.{key} {before.get(key)} alone, {after.get(key)} together"
     # The end of an epoch is the beginning of the next.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cordee import Job
-from cordee.checkpoint import load_newest
+from cordee.checkpoint import load, load_newest
 from cordee.core.errors import JobError, TrainingError
 from cordee.launch import train
 from cordee.monitoring import read_events
@@ -245,3 +245,15 @@ def test_bad_settings_are_refused_before_anything_starts(
     with pytest.raises(JobError, match=message):
         go(tmp_path / "run", strategy={**served(2), **settings}, training=training)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_knows_what_was_measured_at_its_step(tmp_path: Path) -> None:
+    """A run that is resumed from it knows its best evaluation, how long ago it was, and whether it had to stop."""
+    every = {"checkpoint": {"every_steps": 5, "keep": 10}, "evaluation": {"every_steps": 5}}
+    runs = [go(tmp_path / s["name"], strategy=s, **every) for s in ({"name": "single"}, served(1))]
+    for step in (5, 10, 15, 20):
+        alone, together = (load(run.directory / "checkpoints" / f"step-{step}").values["progress"] for run in runs)
+        assert together["evaluated_at"] == step
+        for key in ("evaluated_at", "best_step", "patience"):
+            assert together[key] == alone[key], (step, key)
+        assert together["metrics"]["loss"] == alone["metrics"]["loss"]

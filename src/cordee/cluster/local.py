@@ -22,6 +22,7 @@ import msgspec
 import psutil
 
 from cordee.cluster.fork_server import Exited, Fork, Forked, Report, Start, Started, adopt_orphans
+from cordee.core import env
 from cordee.core.errors import CordeeError
 
 GRACE_S = 2.0  # between asking a worker to end and killing it
@@ -52,7 +53,7 @@ class LocalEngine:
         self._adoption = contextlib.ExitStack()
         self._adoption.enter_context(_adopting())
         self._sessions: set[int] = set()
-        self._environment = dict(os.environ)  # of every fork server, whatever the launcher changes meanwhile
+        self._environment = env.child_environment()  # of every fork server, whatever the launcher changes meanwhile
         self._serve()
 
     def _serve(self) -> None:

@@ -51,6 +51,11 @@ def runs_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ.get("CORDEE_RUNS") or "runs").expanduser()
 
 
+def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what a new process is given: this process's environment as it is now, and `extra`."""
+    return {**os.environ, **(extra or {})}
+
+
 def faults_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the folder with the faults that a test asks for, `CORDEE_FAULTS`; None outside such tests."""
     name = environ.get("CORDEE_FAULTS")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 
 import msgspec
 
+from cordee.checkpoint.layout import decode_values, encode_values
 from cordee.communication.channel import Received
 from cordee.communication.messages import Message
 from cordee.compute import Metrics
@@ -110,7 +110,7 @@ class Desk:
             step=progress.step,
             evaluate=evaluates,
             save=saves,
-            progress=msgspec.json.encode(progress).decode(),
+            progress=encode_values(msgspec.to_builtins(progress)).decode(),
             settles=settles,
             scale=scale,
         )
@@ -148,10 +148,7 @@ class Desk:
             outcome.stall_s += memory.stall_s
         if not done.metrics:
             return None
-        told = msgspec.json.decode(done.metrics)
-        if told["loss"] is None:  # not a number, where no label of the test set counts; JSON has no word for it
-            told["loss"] = math.nan
-        metrics = msgspec.convert(told, Metrics)
+        metrics = msgspec.convert(decode_values(done.metrics.encode()), Metrics)
         outcome.metrics = metrics
         told = progress.describe_evaluation(metrics) | {"train_loss": memory.ordered_loss}
         self._emit("evaluation", step=done.step, epoch=max(1, epoch if batch == 0 else epoch + 1), **told)

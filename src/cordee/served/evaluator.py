@@ -19,6 +19,7 @@ from torch import Tensor
 from cordee import checkpoint
 from cordee.assembly import Assembly, assemble
 from cordee.checkpoint import State, model_state
+from cordee.checkpoint.layout import decode_values, encode_values
 from cordee.cluster import Team
 from cordee.communication.buffers import Buffer
 from cordee.communication.messages import Message
@@ -85,8 +86,8 @@ class Desk:
         reach("evaluator.read")
         state = State.join(model=State(model_state(self._parts.model), {}), optimizer=optimizer)
         metrics = self._measure() if order.evaluate else None
-        progress = msgspec.json.decode(order.progress, type=Progress)
-        is_best = metrics is not None and self._note_best(progress, metrics)
+        progress = msgspec.convert(decode_values(order.progress.encode()), Progress)
+        is_best = metrics is not None and self._note_evaluation(progress, metrics)
         reach("evaluator.measured")
         path, problem = "", ""
         if order.save or is_best:
@@ -97,20 +98,16 @@ class Desk:
                 problem = str(error)
         reach("evaluator.saved")
         sha = checkpoint.weights_sha256(self._parts.model.state_dict())
-        found = msgspec.json.encode(metrics).decode() if metrics else ""
+        found = encode_values(msgspec.to_builtins(metrics)).decode() if metrics else ""
         return OrderDone(order.step, found, sha, path, time.perf_counter() - started, problem, order.number)
 
     def close(self) -> None:
         self._calls.close()
 
-    def _note_best(self, progress: Progress, metrics: Metrics) -> bool:
-        """Return whether this is the best yet and to be kept for it; then the checkpoint says so too."""
-        policy = StopPolicy(self._parts.job.stop, progress.patience)
-        policy.after_evaluation(metrics.loss, metrics.accuracy)
-        if not self._parts.job.checkpoint.keep_best or policy.patience.evaluations_since:
-            return False
-        progress.patience, progress.best_step = policy.patience, progress.step
-        return True
+    def _note_evaluation(self, progress: Progress, metrics: Metrics) -> bool:
+        """Record in the progress that is saved what was measured; return whether the model is to be kept for it."""
+        progress.take_evaluation(metrics, progress.step, StopPolicy(self._parts.job.stop, progress.patience))
+        return self._parts.job.checkpoint.keep_best and progress.best_step == progress.step
 
     def _save(self, progress: Progress, state: State) -> str:
         settings = self._parts.job.checkpoint

@@ -132,7 +132,7 @@ class Order(Message, frozen=True):
     step: Count
     evaluate: bool
     save: bool
-    progress: Text  # as JSON, for the checkpoint
+    progress: Text  # encoded like the values of a checkpoint, for the checkpoint
     settles: Number = -1
     scale: float = 1.0
 
@@ -146,12 +146,12 @@ class SnapshotTaken(Message, frozen=True):
 
 
 class OrderDone(Message, frozen=True):
-    """An order is carried out. `metrics` is JSON, empty if none were asked for. Answered by `Joined`."""
+    """An order is carried out; `metrics` is empty if none were asked for. Answered by `Joined`."""
 
     is_generational = False
 
     step: Count
-    metrics: Text
+    metrics: Text  # encoded like the values of a checkpoint
     weights_sha256: Text
     path: Text = ""
     seconds: float = 0.0
