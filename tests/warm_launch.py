@@ -393,7 +393,7 @@ def _end_with(parent: int) -> None:
 
 
 def main() -> None:
-    _end_with(os.getppid())
+    # It ends when the other side hangs up. Asking the kernel for a signal would end it with the thread that started it.
     for name in PRELOADED:
         importlib.import_module(name)
     fork_server = importlib.import_module(FORK_SERVER)
