@@ -347,6 +347,7 @@ def _start_forker() -> socket.socket:
         return ours
     ours.close()
     _end_with(launcher)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher
     while True:
         data, ancillary, _, _ = theirs.recvmsg(1 << 20, socket.CMSG_SPACE(64 * array.array("i").itemsize))
         if not data:
@@ -373,6 +374,7 @@ def _be_fork_server(
         time.sleep(0.001)
     link.close()
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _set_environment(request["environment"])
     subprocess.Popen = ForkingPopen.__base__  # type: ignore[misc]
     kept = [os.dup(descriptor) for descriptor in descriptors]
