@@ -118,8 +118,8 @@ def train(
                 directory.summary_file.unlink(missing_ok=True)
             _log_decision(asked, decision)
             with Monitor(_sinks(job, directory, quiet)) as monitor:
-                if note:
-                    monitor.emit("warning", message=note)
+                for warning in (*([note] if note else []), *(() if resume else parts.warnings)):
+                    monitor.emit("warning", message=warning)
                 if asked.strategy.name == "auto":
                     monitor.add(Replanner(asked, parts, monitor.emit))
                 flag = InterruptFlag(

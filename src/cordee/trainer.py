@@ -167,9 +167,6 @@ class Trainer:
         with could not be saved.
         """
         progress = self._progress
-        if self._parts.team.is_first and progress.step == 0:
-            for warning in self._parts.warnings:
-                self._monitor.emit("warning", message=warning)
         self._base_elapsed_s = progress.elapsed_s
         self._started_s = time.perf_counter()
         self._window = (progress.samples, self._started_s)
@@ -498,7 +495,6 @@ class Trainer:
         )
 
     def _not_finite(self, what: str, how: str, step: int, epoch: int, advice: str | None = None) -> str:
-        kept = self._saver.last()
-        last = f"the last checkpoint is {kept}" if kept else "there is no checkpoint yet"
+        last = f"the last checkpoint is {kept}" if (kept := self._saver.last()) else "there is no checkpoint yet"
         usual = "Lower optimizer.lr, add a warm-up (schedule.warmup_steps), or set training.clip_norm = 1.0"
         return f"{what} {how} at step {step} (epoch {epoch}); {last}. {advice or usual}"

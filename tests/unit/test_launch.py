@@ -17,6 +17,7 @@ from cordee.core import Job
 from cordee.core.errors import CheckpointError, CordeeError, JobError, RunDirectoryError, TrainingError
 from cordee.exporting import export_run
 from cordee.launch import train
+from cordee.monitoring import read_events
 
 
 @pytest.fixture(autouse=True)
@@ -263,3 +264,22 @@ def test_a_resumed_job_is_the_one_recorded() -> None:
     run(small_job(), Path("run"))
     run(small_job(training={"epochs": 3}), Path("run"), resume=True)
     assert Job.load("run/job.toml").training.epochs == 3
+
+
+# What is said before training -------------------------------------------------------------------------------
+
+
+def test_what_is_odd_about_the_data_is_said_once_and_not_again_on_resuming() -> None:
+    """By the launcher, so that every kind of run says it."""
+    targets = torch.tensor([0, 3] * 8)
+    job = cordee.Job(
+        model=lambda: torch.nn.Linear(4, 4),
+        data=(torch.zeros(16, 4), targets),
+        training=cordee.Training(batch_size=8, epochs=1),
+        stop={"steps": 1},
+    )
+    for resume in (False, True):
+        train(job, run_dir="run", quiet=True, resume=resume)
+    events = list(read_events(Path("run/events.jsonl")))
+    warnings = [event["message"] for event in events if event["type"] == "warning"]
+    assert sum("no sample of class 1, 2" in warning for warning in warnings) == 1, warnings

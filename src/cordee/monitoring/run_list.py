@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,7 @@ from cordee.monitoring.summary import Status, Summary, read_summary
 
 State = Literal["running", "completed", "stopped", "interrupted", "failed", "died", "unreadable"]
 _TAIL_BYTES = 1 << 20  # about 100,000 steps at the usual 20 steps between two events
+_NUM_FIRST = 256  # events among which the start of the run is: processes and warnings may come before it
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,8 +156,8 @@ def _read_traces(path: Path, tail_bytes: int) -> Traces:
         elif event.type == "evaluation":
             traces.evaluation = event
     if not traces.started.type:
-        first = msgspec.convert(next(read_events(path), {}), Trace)
-        traces.started = first if first.type == "run_started" else traces.started
+        first = (msgspec.convert(table, Trace) for table in itertools.islice(read_events(path), _NUM_FIRST))
+        traces.started = next((event for event in first if event.type == "run_started"), traces.started)
     return traces
 
 

@@ -138,8 +138,11 @@ def test_the_newest_run_comes_first(tmp_path):
 
 def test_the_start_is_found_in_a_long_file_of_events(tmp_path):
     make_run(tmp_path, "a").release()
+    events = tmp_path / "a" / "events.jsonl"
+    before = [{"time": 1.0, "type": kind} for kind in ("warning", "coordinator_started", "worker_started")]
+    events.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in before) + events.read_bytes())
     line = msgspec.json.encode({"time": 9e9, "type": "step", "step": 7, "text": "x" * 1000}) + b"\n"
-    with (tmp_path / "a" / "events.jsonl").open("ab") as file:
+    with events.open("ab") as file:
         file.write(line * 2000)
     (run,) = list_runs(tmp_path)
     assert (run.strategy, run.steps) == ("single", 7)
