@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,16 +137,22 @@ def _check_reported(events: Sequence[Event]) -> Iterator[str]:
 
 def _check_members(events: Sequence[Event]) -> Iterator[str]:
     """Members that commit a step together have the same, and the next generation continues with what the last had."""
-    known: dict[tuple[int, int], Event] = {}
+    known: dict[tuple[int, int, int], Event] = {}
+    # A generation may commit a step twice: when it is entered, and when it is evaluated and saved.
+    counts: Counter[tuple[int, int, int]] = Counter()
     handed: dict[int, Event] = {}  # the last commit of each step, as long as it can be continued from
     for event in events:
         if event["type"] == "generation":
+            if event["generation"] == 1:  # of a run that is resumed
+                known, counts = {}, Counter()
             handed = {step: commit for step, commit in handed.items() if step <= (event.get("step") or 0)}
         elif event["type"] == "run_started":
             handed = {}
         if event["type"] != "commit" or not event.get("digest"):
             continue
-        first = known.setdefault(_at(event), event)
+        own = (event.get("worker", 0), *_at(event))
+        counts[own] += 1
+        first = known.setdefault((*_at(event), counts[own]), event)
         if parts := _differing(first, event):
             yield (
                 f"at step {event['step']} worker {event.get('worker', 0)} differs in {', '.join(parts)} "

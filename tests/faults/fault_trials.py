@@ -148,12 +148,20 @@ class Scenario(NamedTuple):
 
 
 class Walker:
-    """Tries faults on one job. `job` is the text of its file; `scenarios` are told apart by name."""
+    """Tries faults on one job. `job` is the text of its file, `module` that of a file parts.py beside it, which it may
+    use; `scenarios` are told apart by name.
+    """
 
     def __init__(
-        self, server: WarmServer, folder: Path, strategy: str, job: str, scenarios: Mapping[str, Scenario]
+        self,
+        server: WarmServer,
+        folder: Path,
+        strategy: str,
+        job: str,
+        scenarios: Mapping[str, Scenario],
+        module: str = "",
     ) -> None:
-        self._server, self._folder, self._strategy, self._job = server, folder, strategy, job
+        self._server, self._folder, self._strategy, self._job, self._module = server, folder, strategy, job, module
         self._scenarios = scenarios
         self._saved: dict[str, Path] = {}
         self.expected = self._observe()
@@ -235,6 +243,7 @@ class Walker:
             shutil.copytree(self._saved[scenario.resumes], folder / "run")
         scenario.prepare(folder)
         (folder / "job.toml").write_text(self._job)
+        (folder / "parts.py").write_text(self._module)
         environment = {**os.environ, "TMPDIR": str(temporary)} | fault_points.ask_for(folder / "faults", faults)
         resume = ["--resume"] if scenario.resumes else []
         process = self._train(folder, environment, [*resume, *_options(scenario)])

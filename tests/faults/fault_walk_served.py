@@ -26,7 +26,7 @@ from warm_launch import WarmServer
 
 JOB = """
 [model]
-use = "normed:Net"
+use = "parts:Net"
 [data]
 use = "synthetic"
 shape = [8]
@@ -66,15 +66,6 @@ class Net(nn.Sequential):
 STEP = "worker.computed"
 PAIR = "server-0*"
 HOLD = Fault(STEP, "worker-*", "hold", 9)  # 2 in each step
-
-
-class ServedWalker(Walker):
-    """Tries faults on the job above, whose model is in a file beside it."""
-
-    def _begin(self, folder: Path, scenario: Scenario, faults: tuple[Fault, ...]) -> Trial:
-        folder.mkdir(parents=True)
-        (folder / "normed.py").write_text(NET)
-        return super()._begin(folder, scenario, faults)
 
 
 def _hold_until(is_so: Callable[[Trial], object]) -> Callable[[Trial], None]:
@@ -314,7 +305,7 @@ WALK: dict[str, Walk] = {
 
 
 def make_walker(server: WarmServer, folder: Path) -> Walker:
-    return ServedWalker(server, folder, "parameter_server", JOB, SCENARIOS)
+    return Walker(server, folder, "parameter_server", JOB, SCENARIOS, NET)
 
 
 if __name__ == "__main__":

@@ -99,3 +99,16 @@ def test_updates_that_a_server_took_with_it_are_told() -> None:
         "updates": "20 lost: the weights are not those of an undisturbed run. "
         "Server 1 continued from step 50 at step 60 (and 1 more)"
     }
+
+
+def test_a_generation_may_commit_a_step_when_it_is_entered_and_when_it_is_saved() -> None:
+    entered = [commit(6, 0, 2), commit(6, 1, 2)]
+    saved = [commit(6, worker, 2, other={"progress": "evaluated"}) for worker in (1, 0)]
+    assert problems([*SOUND, *entered, *saved]) == {}
+    other = commit(6, 0, 2, other={"progress": "not evaluated"})
+    assert problems([*SOUND, *entered, saved[0], other]) == {
+        "members": "at step 6 worker 0 differs in progress from worker 1"
+    }
+    # A run that is resumed begins with generation 1 again.
+    again = [generation(1), {**STARTED, "start_step": 4}, commit(4, 1, other={"progress": "closed"})]
+    assert "members" not in problems([generation(1), STARTED, commit(4), {"type": "checkpoint", "step": 4}, *again])
