@@ -51,8 +51,9 @@ def test_every_point_is_walked() -> None:
 
 
 @pytest.mark.timeout(900)
-def test_killed_once_at_each_point(walked: Walked) -> None:
-    walked.check(walk_all(walked.walker, sample()))
+def test_killed_at_some_points(walked: Walked) -> None:
+    """Every fourth point, for it to take a minute; `make test-long` walks all of them."""
+    walked.check(walk_all(walked.walker, sample()[::4]))
 
 
 @pytest.mark.long

@@ -24,8 +24,9 @@ def walked(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 
 @pytest.mark.timeout(900)
-def test_killed_once_at_each_point(walked: Walked) -> None:
-    walked.check(walk_all(walked.walker, sample(WALK)))
+def test_killed_at_some_points(walked: Walked) -> None:
+    """Every sixth point, for it to take a minute; `make test-long` walks all of them."""
+    walked.check(walk_all(walked.walker, sample(WALK)[::6]))
 
 
 @pytest.mark.long
