@@ -72,6 +72,7 @@ class GrowingSource:
         self.input_shape = tuple(example.inputs.shape[1:])
         self.example = example
         self.num_classes = num_classes
+        self.ignored: int | None = None  # a label that the loss does not count
         self.what = what
         self._open_feed = open_feed
 
@@ -90,15 +91,16 @@ class GrowingSource:
         if kind != self.example.targets.is_floating_point():
             raise DataError(f"the targets of {what} are {'fractions' if kind else 'classes'}, those before were not")
         if self.num_classes is not None and not kind:
-            check_classes(batch.targets, self.num_classes, what)
+            check_classes(batch.targets, self.num_classes, what, ignored=self.ignored)
         return batch
 
 
-def folder(root: str, num_classes: int | None = None) -> Splits:
+def folder(root: str, num_classes: int | None = None, ignored: int | None = None) -> Splits:
     """Return the growing set of the files that appear in `root`.
 
     Each is an .npz or .safetensors file with the arrays x and y (or inputs and targets), samples first. `num_classes`
-    is needed where targets are classes: those of files to come are not known.
+    is needed where targets are classes: those of files to come are not known. `ignored` is a label that the loss does
+    not count.
     """
     path = Path(root)
     if not path.is_dir():
@@ -111,6 +113,7 @@ def folder(root: str, num_classes: int | None = None) -> Splits:
         raise DataError(f"the targets in {path / first} are classes: set data.num_classes, for more may come")
     few = Batch(example.inputs[:2], example.targets[:2])
     source = GrowingSource(lambda source, place: FolderFeed(path, source, place), few, num_classes, str(path))
+    source.ignored = ignored
     source.check(example, str(path / first))
     return Splits(source, None, source.input_shape, num_classes, "folder")
 
@@ -238,7 +241,7 @@ class IterableFeed:
             self._news.notify_all()
         names = range(self.place.samples, self.place.samples + num_samples)
         self.place = Place(self.place.samples + num_samples)
-        batch = stacked(pairs, names, self._source.what, self._source.num_classes)
+        batch = stacked(pairs, names, self._source.what, self._source.num_classes, self._source.ignored)
         return self._source.check(batch, f"sample {names[0]} and those after it of {self._source.what}")
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from cordee.core.errors import CordeeError, DataError, JobError
 from cordee.core.settings import Data
 from cordee.data.builtin import BUILTIN_DATA
 from cordee.data.datasets import IterableSource
-from cordee.data.growing import GrowingSource, endless
+from cordee.data.growing import GrowingSource, endless, folder
 from cordee.data.source import Splits
 from cordee.data.subset import cut_splits
 from cordee.data.things import is_data, splits_of
@@ -29,11 +29,11 @@ def load_data(data: Data, *, seed: int, python_path: Sequence[str] = (), ignored
     Raises JobError for a setting that is wrong, DataError for data that is missing, damaged or unfit.
     """
     name = data.use if isinstance(data.use, str) else name_of(data.use)
-    splits = _as_growing(splits_of(_make(data, name, seed, python_path), name, ignored), data)
+    splits = _as_growing(splits_of(_make(data, name, seed, python_path, ignored), name, ignored), data, ignored)
     return cut_splits(splits, data, seed)
 
 
-def _as_growing(splits: Splits, data: Data) -> Splits:
+def _as_growing(splits: Splits, data: Data, ignored: int | None) -> Splits:
     """Return the splits with an endless iterable as a growing set; JobError for settings that do not fit such a set."""
     if data.online and isinstance(splits.train, IterableSource):
         stream = splits.train
@@ -49,6 +49,7 @@ def _as_growing(splits: Splits, data: Data) -> Splits:
                 f"data.holdout = {data.holdout} is for data that grows: set data.test_fraction = {data.holdout} instead"
             )
         return splits
+    splits.train.ignored = ignored
     for key, off in (("train_limit", None), ("test_fraction", 0.0), ("processes", 0)):
         if getattr(data, key) != off:
             raise JobError(f"data.{key} = {getattr(data, key)} has no meaning for data that grows: remove it")
@@ -57,7 +58,7 @@ def _as_growing(splits: Splits, data: Data) -> Splits:
     return splits
 
 
-def _make(data: Data, name: str, seed: int, python_path: Sequence[str]) -> Any:
+def _make(data: Data, name: str, seed: int, python_path: Sequence[str], ignored: int | None) -> Any:
     if is_data(data.use):
         if data.args:
             raise JobError(
@@ -66,7 +67,10 @@ def _make(data: Data, name: str, seed: int, python_path: Sequence[str]) -> Any:
             )
         return data.use
     make = resolve("data", data.use, BUILTIN_DATA, python_path=python_path)
-    bound = bind("data", make, data.args, {"seed": seed, "normalize": data.normalize})
+    provided: dict[str, Any] = {"seed": seed, "normalize": data.normalize}
+    if make is folder:
+        provided["ignored"] = ignored
+    bound = bind("data", make, data.args, provided)
     try:
         return bound()
     except CordeeError:

@@ -92,7 +92,7 @@ def _stream_batches(source: IterableSource, plan: StreamPlan) -> Generator[Place
                     part = Batch(source.example.inputs[:0], source.example.targets[:0])
                 else:
                     names = range(first, first + stop - start)
-                    part = stacked(samples[start:stop], names, source.what, source.num_classes)
+                    part = stacked(samples[start:stop], names, source.what, source.num_classes, source.ignored)
                 yield PlacedBatch(first, *part)
             batch += 1
     finally:

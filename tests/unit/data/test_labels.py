@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from cordee.core.errors import DataError
 from cordee.core.settings import Data
-from cordee.data import Splits, load_data
+from cordee.core.shards import Shards
+from cordee.data import GrowingSource, Place, Splits, load_data
+from cordee.data.datasets import IterableSource
+from cordee.data.reading import StreamPlan, read_stream
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
@@ -82,3 +90,45 @@ def test_samples_of_another_shape_are_named() -> None:
     source = load(Unequal([0, 1, 2] * 2)).train
     with pytest.raises(DataError, match=r"sample 0 is .*\(3, 8, 8\).*, sample 4 is .*\(3, 9, 9\).*: .*resize"):
         source.gather(torch.arange(6))
+
+
+class Flowing(IterableDataset[tuple[Tensor, int]]):
+    num_classes = 3
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        return iter([(X[0], 0), (X[1], -100), (X[2], 2)])
+
+
+def test_labels_that_the_loss_ignores_may_come_in_a_stream() -> None:
+    stream = load(Flowing(), ignored=-100).train
+    assert isinstance(stream, IterableSource)
+    plan = StreamPlan(0, 0, 0, 3, Shards(0, 1, 1))
+    (batch,) = read_stream(stream, plan, processes=0, ahead=1)
+    assert batch.targets.tolist() == [0, -100, 2]
+    stream.ignored = None
+    with pytest.raises(DataError, match=r"the label at position 1 is -100, but labels must be from 0 to 2"):
+        list(read_stream(stream, plan, processes=0, ahead=1))
+
+
+@pytest.mark.parametrize("ignored", [-100, None])
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_labels_that_the_loss_ignores_may_come_in_data_that_grows(
+    is_folder: bool, ignored: int | None, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "0.npz", x=X[:3].numpy(), y=np.array([0, -100, 2]))
+    args = {"root": str(tmp_path), "num_classes": 3}
+    data = Data(use="folder", args=args) if is_folder else Data(use=Flowing(), online=True)
+
+    def take() -> list[int]:
+        source = load_data(data, seed=0, ignored=ignored).train
+        assert isinstance(source, GrowingSource)
+        with contextlib.closing(source.open(Place())) as feed:
+            while feed.poll(3) < 3:
+                time.sleep(0.01)
+            return feed.take(3).targets.tolist()
+
+    if ignored is None:
+        with pytest.raises(DataError, match=r"the label at position 1 is -100, but labels must be from 0 to 2"):
+            take()
+    else:
+        assert take() == [0, -100, 2]
