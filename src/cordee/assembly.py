@@ -25,7 +25,7 @@ from cordee.compute import (
     make_schedule,
     share_threads,
 )
-from cordee.compute.losses import find_uneven_parts
+from cordee.compute.losses import ADVICE, find_uneven_parts
 from cordee.compute.memory import keep_freed
 from cordee.core import Batch, Job
 from cordee.core.components import bind, name_of, resolve
@@ -420,13 +420,7 @@ def _check_parts(
         what = f"the loss {loss.name!r} of a batch is not the mean of those of its parts: {found}"
         if needs.cuts_batches or job.training.accumulate > 1:
             how = "training.accumulate" if job.training.accumulate > 1 else f"strategy '{job.strategy.name}'"
-            raise JobError(
-                f"{what}. With {how} a batch is computed in parts, so the loss must say what it is the mean over. Give "
-                "it an attribute count, a function of the targets: for class weights loss.count = lambda targets: "
-                "weight[targets].sum(), for a label that is ignored loss.count = lambda targets: "
-                "(targets != ignored).sum(). 'cross_entropy' has weight and ignore_index of its own. A sum must be "
-                "made a mean (reduction = 'mean')"
-            )
+            raise JobError(f"{what}. With {how} a batch is computed in parts. {ADVICE}")
         return f"{what}; test_loss depends on evaluation.batch_size. Give the loss an attribute count if it is a mean"
     return None
 

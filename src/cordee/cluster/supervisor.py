@@ -22,6 +22,7 @@ import msgspec
 
 from cordee.cluster.control import remove_control
 from cordee.cluster.errands import (
+    Alive,
     Emit,
     Ended,
     Errand,
@@ -65,6 +66,7 @@ class Supervisor:
         self._should_stop = should_stop
         self._failure_timeout_s = failure_timeout_s
         self._post: Post | None = None
+        self._is_up = False  # the coordinator has said again what the one before it wanted, and may hear reports
         self._reports: dict[int, list[Report]] = {}  # what is known of the newest process of each number
         self._num_done = 0  # errands
         self._deaths: deque[float] = deque(maxlen=MOST_DEATHS)
@@ -141,7 +143,15 @@ class Supervisor:
         connection, _ = listener.accept()
         self._post = Post(connection, ToLauncher)
         self._heard_s = time.monotonic()
-        self._is_stop_told = False
+        self._is_stop_told = self._is_up = False
+
+    def _bring_up_to_date(self) -> None:
+        """Tell a new coordinator what is known of its processes.
+
+        Only after the errands that it repeats: of a worker that one of them replaces, the old process is known until
+        then, and its end would be taken for the loss of the new one.
+        """
+        self._is_up = True
         for reports in list(self._reports.values()):
             for report in reports:
                 self._tell(report)
@@ -167,6 +177,8 @@ class Supervisor:
                         self._unjournalled = problem
                         note = f"{problem}: if the coordinator dies now, the run ends with it; training goes on"
                         self._monitor.emit("warning", message=note)
+                    case Alive() if not self._is_up:
+                        self._bring_up_to_date()
                     case Ended():
                         reach("supervisor.ended")
                         self._ended = message
@@ -196,7 +208,8 @@ class Supervisor:
         if report.index != COORDINATOR:
             known = self._reports.get(report.index, [])
             self._reports[report.index] = [report] if isinstance(report, Started) else [*known, report]
-            self._tell(report)
+            if self._is_up:
+                self._tell(report)
         elif isinstance(report, Started):
             self._monitor.emit("coordinator_started", pid=report.pid)
         else:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cordee.compute.losses import LossFunction
+from cordee.compute.losses import LossFunction, require_even_parts
 from cordee.core.batch import Batch
 
 
@@ -97,12 +97,14 @@ class Computation:
         *,
         total_count: float,
         measure: bool,
+        is_share: bool = False,
         join: Callable[[Tensor], None] | None = None,
     ) -> Loss:
         """Add the gradient of the mean loss over `total_count` to the parameters' gradients.
 
         `parts` may be only some of what is counted (the others being computed elsewhere): each is weighted by its
-        count, so the sum over everybody's parts is the gradient of the whole batch. Returns the loss of these
+        count, so the sum over everybody's parts is the gradient of the whole batch; `is_share` says so where
+        `total_count` is that of these parts alone. Returns the loss of these
         parts alone, as a mean over their own items. Empty parts are passed over. Models that communicate inside
         need as many passes on every worker: `join` makes one for an empty part, given its inputs.
         """
@@ -117,7 +119,9 @@ class Computation:
             with self.autocast():
                 outputs = model(inputs)
                 loss = self.loss.mean(outputs, targets)
-            part_count = self.loss.count(targets)
+                part_count = self.loss.count(targets)
+                if is_share or part_count != total_count:
+                    require_even_parts(self.loss, outputs, targets)
             if part_count == 0:
                 if join is not None:
                     (outputs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 A loss here is the *mean* over what it counts (samples, or tokens, each with its weight), together with how much it
 counted. The count is what makes gradient accumulation and unequal workers equal to the whole batch: parts are weighted
 by it, never averaged as if they were alike. A loss of the user's own may say what it counts; what it does not say is
-assumed, and `find_uneven_parts` tries whether that is right.
+assumed, and tried: by `find_uneven_parts` before training, and by `require_even_parts` on every part of a batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cordee.core.components import Use, bind, construct, name_of, resolve
-from cordee.core.errors import JobError
+from cordee.core.errors import JobError, TrainingError
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class LossFunction:
     count: Callable[[Tensor], float]
     ignored: int | None = None  # a label that neither the mean nor the accuracy takes in
     name: str = ""  # of a loss of the user's own
+    is_assumed: bool = False  # what the loss counts is not known: that it counts samples, or labels, is assumed
 
     def num_items(self, targets: Tensor) -> int:
         """Return how many labels an accuracy is over."""
@@ -141,7 +142,7 @@ def _own_loss(
     elif made in (F.cross_entropy, F.nll_loss):
         weights, ignored = settings.get("weight"), int(settings.get("ignore_index", -100))
     else:
-        return LossFunction(mean, count_items, None, _name(part))
+        return LossFunction(mean, count_items, None, _name(part), is_assumed=True)
     return LossFunction(mean, functools.partial(count_classes, weights, ignored), ignored, _name(part))
 
 
@@ -172,22 +173,53 @@ def find_uneven_parts(loss: LossFunction, outputs: Tensor, targets: Tensor) -> s
 
     Local, and without an effect: random numbers and the state of a loss that is a module are put back.
     """
-    with contextlib.suppress(Exception):  # what cannot be copied is tried itself
-        loss = copy.deepcopy(loss)
+    size = len(targets)
+    return _find_uneven(loss, outputs, targets, sorted({1, size // 3, size // 2} - {0, size}))
+
+
+@torch.no_grad()
+def require_even_parts(loss: LossFunction, outputs: Tensor, targets: Tensor) -> None:
+    """Raise TrainingError if what a loss counts is assumed, and wrong for this part of a batch.
+
+    Labels that a loss leaves out may be rare, so every part is tried: its first sample and the others against all of
+    it, which differ by whatever is not counted. For where a batch is computed in parts.
+    """
+    if not loss.is_assumed or len(targets) < 2:
+        return
+    if (found := _find_uneven(loss, outputs.detach(), targets, [1])) is not None:
+        what = f"the loss {loss.name!r} of a part of a batch is not the mean of those of its own parts: {found}"
+        raise TrainingError(f"{what}. {ADVICE}")
+
+
+ADVICE = (
+    "So the loss must say what it is the mean over. Give it an attribute count, a function of the targets: for class "
+    "weights loss.count = lambda targets: weight[targets].sum(), for a label that is ignored "
+    "loss.count = lambda targets: (targets != ignored).sum(). 'cross_entropy' has weight and ignore_index of its own. "
+    "A sum must be made a mean (reduction = 'mean')"
+)
+
+
+def _find_uneven(loss: LossFunction, outputs: Tensor, targets: Tensor, cuts: Sequence[int]) -> str | None:
+    if not inspect.isroutine(getattr(loss.mean, "func", loss.mean)):  # an object, which computing may change
+        with contextlib.suppress(Exception):  # what cannot be copied is tried itself
+            loss = copy.deepcopy(loss)
     random_state = torch.get_rng_state()
     size = len(targets)
     try:
         whole, total = loss.mean(outputs, targets), loss.count(targets)
         if not total or not torch.isfinite(whole):
             return None
-        for cut in sorted({1, size // 3, size // 2} - {0, size}):
+        # Sums of single precision in another order differ by about 1e-6.
+        precision = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 3e-2
+        for cut in cuts:
             parts = [(outputs[:cut], targets[:cut]), (outputs[cut:], targets[cut:])]
             counts = [loss.count(part) for _, part in parts]
             means = [float(loss.mean(*part)) if count else 0.0 for part, count in zip(parts, counts, strict=True)]
             joined = sum(mean * count for mean, count in zip(means, counts, strict=True)) / max(sum(counts), 1e-30)
             largest = max(abs(float(whole)), *map(abs, means))
-            # Sums of single precision in another order differ by about 1e-6.
-            if not abs(joined - float(whole)) <= 1e-4 * largest + 1e-9:
+            if not abs(joined - float(whole)) <= precision * largest + 1e-9:
+                if float(loss.mean(outputs, targets)) != float(whole):
+                    return None  # it draws random numbers: two losses of the same samples differ as well
                 return (
                     f"{size} samples give {float(whole):.6g}, the first {cut} and the other {size - cut}, weighted by "
                     f"what they count ({counts[0]:g} and {counts[1]:g}), {joined:.6g}"

@@ -251,7 +251,9 @@ class WorkLoop:
                 self._watch.expect(outputs)
             return outputs
 
-        loss = parts.computation.forward_backward(forward, pieces, total_count=total, measure=measure)
+        loss = parts.computation.forward_backward(
+            forward, pieces, total_count=total, measure=measure, is_share=work.num_shares > 1
+        )
         if not math.isfinite(loss.mean) and (found := find_unsound(batch)):
             row, part = found
             number = parts.train.numbers_at(work.epoch, start, stop)[row]

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cordee.compute import make_loss
-from cordee.compute.losses import find_uneven_parts
+from cordee.compute.losses import find_uneven_parts, require_even_parts
 from cordee.core import Use
-from cordee.core.errors import JobError
+from cordee.core.errors import JobError, TrainingError
 
 LOGITS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.5, 3.0]])
 NUMBERS = torch.tensor([1.0, 2.0, 4.0])
@@ -225,3 +225,48 @@ def test_a_count_below_zero_is_refused() -> None:
 def test_an_accuracy_is_over_labels_whatever_they_weigh() -> None:
     loss = make_loss(Use("cross_entropy", weight=[3.0, 1.0, 0.25], ignore_index=0))
     assert loss.num_items(LABELS) == 3
+
+
+# What is assumed is tried on every part ---------------------------------------------------------------------
+
+
+def masked(outputs: Tensor, targets: Tensor) -> Tensor:
+    return ((outputs - targets)[targets != -9] ** 2).mean()
+
+
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_a_label_that_a_loss_leaves_out_is_found_when_it_first_comes(place: int) -> None:
+    loss = make_loss(Use(masked))
+    outputs, targets = torch.randn(8, 3), torch.randn(8, 3)
+    require_even_parts(loss, outputs, targets)
+    targets[place, 1] = -9
+    with pytest.raises(TrainingError, match=r"is not the mean of those of its own parts.*attribute count"):
+        require_even_parts(loss, outputs, targets)
+
+
+def test_losses_that_say_what_they_count_and_random_ones_are_not_refused() -> None:
+    outputs, targets = torch.randn(8, 3), torch.randint(3, (8,))
+
+    def noisy(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs + 0.1 * torch.randn_like(outputs), targets)
+
+    loss = make_loss(Use(noisy))
+    assert find_uneven_parts(loss, outputs, targets) is None
+    state = torch.get_rng_state()
+    require_even_parts(loss, outputs, targets)
+    assert torch.equal(torch.get_rng_state(), state)
+    said = make_loss(Use(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))))
+    require_even_parts(said, outputs, targets)
+
+
+def test_a_loss_that_keeps_something_is_not_changed_by_being_tried() -> None:
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            self.calls += 1
+            return F.mse_loss(outputs, targets)
+
+    made = Counting()
+    require_even_parts(make_loss(Use(made)), torch.randn(4, 2), torch.randn(4, 2))
+    assert made.calls == 0

@@ -17,6 +17,7 @@ from cordee.cluster import Team
 from cordee.communication.exchange import broadcast
 from cordee.compute import Computation, Loss, OptimizerRecipe
 from cordee.compute.computation import count_correct
+from cordee.compute.losses import require_even_parts
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, ModelError
 from cordee.core.seeds import derive_seed
@@ -235,6 +236,8 @@ class Pipeline(SplitModel):
             return outputs.sum() * 0.0
         with self._computation.autocast():
             loss = self._computation.loss.mean(outputs, targets)
+            if count != self._loss_divisor:
+                require_even_parts(self._computation.loss, outputs, targets)
         self._loss_sum += loss.item() * count
         if self._measures:
             self._num_correct += count_correct(outputs, targets, ignored=self._computation.loss.ignored)
