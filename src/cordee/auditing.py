@@ -4,29 +4,141 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from cordee.core.errors import RunDirectoryError
 from cordee.doctor import Finding
-from cordee.monitoring import read_events
+from cordee.monitoring import read_lines
 from cordee.monitoring.run_directory import EVENTS_FILE
 
 Event = Mapping[str, Any]
 VERDICTS = ("the run is sound", "wrong with this run")
 SERVED = ("parameter_server",)
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class RunStarted(msgspec.Struct):
+    strategy: str
+    start_step: Count = 0
+    train_samples: Count | None = None
+    batch_size: Count | None = None
+
+
+class Generation(msgspec.Struct):
+    generation: Count
+    step: Count | None = None
+
+
+class Commit(msgspec.Struct):
+    """Of a worker of a team, which belongs to a generation, or of parameter servers."""
+
+    step: Count
+    epoch: Count
+    batch: Count
+    samples: Count
+    worker: Count | None = None
+    generation: Count | None = None
+    digest: dict[str, str] | None = None
+    weights_sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.generation is None and (self.worker is not None or self.weights_sha256 is None):
+            raise ValueError("Object missing required field `generation`")
+
+
+class Step(msgspec.Struct):
+    step: Count
+    samples: Count
+
+
+class Saved(msgspec.Struct):
+    step: Count
+
+
+class Recovery(msgspec.Struct):
+    seconds: float
+    steps_redone: Count = 0
+    lost: list[Count] | str = ""
+
+
+class UpdatesLost(msgspec.Struct):
+    server: Count
+    updates: Count
+    step: Count
+    from_step: Count
+
+
+class RunEnded(msgspec.Struct):
+    status: str
+    steps: Count = 0
+
+
+# What the audit uses, and what it must have.
+SHAPES: Mapping[str, type[msgspec.Struct]] = {
+    "run_started": RunStarted,
+    "generation": Generation,
+    "commit": Commit,
+    "step": Step,
+    "checkpoint": Saved,
+    "recovery": Recovery,
+    "updates_lost": UpdatesLost,
+    "run_ended": RunEnded,
+}
 
 
 def audit_run(folder: Path) -> list[Finding]:
-    """Return what the events of a run say about it. Raises RunDirectoryError where there are none."""
+    """Return what the events of a run say about it. Raises RunDirectoryError where there are none to be read."""
     path = folder / EVENTS_FILE
     if not path.exists():
         raise RunDirectoryError(f"{folder} has no {EVENTS_FILE}: it is not a run directory")
-    return audit(list(read_events(path)))
+    lines, is_cut = read_lines(path)
+    return audit(lines, is_cut=is_cut)
 
 
-def audit(events: Sequence[Event]) -> list[Finding]:
-    """Return one finding for each property. Pure."""
+def audit(lines: Sequence[Event | None], *, is_cut: bool = False) -> list[Finding]:
+    """Return one finding for each property. Pure.
+
+    A line that could not be read is None; with `is_cut` a last one followed that was not finished.
+    """
+    events: list[Event] = []
+    damaged: list[tuple[int, str]] = []
+    for number, event in enumerate(lines, 1):
+        if (why := _find_damage(event)) is None and event is not None:
+            events.append(event)
+        else:
+            damaged.append((number, str(why)))
+    return [_describe_lines(len(lines), damaged, is_cut=is_cut), *_audit(events)]
+
+
+def _find_damage(event: Event | None) -> str | None:
+    if event is None:
+        return "it is no JSON object with a type"
+    shape = SHAPES.get(event["type"])
+    if shape is None:
+        return None
+    try:
+        msgspec.convert(event, shape)
+    except msgspec.ValidationError as error:
+        return f"{event['type']}: {error}"
+    return None
+
+
+def _describe_lines(num_lines: int, damaged: Sequence[tuple[int, str]], *, is_cut: bool) -> Finding:
+    if damaged:
+        (first, why), num = damaged[0], len(damaged)
+        lines = "1 line" if num == 1 else f"{num} lines"
+        detail = f"{lines} of {EVENTS_FILE} cannot be read, the first is line {first} ({why})"
+        return Finding("events", "problem", detail, "what these lines said is not checked; restore the file if you can")
+    if is_cut:
+        return Finding("events", "note", f"the last line of {EVENTS_FILE} is not finished: its writer was killed")
+    return Finding("events", "ok", f"all {num_lines} can be read")
+
+
+def _audit(events: Sequence[Event]) -> list[Finding]:
     started = next((event for event in events if event["type"] == "run_started"), None)
     if started is None:
         return [Finding("run", "problem", "it never began to train", "look into its logs")]
@@ -34,9 +146,8 @@ def audit(events: Sequence[Event]) -> list[Finding]:
     if started.get("strategy") in SERVED:  # its workers come and go without a team that would be formed anew
         return [
             _finding("steps", _check_steps(events), f"{_last_step(events)} committed, in order"),
-            _finding(
-                "samples", _check_samples(events, started), f"each counted once per epoch, at {len(commits)} commits"
-            ),
+            _samples(events, started),
+            *_commits(events, commits),
             _finding("work", _check_reported(events), "each step reported once"),
             _updates(events),
             _losses(events),
@@ -44,8 +155,13 @@ def audit(events: Sequence[Event]) -> list[Finding]:
     return [
         _finding("generations", _check_generations(events), f"{_count(events, 'generation')} formed, none overlap"),
         _finding("steps", _check_steps(events), f"{_last_step(events)} committed, in order"),
-        _finding("samples", _check_samples(events, started), f"each counted once per epoch, at {len(commits)} commits"),
-        _finding("members", _check_members(events), _describe_agreement(commits)),
+        _samples(events, started),
+        *_commits(events, commits),
+        *(
+            [_finding("members", chain(_check_parts(events), _check_members(events)), _describe_agreement(commits))]
+            if commits
+            else []
+        ),
         _losses(events),
     ]
 
@@ -56,6 +172,25 @@ def _finding(subject: str, problems: Iterable[str], fine: str) -> Finding:
         return Finding(subject, "ok", fine)
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return Finding(subject, "problem", found[0] + more, "please report it with the run's events.jsonl and logs")
+
+
+def _commits(events: Sequence[Event], commits: Sequence[Event]) -> list[Finding]:
+    """Without commits nothing says what the run had; after its end there must be some."""
+    if commits:
+        return []
+    ended = [event for event in events if event["type"] == "run_ended"]
+    num_steps = max(_last_step(events), *(event.get("steps", 0) for event in ended), 0)
+    if ended and num_steps:
+        detail = f"none is recorded, though the run ended after {num_steps} steps: nothing is known of what it had"
+        return [Finding("commits", "problem", detail, "a run that failed before its first checkpoint has none")]
+    return [Finding("commits", "note", "none is recorded so far: nothing is known of what the run had")]
+
+
+def _samples(events: Sequence[Event], started: Event) -> Finding:
+    if not started.get("train_samples") or not started.get("batch_size"):
+        return Finding("samples", "note", "not checked: how many an epoch has is not known")
+    places = f"{_count(events, 'commit')} commits and {_count(events, 'step')} reports"
+    return _finding("samples", _check_samples(events, started), f"each counted once per epoch, at {places}")
 
 
 def _check_generations(events: Sequence[Event]) -> Iterator[str]:
@@ -148,12 +283,16 @@ def _check_members(events: Sequence[Event]) -> Iterator[str]:
             handed = {step: commit for step, commit in handed.items() if step <= (event.get("step") or 0)}
         elif event["type"] == "run_started":
             handed = {}
-        if event["type"] != "commit" or not event.get("digest"):
+        if event["type"] != "commit":
+            continue
+        if not event.get("digest"):
+            if event.get("generation") is not None:
+                yield f"worker {event.get('worker') or 0} committed step {event['step']} without a digest"
             continue
         own = (event.get("worker", 0), *_at(event))
         counts[own] += 1
         first = known.setdefault((*_at(event), counts[own]), event)
-        if parts := _differing(first, event):
+        if parts := _differing(first, event) + sorted(first["digest"].keys() - event["digest"].keys()):
             yield (
                 f"at step {event['step']} worker {event.get('worker', 0)} differs in {', '.join(parts)} "
                 f"from worker {first.get('worker', 0)}"
@@ -165,6 +304,33 @@ def _check_members(events: Sequence[Event]) -> Iterator[str]:
             yield (
                 f"generation {event['generation']} continues from step {event['step']} with another "
                 f"{', '.join(parts)} than generation {before['generation']} had"
+            )
+
+
+def _check_parts(events: Sequence[Event]) -> Iterator[str]:
+    """What one commit has a digest of, all have that were made since the run was started or resumed.
+
+    Where each worker has a part of the optimizer, the model is whole, and has a digest, only where it is saved.
+    """
+    commits: list[Event] = []
+    for event in events:
+        is_first = event["type"] == "generation" and event["generation"] == 1
+        if is_first or (event["type"] == "run_started" and event["strategy"] == "single"):  # which has no generations
+            yield from _find_incomplete(commits)
+            commits = []
+        elif event["type"] == "commit" and event.get("digest"):
+            commits.append(event)
+    yield from _find_incomplete(commits)
+
+
+def _find_incomplete(commits: Sequence[Event]) -> Iterator[str]:
+    every: set[str] = set().union(*(commit["digest"] for commit in commits))
+    for commit in commits:
+        missing = every - commit["digest"].keys()
+        if missing and ("optimizer" in every or commit["digest"].keys() != {"progress"}):
+            yield (
+                f"worker {commit.get('worker') or 0} committed step {commit['step']} without a digest of "
+                f"{', '.join(sorted(missing))}, which others have"
             )
 
 
@@ -216,6 +382,8 @@ def _whole_losses(events: Sequence[Event]) -> list[Event]:
 
 
 def _describe_agreement(commits: Sequence[Event]) -> str:
+    if not commits:
+        return "not compared so far"
     parts = {part for commit in commits for part in commit.get("digest") or ()}
     named = [part for part in ("model", "buffers", "optimizer", "progress") if part in parts]
     return f"agree on {', '.join(named) or 'nothing that was recorded'} at {len({_at(c) for c in commits})} places"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cordee.auditing import audit
+from cordee.auditing import audit, audit_run
+from cordee.core.errors import RunDirectoryError
 
 STARTED = {"type": "run_started", "strategy": "data_parallel", "train_samples": 10, "batch_size": 4}
 
@@ -112,3 +116,86 @@ def test_a_generation_may_commit_a_step_when_it_is_entered_and_when_it_is_saved(
     # A run that is resumed begins with generation 1 again.
     again = [generation(1), {**STARTED, "start_step": 4}, commit(4, 1, other={"progress": "closed"})]
     assert "members" not in problems([generation(1), STARTED, commit(4), {"type": "checkpoint", "step": 4}, *again])
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        None,
+        {"type": "step", "x": "a"},
+        {"type": "step", "step": 1, "samples": "4"},
+        {"type": "commit", "step": -1, "worker": None},
+        {**commit(5, 1, 2), "worker": [1]},
+        {**commit(5, 1, 2), "digest": {"model": 3}},
+        {**commit(5, 1, 2), "samples": 10**30},
+        {name: value for name, value in commit(5, 1, 2).items() if name != "generation"},
+        {"type": "generation", "generation": None},
+        {"type": "run_started", "strategy": ["data_parallel"]},
+        {"type": "checkpoint"},
+        {"type": "recovery", "lost": [1]},
+        {"type": "updates_lost", "server": 1},
+        {"type": "run_ended", "steps": 3},
+    ],
+)
+def test_events_that_are_damaged_are_told(damaged: dict[str, Any] | None) -> None:
+    found = problems([*SOUND, damaged, damaged, commit(5, 1, 2)])  # type: ignore[list-item]
+    assert list(found) == ["events"]
+    assert found["events"].startswith("2 lines of events.jsonl cannot be read, the first is line 9 (")
+
+
+@pytest.mark.parametrize(
+    ("line", "state", "message"),
+    [
+        (b"\0" * 5000 + b"\n", "problem", "1 line of events.jsonl cannot be read, the first is line 9"),
+        (b'{"type":"st\n', "problem", "1 line of events.jsonl cannot be read, the first is line 9"),
+        (b"[" * 200_000 + b"]" * 200_000 + b"\n", "problem", "1 line of events.jsonl cannot be read"),
+        (b'{"step":1}\n', "problem", "1 line of events.jsonl cannot be read"),
+        (b'{"type":"st', "note", "the last line of events.jsonl is not finished"),
+        (b'{"type":"warning"}', "ok", "all 9 can be read"),
+    ],
+)
+def test_lines_that_cannot_be_read_are_told(tmp_path: Path, line: bytes, state: str, message: str) -> None:
+    sound = b"".join(json.dumps(event).encode() + b"\n" for event in SOUND)
+    (tmp_path / "events.jsonl").write_bytes(sound + line)
+    first, *others = audit_run(tmp_path)
+    assert (first.subject, first.state) == ("events", state)
+    assert first.detail.startswith(message)
+    assert {finding.state for finding in others} == {"ok"}
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.mkdir()
+    with pytest.raises(RunDirectoryError, match="not a regular file"):
+        audit_run(tmp_path)
+    path.rmdir()
+    os.mkfifo(path)
+    with pytest.raises(RunDirectoryError, match="not a regular file"):
+        audit_run(tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["single", "data_parallel", "parameter_server"])
+def test_a_run_that_ended_without_commits_is_not_sound(strategy: str) -> None:
+    events = [{**STARTED, "strategy": strategy}, {"type": "step", "step": 1, "samples": 4}]
+    assert {finding.state for finding in audit(events) if finding.subject == "commits"} == {"note"}
+    found = problems([*events, {"type": "run_ended", "status": "completed", "steps": 3}])
+    assert found == {"commits": "none is recorded, though the run ended after 3 steps: nothing is known of what it had"}
+
+
+def test_commits_without_what_others_have_are_found() -> None:
+    without = commit(6, 1, 2)
+    del without["digest"]
+    assert problems([*SOUND, without]) == {"members": "worker 1 committed step 6 without a digest"}
+    partly = commit(6, 1, 2)
+    del partly["digest"]["model"]
+    message = "worker 1 committed step 6 without a digest of model, which others have"
+    assert problems([*SOUND, partly]) == {"members": message}
+    # Where workers have parts of the model it is compared only where it is saved.
+    entered, saved = {"progress": "a"}, {"model": "b", "progress": "a"}
+    sharded = [generation(1), {**STARTED, "strategy": "sharded"}]
+    sharded += [commit(step, worker, digest=digest) for step, digest in ((0, entered), (4, saved)) for worker in (0, 1)]
+    assert problems(sharded) == {}
+    sharded[-1] = commit(4, 1, digest=entered)
+    assert problems(sharded) == {"members": "at step 4 worker 1 differs in model from worker 0"}
+    # A run may be resumed with another strategy.
+    assert problems([*sharded[:-2], generation(1), STARTED, commit(0), commit(0, 1)]) == {}

@@ -1,7 +1,7 @@
 """Events in, sinks out: progress on the screen, the run directory and what is in it."""
 
 from cordee.monitoring.events import Event, Monitor, Sink
-from cordee.monitoring.jsonl import JsonlSink, read_events
+from cordee.monitoring.jsonl import JsonlSink, read_events, read_lines
 from cordee.monitoring.logs import WorkerLog, setup_logging
 from cordee.monitoring.progress import ProgressSink
 from cordee.monitoring.report import render_result, render_runs
@@ -24,6 +24,7 @@ __all__ = [
     "list_runs",
     "new_run_path",
     "read_events",
+    "read_lines",
     "render_result",
     "render_runs",
     "setup_logging",

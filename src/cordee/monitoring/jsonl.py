@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
-from cordee.core.errors import StorageError
+from cordee.core.errors import RunDirectoryError, StorageError
 from cordee.monitoring.events import Event
 from cordee.monitoring.files import reason, to_json
 
@@ -54,9 +55,10 @@ class JsonlSink:
 def read_events(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the events in `path` in order, only those in the last `tail_bytes` if given.
 
-    Lines that are not whole (the last one of a run that is writing) are passed over.
+    Lines that are no events (the last one of a run that is writing) are passed over. Raises RunDirectoryError if
+    `path` is not a regular file.
     """
-    with path.open("rb") as file:
+    with _open_regular(path) as file:
         if tail_bytes is not None and file.seek(0, os.SEEK_END) > tail_bytes:
             file.seek(-tail_bytes, os.SEEK_END)
             file.readline()
@@ -68,12 +70,38 @@ def read_events(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[s
                 yield event
 
 
+def read_lines(path: Path) -> tuple[list[dict[str, Any] | None], bool]:
+    """Return what each line of `path` says, None for one that is no event, and whether the last one has no end.
+
+    An unfinished last line that is no event is not among them. Raises RunDirectoryError if `path` cannot be read or is
+    not a regular file.
+    """
+    events, line = [], b"\n"
+    try:
+        with _open_regular(path) as file:
+            for line in file:
+                events.append(_decode(line))
+    except OSError as error:
+        raise RunDirectoryError(f"cannot read {path}: {reason(error)}") from error
+    is_cut = not line.endswith(b"\n") and events[-1] is None
+    return (events[:-1] if is_cut else events), is_cut
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    # Opening a pipe would wait for somebody who writes.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise RunDirectoryError(f"{path} is not a regular file")
+
+
 def _decode(line: bytes) -> dict[str, Any] | None:
     try:
         event = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return event if isinstance(event, dict) else None
+    return event if isinstance(event, dict) and isinstance(event.get("type"), str) else None
 
 
 def _mend_last_line(descriptor: int) -> None:

@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cordee.core.errors import StorageError
-from cordee.monitoring import Event, JsonlSink, Monitor, read_events
+from cordee.core.errors import RunDirectoryError, StorageError
+from cordee.monitoring import Event, JsonlSink, Monitor, read_events, read_lines
 
 WHOLE = b'{"time":1.0,"type":"step","step":1}\n'
 
@@ -171,3 +171,22 @@ def test_a_deeply_nested_line_is_passed_over(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text("[" * 200_000 + "]" * 200_000 + '\n{"type": "step"}\n')
     assert list(read_events(path)) == [{"type": "step"}]
+
+
+def test_lines_that_are_no_events_are_kept_apart(tmp_path):
+    path = tmp_path / "events.jsonl"
+    event = {"time": 1.0, "type": "step", "step": 1}
+    path.write_bytes(WHOLE + b"\0\0\n" + b'{"step":1}\n' + WHOLE)
+    assert read_lines(path) == ([event, None, None, event], False)
+    path.write_bytes(WHOLE + WHOLE[:-5])
+    assert read_lines(path) == ([event], True)
+    path.write_bytes(b"")
+    assert read_lines(path) == ([], False)
+    assert list(read_events(path)) == []
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "events.jsonl")
+    for read in (read_events, read_lines):
+        with pytest.raises(RunDirectoryError, match="not a regular file"):
+            list(read(tmp_path / "events.jsonl"))
