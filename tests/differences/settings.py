@@ -142,7 +142,7 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "training.device": Changes("cuda", exit_code),
     "training.threads": Changes(2, started("threads")),
     "strategy.name": Elsewhere("differences/generator.py"),
-    "strategy.workers": Changes(3, started("workers"), ("data_parallel", "parameter_server", "sharded", "pipeline")),
+    "strategy.workers": Changes(3, started("workers"), ("data_parallel", "parameter_server", "sharded")),
     "cluster.failure_timeout": FAULTS,
     "cluster.max_restarts": FAULTS,
     "cluster.min_workers": FAULTS,

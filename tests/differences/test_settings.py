@@ -7,11 +7,10 @@ import pytest
 from differences.running import Runner
 from differences.settings import ALL, EFFECTS, TESTS_FOLDER, Changes, Elsewhere, accepting, known_settings, tables
 
-# What strategies that split a model have in common is one piece of code: `make test` looks at one of them.
-SELDOM = ("sharded", "tensor", "hybrid")
+# `make test` tries every setting alone and every strategy's own settings, `make test-long` all pairs.
 PAIRS = [
     pytest.param(
-        key, strategy, marks=[pytest.mark.long] if strategy in SELDOM and key.split(".")[0] not in SELDOM else []
+        key, strategy, marks=[pytest.mark.long] if strategy != "single" and key.split(".")[0] != strategy else []
     )
     for key, effect in EFFECTS.items()
     if isinstance(effect, Changes)
