@@ -20,7 +20,8 @@ from cordee.data import load_data
 def export_run(run: Path, outputs: Sequence[Path], *, step: int | None = None, takes_best: bool = False) -> list[Path]:
     """Write the weights of `run` to each of `outputs` (.safetensors, .pt, .onnx) and return their paths.
 
-    Takes the checkpoint of `step`, that of the best evaluation, or the newest whole one. Nothing of the run is changed.
+    Takes the checkpoint of `step`, that of the best evaluation, or the newest. Raises CheckpointError if that is
+    damaged: older weights are given only to those who ask for them. Nothing of the run is changed.
     """
     if not (run / "job.toml").is_file():
         raise RunDirectoryError(f"{run} is not a run directory: it has no job.toml")
@@ -31,8 +32,19 @@ def export_run(run: Path, outputs: Sequence[Path], *, step: int | None = None, t
     return [checkpoint.export(state, output, model=model, example=example) for output in outputs]
 
 
-def _best_step(run: Path) -> int:
+def _newest(run: Path) -> checkpoint.Loaded | None:
     loaded = checkpoint.load_newest(run / "checkpoints")
+    if loaded is not None and loaded.damaged:
+        path, reason = loaded.damaged[0]
+        whole = loaded.path.name.removeprefix("step-")
+        raise CheckpointError(
+            f"the newest checkpoint, {path}, is damaged ({reason}): --step {whole} is the newest whole"
+        )
+    return loaded
+
+
+def _best_step(run: Path) -> int:
+    loaded = _newest(run)
     step = loaded.state.values["progress"].get("best_step", -1) if loaded else -1
     if step < 0 or not Job.load(run / "job.toml").checkpoint.keep_best:
         raise RunDirectoryError(f"{run} has kept no best checkpoint: train with checkpoint.keep_best = true")
@@ -47,7 +59,7 @@ def _state(run: Path, step: int | None) -> State:
             kept = ", ".join(p.name for p in checkpoint.list_checkpoints(folder)) or "none"
             raise RunDirectoryError(f"{run} has no checkpoint of step {step} (it has: {kept})")
         return checkpoint.load(path)
-    loaded = checkpoint.load_newest(folder)
+    loaded = _newest(run)
     if loaded is None:
         raise CheckpointError(f"{run} has no checkpoint yet")
     return loaded.state

@@ -266,6 +266,17 @@ def test_a_resumed_job_is_the_one_recorded() -> None:
     assert Job.load("run/job.toml").training.epochs == 3
 
 
+def test_a_damaged_newest_checkpoint_is_not_exported_as_an_older_one(tmp_path: Path) -> None:
+    done = run(small_job(checkpoint={"every_steps": 2, "keep": 9}), tmp_path / "run")
+    older, newest = checkpoint.list_checkpoints(done.directory / "checkpoints")[-2:]
+    with (newest / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(CheckpointError, match=f"{newest.name}.* is damaged .*--step {older.name[5:]} is the newest"):
+        export_run(done.directory, [tmp_path / "model.safetensors"])
+    assert not (tmp_path / "model.safetensors").exists()
+    export_run(done.directory, [tmp_path / "model.safetensors"], step=int(older.name[5:]))
+
+
 # What is said before training -------------------------------------------------------------------------------
 
 
