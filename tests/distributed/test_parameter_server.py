@@ -257,3 +257,14 @@ def test_a_checkpoint_knows_what_was_measured_at_its_step(tmp_path: Path) -> Non
         for key in ("evaluated_at", "best_step", "patience"):
             assert together[key] == alone[key], (step, key)
         assert together["metrics"]["loss"] == alone["metrics"]["loss"]
+
+
+def test_a_resumed_run_continues_with_its_batch_norms(tmp_path: Path) -> None:
+    """Workers keep running means of their own; those of a resumed run, and of a replacement, begin with the run's."""
+    table: dict[str, Any] = {"model": {"use": "resnet", "depth": 20}, "strategy": served(1)}
+    table["data"] = {"use": "synthetic", "shape": [3, 8, 8], "num_classes": 3, "size": 150, "test_size": 40}
+    whole = go(tmp_path / "whole", **table)
+    go(tmp_path / "parts", **table, stop={"steps": 9})
+    parts = go(tmp_path / "parts", resume=True, **table)
+    assert parts.summary.weights_sha256 == whole.summary.weights_sha256
+    assert parts.summary.test_loss == whole.summary.test_loss

@@ -131,7 +131,8 @@ class ParameterService:
                 self._push_extras(call, pushed)
             case PullExtras(settles=settles):
                 self._settle_extras(settles)
-                return Extras(tuple(shard.agreed), ()), list(shard.agreed.values())
+                extras = shard.extras()
+                return Extras(tuple(extras), ()), list(extras.values())
             case Snapshot(piece=index, settles=settles, scale=scale):
                 state = shard.piece(index)
                 if state.waits_for(settles):
@@ -337,8 +338,7 @@ def _make_service(order: ProcessOrder, run_dir: Path) -> ParameterService:
 
     fixed = fixed_of(job)
     shard = ParameterShard(layout.of_server(order.index), values, parts.recipe, settings, fixed)
-    if fixed is not None:
-        shard.agreed = {name: value.clone() for name, value in parts.model.named_buffers()}
+    shard.agreed = {name: value.clone() for name, value in parts.model.named_buffers()}
     if saved is not None:
         for state in shard.pieces.values():
             load_piece(state, saved.state.part("optimizer"))

@@ -176,7 +176,7 @@ class WorkLoop:
             self._num_until_pull = self._settings.pull_every
         self._num_until_pull -= 1
         buffers = dict(self._model.named_buffers())
-        if buffers and self._fixed is not None:
+        if buffers and (self._fixed is not None or self._num_units == 1):  # else they are this worker's own
             self._client.pull_extras(buffers, work.settles)
         self._blamed = ""
         loss = self._compute(work)

@@ -91,6 +91,9 @@ class Losses:
         reach("losses.found")
         self._recoveries.take(loss, is_guest=record.is_guest)
         self._launcher.emit("worker_lost", worker=lost, step=membership.step, reason=loss.reason)
+        if record.state != "gone":  # another loss of this turn has started the whole team again
+            self._launcher.emit("warning", message=f"{loss.describe()}; it starts again with the team")
+            return
         is_replaced = not record.is_guest and self._recoveries.restarts.may_replace()
         if is_replaced and membership.is_elastic:
             self._staff.start(lost)

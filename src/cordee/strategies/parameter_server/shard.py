@@ -420,11 +420,12 @@ class ParameterShard:
         self.ages = list(plain["ages"])
 
     def extras(self) -> dict[str, Tensor]:
-        """Return the mean over the workers of each floating-point buffer; of others the newest worker's."""
-        if self._fixed is not None:
+        """Return the mean over the workers of each floating-point buffer; of others the newest worker's.
+
+        Before a worker has pushed any, they are those that the run starts from.
+        """
+        if self._fixed is not None or not self._extras:
             return self.agreed
-        if not self._extras:
-            return {}
         newest = max(self._extras.values(), key=lambda entry: entry[0])[1]
         workers = [self._extras[worker][1] for worker in sorted(self._extras)]
         averaged = {}
