@@ -167,14 +167,16 @@ class WarmServer:
 
 
 _shared: WarmServer | None = None
+_sharing = threading.Lock()
 
 
 def shared_server() -> WarmServer:
     """Return the server of this process, which `close_shared` ends."""
     global _shared
-    if _shared is None:
-        _shared = WarmServer()
-    return _shared
+    with _sharing:  # some tests run commands in threads
+        if _shared is None:
+            _shared = WarmServer()
+        return _shared
 
 
 def close_shared() -> None:
