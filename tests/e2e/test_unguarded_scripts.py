@@ -85,7 +85,7 @@ def test_what_workers_would_not_see_is_refused(workspace: Workspace) -> None:
     done = workspace.execute([BIN / "python", script])
     assert done.returncode == 1
     assert "uses 'SCALE', which functions or classes above use as well" in done.stderr
-    assert "put the calls and what is between them under if __name__ == '__main__':" in done.stderr
+    assert "give what changes between the calls as a setting, cordee.Use(Model, name=value)" in done.stderr
     assert len(runs(workspace.path)) == 1, "the first was right"
 
 

@@ -111,8 +111,9 @@ def refuse_what_workers_miss() -> None:
             first, line, name = found
             raise JobError(
                 f"{file}: line {line} uses {name!r}, which functions or classes above use as well, and workers import "
-                f"the script only up to its first call of cordee, at line {first}: put the calls and what is between "
-                "them under if __name__ == '__main__':"
+                f"the script only up to its first call of cordee, at line {first}: give what changes between "
+                "the calls as a setting, cordee.Use(Model, name=value), since workers do not see a changed global; if "
+                "nothing changes, put the calls under if __name__ == '__main__':"
             )
 
 
