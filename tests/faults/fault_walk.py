@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -437,6 +438,19 @@ def sample(walk: dict[str, Walk] = WALK) -> list[Case]:
     return list(first.values())
 
 
+def spread(chosen: Iterable[Case]) -> list[Case]:
+    """Order trials: each action at each point once, then each a second time, and so on; a walk that is broken off has
+    been everywhere.
+    """
+    seen: Counter[tuple[str, str]] = Counter()
+    turns = []
+    for case in chosen:
+        key = (case.fault.point, case.fault.action)
+        turns.append((seen[key], case))
+        seen[key] += 1
+    return [case for _, case in sorted(turns, key=lambda turn: turn[0])]
+
+
 def walk_all(walker: Walker, chosen: Iterable[Case], num_at_once: int = 2) -> Iterator[Result]:
     """Try each case; yield the results as they come."""
     chosen = list(chosen)
@@ -479,6 +493,7 @@ def main(walk: dict[str, Walk], make: Callable[[WarmServer, Path], Walker]) -> i
         chosen = [c for c in chosen if not any((r.scenario, r.fault) == (c.scenario, c.fault) for r in known)]
     if options.shuffle is not None:
         random.Random(options.shuffle).shuffle(chosen)
+    chosen = spread(chosen)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="fault-walk-"))
     folder.mkdir(parents=True, exist_ok=True)
     started_s, num_failed = time.monotonic(), 0

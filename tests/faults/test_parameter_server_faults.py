@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -116,7 +117,9 @@ class Launched:
 
     def finish(self) -> dict[str, Any]:
         """Wait for the end; nothing of the run may be left 5 s later."""
-        family = psutil.Process(self.process.pid).children(recursive=True)
+        family: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended by now
+            family = psutil.Process(self.process.pid).children(recursive=True)
         output = self.process.communicate(timeout=150)
         assert self.process.returncode == 0, output
         assert not psutil.wait_procs(family, timeout=5)[1]
