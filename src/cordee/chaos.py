@@ -97,6 +97,10 @@ def aim(places: Sequence[str], action: str) -> list[fault_points.Fault]:
         process, _, visit = rest.partition(":")
         if point not in fault_points.POINTS:
             raise JobError(f"no fault point '{point}'{nearest(point, fault_points.POINTS)} (cordee chaos --points)")
+        if process and not fault_points.is_process(process):
+            names = fault_points.PROCESSES
+            hint = f"{nearest(process, names)} (known: {', '.join(names)}, *)"
+            raise JobError(f"--at {place}: no process '{process}'{hint}")
         if "launcher" in (process, fault_points.POINTS[point].partition(":")[0]):
             raise JobError(f"--at {place}: the launcher is the command itself, the run ends with it")
         if visit and not (visit.isdecimal() and int(visit)):

@@ -74,6 +74,9 @@ def test_faults_are_aimed_at_points() -> None:
         ("link.ready", "hold", r"no action 'hold'.* \(known: kill, freeze, error\)"),
         ("link.ready:worker-1:0", "kill", "'0' is not the number of a visit"),
         ("launch.summary", "kill", "the launcher is the command itself"),
+        ("link.ready:frog", "kill", r"--at link.ready:frog: no process 'frog' \(known: worker-N, server-N, "),
+        ("link.ready:worker", "kill", "no process 'worker'; did you mean 'worker-N'"),
+        ("link.ready:work-*:2", "kill", r"no process 'work-\*'"),
     ],
 )
 def test_what_cannot_be_aimed_at(place: str, action: str, message: str) -> None:

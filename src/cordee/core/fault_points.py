@@ -12,6 +12,7 @@ and continue, `hold` has it wait at the point until the test calls `release`.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -193,6 +194,19 @@ POINTS: dict[str, str] = {
     "joining.taken": "joiner: was taken, has not said hello",
 }
 
+# What processes call themselves, with numbers for N. A server that took the place of another has a second number.
+PROCESSES = (
+    "worker-N",
+    "server-N",
+    "server-N.N",
+    "evaluator",
+    "coordinator",
+    "fork-server",
+    "forked",
+    "joiner",
+    "launcher",
+)
+
 FAULTS_FILE = "faults.json"
 VISITS_FILE = "visits"
 
@@ -201,7 +215,7 @@ class Fault(msgspec.Struct, frozen=True):
     """What is to happen at one point."""
 
     point: str
-    process: str  # its name, "worker-1" or "coordinator"; "worker-*" is any worker, whichever comes first
+    process: str  # its name as in PROCESSES; "worker-*" is any worker, whichever comes first
     action: Action
     visit: int = 1  # of this process and those that took its place, counted from 1
 
@@ -213,6 +227,7 @@ _process = ""
 
 def identify(process: str) -> None:
     """Say which process this is: a role, with its index where there are several."""
+    assert is_process(process), f"{process} is not in fault_points.PROCESSES"
     global _process, _folder
     _process, _folder = process, env.faults_folder()  # read again: a fork may have another environment
 
@@ -238,6 +253,14 @@ def release(folder: Path, fault: Fault) -> None:
     """Let a process continue that a fault holds, or is going to hold."""
     faults = msgspec.json.decode((folder / FAULTS_FILE).read_bytes(), type=list[Fault])
     (folder / f"released-{faults.index(fault)}").touch()
+
+
+def is_process(asked: str) -> bool:
+    """Return whether a process may have the name `asked`, which ends with * where its beginning is enough. Pure."""
+    if not asked.endswith("*"):
+        return any(re.fullmatch(name.replace(".", r"\.").replace("N", "[0-9]+"), asked, re.ASCII) for name in PROCESSES)
+    begun = re.sub("[0-9]+", "N", asked[:-1])
+    return any(name.startswith(begun) for name in PROCESSES)
 
 
 def ask_for(folder: Path, faults: Sequence[Fault]) -> dict[str, str]:

@@ -24,6 +24,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("name", ["*", "worker-12", "worker-*", "worker-1*", "server-0.2", "server-0*", "fork-server"])
+def test_names_that_processes_have(name: str) -> None:
+    assert fault_points.is_process(name)
+
+
+@pytest.mark.parametrize("name", ["frog", "worker", "worker-", "worker-x", "server-0.", "evaluator-0", "frog*", ""])
+def test_names_that_no_process_has(name: str) -> None:
+    assert not fault_points.is_process(name)
+
+
 def test_nothing_happens_unasked(tmp_path: Path) -> None:
     reach("a point that nobody knows")
     assert list(tmp_path.iterdir()) == []
