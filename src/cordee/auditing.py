@@ -13,7 +13,7 @@ import msgspec
 from cordee.core.errors import RunDirectoryError
 from cordee.doctor import Finding
 from cordee.monitoring import read_lines
-from cordee.monitoring.run_directory import EVENTS_FILE
+from cordee.monitoring.run_directory import CHECKPOINTS, EVENTS_FILE
 
 Event = Mapping[str, Any]
 VERDICTS = ("the run is sound", "wrong with this run")
@@ -96,7 +96,14 @@ def audit_run(folder: Path) -> list[Finding]:
     if not path.exists():
         raise RunDirectoryError(f"{folder} has no {EVENTS_FILE}: it is not a run directory")
     lines, is_cut = read_lines(path)
-    return audit(lines, is_cut=is_cut)
+    return [*audit(lines, is_cut=is_cut), *_check_folder(folder)]
+
+
+def _check_folder(folder: Path) -> Iterator[Finding]:
+    checkpoints = folder / CHECKPOINTS
+    if checkpoints.is_symlink():
+        detail = f"{checkpoints} is a link to {checkpoints.readlink()}, and no links are followed"
+        yield Finding("checkpoints", "problem", detail, "put the folder itself there")
 
 
 def audit(lines: Sequence[Event | None], *, is_cut: bool = False) -> list[Finding]:

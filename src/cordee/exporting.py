@@ -54,6 +54,7 @@ def _best_step(run: Path) -> int:
 def _state(run: Path, step: int | None) -> State:
     folder = run / "checkpoints"
     if step is not None:
+        checkpoint.refuse_link(folder)
         path = folder / f"step-{step}"
         if not path.is_dir():
             kept = ", ".join(p.name for p in checkpoint.list_checkpoints(folder)) or "none"

@@ -26,7 +26,7 @@ from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
 from cordee.core.components import LIVE_PREFIX
 from cordee.core.env import runs_folder
-from cordee.core.errors import JobError, RunDirectoryError, StorageError
+from cordee.core.errors import CheckpointError, JobError, RunDirectoryError, StorageError
 from cordee.core.fault_points import identify, reach
 from cordee.core.importing import refuse_what_workers_miss, stop_import
 from cordee.deciding import Decision, decide, plans_first
@@ -169,6 +169,25 @@ def _run_alone(
     return summary
 
 
+class _Step(msgspec.Struct, frozen=True):
+    """What a step's event says of how far the run is."""
+
+    step: int = 0
+    epoch: int = 1
+    samples: int = 0
+
+
+def _last_step(events_file: Path) -> _Step:
+    """Return how far the run came by its events; lines that are damaged, or a file that is, count as not there."""
+    last = _Step()
+    with contextlib.suppress(OSError, RunDirectoryError):
+        for event in read_events(events_file):
+            if event["type"] == "step" and event.keys() >= set(_Step.__struct_fields__):
+                with contextlib.suppress(msgspec.ValidationError):
+                    last = msgspec.convert(event, _Step)
+    return last
+
+
 @contextlib.contextmanager
 def _telling_failure(parts: Assembly, directory: RunDirectory, monitor: Monitor) -> Iterator[None]:
     """Write how far a run with worker processes came, if it ends with an error or a second Ctrl-C."""
@@ -177,9 +196,7 @@ def _telling_failure(parts: Assembly, directory: RunDirectory, monitor: Monitor)
         yield
     except BaseException as error:
         status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        last: dict[str, Any] = {"step": 0, "epoch": 1, "samples": 0}
-        for event in read_events(directory.events_file):
-            last = event if event["type"] == "step" else last
+        last = _last_step(directory.events_file)
         summary = Summary(
             status=status,
             name=parts.job.name,
@@ -188,9 +205,9 @@ def _telling_failure(parts: Assembly, directory: RunDirectory, monitor: Monitor)
             device=str(parts.computation.device),
             parameters=parts.num_parameters,
             trainable_parameters=parts.num_trainable,
-            steps=last["step"],
-            epochs=last["epoch"] - 1,
-            samples=last["samples"],
+            steps=last.step,
+            epochs=last.epoch - 1,
+            samples=last.samples,
             stopped_by="interrupt" if status == "interrupted" else "error",
             error=str(error) if status == "failed" else None,
             cordee_version=__version__,
@@ -314,15 +331,26 @@ def _resume_command(path: Path) -> str:
 
 @contextlib.contextmanager
 def _telling_how_to_go_on(directory: RunDirectory, quiet: bool) -> Iterator[None]:
-    """After a second Ctrl-C: print what is kept and the command that goes on from it."""
+    """After a second Ctrl-C or a failure: print what is kept and the command that goes on from it."""
     try:
         yield
-    except KeyboardInterrupt:
-        kept = checkpoint.list_checkpoints(directory.checkpoints)
-        start = f"goes on from {kept[-1].name}" if kept else "starts again: there is no checkpoint yet"
-        if not quiet:
-            _console().print(f"stopped at once; this {start}\n  {_resume_command(directory.path)}", soft_wrap=True)
+    except (KeyboardInterrupt, Exception) as error:
+        is_interrupted = isinstance(error, KeyboardInterrupt)
+        kept = _newest_whole(directory.checkpoints)
+        start = f"goes on from {kept}" if kept else "starts again: there is no checkpoint yet"
+        if not quiet and (is_interrupted or (kept and not isinstance(error, CheckpointError))):
+            what = "stopped at once" if is_interrupted else "the run failed"
+            _console().print(f"{what}; this {start}\n  {_resume_command(directory.path)}", soft_wrap=True)
         raise
+
+
+def _newest_whole(checkpoints: Path) -> str | None:
+    """Return the name of the newest checkpoint that is whole by its manifest and sizes, if there is one."""
+    try:
+        found = checkpoint.list_checkpoints(checkpoints)
+    except CheckpointError:
+        return None
+    return next((path.name for path in reversed(found) if checkpoint.looks_whole(path)), None)
 
 
 @contextlib.contextmanager

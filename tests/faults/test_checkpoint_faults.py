@@ -288,8 +288,7 @@ class DiskNet(nn.Module):
                 while any(thread.name == "cordee-checkpoint" for thread in threading.enumerate()):
                     time.sleep(0.01)  # the one before is being written
             if self.steps == 1:
-                (self.run_dir / "checkpoints").rmdir()
-                (self.run_dir / "checkpoints").symlink_to(self.disk)
+                subprocess.run(["mount", "--bind", str(self.disk), str(self.run_dir / "checkpoints")], check=True)
             elif self.steps == 4:
                 filler.write_bytes(bytes(shutil.disk_usage(self.disk).free))
             elif self.steps == 9:
@@ -307,7 +306,10 @@ def test_training_goes_on_over_a_disk_that_is_full_for_a_while(small_disk: Path,
         training={"batch_size": 8, "steps": 10, "threads": 1},
         checkpoint={"every_steps": 3},
     )
-    run = train(job, run_dir=tmp_path / "run", quiet=True)
+    try:
+        run = train(job, run_dir=tmp_path / "run", quiet=True)
+    finally:
+        subprocess.run(["umount", str(tmp_path / "run" / "checkpoints")], check=True)
     assert (run.status, run.summary.steps) == ("completed", 10)
     (warning,) = [event["message"] for event in run.events() if event["type"] == "warning"]
     assert re.match(r"checkpoint at step 6 was not saved: cannot save .*No space left on device", warning)

@@ -12,12 +12,15 @@ from safetensors.torch import load_file
 from small_jobs import run, small_job
 
 import cordee
-from cordee import checkpoint
+from cordee import checkpoint, launch
+from cordee.assembly import assemble
+from cordee.auditing import audit_run
+from cordee.cluster.team import Team
 from cordee.core import Job
 from cordee.core.errors import CheckpointError, CordeeError, JobError, RunDirectoryError, TrainingError
 from cordee.exporting import export_run
 from cordee.launch import train
-from cordee.monitoring import read_events
+from cordee.monitoring import Monitor, RunDirectory, read_events
 
 
 @pytest.fixture(autouse=True)
@@ -232,6 +235,82 @@ def test_a_failed_run_can_be_resumed() -> None:
         run(job, Path("run"))
     SometimesFailing.fails = False
     assert run(job, Path("run"), resume=True).summary.weights_sha256 == whole.summary.weights_sha256
+
+
+def test_a_failure_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """From the newest checkpoint that is whole; a run that has none is not worth resuming."""
+
+    class Failing(small_jobs.Net):
+        fails_at = 5
+
+        @classmethod
+        def at_step(cls, step: int) -> None:  # type: ignore[override]
+            if step == cls.fails_at:
+                newest = Path("a/checkpoints/step-4/model.safetensors")
+                newest.write_bytes(b"cut")
+                raise OSError("a passing trouble")
+
+    job = small_job(model=Failing, checkpoint={"every_steps": 2, "asynchronous": False})
+    with pytest.raises(TrainingError):
+        train(job, run_dir="a")
+    command = "cordee train a/job.toml --resume --run-dir a"
+    assert f"the run failed; this goes on from step-2\n  {command}\n" in capsys.readouterr().out
+    Failing.fails_at = 1
+    with pytest.raises(TrainingError):
+        train(job, run_dir="b")
+    assert "--resume" not in capsys.readouterr().out
+
+
+STEP = b'{"type": "step", "step": 7, "epoch": 2, "samples": 56}\n'
+
+
+@pytest.mark.parametrize(
+    ("events", "steps"),
+    [
+        (STEP + b'{"type": "step"}\n', 7),
+        (STEP + b'{"type": "step", "step": "8", "epoch": 2, "samples": 56}\n', 7),
+        (STEP + b'{"type": "step", "step": 8, "epoch": null, "samples": 56}\n', 7),
+        (b"[]\n\xff\n" + STEP, 7),
+        (b"", 0),
+        (None, 0),
+    ],
+)
+def test_damaged_events_do_not_hide_why_a_run_failed(events: bytes | None, steps: int) -> None:
+    job = small_job()
+    with RunDirectory.create("run", job.to_toml()) as directory, Monitor([]) as monitor:
+        if events is None:
+            directory.events_file.mkdir()
+        else:
+            directory.events_file.write_bytes(events)
+        parts = assemble(job, Team(num_workers=1, num_local_workers=1))
+        with pytest.raises(TrainingError, match="the real one"), launch._telling_failure(parts, directory, monitor):
+            raise TrainingError("the real one")
+        summary = directory.read_summary()
+    assert summary is not None
+    assert (summary.status, summary.error, summary.steps) == ("failed", "the real one", steps)
+
+
+def test_checkpoints_that_are_a_link_are_not_followed() -> None:
+    """Neither read nor written; what the link leads to stays as it is."""
+    run(small_job(checkpoint={"every_steps": 5}), Path("run"))
+    Path("run/checkpoints").rename("elsewhere")
+    Path("run/checkpoints").symlink_to(Path("elsewhere").resolve())
+    before = sorted(Path("elsewhere").rglob("*"))
+    longer = small_job(training={"epochs": 3})
+    with pytest.raises(RunDirectoryError, match="run/checkpoints is a link, and no links are followed"):
+        run(longer, Path("run"), resume=True)
+    for step in (None, 5):
+        with pytest.raises(CheckpointError, match="run/checkpoints is a link, and no links are followed"):
+            export_run(Path("run"), [Path("w.pt")], step=step)
+    (problem,) = [finding for finding in audit_run(Path("run")) if finding.state == "problem"]
+    assert problem.subject == "checkpoints"
+    assert "run/checkpoints is a link to" in problem.detail
+    Path("new").mkdir()
+    Path("new/checkpoints").symlink_to("not-there")
+    with pytest.raises(RunDirectoryError, match="new/checkpoints is a link"):
+        run(small_job(), Path("new"))
+    assert not Path("new/not-there").exists()
+    assert sorted(Path("elsewhere").rglob("*")) == before
 
 
 # Exports ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from cordee.checkpoint.comparison import Comparison, Digest, digest_state
 from cordee.checkpoint.export import export
 from cordee.checkpoint.model import buffer_names, load_model_state, model_state
 from cordee.checkpoint.optimizer import load_optimizer_state, optimizer_state
-from cordee.checkpoint.reading import Loaded, list_checkpoints, load, load_newest
+from cordee.checkpoint.reading import Loaded, list_checkpoints, load, load_newest, looks_whole, refuse_link
 from cordee.checkpoint.sharing import share_state, share_value
 from cordee.checkpoint.state import State, weights_sha256
 from cordee.checkpoint.writing import save
@@ -26,8 +26,10 @@ __all__ = [
     "load_model_state",
     "load_newest",
     "load_optimizer_state",
+    "looks_whole",
     "model_state",
     "optimizer_state",
+    "refuse_link",
     "save",
     "share_state",
     "share_value",

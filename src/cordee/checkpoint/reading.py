@@ -64,7 +64,11 @@ def load_newest(root: Path) -> Loaded | None:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Return the checkpoints in `root`, oldest first, whole or not; none if `root` is not there."""
+    """Return the checkpoints in `root`, oldest first, whole or not; none if `root` is not there.
+
+    Raises CheckpointError if `root` is a link or cannot be read.
+    """
+    refuse_link(root)
     try:
         found = [path for path in root.iterdir() if step_of(path) is not None]
     except FileNotFoundError:
@@ -72,6 +76,15 @@ def list_checkpoints(root: Path) -> list[Path]:
     except OSError as error:
         raise CheckpointError(f"cannot read {root}: {error.strerror}") from error
     return sorted(found, key=lambda path: (step_of(path), not is_previous(path)))
+
+
+def refuse_link(root: Path) -> None:
+    """Raise CheckpointError if the folder of a run's checkpoints is a link: what it leads to is not the run's."""
+    if root.is_symlink():
+        raise CheckpointError(
+            f"{root} is a link, and no links are followed: put the folder itself there, or the whole run elsewhere "
+            "with --run-dir"
+        )
 
 
 def looks_whole(path: Path) -> bool:

@@ -20,10 +20,10 @@ from cordee.checkpoint.layout import (
     split_by_part,
     step_of,
 )
-from cordee.checkpoint.reading import damage_of, list_checkpoints, looks_whole
+from cordee.checkpoint.reading import damage_of, list_checkpoints, looks_whole, refuse_link
 from cordee.checkpoint.state import State
 from cordee.checkpoint.tensor_file import lay_out, write_file, write_layout
-from cordee.core.errors import StorageError
+from cordee.core.errors import CheckpointError, StorageError
 from cordee.core.fault_points import reach
 
 _TEMPORARY = re.compile(r"\.step-[0-9]+\.(?P<host>[\w-]+)\.(?P<pid>[0-9]+)\.[0-9]+\.tmp", re.ASCII)
@@ -43,12 +43,17 @@ def save(root: Path, step: int, state: State, *, keep: int, protected: Collectio
     checked when loading.
 
     Raises StorageError when the disk is full or cannot be written, with everything that was there intact and
-    nothing temporary left; CheckpointError, before anything is written, for a state that cannot be saved.
+    nothing temporary left; CheckpointError, before anything is written, for a state that cannot be saved; StorageError
+    as well if `root` is a link.
     """
     assert step >= 0 and keep >= 1, (step, keep)
     layouts = {file_of(part): lay_out(tensors) for part, tensors in split_by_part(state.tensors).items()}
     values = encode_values(state.values)
     target = root / f"step-{step}"
+    try:
+        refuse_link(root)
+    except CheckpointError as error:
+        raise StorageError(f"cannot save the checkpoint {target}: {error}") from None
     try:
         _make_root(root)
         _remove_stale(root)

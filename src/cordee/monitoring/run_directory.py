@@ -17,7 +17,8 @@ from cordee.monitoring.lock import DirectoryLock
 from cordee.monitoring.summary import Summary
 
 JOB_FILE, EVENTS_FILE, SUMMARY_FILE, LOCK_FILE = "job.toml", "events.jsonl", "summary.json", ".lock"
-_SIGNS_OF_A_RUN = (JOB_FILE, EVENTS_FILE, SUMMARY_FILE, "checkpoints")
+CHECKPOINTS = "checkpoints"
+_SIGNS_OF_A_RUN = (JOB_FILE, EVENTS_FILE, SUMMARY_FILE, CHECKPOINTS)
 _PROBE_BYTES = 16384  # less room than this is no room for a run
 
 
@@ -111,7 +112,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def logs(self) -> Path:
@@ -162,6 +163,11 @@ class RunDirectory:
         self._make_folders()
 
     def _make_folders(self) -> None:
+        if self.checkpoints.is_symlink():
+            raise RunDirectoryError(
+                f"{self.checkpoints} is a link, and no links are followed: put the folder itself there, or the whole "
+                "run elsewhere with --run-dir"
+            )
         for folder in (self.checkpoints, self.logs):
             try:
                 folder.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from cordee.checkpoint import State, layout, load, load_newest, reading, save
 from cordee.checkpoint.layout import decode_manifest, decode_values, encode_manifest
 from cordee.checkpoint.tensor_file import Written, parse
-from cordee.core.errors import CheckpointError
+from cordee.core.errors import CheckpointError, StorageError
 
 STATE = State({"model.weight": torch.arange(6.0), "optimizer.m": torch.ones(3)}, {"step": 4})
 
@@ -209,3 +209,13 @@ def test_a_checkpoint_directory_that_is_a_link_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="is a link, and no links are followed"):
         load_newest(tmp_path / "root")
     assert not reading.looks_whole(tmp_path / "root" / "step-3")
+
+
+def test_a_folder_of_checkpoints_that_is_a_link_is_neither_read_nor_written(tmp_path):
+    save(tmp_path / "elsewhere", 3, State({"model.x": torch.zeros(2)}, {}), keep=1)
+    (tmp_path / "root").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="root is a link, and no links are followed"):
+        load_newest(tmp_path / "root")
+    with pytest.raises(StorageError, match=r"cannot save .*step-4: .*root is a link, and no links are followed"):
+        save(tmp_path / "root", 4, State({"model.x": torch.zeros(2)}, {}), keep=1)
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["step-3"]
