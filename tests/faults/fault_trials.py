@@ -38,6 +38,46 @@ FAIL = "fail"  # the file that makes a job fail that is there to fail
 LAUNCHER_SLEEP_S = 1.0  # how long a launcher is frozen: nobody replaces it, it is woken
 
 
+# The job of a walk: Adam and dropout, so that its optimizer and its random numbers have a state to lose.
+JOB = """
+[model]
+{model}
+[data]
+use = "synthetic"
+shape = [8]
+num_classes = 3
+size = 64
+test_size = 16
+[optimizer]
+use = "adam"
+lr = 0.01
+[training]
+batch_size = 16
+steps = {steps}
+threads = 1
+{training}
+[strategy]
+workers = 2
+{strategy}
+[cluster]
+failure_timeout = "2s"
+max_restarts = 20
+[monitoring]
+every_steps = 1
+[checkpoint]
+every_steps = {save_every}
+keep = 1
+"""
+
+
+def job_text(
+    model: str, strategy: str, *, steps: int, save_every: int, is_reproducible: bool = True, training: str = ""
+) -> str:
+    """Return the file of a job; `model`, `strategy` and `training` are lines of these sections."""
+    training = f"reproducible = true\n{training}" if is_reproducible else training
+    return JOB.format(model=model, strategy=strategy, steps=steps, save_every=save_every, training=training)
+
+
 class Expected(msgspec.Struct, frozen=True):
     """What the run ends with if nothing happens to it."""
 

@@ -16,46 +16,18 @@ from collections.abc import Callable
 from pathlib import Path
 from signal import SIGCONT, SIGINT, SIGKILL
 
-from fault_trials import Scenario, Trial, Walker
-from fault_walk import DEATHS, Place, Walk, main
+from fault_trials import Scenario, Trial, Walker, job_text
+from walking import DEATHS, Walk, cases, main, of
 
 from cordee.cluster.control import scale_run
 from cordee.core.errors import CordeeError
 from cordee.core.fault_points import Fault, visits
 from warm_launch import WarmServer
 
-JOB = """
-[model]
-use = "parts:Net"
-[data]
-use = "synthetic"
-shape = [8]
-num_classes = 3
-size = 64
-test_size = 16
-[optimizer]
-use = "adam"
-lr = 0.01
-[training]
-batch_size = 16
-steps = 8
-reproducible = true
-shards = 2
-threads = 1
-[strategy]
-name = "parameter_server"
-workers = 2
+SERVED = """name = "parameter_server"
 servers = 2
-replicas = 2
-[cluster]
-failure_timeout = "2s"
-max_restarts = 20
-[monitoring]
-every_steps = 1
-[checkpoint]
-every_steps = 3
-keep = 1
-"""
+replicas = 2"""
+JOB = job_text('use = "parts:Net"', SERVED, steps=8, save_every=3, training="shards = 2")
 # Batch norms, so that workers have buffers to agree on.
 NET = """
 from torch import nn
@@ -166,10 +138,6 @@ SCENARIOS = {
 }
 
 
-def _of(scenario: str, process: str, *visits: int) -> Place:
-    return Place(scenario, process, visits or (1,))
-
-
 def _asked(*kinds: str) -> list[str]:
     return [f"served.{when}.{kind}" for kind in kinds for when in ("ask", "answered")]
 
@@ -185,120 +153,119 @@ def _served(*kinds: str) -> list[str]:
 # Where nothing can fail but the process itself: a decision, or an answer that is lost only with its connection, which
 # the other side notices.
 TURNS = (
-    _of("plain", "coordinator", 1, 2, 10, 20),
-    _of("worker lost", "coordinator", 15, 20, 25),
-    _of("server lost", "coordinator", 15, 20, 25),
-    _of("second dropped", "coordinator", 20, 25),
-    _of("evaluator lost", "coordinator", 20, 25),
-    _of("leave", "coordinator", 15, 20),
-    _of("server leaves", "coordinator", 20, 25),
-    _of("scale out", "coordinator", 20, 25),
-    _of("coordinator", "coordinator", 25),
-    _of("interrupt", "coordinator", 15, 20),
-    _of("resume", "coordinator", 5),
+    of("plain", "coordinator", 1, 2, 10, 20),
+    of("worker lost", "coordinator", 15, 20, 25),
+    of("server lost", "coordinator", 15, 20, 25),
+    of("second dropped", "coordinator", 20, 25),
+    of("evaluator lost", "coordinator", 20, 25),
+    of("leave", "coordinator", 15, 20),
+    of("server leaves", "coordinator", 20, 25),
+    of("scale out", "coordinator", 20, 25),
+    of("coordinator", "coordinator", 25),
+    of("interrupt", "coordinator", 15, 20),
+    of("resume", "coordinator", 5),
 )
 WORKERS = (
-    _of("plain", "worker-0", 1, 2),
-    _of("plain", "worker-1", 1, 2),
-    _of("worker lost", "worker-2", 1),
-    _of("server lost", "worker-0", 3),
-    _of("join", "joiner", 1),
+    of("plain", "worker-0", 1, 2),
+    of("plain", "worker-1", 1, 2),
+    of("worker lost", "worker-2", 1),
+    of("server lost", "worker-0", 3),
+    of("join", "joiner", 1),
 )
 ONCE = (  # each worker passes these once
-    _of("plain", "worker-0", 1),
-    _of("plain", "worker-1", 1),
-    _of("worker lost", "worker-2", 1),
-    _of("scale out", "worker-2", 1),
-    _of("join", "joiner", 1),
+    of("plain", "worker-0", 1),
+    of("plain", "worker-1", 1),
+    of("worker lost", "worker-2", 1),
+    of("scale out", "worker-2", 1),
+    of("join", "joiner", 1),
 )
 LATE = (  # what took the place of one is there
-    _of("server lost", PAIR, 20, 21),
-    _of("second lost", PAIR, 20, 21),
-    _of("second dropped", PAIR, 20, 21),
+    of("server lost", PAIR, 20, 21),
+    of("second lost", PAIR, 20, 21),
+    of("second dropped", PAIR, 20, 21),
 )
-BOTH = (_of("plain", PAIR, 1, 2, 3, 4), _of("worker lost", PAIR, 9, 10), *LATE)
-FIRST = (_of("plain", PAIR, 1, 2), _of("worker lost", PAIR, 4), _of("server lost", PAIR, 13))
-SECOND = (_of("plain", PAIR, 1, 2), _of("plain", "server-1*", 1), _of("server lost", "server-0.2", 1))
-SNAPSHOT = (_of("plain", PAIR, 1, 2), _of("final save", PAIR, 1))
+BOTH = (of("plain", PAIR, 1, 2, 3, 4), of("worker lost", PAIR, 9, 10), *LATE)
+FIRST = (of("plain", PAIR, 1, 2), of("worker lost", PAIR, 4), of("server lost", PAIR, 13))
+SECOND = (of("plain", PAIR, 1, 2), of("plain", "server-1*", 1), of("server lost", "server-0.2", 1))
+SNAPSHOT = (of("plain", PAIR, 1, 2), of("final save", PAIR, 1))
 NEW_SECOND = (
-    _of("plain", PAIR, 1),
-    _of("plain", "server-1*", 1),
-    _of("server lost", "server-0.2", 1),
-    _of("second lost", "server-0.2", 1),
-    _of("second dropped", "server-0.2", 1),
+    of("plain", PAIR, 1),
+    of("plain", "server-1*", 1),
+    of("server lost", "server-0.2", 1),
+    of("second lost", "server-0.2", 1),
+    of("second dropped", "server-0.2", 1),
 )
-HANDING_OVER = (_of("plain", PAIR, 1), _of("plain", "server-1*", 1))
-EVALUATOR = (_of("plain", "evaluator", 1, 2), _of("final save", "evaluator", 1), _of("server lost", "evaluator", 2))
-SAVING = (_of("plain", "evaluator", 1, 2, 3), _of("final save", "evaluator", 1))
+HANDING_OVER = (of("plain", PAIR, 1), of("plain", "server-1*", 1))
+EVALUATOR = (of("plain", "evaluator", 1, 2), of("final save", "evaluator", 1), of("server lost", "evaluator", 2))
+SAVING = (of("plain", "evaluator", 1, 2, 3), of("final save", "evaluator", 1))
 
 WALK: dict[str, Walk] = {
     **{point: Walk(WORKERS) for point in (*_asked("takework"), *_called("push", "pull", "pushextras", "pullextras"))},
     **{point: Walk(WORKERS, DEATHS) for point in ("worker.computed", "worker.pushed")},
-    **{point: Walk((*ONCE, _of("plain", "evaluator"))) for point in _asked("askservers", "bye")},
+    **{point: Walk((*ONCE, of("plain", "evaluator"))) for point in _asked("askservers", "bye")},
     **{
-        point: Walk((*ONCE, *NEW_SECOND, _of("plain", "server-0"), _of("plain", "evaluator")))
-        for point in _asked("join")
+        point: Walk((*ONCE, *NEW_SECOND, of("plain", "server-0"), of("plain", "evaluator"))) for point in _asked("join")
     },
     **{point: Walk(ONCE) for point in _asked("event")},
     **{point: Walk(EVALUATOR) for point in _asked("askorder", "snapshottaken", "orderdone")},
     **{point: Walk(EVALUATOR) for point in _called("snapshot", "snapshotextras")},
     **{point: Walk(EVALUATOR, DEATHS) for point in ("evaluator.read", "evaluator.measured", "evaluator.saved")},
-    **{point: Walk((_of("server leaves", PAIR), _of("second leaves", PAIR))) for point in _asked("handover")},
-    "served.ask.secondlost": Walk((_of("second dropped", PAIR), _of("second lost", PAIR))),
+    **{point: Walk((of("server leaves", PAIR), of("second leaves", PAIR))) for point in _asked("handover")},
+    "served.ask.secondlost": Walk((of("second dropped", PAIR), of("second lost", PAIR))),
     # From there on the first server is alone: that is not what two replicas are for.
-    "served.answered.secondlost": Walk((_of("second dropped", PAIR), _of("second lost", PAIR)), ("error",)),
+    "served.answered.secondlost": Walk((of("second dropped", PAIR), of("second lost", PAIR)), ("error",)),
     **{point: Walk(BOTH) for point in _served("push", "pushextras")},
-    **{point: Walk((*FIRST, _of("plain", "server-1*"))) for point in _served("pull")},
+    **{point: Walk((*FIRST, of("plain", "server-1*"))) for point in _served("pull")},
     **{point: Walk(FIRST) for point in _served("pullextras")},
     **{point: Walk(SNAPSHOT) for point in _served("snapshot", "snapshotextras")},
     **{point: Walk(SECOND) for point in _served("settle")},
-    **{point: Walk((_of("worker lost", PAIR, 1, 2), _of("worker lost", "server-1*", 1))) for point in _served("fence")},
+    **{point: Walk((of("worker lost", PAIR, 1, 2), of("worker lost", "server-1*", 1))) for point in _served("fence")},
     **{point: Walk(HANDING_OVER) for point in _served("adopt")},
     **{f"server.adopt.{what}": Walk(HANDING_OVER) for what in ("connect", "piece", "extras", "done")},
     **{point: Walk(NEW_SECOND) for point in _served("load", "loadextras")},
     **{
-        point: Walk((_of("plain", PAIR, 1, 2, 7), _of("plain", "server-1*", 3), _of("second dropped", PAIR, 30)))
+        point: Walk((of("plain", PAIR, 1, 2, 7), of("plain", "server-1*", 3), of("second dropped", PAIR, 30)))
         for point in ("server.pass_on", "server.passed_on")
     },
     "dispatch.loss": Walk(
-        tuple(_of(f"{who} lost", "coordinator") for who in ("worker", "server", "second", "evaluator")), DEATHS
+        tuple(of(f"{who} lost", "coordinator") for who in ("worker", "server", "second", "evaluator")), DEATHS
     ),
-    "dispatch.fence": Walk((_of("worker lost", "coordinator", 1, 2),)),
-    "dispatch.pair": Walk((_of("plain", "coordinator", 1, 2), _of("server lost", "coordinator", 3)), DEATHS),
-    "dispatch.paired": Walk((_of("plain", "coordinator", 1, 2), _of("server lost", "coordinator", 3)), DEATHS),
+    "dispatch.fence": Walk((of("worker lost", "coordinator", 1, 2),)),
+    "dispatch.pair": Walk((of("plain", "coordinator", 1, 2), of("server lost", "coordinator", 3)), DEATHS),
+    "dispatch.paired": Walk((of("plain", "coordinator", 1, 2), of("server lost", "coordinator", 3)), DEATHS),
     **{point: Walk(TURNS, DEATHS) for point in ("dispatch.decided", "dispatch.written")},
     **{point: Walk(TURNS, DEATHS) for point in ("journal.written", "launcher_link.errand")},
     # Without a journal, a coordinator that dies cannot be replaced.
     "journal.write": Walk(tuple(place for place in TURNS if place.scenario != "coordinator")),
     "dispatch.answer.joined": Walk(
-        (_of("plain", "coordinator", 1, 2, 10), _of("second dropped", "coordinator", 12)), DEATHS
+        (of("plain", "coordinator", 1, 2, 10), of("second dropped", "coordinator", 12)), DEATHS
     ),
-    "dispatch.answer.servers": Walk((_of("plain", "coordinator", 1, 2), _of("server lost", "coordinator", 6)), DEATHS),
-    "dispatch.answer.work": Walk((_of("plain", "coordinator", 1, 2, 9), _of("worker lost", "coordinator", 8)), DEATHS),
+    "dispatch.answer.servers": Walk((of("plain", "coordinator", 1, 2), of("server lost", "coordinator", 6)), DEATHS),
+    "dispatch.answer.work": Walk((of("plain", "coordinator", 1, 2, 9), of("worker lost", "coordinator", 8)), DEATHS),
     "dispatch.answer.order": Walk(
-        (_of("plain", "coordinator", 1, 2, 4), _of("evaluator lost", "coordinator", 2)), DEATHS
+        (of("plain", "coordinator", 1, 2, 4), of("evaluator lost", "coordinator", 2)), DEATHS
     ),
     "dispatch.answer.leave": Walk(
         (
-            _of("plain", "coordinator", 1, 2),
-            _of("leave", "coordinator"),
-            _of("server leaves", "coordinator"),
-            _of("second leaves", "coordinator"),
+            of("plain", "coordinator", 1, 2),
+            of("leave", "coordinator"),
+            of("server leaves", "coordinator"),
+            of("second leaves", "coordinator"),
         ),
         DEATHS,
     ),
-    "dispatch.answer.accepted": Walk((_of("scale out", "coordinator"), _of("join", "coordinator")), DEATHS),
-    "dispatch.answer.refused": Walk((_of("bad request", "coordinator"),), DEATHS),
-    **{point: Walk((_of("plain", "coordinator"),), DEATHS) for point in ("dispatch.dismiss", "dispatch.dismissed")},
-    "launcher_link.listen": Walk((_of("plain", "coordinator"), _of("coordinator", "coordinator", 2))),
-    "launcher_link.again": Walk((_of("coordinator", "coordinator"),), DEATHS),
-    **{point: Walk((_of("plain", "coordinator"),), DEATHS) for point in ("launcher_link.end", "launcher_link.ended")},
+    "dispatch.answer.accepted": Walk((of("scale out", "coordinator"), of("join", "coordinator")), DEATHS),
+    "dispatch.answer.refused": Walk((of("bad request", "coordinator"),), DEATHS),
+    **{point: Walk((of("plain", "coordinator"),), DEATHS) for point in ("dispatch.dismiss", "dispatch.dismissed")},
+    "launcher_link.listen": Walk((of("plain", "coordinator"), of("coordinator", "coordinator", 2))),
+    "launcher_link.again": Walk((of("coordinator", "coordinator"),), DEATHS),
+    **{point: Walk((of("plain", "coordinator"),), DEATHS) for point in ("launcher_link.end", "launcher_link.ended")},
     **{
         f"checkpoint.{where}": Walk(SAVING, ends_early=("error",))
         for where in ("folder", "file", "values", "manifest", "rename", "renamed", "saved")
     },
     **{
-        f"checkpoint.{where}": Walk((_of("plain", "evaluator", 1, 2),), ends_early=("error",))
+        f"checkpoint.{where}": Walk((of("plain", "evaluator", 1, 2),), ends_early=("error",))
         for where in ("remove", "removing")
     },
 }
@@ -309,4 +276,4 @@ def make_walker(server: WarmServer, folder: Path) -> Walker:
 
 
 if __name__ == "__main__":
-    sys.exit(main(WALK, make_walker))
+    sys.exit(main(__doc__, {"parameter_server": make_walker}, lambda walker: cases(WALK)))

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-
 import pytest
-from fault_walk import cases, sample, walk_all
 from fault_walk_served import WALK, make_walker
-from test_fault_walk import Walked
+from walking import Walked, cases, sample
 
-from warm_launch import WarmServer
-
-
-@pytest.fixture(scope="module")
-def walked(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Walked]:
-    started_s = time.monotonic()
-    with WarmServer() as server:
-        walked = Walked(make_walker(server, tmp_path_factory.mktemp("walk")))
-        yield walked
-    writer = request.config.get_terminal_writer()
-    writer.line(f"\n{len(walked.results)} faults at fault points in {time.monotonic() - started_s:.0f} s")
+__all__ = ["make_walker"]  # the fixture `walked` takes it from here
 
 
 @pytest.mark.timeout(900)
 def test_killed_at_some_points(walked: Walked) -> None:
     """Every sixth point, for it to take a minute; `make test-long` walks all of them."""
-    walked.check(walk_all(walked.walker, sample(WALK)[::6]))
+    walked.check(sample(cases(WALK))[::6])
 
 
 @pytest.mark.long
@@ -34,4 +20,4 @@ def test_killed_at_some_points(walked: Walked) -> None:
 @pytest.mark.parametrize("point", WALK)
 def test_a_fault_point(walked: Walked, point: str) -> None:
     """Every process that passes it, several visits, killed and frozen there, and an error where one can happen."""
-    walked.check(walk_all(walked.walker, cases({point: WALK[point]})))
+    walked.check(cases({point: WALK[point]}))
