@@ -130,8 +130,10 @@ class WarmServer:
         self._outputs.cleanup()
 
     def _launch(self, request: dict[str, Any], folder: Path, environment: Mapping[str, str] | None) -> WarmProcess:
-        self._num_started += 1
-        stdout, stderr = (Path(self._outputs.name) / f"{name}-{self._num_started}" for name in ("stdout", "stderr"))
+        with self._lock:
+            self._num_started += 1
+            number = self._num_started
+        stdout, stderr = (Path(self._outputs.name) / f"{name}-{number}" for name in ("stdout", "stderr"))
         request |= {"folder": str(folder), "stdout": str(stdout), "stderr": str(stderr)}
         request["environment"] = dict(os.environ if environment is None else environment)
         with self._lock:
@@ -153,6 +155,7 @@ class WarmServer:
             said = json.loads(line)
             if "started" in said:
                 started = said["started"]
+                self._codes.pop(started, None)  # of an earlier process: the system uses numbers again
             else:
                 self._codes[said["pid"]] = said["code"]
         return started

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -243,20 +244,22 @@ class Walker:
             counts[visit] = counts.get(visit, 0) + 1
         return counts
 
-    def try_fault(self, name: str, fault: Fault, *, may_end_early: bool = False) -> Result:
+    def try_fault(self, name: str, fault: Fault, *, may_end_early: bool = False, loses_updates: bool = False) -> Result:
         """Run the scenario with the fault in it, and check everything. Its folder is removed unless something is wrong.
 
-        With `may_end_early` a run that ends with an error is resumed, and has to be right then.
+        With `may_end_early` a run that ends with an error is resumed, and has to be right then. With `loses_updates`
+        nobody is left who has all updates: the summary and the audit must say so.
         """
         scenario, started_s = self._scenarios[name], time.monotonic()
         folder = self._folder / f"{name}-{fault.point}-{fault.process}-{fault.action}-{fault.visit}".replace("*", "any")
         problem, ended = "", ""
         trial = self._begin(folder, scenario, (*scenario.base, fault))
         try:
-            if fault.process == "launcher" and fault.action == "freeze":
-                self._wake(trial, fault)
-            scenario.drive(trial)
-            ended = self._check(trial, scenario, fault, may_end_early)
+            with contextlib.ExitStack() as stack:
+                if fault.process == "launcher" and fault.action == "freeze":  # what drives it may bring the fault about
+                    stack.enter_context(ThreadPoolExecutor(1)).submit(self._wake, trial, fault)
+                scenario.drive(trial)
+            ended = self._check(trial, scenario, fault, may_end_early, loses_updates)
         except (AssertionError, subprocess.TimeoutExpired, OSError, CordeeError, KeyError) as error:
             problem = f"{type(error).__name__}: {error}"
         finally:
@@ -298,7 +301,7 @@ class Walker:
         time.sleep(LAUNCHER_SLEEP_S)
         trial.process.send_signal(signal.SIGCONT)
 
-    def _check(self, trial: Trial, scenario: Scenario, fault: Fault, may_end_early: bool) -> str:
+    def _check(self, trial: Trial, scenario: Scenario, fault: Fault, may_end_early: bool, loses_updates: bool) -> str:
         """Wait for the end and check what holds then; return how the run ended. Raises AssertionError."""
         try:
             _, stderr = trial.process.communicate(RUN_LIMIT_S)
@@ -326,18 +329,21 @@ class Walker:
             _, stderr = again.communicate(RUN_LIMIT_S)
             assert again.returncode == 0, f"resumed after exit code {code}, it ends with {again.returncode}: {stderr}"
             check_gone(trial.folder, is_launcher_killed=is_launcher_killed)
-        self._check_outcome(trial)
+        self._check_outcome(trial, loses_updates)
         return ended
 
-    def _check_outcome(self, trial: Trial) -> None:
+    def _check_outcome(self, trial: Trial, loses_updates: bool) -> None:
         summary, expected = read_summary(trial.run_dir), self.expected
         assert summary["status"] == "completed", summary
         assert summary["steps"] == expected.steps, f"{summary['steps']} steps instead of {expected.steps}"
         assert summary["samples"] == expected.samples, f"{summary['samples']} samples instead of {expected.samples}"
+        problems = {finding.subject: finding.detail for finding in audit_run(trial.run_dir) if finding.state != "ok"}
+        if loses_updates:
+            assert summary["updates_lost"] > 0 and problems.keys() == {"updates"}, f"lost without a word: {problems}"
+            return
         assert summary["weights_sha256"] == expected.weights_sha256, "other weights"
         files = last_files(trial.run_dir)
         assert files == expected.files, f"the last checkpoint has other contents: {files} instead of {expected.files}"
-        problems = [finding.detail for finding in audit_run(trial.run_dir) if finding.state != "ok"]
         assert not problems, f"the audit says: {problems}"
 
 

@@ -75,10 +75,11 @@ def _scale(num_workers: int, is_so: Callable[[Trial], object]) -> Callable[[Tria
     return drive
 
 
-def _ask_for_nobody(trial: Trial) -> None:
+def _ask_for_threads(trial: Trial) -> None:
+    """The coordinator refuses it: workers of parameter servers keep their threads."""
     trial.until_held(HOLD)
     with contextlib.suppress(CordeeError):
-        scale_run(trial.run_dir, 0)
+        scale_run(trial.run_dir, 2, threads=2)
     trial.release(HOLD)
 
 
@@ -127,7 +128,7 @@ SCENARIOS = {
     ),
     "server leaves": Scenario(_hold_until(_has_new_second), (Fault("server.received.push", PAIR, "leave", 9), HOLD)),
     "second leaves": Scenario(_hold_until(_has_new_second), (Fault("server.received.push", PAIR, "leave", 10), HOLD)),
-    "bad request": Scenario(_ask_for_nobody, (HOLD,)),
+    "bad request": Scenario(_ask_for_threads, (HOLD,)),
     "scale out": Scenario(_scale(3, _has_new_worker), (HOLD,)),
     "scale in": Scenario(_scale(1, lambda trial: trial.events("scale")), (HOLD,)),
     "join": Scenario(_join, (HOLD,)),
@@ -211,7 +212,10 @@ WALK: dict[str, Walk] = {
     **{point: Walk(EVALUATOR) for point in _called("snapshot", "snapshotextras")},
     **{point: Walk(EVALUATOR, DEATHS) for point in ("evaluator.read", "evaluator.measured", "evaluator.saved")},
     **{point: Walk((of("server leaves", PAIR), of("second leaves", PAIR))) for point in _asked("handover")},
-    "served.ask.secondlost": Walk((of("second dropped", PAIR), of("second lost", PAIR))),
+    "served.ask.secondlost": Walk(
+        (of("second dropped", PAIR), of("second lost", PAIR)),
+        loses_updates=(("second lost", "kill"), ("second lost", "freeze")),  # both are dead then
+    ),
     # From there on the first server is alone: that is not what two replicas are for.
     "served.answered.secondlost": Walk((of("second dropped", PAIR), of("second lost", PAIR)), ("error",)),
     **{point: Walk(BOTH) for point in _served("push", "pushextras")},

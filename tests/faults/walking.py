@@ -33,6 +33,7 @@ class Walk(NamedTuple):
     places: tuple[Place, ...]
     actions: tuple[Action, ...] = ("kill", "freeze", "error")
     ends_early: tuple[Action, ...] = ()  # after these the run may end with a saved state, and is resumed
+    loses_updates: tuple[tuple[str, Action], ...] = ()  # scenarios and actions after which nobody has all updates
 
 
 DEATHS: tuple[Action, ...] = ("kill", "freeze")
@@ -48,6 +49,7 @@ class Case(NamedTuple):
     scenario: str
     fault: Fault
     may_end_early: bool
+    loses_updates: bool
 
     @property
     def name(self) -> str:
@@ -65,6 +67,7 @@ def cases(walk: Mapping[str, Walk]) -> Iterator[Case]:
                         place.scenario,
                         Fault(point, place.process, action, visit),
                         may_end_early=action in way.ends_early,
+                        loses_updates=(place.scenario, action) in way.loses_updates,
                     )
 
 
@@ -96,7 +99,10 @@ def walk_all(walker: Walker, chosen: Iterable[Case], num_at_once: int = 2) -> It
     walker.prepare({case.scenario for case in chosen})
     with ThreadPoolExecutor(num_at_once) as pool:
         yield from pool.map(
-            lambda case: walker.try_fault(case.scenario, case.fault, may_end_early=case.may_end_early), chosen
+            lambda case: walker.try_fault(
+                case.scenario, case.fault, may_end_early=case.may_end_early, loses_updates=case.loses_updates
+            ),
+            chosen,
         )
 
 

@@ -274,7 +274,10 @@ class Dispatcher:
             self.progress.updates_lost += lost
             self.emit("updates_lost", server=index, updates=lost, step=now, from_step=step)
             message = f"server {index} continues from step {step}: its slice lacks the updates of {lost} steps"
-            self.emit("warning", message=f"{message}. With strategy.replicas = 2 none would be lost")
+            advice = "With strategy.replicas = 2 none would be lost"
+            if self.plan.settings.replicas > 1:
+                advice = f"All {self.plan.settings.replicas} of its processes were lost before there was another"
+            self.emit("warning", message=f"{message}. {advice}")
 
     def _commit(self, worker: str, done: TakeWork) -> None:
         if done.attempt != self._memory.attempt or not self.ledger.commit(done.done):
