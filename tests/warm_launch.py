@@ -33,7 +33,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-FORK_SERVER = "cordee.cluster.fork_server"
+FORK_SERVER = "cordee.cluster.engines.fork_server"
 PRELOADED = ("torch", "torch.distributed", "sklearn.datasets", "cordee", "cordee.cli.app", "cordee.launch", FORK_SERVER)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -306,7 +306,7 @@ def _run_and_exit(run: Any) -> NoReturn:
 
 
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """Like the original, but `python -m cordee.cluster.fork_server` is forked from a process that has it imported.
+    """Like the original, but a fork server is forked from a process that has `cordee.cluster.engines.fork_server`.
 
     That process, the forker, is a child of the launcher, made before the launcher has any threads. What it makes is
     handed to the launcher as its own child, which a launcher can wait for.
@@ -403,8 +403,10 @@ def main() -> None:
     # It ends when the other side hangs up. Asking the kernel for a signal would end it with the thread that started it.
     for name in PRELOADED:
         importlib.import_module(name)
-    fork_server = importlib.import_module(FORK_SERVER)
-    for name in fork_server.PRELOADED:
+    for name in (
+        *importlib.import_module(FORK_SERVER).PRELOADED,
+        *importlib.import_module("cordee.runs").PROCESS_MODULES,
+    ):
         importlib.import_module(name)
     serve(socket.socket(fileno=int(sys.argv[1])))
 

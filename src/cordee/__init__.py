@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from cordee.core.settings import Checkpoint, Cluster, Data, Evaluation, Monitoring, Stop, Strategy, Training
     from cordee.data import Splits
     from cordee.launch import train
-    from cordee.own_loop import join
+    from cordee.loop import join
+    from cordee.parameters import KVStore
     from cordee.planner import Plan
-    from cordee.planning import plan
+    from cordee.planner.planning import plan
     from cordee.run import Run
-    from cordee.store import KVStore
 
 # Names are imported when first used, so that `cordee --help` does not wait for torch.
 _HOMES = {
@@ -29,7 +29,7 @@ _HOMES = {
     "Data": "cordee.core.settings",
     "Evaluation": "cordee.core.settings",
     "Job": "cordee.core",
-    "KVStore": "cordee.store",
+    "KVStore": "cordee.parameters",
     "Monitoring": "cordee.core.settings",
     "Plan": "cordee.planner",
     "Run": "cordee.run",
@@ -38,8 +38,8 @@ _HOMES = {
     "Strategy": "cordee.core.settings",
     "Training": "cordee.core.settings",
     "Use": "cordee.core",
-    "join": "cordee.own_loop",
-    "plan": "cordee.planning",
+    "join": "cordee.loop",
+    "plan": "cordee.planner.planning",
     "train": "cordee.launch",
 }
 

@@ -18,19 +18,17 @@ import torch
 from rich.console import Console
 
 from cordee import checkpoint
-from cordee.assembly import Assembly, assemble
 from cordee.cluster import Team
-from cordee.cluster.local import LocalEngine
+from cordee.cluster.engines.local import LocalEngine
 from cordee.communication.this_host import find_listening
 from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
-from cordee.core.components import LIVE_PREFIX
 from cordee.core.env import runs_folder
 from cordee.core.errors import CheckpointError, JobError, RunDirectoryError, StorageError
 from cordee.core.fault_points import identify, reach
 from cordee.core.importing import refuse_what_workers_miss, stop_import
-from cordee.deciding import Decision, decide, plans_first
-from cordee.interrupts import InterruptFlag
+from cordee.core.interrupts import InterruptFlag
+from cordee.core.references import LIVE_PREFIX
 from cordee.monitoring import (
     JsonlSink,
     Monitor,
@@ -46,13 +44,16 @@ from cordee.monitoring import (
     setup_logging,
 )
 from cordee.monitoring.summary import Status
-from cordee.replanning import Replanner
-from cordee.resuming import fit_to_run
+from cordee.planner.auto import Decision, decide, plans_first
+from cordee.planner.replanning import Replanner
 from cordee.run import Run
-from cordee.served import ServedRun, check_served
-from cordee.session import Session
+from cordee.runs import PROCESS_MODULES
+from cordee.runs.dispatched import DispatchedRun, check_dispatched
+from cordee.runs.team import TeamRun
 from cordee.strategies import STRATEGIES, choose_strategy, refuse_others_settings
-from cordee.team_run import TeamRun
+from cordee.training.components import Components, assemble
+from cordee.training.resuming import fit_to_run
+from cordee.training.session import Session
 from cordee.version import __version__
 
 log = logging.getLogger("cordee.launch")
@@ -90,8 +91,8 @@ def train(
             _refuse_live_parts(job)
             if _uses_this_script(job):
                 refuse_what_workers_miss()
-            if not plans_first(asked):
-                engine = stack.enter_context(LocalEngine())  # imports torch while the job is looked at here
+            if not plans_first(asked):  # it imports torch while the job is looked at here
+                engine = stack.enter_context(LocalEngine(PROCESS_MODULES))
         team = Team(num_workers=num_workers, num_local_workers=num_workers)
         parts = assemble(job, team)
         decision = decide(asked, parts)
@@ -100,9 +101,9 @@ def train(
             parts = assemble(job, team)
         is_served = STRATEGIES[job.strategy.name].is_served
         if (num_workers > 1 or is_served) and engine is None:
-            engine = stack.enter_context(LocalEngine())
+            engine = stack.enter_context(LocalEngine(PROCESS_MODULES))
         if is_served:
-            check_served(parts)
+            check_dispatched(parts)
         if job.cluster.address:
             find_listening(job.cluster.address)
         if resume:
@@ -129,7 +130,7 @@ def train(
                     if engine is None:
                         summary = _run_alone(parts, directory, monitor, flag, resume, decision, memory)
                     else:
-                        run_kind = ServedRun if is_served else TeamRun
+                        run_kind = DispatchedRun if is_served else TeamRun
                         team_run = run_kind(parts, directory, monitor, flag)
                         with _telling_failure(parts, directory, monitor):
                             summary = _with_prediction(team_run.lead(engine, resume=resume), decision)
@@ -143,7 +144,7 @@ def train(
 
 
 def _run_alone(
-    parts: Assembly,
+    parts: Components,
     directory: RunDirectory,
     monitor: Monitor,
     flag: InterruptFlag,
@@ -189,7 +190,7 @@ def _last_step(events_file: Path) -> _Step:
 
 
 @contextlib.contextmanager
-def _telling_failure(parts: Assembly, directory: RunDirectory, monitor: Monitor) -> Iterator[None]:
+def _telling_failure(parts: Components, directory: RunDirectory, monitor: Monitor) -> Iterator[None]:
     """Write how far a run with worker processes came, if it ends with an error or a second Ctrl-C."""
     started = time.time()
     try:
@@ -220,7 +221,7 @@ def _telling_failure(parts: Assembly, directory: RunDirectory, monitor: Monitor)
         raise
 
 
-def _load_weights(parts: Assembly, directory: RunDirectory) -> None:
+def _load_weights(parts: Components, directory: RunDirectory) -> None:
     """Put the weights that worker processes have trained into the model of `parts`."""
     if (loaded := checkpoint.load_newest(directory.checkpoints)) is not None:
         checkpoint.load_model_state(parts.model, loaded.state.part("model").tensors)

@@ -13,8 +13,6 @@ import msgspec
 import torch
 
 from cordee import checkpoint
-from cordee.arrivals import Found, look
-from cordee.assembly import Assembly
 from cordee.checkpoint import Digest, State
 from cordee.compute import NO_VOTES, Loss, Votes, evaluate, find_unsound, split_batch
 from cordee.core import Batch
@@ -25,8 +23,10 @@ from cordee.core.shards import sum_shards
 from cordee.core.stopping import StopPolicy
 from cordee.data.online import OnlineStream, Taken, newest
 from cordee.monitoring import Monitor
-from cordee.progress import Outcome, Progress
-from cordee.saving import Saver, find_not_finite
+from cordee.training.checkpointer import Checkpointer, find_not_finite
+from cordee.training.components import Components
+from cordee.training.online_data import Found, look
+from cordee.training.progress import Outcome, Progress
 
 PACE_EVERY_S = 0.02  # at most so often a worker tells how long its own computing takes: about 0.2 % of the time
 LOOK_EVERY_S = 0.05  # for data that keeps arriving
@@ -37,7 +37,7 @@ class Trainer:
 
     def __init__(
         self,
-        parts: Assembly,
+        parts: Components,
         monitor: Monitor,
         checkpoints: Path,
         should_stop: Callable[[], bool] = lambda: False,
@@ -56,7 +56,7 @@ class Trainer:
         self._policy = StopPolicy(parts.job.stop)
         self._comparison = checkpoint.Comparison()
         self._compared: Digest | None = None  # the last that was compared
-        self._saver = Saver(checkpoints, parts.job.checkpoint, monitor)
+        self._saver = Checkpointer(checkpoints, parts.job.checkpoint, monitor)
         self._votes = NO_VOTES  # of all workers, in the last step
         self._is_stopping = False  # agreed on by all workers
         self._newest: Batch | None = None  # samples of growing data that were set aside
@@ -77,7 +77,7 @@ class Trainer:
         """Whether a step was begun and not finished."""
         return self._is_stepping
 
-    def enter(self, parts: Assembly, state: State | None) -> None:
+    def enter(self, parts: Components, state: State | None) -> None:
         """Continue as a member of another team from `state`, which stays as it is, or begin. Collective."""
         self._parts = parts
         if state is not None:

@@ -16,9 +16,9 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 
-from cordee.auditing import audit_run
 from cordee.checkpoint import list_checkpoints
 from cordee.monitoring import read_events
+from cordee.tools.audit import audit_run
 from differences.generator import Choices, Table, job_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

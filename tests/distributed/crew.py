@@ -13,7 +13,7 @@ from typing import Any
 
 CASE_TIMEOUT_S = 100.0
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "cordee.worker"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "cordee.runs.team.worker"])
 
 
 class CaseError(AssertionError):

@@ -1,6 +1,6 @@
 """Training inside processes that are already there: one crew runs many cases, with no launch for each.
 
-What runs in a crew is what a worker runs (`cordee.worker`), without the launcher and its channel.
+What runs in a crew is what a worker runs (`cordee.runs.team.worker`), without the launcher and its channel.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from crew import Crew
 
-from cordee.assembly import assemble
 from cordee.cluster import Team
 from cordee.core import Job
 from cordee.monitoring import Event, Monitor, Summary
-from cordee.session import Session
+from cordee.training.components import assemble
+from cordee.training.session import Session
 
 HERE = str(Path(__file__).parent)
 

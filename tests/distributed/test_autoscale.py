@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from launching import started, wait_until
 
-from cordee.auditing import audit_run
 from cordee.cluster.control import scale_run
 from cordee.core import Job
 from cordee.core.errors import JobError
 from cordee.launch import train
+from cordee.tools.audit import audit_run
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -105,7 +105,7 @@ def normalise_a_share(rank: int, size: int, dtype: torch.dtype, mean: float) -> 
     """Compare shares of 5, 3 and 0 rows, of numbers far from zero, with the whole batch of 8 in double precision."""
     import torch.distributed as dist
 
-    from cordee.strategies.data_parallel.batch_norm import SyncedBatchNorm, absent
+    from cordee.strategies.data_parallel.batch_norm import SyncedBatchNorm, no_samples
 
     torch.manual_seed(0)
     batch = (torch.randn(8, 4, 3, 2, dtype=torch.float64) * torch.tensor([1.0, 2, 3, 4]).view(1, 4, 1, 1) + mean).to(
@@ -120,7 +120,7 @@ def normalise_a_share(rank: int, size: int, dtype: torch.dtype, mean: float) -> 
     rows = (slice(0, 5), slice(5, 8), slice(8, 8))[rank]
     own = batch[rows].clone().requires_grad_()
     if rank == 2:
-        with absent(synced):
+        with no_samples(synced):
             stand_in = torch.full((1, 4, 3, 2), 7.0, dtype=dtype).requires_grad_()
             outputs = synced(stand_in)
         (outputs.sum() * 0.0).backward()

@@ -15,13 +15,13 @@ import torch
 from crew import Crew
 from driving import Table, job, train_alone, train_together
 
-from cordee.assembly import assemble
 from cordee.checkpoint import load_model_state, load_newest
 from cordee.cluster import Team
 from cordee.compute import Metrics, evaluate
 from cordee.core import Job
 from cordee.launch import train
 from cordee.monitoring import read_events
+from cordee.training.components import assemble
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -16,7 +16,7 @@ import torch
 
 import cordee
 from cordee.core.errors import StoreError
-from cordee.store.local import LocalServers
+from cordee.parameters.local import LocalServers
 
 COMMAND = [sys.executable, "-m", "cordee"]
 

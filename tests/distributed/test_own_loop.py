@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from cordee.cluster import Team
 from cordee.core.errors import DataError, JobError
 from cordee.data.shared_batches import SharedBatches
-from cordee.own_loop import LoopTeam
+from cordee.loop import LoopTeam
 
 pytestmark = pytest.mark.timeout(200)
 NUM_SAMPLES, BATCH_SIZE = 21, 10  # the last batch of an epoch has one sample: less than the team has members

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 from cordee.cluster import Team
 from cordee.core.errors import JobError
-from cordee.own_loop import LoopTeam
+from cordee.loop import LoopTeam
 
 pytestmark = pytest.mark.timeout(200)
 Weights = dict[str, Any]

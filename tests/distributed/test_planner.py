@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cordee.bench.planner import CASES, job_of, measure
-from cordee.planning import kept_machine, plan
+from cordee.planner.planning import kept_machine, plan
 from cordee.strategies import STRATEGIES
 
 
@@ -16,7 +16,7 @@ from cordee.strategies import STRATEGIES
 @pytest.mark.timeout(300)
 def test_the_planner_benchmark_at_its_smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORDEE_CACHE", str(tmp_path))
-    monkeypatch.setattr("cordee.planning.is_busy", lambda: False)
+    monkeypatch.setattr("cordee.planner.planning.is_busy", lambda: False)
     lenet = [case for case in CASES if case.name == "lenet"]
     journal = tmp_path / "report.json.part"
     lines: list[str] = []
@@ -32,11 +32,11 @@ def test_the_planner_benchmark_at_its_smallest(tmp_path: Path, monkeypatch: pyte
     assert f"2 cases are in {journal} already" in lines and len([line for line in lines if "single" in line]) == 1
     again = plan(job_of(lenet[0]), workers=2)
     assert again.is_cached and not again.was_busy
-    monkeypatch.setattr("cordee.planning.is_busy", lambda: True)
+    monkeypatch.setattr("cordee.planner.planning.is_busy", lambda: True)
     assert plan(job_of(lenet[0]), workers=2).is_cached  # nothing is measured, so it does not matter
     assert plan(job_of(lenet[0]), workers=1, fresh=True, budget_s=0.1).was_busy
     assert plan(job_of(lenet[0]), workers=1).was_busy  # and stays so until the machine is quiet
-    monkeypatch.setattr("cordee.planning.is_busy", lambda: False)
+    monkeypatch.setattr("cordee.planner.planning.is_busy", lambda: False)
     assert not plan(job_of(lenet[0]), workers=1, budget_s=0.1).was_busy
 
     machine = kept_machine()

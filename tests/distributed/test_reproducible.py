@@ -133,10 +133,10 @@ def test_resuming_on_another_number_of_workers(two: Crew, three: Crew, tmp_path:
     ],
 )
 def test_what_depends_on_the_number_of_workers_is_refused(strategy: Table, message: str) -> None:
-    from cordee.assembly import assemble
     from cordee.cluster import Team
     from cordee.core import Job
     from cordee.core.errors import JobError
+    from cordee.training.components import assemble
 
     table = job(training=REPRODUCIBLE, strategy={"name": "data_parallel", "workers": 2, **strategy})
     with pytest.raises(JobError, match=message):

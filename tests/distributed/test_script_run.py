@@ -13,8 +13,8 @@ import psutil
 import pytest
 from launching import Ended, run, started, wait_until
 
-from cordee.cluster.fork_server import Exited
-from cordee.script_run import CONSEQUENCE, find_cause
+from cordee.cluster.engines.fork_server import Exited
+from cordee.tools.script_launcher import CONSEQUENCE, find_cause
 
 pytestmark = pytest.mark.timeout(200)
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -12,11 +12,11 @@ from networks import Dropped
 from splitting import JOBS, TOKENS, References, check_equal
 from torch import Tensor
 
-from cordee.assembly import assemble
 from cordee.cluster import Team
 from cordee.compute import NO_VOTES
 from cordee.core import Job
 from cordee.strategies.tensor import TensorParallel
+from cordee.training.components import assemble
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -23,12 +23,12 @@ import msgspec
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from cordee.auditing import audit_run
 from cordee.cluster.control import scale_run
 from cordee.core import fault_points
 from cordee.core.errors import CordeeError
 from cordee.core.fault_points import Fault
 from cordee.monitoring import read_events
+from cordee.tools.audit import audit_run
 from warm_launch import WarmProcess, WarmServer
 
 STEP_LIMIT_S = 20.0  # for what a scenario waits for; a fault may have made it impossible

@@ -318,7 +318,7 @@ WALK: dict[str, Walk] = {
     "coordinator.decided": Walk(TURNS, DEATHS),
     "journal.write": Walk(TURNS),
     "journal.written": Walk(TURNS, DEATHS),
-    "launcher_link.errand": Walk(TURNS, DEATHS),
+    "launcher_link.command": Walk(TURNS, DEATHS),
     "coordinator.committed": Walk(TURNS, DEATHS),
     "coordinator.reply": Walk(
         (
@@ -361,8 +361,8 @@ WALK: dict[str, Walk] = {
     "launcher_link.end": Walk((of("plain", "coordinator"),), DEATHS),
     "launcher_link.ended": Walk((of("plain", "coordinator"),), DEATHS),
     "supervisor.start": Walk((of("plain", "launcher"), of("coordinator", "launcher", 2)), DEATHS),
-    "supervisor.errand": Walk((of("plain", "launcher", 1, 2, 10), of("loss", "launcher", 20)), DEATHS),
-    "supervisor.errand_done": Walk((of("plain", "launcher", 1, 2, 10), of("loss", "launcher", 20)), DEATHS),
+    "supervisor.command": Walk((of("plain", "launcher", 1, 2, 10), of("loss", "launcher", 20)), DEATHS),
+    "supervisor.command_done": Walk((of("plain", "launcher", 1, 2, 10), of("loss", "launcher", 20)), DEATHS),
     "supervisor.ended": Walk((of("plain", "launcher"),), DEATHS),
     "launch.summary": Walk((of("plain", "launcher"),), ends_early=("error",)),
     "launch.closed": Walk((of("plain", "launcher"),), DEATHS),

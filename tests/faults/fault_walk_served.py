@@ -238,7 +238,7 @@ WALK: dict[str, Walk] = {
     "dispatch.pair": Walk((of("plain", "coordinator", 1, 2), of("server lost", "coordinator", 3)), DEATHS),
     "dispatch.paired": Walk((of("plain", "coordinator", 1, 2), of("server lost", "coordinator", 3)), DEATHS),
     **{point: Walk(TURNS, DEATHS) for point in ("dispatch.decided", "dispatch.written")},
-    **{point: Walk(TURNS, DEATHS) for point in ("journal.written", "launcher_link.errand")},
+    **{point: Walk(TURNS, DEATHS) for point in ("journal.written", "launcher_link.command")},
     # Without a journal, a coordinator that dies cannot be replaced.
     "journal.write": Walk(tuple(place for place in TURNS if place.scenario != "coordinator")),
     "dispatch.answer.joined": Walk(

@@ -29,9 +29,9 @@ import msgspec
 import psutil
 from fault_trials import check_gone, family, last_files, read_summary
 
-from cordee.auditing import audit_run
 from cordee.core import fault_points
 from cordee.core.fault_points import Fault
+from cordee.tools.audit import audit_run
 from warm_launch import WarmProcess, WarmServer
 
 RUN_LIMIT_S = 240.0

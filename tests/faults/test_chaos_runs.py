@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from cordee.chaos import FAULTS, aim, plan_faults
 from cordee.core.errors import JobError
 from cordee.core.fault_points import Fault
-from cordee.outage import _copy_descriptor, cut_off
+from cordee.tools.chaos import FAULTS, aim, plan_faults
+from cordee.tools.network_fault import _copy_descriptor, cut_off
 
 pytestmark = pytest.mark.timeout(150)
 

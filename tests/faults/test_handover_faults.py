@@ -11,8 +11,8 @@ import pytest
 
 import warm_launch
 from cordee import checkpoint
-from cordee.auditing import audit_run
 from cordee.core.fault_points import Fault, ask_for, happened
+from cordee.tools.audit import audit_run
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -194,13 +194,15 @@ def test_workers_join_leave_freeze_and_wake(tmp_path: Path, undisturbed: str) ->
     first = {event["worker"]: event["pid"] for event in launched.events("worker_started") if event["role"] == "worker"}
     assert scale_run(launched.run_dir, 3) == "from 2 to 3 workers"
     command = [sys.executable, "-m", "cordee", "join", str(launched.run_dir)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as guest:
-        launched.wait_for("worker_started", lambda event: event["role"] == "worker" and event["pid"] == guest.pid)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as external_worker:
+        launched.wait_for(
+            "worker_started", lambda event: event["role"] == "worker" and event["pid"] == external_worker.pid
+        )
         os.kill(first[0], signal.SIGTERM)
         launched.wait_for("worker_left", lambda event: event["worker"] == 0)
-        guest.send_signal(signal.SIGINT)
-        stdout, stderr = guest.communicate(timeout=60)
-    assert guest.returncode == 0, stderr
+        external_worker.send_signal(signal.SIGINT)
+        stdout, stderr = external_worker.communicate(timeout=60)
+    assert external_worker.returncode == 0, stderr
     assert "as worker 3" in stdout and "worker 3 is done" in stdout
     os.kill(first[1], signal.SIGSTOP)
     launched.wait_for("worker_lost", lambda event: event["worker"] == 1)
@@ -245,15 +247,15 @@ def test_a_worker_of_another_host_is_cut_off_comes_back_and_is_killed(tmp_path: 
         ticket.chmod(0o600)
         command = wires.inside(1, sys.executable, "-m", "cordee", "join", str(ticket))
         environment = {**os.environ, "CORDEE_CACHE": str(tmp_path / "far")}
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as guest:
-            launched.wait_for("worker_started", lambda event: event["pid"] == guest.pid)
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as external_worker:
+            launched.wait_for("worker_started", lambda event: event["pid"] == external_worker.pid)
             launched.wait_for_step(launched.events("step")[-1]["step"] + 3)
             wires.cut()
             launched.wait_for("worker_lost", lambda event: "is out of reach" in event["reason"])
             launched.wait_for_step(launched.events("step")[-1]["step"] + 1)
             wires.mend()
-            launched.wait_for("worker_started", lambda event: event["pid"] == guest.pid, count=2)
-            guest.kill()
+            launched.wait_for("worker_started", lambda event: event["pid"] == external_worker.pid, count=2)
+            external_worker.kill()
             launched.wait_for("worker_lost", lambda event: event["worker"] == 2, count=2)
         (tmp_path / "slowly").unlink()
         summary = launched.finish()

@@ -18,7 +18,7 @@ import pytest
 
 import cordee
 from cordee.core.errors import CommunicationError, StoreError
-from cordee.store.local import LocalServers
+from cordee.parameters.local import LocalServers
 
 CLIENT = """
 import sys, time

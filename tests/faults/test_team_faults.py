@@ -22,10 +22,10 @@ import pytest
 from wires import Wires, two_networks
 
 import warm_launch
-from cordee.auditing import audit_run
 from cordee.bench.report import describe_machine
 from cordee.cluster.control import scale_run
 from cordee.core.errors import JobError, RunDirectoryError
+from cordee.tools.audit import audit_run
 from warm_launch import WarmProcess
 
 pytestmark = pytest.mark.timeout(240)
@@ -253,8 +253,8 @@ def test_a_frozen_worker_is_ended_and_trained_around(tmp_path: Path, undisturbed
 
 
 MEETING = """
-import os, signal, cordee.meeting
-tell = cordee.meeting.MeetingStore.set
+import os, signal, cordee.cluster.rendezvous
+tell = cordee.cluster.rendezvous.RendezvousStore.set
 def tell_and_go(self, key, value):
     tell(self, key, value)
     if "{key}" in key and os.path.exists(os.path.dirname(__file__) + "/now"):
@@ -263,7 +263,7 @@ def tell_and_go(self, key, value):
         except FileNotFoundError:
             return
         os.kill(os.getpid(), signal.{number})
-cordee.meeting.MeetingStore.set = tell_and_go
+cordee.cluster.rendezvous.RendezvousStore.set = tell_and_go
 """
 
 
@@ -371,17 +371,17 @@ def test_somebody_joins_freezes_wakes_and_leaves(tmp_path: Path, undisturbed: st
     with launch(tmp_path) as run:
         run.wait_for_step(2)
         command = [sys.executable, "-m", "cordee", "join", str(run.run_dir)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as guest:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as external_worker:
             wait_for_members(run, 3)
             run.wait_for_step(run.of("step")[-1]["step"] + 3)
-            guest.send_signal(signal.SIGSTOP)
+            external_worker.send_signal(signal.SIGSTOP)
             wait_for_members(run, 2)
-            guest.send_signal(signal.SIGCONT)
+            external_worker.send_signal(signal.SIGCONT)
             wait_for_members(run, 3)
-            guest.send_signal(signal.SIGINT)
-            stdout, stderr = guest.communicate(timeout=30)
+            external_worker.send_signal(signal.SIGINT)
+            stdout, stderr = external_worker.communicate(timeout=30)
         (tmp_path / "slowly").unlink()
-        assert guest.returncode == 0, stderr
+        assert external_worker.returncode == 0, stderr
         assert "as worker 2" in stdout and "worker 2 is done" in stdout
         check_held(run, undisturbed, recoveries=1)
         assert [event["worker"] for event in run.of("worker_left")] == [2]
@@ -393,11 +393,11 @@ def joining(wires: Wires, ticket: Path, folder: Path) -> Iterator[subprocess.Pop
     command = wires.inside(1, sys.executable, "-m", "cordee", "join", str(ticket))
     environment = {**os.environ, "CORDEE_CACHE": str(folder)}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as guest:
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as external_worker:
         try:
-            yield guest
+            yield external_worker
         finally:
-            guest.kill()
+            external_worker.kill()
 
 
 @pytest.mark.long
@@ -408,7 +408,7 @@ def test_a_worker_of_another_host_joins_is_cut_off_comes_back_and_is_killed(tmp_
         ticket = tmp_path / "ticket"
         shutil.copy(run.run_dir / "control.json", ticket)
         ticket.chmod(0o600)
-        with joining(wires, ticket, tmp_path / "far") as guest:
+        with joining(wires, ticket, tmp_path / "far") as external_worker:
             wait_for_members(run, 3)
             run.wait_for_step(run.of("step")[-1]["step"] + 3)
             wires.cut()
@@ -419,26 +419,26 @@ def test_a_worker_of_another_host_joins_is_cut_off_comes_back_and_is_killed(tmp_
             wires.mend()
             wait_for_members(run, 3)
             run.wait_for_step(run.of("step")[-1]["step"] + 3)
-            guest.kill()
+            external_worker.kill()
             wait_for_members(run, 2)
-            stdout, _ = guest.communicate()
+            stdout, _ = external_worker.communicate()
         (tmp_path / "slowly").unlink()
         assert "as worker 2" in stdout and "without encryption" in stdout
         check_held(run, undisturbed, recoveries=2)
         assert [event["worker"] for event in run.of("worker_lost")] == [2, 2]
-        assert {event["pid"] for event in run.of("worker_started") if event["worker"] == 2} == {guest.pid}
+        assert {event["pid"] for event in run.of("worker_started") if event["worker"] == 2} == {external_worker.pid}
 
 
 @pytest.mark.long
 def test_a_guest_ends_with_the_launcher(launched: Launched) -> None:
     launched.wait_for_step(5)
     command = [sys.executable, "-m", "cordee", "join", str(launched.run_dir)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as guest:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as external_worker:
         wait_for_members(launched, 3)
         launched.wait_for_step(launched.of("step")[-1]["step"] + 3)
         launched.process.kill()
-        _, stderr = guest.communicate(timeout=20)
-        assert guest.returncode == 1, stderr
+        _, stderr = external_worker.communicate(timeout=20)
+        assert external_worker.returncode == 1, stderr
     launched.process.communicate()
     assert not launched.survivors()
 

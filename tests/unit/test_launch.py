@@ -13,14 +13,14 @@ from small_jobs import run, small_job
 
 import cordee
 from cordee import checkpoint, launch
-from cordee.assembly import assemble
-from cordee.auditing import audit_run
 from cordee.cluster.team import Team
 from cordee.core import Job
 from cordee.core.errors import CheckpointError, CordeeError, JobError, RunDirectoryError, TrainingError
-from cordee.exporting import export_run
 from cordee.launch import train
 from cordee.monitoring import Monitor, RunDirectory, read_events
+from cordee.tools.audit import audit_run
+from cordee.tools.export import export_run
+from cordee.training.components import assemble
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,8 @@ from torch.utils.data import Dataset
 from cordee import checkpoint
 from cordee.core import Job, Use
 from cordee.core.errors import DataError, JobError, RunDirectoryError, StorageError, TrainingError
-from cordee.exporting import export_run
 from cordee.monitoring.summary import read_summary
+from cordee.tools.export import export_run
 
 # How long ---------------------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ def test_a_full_disk_in_the_background_fails_the_run_only_at_its_end(
 
 
 def test_a_slow_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cordee.saving.WORTH_SAYING_S", 0.01)
+    monkeypatch.setattr("cordee.training.checkpointer.WORTH_SAYING_S", 0.01)
     save = checkpoint.save
 
     def slow(*args: Any, **settings: Any) -> Path:

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cordee.assembly import assemble
 from cordee.bench.contest import Clock, Place
 from cordee.bench.materials import build, silent, train_tensors, whole_batches
 from cordee.cluster import Team
@@ -25,6 +24,7 @@ from cordee.core import Job
 from cordee.core.settings import Data
 from cordee.monitoring import JsonlSink, Monitor
 from cordee.trainer import Trainer
+from cordee.training.components import assemble
 
 LEARNING_RATE = 0.001
 

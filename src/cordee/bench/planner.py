@@ -28,17 +28,18 @@ from torch import nn
 
 from cordee.bench.planner_rows import PlanTimes, Trial, make_rows
 from cordee.bench.report import Report, describe_machine
-from cordee.cluster.local import LocalEngine
+from cordee.cluster.engines.local import LocalEngine
 from cordee.compute.memory import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CordeeError, JobError
 from cordee.launch import train
 from cordee.planner import Plan, Prediction, Work, search
 from cordee.planner.measuring import median_s
+from cordee.planner.planning import kept_machine, plan_and_work, profile_of
 from cordee.planner.simulator.team import simulate_team
 from cordee.planner.site import DescribedCluster, Device, Link
-from cordee.planning import kept_machine, plan_and_work, profile_of
-from cordee.trials import run_trial, step_of
+from cordee.planner.trials import run_trial, step_of
+from cordee.runs import PROCESS_MODULES
 
 ROUNDS = 3
 STRATEGIES = ("single", "data_parallel", "parameter_server", "sharded", "pipeline", "tensor")
@@ -143,7 +144,7 @@ def _try(
     is_new = not any(model == case.name for model, _, _ in done)
     made, work = _profile(case, workers, is_new=is_new, is_first=not earlier, budget_s=budget_s)
     profile_s = (before_s + reference_s()) / 2
-    with LocalEngine() as engine:
+    with LocalEngine(PROCESS_MODULES) as engine:
         for prediction in _to_run(made, workers):
             way = (case.name, prediction.strategy, prediction.workers)
             name = "/".join(map(str, way))

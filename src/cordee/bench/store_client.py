@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from cordee.bench.echo import Echo
-from cordee.store import KVStore
+from cordee.parameters import KVStore
 
 _BLOCK_BYTES = 1 << 26  # that a block moves, at least 3 calls and at most 200
 

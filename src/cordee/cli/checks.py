@@ -40,15 +40,15 @@ def chaos(
 
     Exit code 1 if the run fails, hangs, or is not sound, or if a process does not get to where --at aims.
     """
-    from cordee.auditing import VERDICTS
-    from cordee.chaos import aim, plan_faults, train_command, unleash
     from cordee.core import Job
     from cordee.core.durations import parse_duration
     from cordee.core.env import runs_folder
     from cordee.core.errors import JobError
     from cordee.core.fault_points import POINTS
-    from cordee.doctor import can_train, render_findings
     from cordee.monitoring import new_run_path
+    from cordee.tools.audit import VERDICTS
+    from cordee.tools.chaos import aim, plan_faults, train_command, unleash
+    from cordee.tools.doctor import can_train, render_findings
 
     if points:
         width = max(map(len, POINTS))
@@ -96,10 +96,10 @@ def doctor(
     With --run, check a run from its own events: every sample counted once per epoch, generations that do not
     overlap, steps that only grow, members that agree on the weights. Exit code 1 if something is wrong.
     """
-    from cordee.doctor import can_train, examine, render_findings
+    from cordee.tools.doctor import can_train, examine, render_findings
 
     if run is not None:
-        from cordee.auditing import VERDICTS, audit_run
+        from cordee.tools.audit import VERDICTS, audit_run
 
         findings = audit_run(run)
         print_text(render_findings(findings, as_json=as_json, verdicts=VERDICTS))

@@ -47,8 +47,8 @@ def plan(
 
         load_cluster(cluster)
 
+    from cordee.planner.planning import plan as make_plan
     from cordee.planner.rendering import render_plan
-    from cordee.planning import plan as make_plan
 
     found = make_plan(job, overrides=settings or [], workers=workers, cluster=cluster, fresh=fresh, tell=print_note)
     if as_json:
@@ -93,8 +93,7 @@ def simulate(
         cordee simulate --job job.toml --here
     """
     from cordee.core.errors import JobError
-    from cordee.planner.simulator import simulate as run_simulation
-    from cordee.simulating import (
+    from cordee.planner.simulate import (
         find_scenario,
         render_outcomes,
         render_ways,
@@ -103,6 +102,7 @@ def simulate(
         write_page,
         write_picture,
     )
+    from cordee.planner.simulator import simulate as run_simulation
 
     if (scenario is None) == (job is None):
         raise JobError("say what to simulate: a scenario, or --job JOB.toml, and not both")

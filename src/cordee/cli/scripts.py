@@ -26,7 +26,7 @@ def run(
 
         cordee run -n 2 examples/own_loop.py --epochs 3
     """
-    from cordee.script_run import run_script
+    from cordee.tools.script_launcher import run_script
 
     if not run_script(script, context.args, workers):
         raise typer.Exit(INTERRUPTED)
@@ -71,7 +71,7 @@ def server(
 
         cordee worker --servers tcp://127.0.0.1:PORT script.py
     """
-    from cordee.store.serving import serve
+    from cordee.parameters.serving import serve
 
     _check_address("--listen", listen)
     serve(

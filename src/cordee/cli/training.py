@@ -65,7 +65,7 @@ def export(
     Without --output: model.safetensors in the run directory. A .pt file is a state dict for
     `torch.load(..., weights_only=True)`; ONNX takes any batch size.
     """
-    from cordee.exporting import export_run
+    from cordee.tools.export import export_run
 
     for path in export_run(run, output or [run / "model.safetensors"], step=step, takes_best=best):
         print_text(str(path))
@@ -131,6 +131,6 @@ def join(
 
     control = read_control(run)  # what is wrong with it is told before torch is imported
     reach(control, run)
-    from cordee.joining import join_run
+    from cordee.tools.join import join_run
 
     join_run(run, control, data_root, print_text)

@@ -17,7 +17,7 @@ import msgspec
 from cordee.communication.channel import ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
-from cordee.communication.messages import COORDINATION, Accepted, Enlist, Scale
+from cordee.communication.messages import COORDINATION, Accepted, JoinRequest, Scale
 from cordee.communication.this_host import host_id
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError, JobError, RunDirectoryError
@@ -54,7 +54,7 @@ class Control(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def is_far(self) -> bool:
+    def is_remote(self) -> bool:
         """Whether this process is on another host than the run."""
         return self.host_id != host_id()
 
@@ -107,11 +107,11 @@ def enlist(control: Control, place: Path, torch_version: str) -> str:
 
     Raises JobError when the run refuses, NotYetError when it is too early, and RunDirectoryError when nobody answers.
     """
-    wish = Enlist(os.getpid(), socket.gethostname(), host_id(), __version__, torch_version)
+    wish = JoinRequest(os.getpid(), socket.gethostname(), host_id(), __version__, torch_version)
     return _ask(control, place, wish)
 
 
-def _ask(control: Control, place: Path, wish: Scale | Enlist) -> str:
+def _ask(control: Control, place: Path, wish: Scale | JoinRequest) -> str:
     speaker = Speaker(run=control.run, name=CONTROL_NAME, incarnation=time.time_ns())
     try:
         keys = ClientKeys.from_text(control.keys)
@@ -121,7 +121,7 @@ def _ask(control: Control, place: Path, wish: Scale | Enlist) -> str:
         kind = NotYetError if error.reason == NOT_YET else JobError
         raise kind(error.detail or str(error)) from error
     except CommunicationError as error:
-        if control.is_far:
+        if control.is_remote:
             raise RunDirectoryError(
                 f"the run of the ticket {place} does not answer: it has ended, or its host ({control.host}) cannot be "
                 f"reached from here: {error}"
@@ -131,7 +131,7 @@ def _ask(control: Control, place: Path, wish: Scale | Enlist) -> str:
     return reply.detail
 
 
-def check_far(wish: Enlist, public: str) -> None:
+def check_remote(wish: JoinRequest, public: str) -> None:
     """Raise JobError if a worker of another host cannot take part in a run of this host and version of torch."""
     import torch  # here, since those who ask need not have it
 
@@ -146,7 +146,7 @@ def check_far(wish: Enlist, public: str) -> None:
 
 def reach(control: Control, place: Path) -> str:
     """Return the address at which this process reaches the run. Raises JobError if there is none."""
-    if not control.is_far:
+    if not control.is_remote:
         return control.address
     if not control.public:
         raise JobError(

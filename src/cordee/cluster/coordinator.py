@@ -14,18 +14,18 @@ from typing import Any
 import msgspec
 
 from cordee.cluster.control import CONTROL_NAME, NOT_YET, NotYetError
-from cordee.cluster.membership import Membership, Trouble
+from cordee.cluster.members import Membership, Trouble
 from cordee.communication.channel import Peer, Received, ServerChannel
 from cordee.communication.messages import (
     Accepted,
     Ask,
     Directive,
-    Enlist,
     Event,
     Failure,
     Goodbye,
     Heartbeat,
     Hello,
+    JoinRequest,
     Leaving,
     Member,
     Message,
@@ -70,7 +70,7 @@ class Coordinator:
         membership: Membership,
         on_event: Callable[[str, dict[str, Any]], None],
         on_scale: Callable[[int, int], str] | None = None,
-        on_enlist: Callable[[Enlist], str] | None = None,
+        on_enlist: Callable[[JoinRequest], str] | None = None,
         state: State | None = None,
     ) -> None:
         """`on_scale` takes a wish for numbers of workers and of threads and says what it does, `on_enlist` one to join
@@ -159,8 +159,8 @@ class Coordinator:
             self._channel.fence(f"{WORKER_PREFIX}{index}", known.incarnation)
 
     def _handle(self, received: Received) -> None:
-        if received.envelope.sender == CONTROL_NAME and isinstance(received.message, Scale | Enlist):
-            self._obey(received, received.message)
+        if received.envelope.sender == CONTROL_NAME and isinstance(received.message, Scale | JoinRequest):
+            self._handle_request(received, received.message)
             return
         if isinstance(received.message, Put | Ask):
             self._pass_on(received, received.message)
@@ -235,12 +235,12 @@ class Coordinator:
             self._said[message.key] = message.value
             self._reply(received, Accepted())
 
-    def _obey(self, received: Received, wish: Scale | Enlist) -> None:
+    def _handle_request(self, received: Received, wish: Scale | JoinRequest) -> None:
         """Do what somebody with the run's control file wants."""
         try:
             if isinstance(wish, Scale) and self._on_scale is not None:
                 self._reply(received, Accepted(self._on_scale(wish.num_workers, wish.threads)))
-            elif isinstance(wish, Enlist) and self._on_enlist is not None:
+            elif isinstance(wish, JoinRequest) and self._on_enlist is not None:
                 self._reply(received, Accepted(self._on_enlist(wish)))
             else:
                 self._reply(received, Refused("unexpected", "this run cannot do that"))

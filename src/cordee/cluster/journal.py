@@ -1,6 +1,6 @@
 """The coordinator's journal: what it must know, and what it was about to do, should it be killed at any moment.
 
-One entry is one transaction: the state after a turn of the coordinator, and the errands that follow from it. They are
+One entry is one transaction: the state after a turn of the coordinator, and the commands that follow from it. They are
 carried out after the entry is written, and again by the coordinator that comes back; each has an effect only once.
 The file is for the death of a process, not of the machine, which ends the launcher as well: it is never synced, and
 an entry takes about 0.03 ms.
@@ -46,7 +46,7 @@ class Journal:
             raise StorageError(f"cannot write {path}: {error}") from error
 
     def _open(self) -> None:
-        # Errands have keys in them. SQLite gives the files beside this one the same mode.
+        # Commands have keys in them. SQLite gives the files beside this one the same mode.
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._database = sqlite3.connect(self._path, isolation_level=None)
         self._database.execute("PRAGMA journal_mode = WAL")

@@ -16,13 +16,16 @@ from typing import Any
 
 import msgspec
 
-from cordee.cluster.errands import (
+from cordee.cluster.engines.fork_server import Exited, Report, Start, Started
+from cordee.cluster.engines.local import ProcessorWatch, is_stopped
+from cordee.cluster.journal import JOURNAL_FILE, Journal
+from cordee.cluster.launcher_messages import (
     Alive,
+    Command,
     Emit,
     Ended,
-    Errand,
-    Numbered,
-    Post,
+    FramedSocket,
+    NumberedCommand,
     Show,
     Signal,
     Stop,
@@ -30,9 +33,6 @@ from cordee.cluster.errands import (
     Unjournalled,
     connect,
 )
-from cordee.cluster.fork_server import Exited, Report, Start, Started
-from cordee.cluster.journal import JOURNAL_FILE, Journal
-from cordee.cluster.local import ProcessorWatch, is_stopped
 from cordee.communication.channel import ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
@@ -49,7 +49,7 @@ SHOW_EVERY_S = 0.1
 REBIND_TIMEOUT_S = 10.0
 
 
-class LauncherOrder(msgspec.Struct, frozen=True, kw_only=True):
+class LauncherSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the launcher tells every coordinator alike."""
 
     folder: str  # where the launcher listens
@@ -58,7 +58,7 @@ class LauncherOrder(msgspec.Struct, frozen=True, kw_only=True):
     alive_every_s: float
 
 
-class CoordinatorOrder(msgspec.Struct, frozen=True, kw_only=True):
+class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the launcher tells a coordinator of any kind of run; each kind adds its own."""
 
     run_dir: str
@@ -68,24 +68,24 @@ class CoordinatorOrder(msgspec.Struct, frozen=True, kw_only=True):
     control_keys: str
     resume: bool
     launcher_pid: int
-    launcher: LauncherOrder
+    launcher: LauncherSpec
 
 
 class _Effects(msgspec.Struct, frozen=True):
-    num_errands: int  # so far
-    errands: list[Numbered]
+    num_commands: int  # so far
+    commands: list[NumberedCommand]
 
 
 class LauncherLink:
     """One coordinator's line. `restored` is what the last `commit` of an earlier one said, if there was one."""
 
-    def __init__(self, order: LauncherOrder) -> None:
+    def __init__(self, order: LauncherSpec) -> None:
         self._order = order
-        self._post = Post(connect(Path(order.folder)), ToCoordinator)
+        self._socket = FramedSocket(connect(Path(order.folder)), ToCoordinator)
         self._pids: dict[int, int] = {}
         self._watch = ProcessorWatch()
-        self._pending: list[Numbered] = []
-        self._num_errands = 0
+        self._pending: list[NumberedCommand] = []
+        self._num_commands = 0
         self._is_stop_asked = False
         self._next_alive_s = self._next_show_s = 0.0
         self._journal: Journal | None = None
@@ -102,15 +102,15 @@ class LauncherLink:
             return
         effects = msgspec.msgpack.decode(entry.effects, type=_Effects)
         self.restored = entry.state
-        self._num_errands = effects.num_errands
-        for errand in effects.errands:  # they may not all have been sent
+        self._num_commands = effects.num_commands
+        for command in effects.commands:  # they may not all have been sent
             reach("launcher_link.again")
-            self._post.send(errand)
+            self._socket.send(command)
 
     def commit(self, state: bytes) -> None:
         """Write the state down with what was asked for since the last commit, then send that off."""
         if self._journal is not None:
-            effects = _Effects(self._num_errands, self._pending)
+            effects = _Effects(self._num_commands, self._pending)
             try:
                 self._journal.commit(state, msgspec.msgpack.encode(effects))
             except StorageError as error:
@@ -119,17 +119,17 @@ class LauncherLink:
 
     def flush(self) -> None:
         """Send off what was asked for, as it is."""
-        errands, self._pending = self._pending, []
-        for errand in errands:
-            reach("launcher_link.errand")
-            self._post.send(errand)
+        commands, self._pending = self._pending, []
+        for command in commands:
+            reach("launcher_link.command")
+            self._socket.send(command)
 
     def _give_up_journal(self, error: StorageError, *, is_forgotten: bool = False) -> None:
         log.warning("%s", error)
         if self._journal is not None:
             self._journal.close()
         self._journal = None
-        self._post.send(Unjournalled(str(error), is_forgotten))
+        self._socket.send(Unjournalled(str(error), is_forgotten))
 
     @property
     def has_pending(self) -> bool:
@@ -148,7 +148,7 @@ class LauncherLink:
         now_s = time.monotonic()
         if now_s >= self._next_show_s:
             self._next_show_s = now_s + SHOW_EVERY_S
-            self._post.send(Show(step, None if loss is None or math.isnan(loss) else loss))
+            self._socket.send(Show(step, None if loss is None or math.isnan(loss) else loss))
 
     def start(
         self, index: int, target: str, argument: dict[str, Any], environment: Mapping[str, str], log: Path | None
@@ -173,8 +173,8 @@ class LauncherLink:
         now_s = time.monotonic()
         if now_s >= self._next_alive_s:
             self._next_alive_s = now_s + self._order.alive_every_s
-            self._post.send(Alive())
-        for message in self._post.receive():
+            self._socket.send(Alive())
+        for message in self._socket.receive():
             if isinstance(message, Stop):
                 self._is_stop_asked = True
             else:
@@ -188,20 +188,20 @@ class LauncherLink:
             del self._pids[report.index]
 
     def end(self, result: Any) -> None:
-        self._post.send(Ended(result))
+        self._socket.send(Ended(result))
 
     def fail(self, error: CordeeError) -> None:
         """Have the launcher raise the error."""
-        self._post.send(Ended(error_kind=type(error).__name__, error=str(error)))
+        self._socket.send(Ended(error_kind=type(error).__name__, error=str(error)))
 
     def close(self) -> None:
         if self._journal is not None:
             self._journal.close()
-        self._post.close()
+        self._socket.close()
 
-    def _ask(self, errand: Errand) -> None:
-        self._num_errands += 1
-        self._pending.append(Numbered(self._num_errands, errand))
+    def _ask(self, command: Command) -> None:
+        self._num_commands += 1
+        self._pending.append(NumberedCommand(self._num_commands, command))
 
     def __enter__(self) -> LauncherLink:
         return self
@@ -212,7 +212,7 @@ class LauncherLink:
         self.close()
 
 
-def lead_run(order: CoordinatorOrder, lead: Callable[[LauncherLink], Summary]) -> int:
+def lead_run(order: CoordinatorSpec, lead: Callable[[LauncherLink], Summary]) -> int:
     """Lead a run, tell the launcher how it ended, return the exit code. For the process of a coordinator."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher says when the user wants an end
     with setup_logging(Path(order.run_dir) / "logs" / "coordinator.log"), LauncherLink(order.launcher) as launcher:

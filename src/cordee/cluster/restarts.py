@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cordee.cluster.membership import Trouble
+from cordee.cluster.members import Trouble
 
 MOST_LOSSES_IN_ONE_STEP = 3  # as many recoveries in a row without a step in between are no accident
 

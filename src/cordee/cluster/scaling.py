@@ -10,7 +10,7 @@ from collections.abc import Callable
 import psutil
 
 from cordee.cluster.autoscaling import Autoscaler, Observation, Size
-from cordee.cluster.membership import Membership
+from cordee.cluster.members import Membership
 from cordee.core import Job
 from cordee.core.errors import JobError
 

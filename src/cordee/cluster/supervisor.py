@@ -1,4 +1,4 @@
-"""The launcher's side of a coordinator: starts it, does its errands, and brings it back when it is killed.
+"""The launcher's side of a coordinator: starts it, carries out its commands, and brings it back when it is killed.
 
 The coordinator is a process of its own, forked like the workers. What it must know is in its journal, so another
 takes up where it was; workers connect again by themselves.
@@ -21,13 +21,17 @@ from typing import Any
 import msgspec
 
 from cordee.cluster.control import remove_control
-from cordee.cluster.errands import (
+from cordee.cluster.engines.fork_server import Exited, Report, Start, Started
+from cordee.cluster.engines.local import LocalEngine, describe_exit
+from cordee.cluster.journal import JOURNAL_FILE, remove_journal
+from cordee.cluster.launcher_link import CoordinatorSpec, LauncherSpec
+from cordee.cluster.launcher_messages import (
     Alive,
+    Command,
     Emit,
     Ended,
-    Errand,
-    Numbered,
-    Post,
+    FramedSocket,
+    NumberedCommand,
     Show,
     Signal,
     Stop,
@@ -35,10 +39,6 @@ from cordee.cluster.errands import (
     Unjournalled,
     listen,
 )
-from cordee.cluster.fork_server import Exited, Report, Start, Started
-from cordee.cluster.journal import JOURNAL_FILE, remove_journal
-from cordee.cluster.launcher_link import CoordinatorOrder, LauncherOrder
-from cordee.cluster.local import LocalEngine, describe_exit
 from cordee.communication.keys import make_keys
 from cordee.core import errors
 from cordee.core.errors import CordeeError, TrainingError
@@ -65,10 +65,10 @@ class Supervisor:
         self._monitor = monitor
         self._should_stop = should_stop
         self._failure_timeout_s = failure_timeout_s
-        self._post: Post | None = None
+        self._socket: FramedSocket | None = None
         self._is_up = False  # the coordinator has said again what the one before it wanted, and may hear reports
         self._reports: dict[int, list[Report]] = {}  # what is known of the newest process of each number
-        self._num_done = 0  # errands
+        self._num_done = 0  # commands
         self._deaths: deque[float] = deque(maxlen=MOST_DEATHS)
         self._num_deaths = 0
         self._is_stop_told = False
@@ -82,7 +82,7 @@ class Supervisor:
         return self._num_deaths
 
     def run(self, target: str, run_dir: Path, *, resume: bool, **more: Any) -> Summary:
-        """Have `target` lead the run; return its summary. `more` is what its order has beside a `CoordinatorOrder`.
+        """Have `target` lead the run; return its summary. `more` is what its order has beside a `CoordinatorSpec`.
 
         Raises the error that it ends with, and TrainingError if it cannot be kept alive.
         """
@@ -90,10 +90,10 @@ class Supervisor:
         run_id = secrets.token_hex(8)
         server_keys, (client_keys, control_keys) = make_keys(2)
         with temporary_folder() as folder, listen(Path(folder)) as listener:
-            launcher = LauncherOrder(
+            launcher = LauncherSpec(
                 folder=folder, run_dir=str(run_dir), run_id=run_id, alive_every_s=self._failure_timeout_s / 5
             )
-            order = CoordinatorOrder(
+            order = CoordinatorSpec(
                 run_dir=str(run_dir),
                 run_id=run_id,
                 server_keys=server_keys.to_text(),
@@ -110,8 +110,8 @@ class Supervisor:
                 while self._ended is None:
                     self._turn(listener)
             finally:
-                if self._post is not None:
-                    self._post.close()
+                if self._socket is not None:
+                    self._socket.close()
                 remove_control(run_dir)
                 remove_journal(run_dir / JOURNAL_FILE)
         if self._ended.error_kind:
@@ -124,31 +124,31 @@ class Supervisor:
         self._engine.start(COORDINATOR, self._target, self._order, {}, self._log)
 
     def _turn(self, listener: socket.socket) -> None:
-        waiting: list[Any] = [self._engine, self._post or listener]
+        waiting: list[Any] = [self._engine, self._socket or listener]
         readable, _, _ = select.select(waiting, [], [], TICK_S)
-        if self._post is not None and self._post in readable:
-            self._hear(self._post)
+        if self._socket is not None and self._socket in readable:
+            self._hear(self._socket)
         if listener in readable:
             self._welcome(listener)
         if self._ended is not None:
             return
         for report in self._engine.reports():  # also without news: it looks whether its fork server is stopped
             self._take_report(report)
-        if self._should_stop() and not self._is_stop_told and self._post is not None:
+        if self._should_stop() and not self._is_stop_told and self._socket is not None:
             self._is_stop_told = True
             self._tell(Stop())
         self._check_silence()
 
     def _welcome(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
-        self._post = Post(connection, ToLauncher)
+        self._socket = FramedSocket(connection, ToLauncher)
         self._heard_s = time.monotonic()
         self._is_stop_told = self._is_up = False
 
     def _bring_up_to_date(self) -> None:
         """Tell a new coordinator what is known of its processes.
 
-        Only after the errands that it repeats: of a worker that one of them replaces, the old process is known until
+        Only after the commands that it repeats: of a worker that one of them replaces, the old process is known until
         then, and its end would be taken for the loss of the new one.
         """
         self._is_up = True
@@ -156,17 +156,17 @@ class Supervisor:
             for report in reports:
                 self._tell(report)
 
-    def _hear(self, post: Post) -> None:
+    def _hear(self, connection: FramedSocket) -> None:
         try:
-            for message in post.receive():
+            for message in connection.receive():
                 self._heard_s = time.monotonic()
                 match message:
-                    case Numbered(number=number, errand=errand):
+                    case NumberedCommand(number=number, command=command):
                         if number > self._num_done:
-                            reach("supervisor.errand")
+                            reach("supervisor.command")
                             self._num_done = number
-                            self._do(errand)
-                            reach("supervisor.errand_done")
+                            self._do(command)
+                            reach("supervisor.command_done")
                     case Show(step=step, loss=loss):
                         self._monitor.progress(step=step, loss=loss)
                     case Unjournalled(problem=problem, is_forgotten=is_forgotten):
@@ -183,11 +183,11 @@ class Supervisor:
                         reach("supervisor.ended")
                         self._ended = message
         except EOFError:
-            post.close()
-            self._post = None
+            connection.close()
+            self._socket = None
 
-    def _do(self, errand: Errand) -> None:
-        match errand:
+    def _do(self, command: Command) -> None:
+        match command:
             case Start(index=index, target=target, argument=argument, environment=environment, log=log_file):
                 self._reports.pop(index, None)
                 self._engine.start(index, target, argument, environment, Path(log_file) if log_file else None)
@@ -197,10 +197,10 @@ class Supervisor:
                 self._monitor.emit(kind, **fields)
 
     def _tell(self, message: Report | Stop) -> None:
-        if self._post is None:
+        if self._socket is None:
             return  # the next coordinator is told
         try:
-            self._post.send(message)
+            self._socket.send(message)
         except OSError:
             log.info("the coordinator is gone: %s waits for the next", message)
 
@@ -217,13 +217,13 @@ class Supervisor:
 
     def _bring_back(self, exited: Exited) -> None:
         """The coordinator is dead: start another, unless that is of no use."""
-        if self._post is not None:  # its last words
-            self._hear(self._post)
+        if self._socket is not None:  # its last words
+            self._hear(self._socket)
         if self._ended is not None:
             return
-        if self._post is not None:
-            self._post.close()
-            self._post = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
         how = describe_exit(exited)
         if exited.status >= 0:
             raise TrainingError(f"the coordinator {how}; its log is {self._log}")
@@ -250,7 +250,7 @@ class Supervisor:
         silent_s = time.monotonic() - self._heard_s
         if silent_s <= self._failure_timeout_s:
             return
-        if self._post is None and silent_s > STARTUP_TIMEOUT_S:
+        if self._socket is None and silent_s > STARTUP_TIMEOUT_S:
             raise TrainingError(f"the coordinator did not start within {STARTUP_TIMEOUT_S:g} s; its log is {self._log}")
         # One that only waits, for a server that gives another everything, say, has its time.
         if self._engine.is_stopped(COORDINATOR) or silent_s > STARTUP_TIMEOUT_S:

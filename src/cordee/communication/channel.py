@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 import zmq
 
 from cordee.communication.buffers import Buffer
-from cordee.communication.doorman import DOMAIN, Doorman
 from cordee.communication.endpoint import Endpoint, Sent, Speaker
-from cordee.communication.gate import Verdict
 from cordee.communication.keys import ClientKeys, ServerKeys
 from cordee.communication.messages import Message, Refused
-from cordee.communication.monitor import Monitor
+from cordee.communication.replay_filter import Verdict
+from cordee.communication.socket_monitor import Monitor
 from cordee.communication.sockets import bound_address, check_address, descriptor, is_ipv6
 from cordee.communication.wire import Codec, Envelope, WireError
+from cordee.communication.zap_auth import DOMAIN, ZapAuthenticator
 from cordee.core.errors import CommunicationError
 
 _log = logging.getLogger(__name__)
@@ -89,19 +89,19 @@ class ServerChannel(Endpoint):
         _check_keys(address, keys, curve)
         super().__init__(zmq.ROUTER, address, speaker, codec, curve)
         self._refusals: Counter[str] = Counter()
-        self._doorman: Doorman | None = None
+        self._doorman: ZapAuthenticator | None = None
         self._door = -1  # its descriptor
         self._doorman_next_s = 0.0  # when to look for handshakes, without a signal of one
         # Sending to a peer that is gone, or that does not read, is an error and not a silent loss.
         self._socket.router_mandatory = True
         if curve and keys is not None:
-            self._doorman = Doorman(self._context, keys.admitted)
+            self._doorman = ZapAuthenticator(self._context, keys.admitted)
             self._door = descriptor(self._doorman.socket)
             self._signals.register(self._door, select.POLLIN)
             self._socket.curve_server = True
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
             self._socket.zap_domain = DOMAIN
-            self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no answer from the doorman is a "no"
+            self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no answer from the authenticator is a "no"
         self.address = self._listen(address)
         self.public = ""
         if public:

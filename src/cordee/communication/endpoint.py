@@ -19,8 +19,8 @@ import msgspec
 import zmq
 
 from cordee.communication.buffers import Buffer, outgoing
-from cordee.communication.gate import Gate
 from cordee.communication.messages import Count, Message, Name
+from cordee.communication.replay_filter import ReplayFilter
 from cordee.communication.sockets import can_receive, check_address, descriptor, is_ipv6
 from cordee.communication.wire import PROTOCOL_VERSION, Codec, Envelope, WireError
 from cordee.core.errors import CommunicationError
@@ -74,7 +74,7 @@ class Endpoint:
         self.speaker = speaker
         self.address = address
         self._codec = codec
-        self._gate = Gate(speaker.run)
+        self._gate = ReplayFilter(speaker.run)
         self._sequence = 0
         self._process = os.getpid()
         self._is_closed = False

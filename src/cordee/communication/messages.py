@@ -71,7 +71,7 @@ class Heartbeat(Message, frozen=True):
 
 
 class Noted(Message, frozen=True):
-    """Numbered messages of the peer up to this one are taken note of for good; later ones may have been lost."""
+    """NumberedCommand messages of the peer up to this one are taken note of for good; later ones may have been lost."""
 
     is_generational = False
 
@@ -173,7 +173,7 @@ class Scale(Message, frozen=True):
     threads: Annotated[int, Meta(ge=0, le=4096)] = 0  # of each worker; 0 leaves them as they are
 
 
-class Enlist(Message, frozen=True):
+class JoinRequest(Message, frozen=True):
     """Somebody with the run's control file wants to work. Answered by `Accepted` with a worker's order, as JSON."""
 
     is_generational = False
@@ -226,7 +226,7 @@ COORDINATION: tuple[type[Message], ...] = (
     Ask,
     Said,
     Scale,
-    Enlist,
+    JoinRequest,
     Accepted,
     Goodbye,
     Refused,

@@ -4,7 +4,7 @@
     frame 1 … n    raw bytes of the n buffers the envelope describes
 
 Decoding goes outside in, so that as little as possible of a bad message is looked at: sizes, protocol
-version, envelope — here a `Gate` may turn it away — then the message and the buffers. Everything variable in
+version, envelope — here a `ReplayFilter` may turn it away — then the message and the buffers. Everything variable in
 length has a limit that is checked before it is read.
 """
 

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cordee.core.components import Use, bind, construct, name_of, resolve
 from cordee.core.errors import JobError, TrainingError
+from cordee.core.references import Use, bind, construct, name_of, resolve
 
 
 @dataclass(frozen=True)

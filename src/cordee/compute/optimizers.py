@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cordee.compute.schedules import Schedule
-from cordee.core.components import Use, bind, name_of, resolve
 from cordee.core.errors import JobError
+from cordee.core.references import Use, bind, name_of, resolve
 
 LR_SCALES: dict[str, Callable[[int], float]] = {
     "none": lambda num_shares: 1.0,

@@ -11,8 +11,8 @@ import math
 import typing
 from collections.abc import Callable, Sequence
 
-from cordee.core.components import Use, bind, construct, name_of, resolve
 from cordee.core.errors import JobError
+from cordee.core.references import Use, bind, construct, name_of, resolve
 
 Schedule = Callable[[int], float]  # the step about to be taken, from 0, to the factor of the rate
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cordee.core.batch import Batch
-    from cordee.core.components import Use
     from cordee.core.job import Job
+    from cordee.core.references import Use
 
 __all__ = ["Batch", "Job", "Use"]
 
 # Imported when first used: torch loads the backend, and with it this package, at every `import torch`.
-_HOMES = {"Batch": "cordee.core.batch", "Job": "cordee.core.job", "Use": "cordee.core.components"}
+_HOMES = {"Batch": "cordee.core.batch", "Job": "cordee.core.job", "Use": "cordee.core.references"}
 
 
 def __getattr__(name: str) -> Any:

@@ -68,7 +68,7 @@ def wants_traceback(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def wants_colour(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a terminal may be written to in colour; `NO_COLOR` is what many programs obey."""
+    """Return whether a terminal may be written to in colour; `NO_COLOR` is what many programs handle."""
     return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 

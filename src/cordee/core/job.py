@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 import tomli_w
 
-from cordee.core.components import LIVE_PREFIX, Use, describe, name_of
 from cordee.core.errors import JobError, nearest
+from cordee.core.references import LIVE_PREFIX, Use, describe, name_of
 from cordee.core.settings import Checkpoint, Cluster, Data, Evaluation, Monitoring, Section, Stop, Strategy, Training
 
 _NAMED_PARTS = ("model", "loss", "optimizer", "schedule")

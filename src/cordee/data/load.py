@@ -7,15 +7,15 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from cordee.core.components import bind, name_of, resolve
 from cordee.core.errors import CordeeError, DataError, JobError
+from cordee.core.references import bind, name_of, resolve
 from cordee.core.settings import Data
 from cordee.data.builtin import BUILTIN_DATA
 from cordee.data.datasets import IterableSource
 from cordee.data.growing import GrowingSource, endless, folder
 from cordee.data.source import Splits
 from cordee.data.subset import cut_splits
-from cordee.data.things import is_data, splits_of
+from cordee.data.user_data import is_data, splits_of
 
 
 def load_data(data: Data, *, seed: int, python_path: Sequence[str] = (), ignored: int | None = None) -> Splits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-if "cordee.cluster.fork_server" in sys.orig_argv:
+if "cordee.cluster.engines.fork_server" in sys.orig_argv:
     from cordee.communication.shared_memory import hosts
     from cordee.core.errors import CommunicationError
 

@@ -259,7 +259,7 @@ def test_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_doctor_says_what_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cordee import doctor
+    from cordee.tools import doctor
 
     monkeypatch.setattr(doctor, "check_memory", lambda: [doctor.Finding("memory", "problem", "0 GiB free", "buy some")])
     result = CliRunner().invoke(app, ["doctor"])
@@ -268,7 +268,7 @@ def test_the_doctor_says_what_to_mend(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_doctor_knows_the_limit_of_a_container(tmp_path: Path) -> None:
-    from cordee import doctor
+    from cordee.tools import doctor
 
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("1000\n")

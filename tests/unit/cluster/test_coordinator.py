@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from cordee.cluster.coordinator import Coordinator, State
-from cordee.cluster.link import Answer, CoordinatorLink
-from cordee.cluster.membership import Membership
+from cordee.cluster.member_link import Answer, CoordinatorLink
+from cordee.cluster.members import Membership
 from cordee.communication.channel import ClientChannel, RefusedError, ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys

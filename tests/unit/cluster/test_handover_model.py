@@ -13,7 +13,7 @@ from typing import Literal
 
 import pytest
 
-from cordee.cluster.membership import Membership, Record
+from cordee.cluster.members import Membership, Record
 
 FIRST_STEP, LAST_STEP = 1, 3  # of a state that all members have to begin with, and at which a run is over
 SAVED_STEP = 0  # of the checkpoint

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from cordee.cluster.errands import (
+from cordee.cluster.engines.fork_server import Exited, Started
+from cordee.cluster.journal import Journal, remove_journal
+from cordee.cluster.launcher_link import LauncherLink, LauncherSpec
+from cordee.cluster.launcher_messages import (
     Emit,
-    Numbered,
-    Post,
+    FramedSocket,
+    NumberedCommand,
     Show,
     Stop,
     ToCoordinator,
@@ -19,9 +22,6 @@ from cordee.cluster.errands import (
     connect,
     listen,
 )
-from cordee.cluster.fork_server import Exited, Started
-from cordee.cluster.journal import Journal, remove_journal
-from cordee.cluster.launcher_link import LauncherLink, LauncherOrder
 from cordee.core.errors import StorageError
 
 
@@ -56,10 +56,10 @@ def test_where_nothing_can_be_written_it_says_so(tmp_path: Path) -> None:
 def test_what_was_said_before_the_end_is_heard(tmp_path: Path) -> None:
     folder = tmp_path / ("deep" * 40)  # longer than the address of a socket may be
     folder.mkdir()
-    said = [Numbered(1, Emit("step", {"step": 3, "loss": float("inf")})), Show(4, None)]
+    said = [NumberedCommand(1, Emit("step", {"step": 3, "loss": float("inf")})), Show(4, None)]
     with listen(folder) as listener:
-        theirs = Post(connect(folder), ToCoordinator)
-        ours = Post(listener.accept()[0], ToLauncher)
+        theirs = FramedSocket(connect(folder), ToCoordinator)
+        ours = FramedSocket(listener.accept()[0], ToLauncher)
         for report in (Started(0, 11), Exited(0, 11, -9), Stop()):
             ours.send(report)
         assert list(theirs.receive()) == [Started(0, 11), Exited(0, 11, -9), Stop()]
@@ -77,7 +77,7 @@ def test_what_was_said_before_the_end_is_heard(tmp_path: Path) -> None:
 
 def test_a_message_that_was_cut_off_is_not_heard() -> None:
     left, right = socket.socketpair()
-    post = Post(right, ToLauncher)
+    post = FramedSocket(right, ToLauncher)
     left.sendall(b"\x40\x00\x00\x00only the beginning")
     left.close()
     with pytest.raises(EOFError):
@@ -85,14 +85,14 @@ def test_a_message_that_was_cut_off_is_not_heard() -> None:
     post.close()
 
 
-def order_in(folder: Path, run_dir: Path) -> LauncherOrder:
-    return LauncherOrder(folder=str(folder), run_dir=str(run_dir), run_id="run", alive_every_s=60.0)
+def order_in(folder: Path, run_dir: Path) -> LauncherSpec:
+    return LauncherSpec(folder=str(folder), run_dir=str(run_dir), run_id="run", alive_every_s=60.0)
 
 
 def heard_by(listener: socket.socket, link: LauncherLink) -> list[object]:
     """Return what a launcher hears of a coordinator until it is gone."""
     link.close()
-    post = Post(listener.accept()[0], ToLauncher)
+    post = FramedSocket(listener.accept()[0], ToLauncher)
     heard = []
     with pytest.raises(EOFError):
         for message in post.receive():
@@ -110,13 +110,13 @@ def test_a_coordinator_that_comes_back_sends_its_last_errands_again(tmp_path: Pa
         first.emit("two")
         first.commit(b"state 2")
         first.emit("three")  # never written down: it did not happen
-        emitted = [Numbered(1, Emit("one", {})), Numbered(2, Emit("two", {}))]
+        emitted = [NumberedCommand(1, Emit("one", {})), NumberedCommand(2, Emit("two", {}))]
         assert heard_by(listener, first) == emitted
         second = LauncherLink(order_in(tmp_path, tmp_path))
         assert second.restored == b"state 2"
         second.emit("four")
         second.commit(b"state 3")
-        assert heard_by(listener, second) == [emitted[1], Numbered(3, Emit("four", {}))]
+        assert heard_by(listener, second) == [emitted[1], NumberedCommand(3, Emit("four", {}))]
 
 
 def test_without_a_journal_it_says_so_and_goes_on(tmp_path: Path) -> None:
@@ -124,6 +124,6 @@ def test_without_a_journal_it_says_so_and_goes_on(tmp_path: Path) -> None:
         link = LauncherLink(order_in(tmp_path, tmp_path / "missing"))
         link.emit("one")
         link.commit(b"state")
-        unjournalled, errand = heard_by(listener, link)
+        unjournalled, command = heard_by(listener, link)
     assert isinstance(unjournalled, Unjournalled) and "coordinator.sqlite" in unjournalled.problem
-    assert errand == Numbered(1, Emit("one", {}))
+    assert command == NumberedCommand(1, Emit("one", {}))

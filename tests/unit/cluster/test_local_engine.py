@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cordee.cluster.fork_server import Exited, Started
-from cordee.cluster.local import LocalEngine, describe_exit
+from cordee.cluster.engines.fork_server import Exited, Started
+from cordee.cluster.engines.local import LocalEngine, describe_exit
 from cordee.core.errors import CordeeError
 
 pytestmark = pytest.mark.timeout(100)
@@ -212,7 +212,7 @@ def test_what_a_dead_worker_leaves_behind_is_ended_with_the_engine(tmp_path: Pat
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     launcher = (
         "import sys, time\n"
-        "from cordee.cluster.local import LocalEngine\n"
+        "from cordee.cluster.engines.local import LocalEngine\n"
         "with LocalEngine() as engine:\n"
         f"    engine.start(0, 'forked:sleep', {{'file': {str(tmp_path / 'here')!r}}}, {{}}, None)\n"
         "    time.sleep(300)\n"

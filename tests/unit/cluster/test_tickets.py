@@ -27,7 +27,7 @@ def ticket(folder: Path, control: Control) -> Path:
 def test_a_ticket_says_what_the_run_wrote(tmp_path: Path, control: Control) -> None:
     path = ticket(tmp_path, control)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert read_control(path) == control and not control.is_far
+    assert read_control(path) == control and not control.is_remote
     assert reach(control, path) == "tcp://127.0.0.1:9"
 
 

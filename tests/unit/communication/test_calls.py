@@ -12,7 +12,7 @@ import torch
 
 from cordee.communication.buffers import WireError, outgoing
 from cordee.communication.calls import Call, CallServer, Connection
-from cordee.communication.calls.lane import DATA_AT, REQUEST_LENGTH, Lane
+from cordee.communication.calls.shm_channel import DATA_AT, REQUEST_LENGTH, Lane
 from cordee.communication.channel import RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys

@@ -16,11 +16,11 @@ import pytest
 import zmq
 
 from cordee.communication.channel import ClientChannel, ServerChannel
-from cordee.communication.doorman import DOMAIN, Doorman
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys, make_keys
 from cordee.communication.messages import COORDINATION, Accepted, Directive, Heartbeat
 from cordee.communication.wire import PROTOCOL_VERSION, Codec, Envelope, Limits
+from cordee.communication.zap_auth import DOMAIN, ZapAuthenticator
 from cordee.core.errors import CommunicationError
 
 pytestmark = pytest.mark.timeout(30)
@@ -234,8 +234,11 @@ def test_a_member_with_too_many_frames_is_refused(guarded: Guarded) -> None:
 )
 def test_the_doorman_says_no_unless_all_is_right(request_frames: list[bytes]) -> None:
     with zmq.Context() as context:
-        doorman = Doorman(context, SERVER_KEYS.admitted)
-        assert doorman.answer(request_frames)[2] == b"400"
-        assert doorman.answer([b"1.0", b"7", DOMAIN, b"", b"", b"CURVE", CLIENT_KEYS.public])[1:3] == [b"7", b"200"]
-        assert doorman.num_refused == 1
-        doorman.close()
+        authenticator = ZapAuthenticator(context, SERVER_KEYS.admitted)
+        assert authenticator.answer(request_frames)[2] == b"400"
+        assert authenticator.answer([b"1.0", b"7", DOMAIN, b"", b"", b"CURVE", CLIENT_KEYS.public])[1:3] == [
+            b"7",
+            b"200",
+        ]
+        assert authenticator.num_refused == 1
+        authenticator.close()

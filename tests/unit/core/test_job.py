@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cordee.core import Job, Use
-from cordee.core.components import resolve
 from cordee.core.errors import JobError
 from cordee.core.job import changed_keys
+from cordee.core.references import resolve
 from cordee.core.settings import Checkpoint, Data, Evaluation, Monitoring, Section, Stop, Strategy, Training
 
 DESIGN = """

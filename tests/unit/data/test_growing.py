@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from cordee.arrivals import decide
 from cordee.core.batch import Batch
 from cordee.core.errors import DataError, JobError
 from cordee.core.settings import Data
 from cordee.core.shards import Shards
 from cordee.data import GrowingSource, Loader, Place, load_data
 from cordee.data.online import OnlineStream, newest, span_of
+from cordee.training.online_data import decide
 
 ALONE = Shards(0, 1, 1)
 

@@ -15,7 +15,7 @@ from cordee.planner.cache import keep, key_of, read_kept
 from cordee.planner.machine import Exchange, Machine, free_memory_bytes
 from cordee.planner.measuring import describe_blocks, name_blocks, time_blocks
 from cordee.planner.profile import ModelProfile
-from cordee.profiling import assemble_alone, first_batch, profile_key, take_profile
+from cordee.planner.profiling import assemble_alone, first_batch, profile_key, take_profile
 
 
 class Skipping(nn.Module):

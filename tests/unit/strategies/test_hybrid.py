@@ -9,12 +9,12 @@ import torch
 from small_jobs import small_job
 from torch import Tensor, nn
 
-from cordee.assembly import assemble
 from cordee.cluster import Team
 from cordee.core.errors import CordeeError
 from cordee.core.job import Job
 from cordee.strategies.axes import Mesh
 from cordee.strategies.hybrid.mesh import read_mesh
+from cordee.training.components import assemble
 
 
 def test_meshes() -> None:

@@ -18,7 +18,6 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
 )
 
-from cordee.assembly import assemble
 from cordee.checkpoint import State, load_optimizer_state, optimizer_state
 from cordee.cluster import Team
 from cordee.compute import Computation, make_loss, split_batch
@@ -31,6 +30,7 @@ from cordee.strategies.pipeline.collecting import merge_states
 from cordee.strategies.pipeline.schedules import schedule_class, split_evenly
 from cordee.strategies.pipeline.stages import make_stages, share_out
 from cordee.strategies.slices import Holdings, WholeParameter
+from cordee.training.components import assemble
 
 
 @given(st.integers(1, 100), st.integers(1, 40))

@@ -9,11 +9,11 @@ import torch
 from small_jobs import small_job
 from torch import Tensor, nn
 
-from cordee.assembly import assemble
 from cordee.cluster import Team
 from cordee.core.errors import CordeeError
 from cordee.models import gpt, mlp
 from cordee.models.slicing import choose_slicing
+from cordee.training.components import assemble
 
 TOKENS = {"use": "synthetic", "kind": "tokens", "shape": [8], "num_classes": 30, "size": 40, "test_size": 8}
 IMAGES = {"use": "synthetic", "shape": [1, 28, 28], "num_classes": 10, "size": 40, "test_size": 8}

@@ -17,20 +17,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from cordee.communication.buffers import Buffer, outgoing
-from cordee.communication.calls.lane import (
+from cordee.communication.calls.messages import CONNECTION, Greeting, HostCard, LaneOpened, OpenLane, Ping
+from cordee.communication.calls.shm_channel import (
     DATA_AT,
     LIFE,
     REPLY_STAMP,
     Lane,
-    Porch,
+    RequestBoard,
     sleep_for_reply,
 )
-from cordee.communication.calls.messages import CONNECTION, Greeting, HostCard, LaneOpened, OpenLane, Ping
 from cordee.communication.channel import Asked, ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
 from cordee.communication.messages import Message, Refused
-from cordee.communication.shared_memory.bell import Patience
+from cordee.communication.shared_memory.futex import Patience
 from cordee.communication.shared_memory.hosts import own_host_id
 from cordee.communication.shared_memory.liveness import Silence, read_stat
 from cordee.communication.shared_memory.segment import Address, create_segment
@@ -107,7 +107,7 @@ class Connection:
         self._free: list[_SharedLane] = []
         self._free_channels: list[ClientChannel] = []
         self._is_closed = False
-        self._porch: Porch | None = None
+        self._porch: RequestBoard | None = None
         self._watch: _ServerWatch | None = None
         self._control = self._open_channel()
         try:
@@ -116,7 +116,7 @@ class Connection:
             assert isinstance(card, HostCard)
             settings = BackendSettings(shared_memory=shared_memory)
             if card.host_id == own_host_id(settings, os.getpid()):
-                self._porch = Porch.attach(Address(card.porch_pid, card.porch_fd, card.porch_bytes))
+                self._porch = RequestBoard.attach(Address(card.porch_pid, card.porch_fd, card.porch_bytes))
                 self._watch = _ServerWatch(address, card, self._porch, failure_timeout_s)
         except BaseException:
             self._control.close(0)
@@ -302,10 +302,10 @@ class _SharedLane:
     def __init__(self, lane: Lane, slot: int) -> None:
         self.lane, self.slot, self.stamp = lane, slot, 0
 
-    def show(self, porch: Porch) -> None:
+    def show(self, board: RequestBoard) -> None:
         """Tell the server of the request that was written."""
         self.stamp += 1
-        porch.call(self.slot, self.stamp)
+        board.call(self.slot, self.stamp)
 
     def wait(self, watch: _ServerWatch, patience: Patience, timeout_s: float | None) -> None:
         """Wait for the reply."""
@@ -323,9 +323,9 @@ class _SharedLane:
                 sleep_for_reply(self.lane, stamp, _NAP_S if waited_s < 0.1 else _LONG_NAP_S)
             now = time.monotonic()
 
-    def close(self, porch: Porch) -> None:
+    def close(self, board: RequestBoard) -> None:
         self.stamp = -1
-        porch.call(self.slot, -1)
+        board.call(self.slot, -1)
 
 
 class _LaneCall:
@@ -361,9 +361,9 @@ class _ChannelCall:
 class _ServerWatch:
     """Whether the server on this host lives."""
 
-    def __init__(self, address: str, card: HostCard, porch: Porch, failure_timeout_s: float) -> None:
+    def __init__(self, address: str, card: HostCard, board: RequestBoard, failure_timeout_s: float) -> None:
         self.address = address
-        self._pid, self._words = card.porch_pid, porch.words
+        self._pid, self._words = card.porch_pid, board.words
         self._limit_s = failure_timeout_s
         self._silence = Silence()
         self._sampled_s = time.monotonic()

@@ -34,7 +34,7 @@ class OpenLane(Message, frozen=True):
 
 
 class LaneOpened(Message, frozen=True):
-    """The server listens to the segment, at this place of its porch."""
+    """The server listens to the segment, at this place of its request board."""
 
     is_generational = False
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cordee.communication.buffers import Buffer, WireError, outgoing
-from cordee.communication.calls.lane import FIRST_SLOT, LIFE, MAX_LANES, REPLY_STAMP, Lane, Porch, wake_client
 from cordee.communication.calls.messages import (
     CONNECTION,
     UNAVAILABLE,
@@ -26,11 +25,20 @@ from cordee.communication.calls.messages import (
     Ping,
     Pong,
 )
+from cordee.communication.calls.shm_channel import (
+    FIRST_SLOT,
+    LIFE,
+    MAX_LANES,
+    REPLY_STAMP,
+    Lane,
+    RequestBoard,
+    wake_client,
+)
 from cordee.communication.channel import Received, ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
 from cordee.communication.messages import Message, Refused
-from cordee.communication.shared_memory.bell import Patience
+from cordee.communication.shared_memory.futex import Patience
 from cordee.communication.shared_memory.hosts import own_host_id
 from cordee.communication.shared_memory.liveness import HEARTBEAT, read_stat
 from cordee.communication.shared_memory.segment import Address, attach_segment
@@ -114,7 +122,7 @@ class CallServer:
         self._channel = ServerChannel(address, speaker, self._codec, keys, curve=curve, public=public)
         self.address, self.public = self._channel.address, self._channel.public
         self._handle = handle
-        self._porch, porch_address = Porch.create()
+        self._porch, porch_address = RequestBoard.create()
         settings = BackendSettings(shared_memory=shared_memory)
         self._card = HostCard(
             own_host_id(settings, os.getpid()),

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from cordee.communication.shared_memory.cables import laying_cables
 from cordee.communication.shared_memory.execution import Conductor
+from cordee.communication.shared_memory.gloo_sockets import recording_gloo_sockets
 from cordee.communication.shared_memory.hosts import (
     HostTeam,
     MemberRecord,
@@ -91,7 +91,7 @@ def _form_leaders(
 def _form_wide(store: Any, rank: int, size: int, timeout: timedelta, settings: BackendSettings) -> ProcessGroupGloo:
     """Form a gloo group across hosts."""
     meeting = timedelta(seconds=settings.meeting_timeout_s) if settings.meeting_timeout_s else timeout
-    with laying_cables(settings.address):
+    with recording_gloo_sockets(settings.address):
         if settings.address is None:
             group = ProcessGroupGloo(store, rank, size, timeout=meeting)
         else:

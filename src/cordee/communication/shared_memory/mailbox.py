@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from cordee.communication.shared_memory.bell import Bell, yield_core
 from cordee.communication.shared_memory.channels import Inbox, Message, Outbox
+from cordee.communication.shared_memory.futex import Futex, yield_core
 from cordee.communication.shared_memory.layout import CHANNEL_DOORBELL, Layout
 from cordee.communication.shared_memory.liveness import PeerWatch
 from cordee.communication.shared_memory.segment import Segment
@@ -68,7 +68,7 @@ class Mailbox:
         self._member_word = layout.member_word
         self._ranks = ranks
         self._timeout_s = timeout_s
-        self._bell = Bell(segment, layout, member, sleepers_at=layout.channel_sleepers_at, bell_word=CHANNEL_DOORBELL)
+        self._bell = Futex(segment, layout, member, sleepers_at=layout.channel_sleepers_at, bell_word=CHANNEL_DOORBELL)
         others = [other for other in range(layout.num_members) if other != member]
         self._anybody: list[Message] = []
         self._outboxes = {other: Outbox(segment, layout, member, other) for other in others}

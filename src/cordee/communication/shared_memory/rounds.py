@@ -18,8 +18,8 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 
-from cordee.communication.shared_memory.bell import Bell, yield_core
 from cordee.communication.shared_memory.cores import SpinPatience
+from cordee.communication.shared_memory.futex import Futex, yield_core
 from cordee.communication.shared_memory.layout import DOORBELL, SIGNATURE, Layout
 from cordee.communication.shared_memory.liveness import PeerWatch, Verdict
 from cordee.communication.shared_memory.segment import Segment
@@ -50,7 +50,7 @@ class Rounds:
         members = range(layout.num_members)
         self.member_words = tuple(layout.member_word(index) for index in members)
         self.peer_words = tuple(layout.member_word(index) for index in members if index != member)
-        self._bell = Bell(segment, layout, member, sleepers_at=layout.sleepers_at, bell_word=DOORBELL)
+        self._bell = Futex(segment, layout, member, sleepers_at=layout.sleepers_at, bell_word=DOORBELL)
         self._sleepers = self._bell.sleepers
         self.stamp = 0
         self.parity = 0

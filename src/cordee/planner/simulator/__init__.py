@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cordee.planner.simulator.crowd import CrowdOutcome, simulate
+from cordee.planner.simulator.crowd import ClusterOutcome, simulate
 from cordee.planner.simulator.published import PUBLISHED
 from cordee.planner.simulator.scenario import Scenario, load_scenario, read_scenario
 
-__all__ = ["PUBLISHED", "CrowdOutcome", "Scenario", "load_scenario", "read_scenario", "simulate"]
+__all__ = ["PUBLISHED", "ClusterOutcome", "Scenario", "load_scenario", "read_scenario", "simulate"]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from cordee.monitoring.wording import plural
-from cordee.planner.simulator.crowd import CrowdOutcome
+from cordee.planner.simulator.crowd import ClusterOutcome
 from cordee.planner.simulator.scenario import Scenario
 
 WIDTH, HEIGHT = 720, 360  # of a chart
@@ -45,7 +45,7 @@ class Word(NamedTuple):
 Shape = Line | Curve | Word
 
 
-def charts_of(scenario: Scenario, outcomes: Sequence[CrowdOutcome]) -> list[list[Shape]]:
+def charts_of(scenario: Scenario, outcomes: Sequence[ClusterOutcome]) -> list[list[Shape]]:
     """Return where the workers' time goes, and how fast they are, over the number of workers."""
     outcomes = sorted(outcomes, key=lambda outcome: outcome.workers)
     shares = {

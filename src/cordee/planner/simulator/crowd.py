@@ -19,7 +19,7 @@ from cordee.planner.simulator.scenario import Scenario
 from cordee.planner.site import DescribedCluster, Device, Link
 
 
-class CrowdOutcome(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a crowd of one size would do."""
 
     workers: int
@@ -34,12 +34,12 @@ class CrowdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     throughput: float  # useful steps of all workers per second, failures included
 
 
-def simulate(scenario: Scenario) -> list[CrowdOutcome]:
+def simulate(scenario: Scenario) -> list[ClusterOutcome]:
     """Return the outcome for each size of the crowd. The same scenario and seed give the same numbers."""
     return [_simulate_one(scenario, workers) for workers in scenario.workers]
 
 
-def _simulate_one(scenario: Scenario, workers: int) -> CrowdOutcome:
+def _simulate_one(scenario: Scenario, workers: int) -> ClusterOutcome:
     random = np.random.default_rng([scenario.seed, workers])
     times = _draw(random, scenario, workers)
     if workers == 1:
@@ -53,7 +53,7 @@ def _simulate_one(scenario: Scenario, workers: int) -> CrowdOutcome:
         sent = scenario.gradient_bytes
     busy = float(times.mean()) / step_s
     effective = effective_share(scenario, workers)
-    return CrowdOutcome(
+    return ClusterOutcome(
         workers=workers,
         step_s=step_s,
         efficiency=busy,

@@ -9,7 +9,7 @@ from cordee.core.durations import format_duration
 from cordee.monitoring.wording import plural
 from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.simulator.chart import HEIGHT, WIDTH, Curve, Line, Shape, Word, charts_of
-from cordee.planner.simulator.crowd import CrowdOutcome
+from cordee.planner.simulator.crowd import ClusterOutcome
 from cordee.planner.simulator.scenario import Scenario
 
 _STYLE = """
@@ -19,7 +19,7 @@ th { border-bottom: 1px solid #999; font-weight: 600; } svg { max-width: 100%; h
 """
 
 
-def draw_page(scenario: Scenario, outcomes: Sequence[CrowdOutcome]) -> str:
+def draw_page(scenario: Scenario, outcomes: Sequence[ClusterOutcome]) -> str:
     """Return the page."""
     outcomes = sorted(outcomes, key=lambda outcome: outcome.workers)
     title = html.escape(scenario.name or scenario.strategy)
@@ -69,7 +69,7 @@ def _element(shape: Shape) -> str:
             return f"<text {place}{weight}{turned}>{html.escape(text)}</text>"
 
 
-def _table(outcomes: Sequence[CrowdOutcome]) -> str:
+def _table(outcomes: Sequence[ClusterOutcome]) -> str:
     head = "<tr><th>workers<th>step<th>efficiency<th>idle<th>exchange<th>behind<th>kept<th>steps/s</tr>"
     rows = [
         f"<tr><td>{o.workers:,}<td>{in_time(o.step_s)}<td>{o.efficiency:.1%}<td>{o.idle_share:.1%}"

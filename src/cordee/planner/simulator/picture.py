@@ -10,7 +10,7 @@ from typing import Any
 
 from cordee.core.errors import MissingExtraError
 from cordee.planner.simulator.chart import HEIGHT, WIDTH, Curve, Line, Shape, Word, charts_of
-from cordee.planner.simulator.crowd import CrowdOutcome
+from cordee.planner.simulator.crowd import ClusterOutcome
 from cordee.planner.simulator.drawing import describe
 from cordee.planner.simulator.scenario import Scenario
 
@@ -21,7 +21,7 @@ _FONT = "DejaVuSans.ttf"  # on most systems
 _ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
 
 
-def draw_picture(scenario: Scenario, outcomes: Sequence[CrowdOutcome]) -> bytes:
+def draw_picture(scenario: Scenario, outcomes: Sequence[ClusterOutcome]) -> bytes:
     """Return the PNG file. Raises MissingExtraError without Pillow."""
     try:
         from PIL import Image, ImageDraw

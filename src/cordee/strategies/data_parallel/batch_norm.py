@@ -21,7 +21,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class SyncedBatchNorm(nn.Module):
     """Takes over the parameters and buffers of a batch norm, under the same names.
 
-    Collective while training, in both directions: members without samples take part as well (see `absent`).
+    Collective while training, in both directions: members without samples take part as well (see `without samples`).
     """
 
     weight: nn.Parameter | None
@@ -130,7 +130,7 @@ def synchronise_batch_norms(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def absent(model: nn.Module) -> Iterator[None]:
+def no_samples(model: nn.Module) -> Iterator[None]:
     """Inside, `model` takes note of nothing it computes, but its synced batch norms still meet the others'."""
     was_training = {module: module.training for module in model.modules()}
     model.eval()

@@ -23,7 +23,7 @@ from cordee.cluster import Team
 from cordee.communication.exchange import GradientExchange
 from cordee.compute import Computation, Loss, Votes
 from cordee.core import Batch
-from cordee.strategies.data_parallel.batch_norm import absent
+from cordee.strategies.data_parallel.batch_norm import no_samples
 from cordee.strategies.shared_buffers import SharedBuffers
 
 NUM_EXTRAS = 7  # loss sum, count, correct, items, samples, and the two votes
@@ -68,7 +68,7 @@ class FlatReducer:
     ) -> None:
         self._model, self._computation, self._nominal_count = model, computation, nominal_count
         self._buffers = buffers
-        self._join = Motions(model, model, computation) if has_synced else None
+        self._join = EmptyShardPass(model, model, computation) if has_synced else None
         self._exchange = GradientExchange(list(model.parameters()), NUM_EXTRAS + buffers.num_flags)
 
     def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
@@ -113,7 +113,7 @@ class DdpReducer:
             gradient_as_bucket_view=True,
             find_unused_parameters=True,
         )
-        self._join = Motions(model, self._ddp, computation)
+        self._join = EmptyShardPass(model, self._ddp, computation)
         _register_compression(self._ddp, compression)
 
     def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
@@ -154,7 +154,7 @@ def _dropped_whole(buffers: SharedBuffers) -> Iterator[None]:
         raise
 
 
-class Motions:
+class EmptyShardPass:
     """Goes through the motions of a pass where a worker has no sample, so that the others need not wait."""
 
     def __init__(self, model: nn.Module, passes: nn.Module, computation: Computation) -> None:
@@ -163,7 +163,7 @@ class Motions:
     def __call__(self, inputs: Tensor) -> None:
         # One sample of zeros: few models can compute a batch of none.
         sample = inputs.new_zeros((1, *inputs.shape[1:]))
-        with absent(self._model), self._computation.autocast():
+        with no_samples(self._model), self._computation.autocast():
             outputs = self._passes(sample)
         (outputs.sum() * 0.0).backward()
 

@@ -1,4 +1,4 @@
-"""How `parameter_server` stands in the table of strategies. Its run is led by `cordee.served`, not by the trainer."""
+"""How `parameter_server` stands in the table of strategies. `cordee.runs.dispatched` leads its run, not the trainer."""
 
 from __future__ import annotations
 

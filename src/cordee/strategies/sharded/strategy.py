@@ -22,7 +22,7 @@ from cordee.core.settings import Section
 from cordee.models.slicing import choose_slicing
 from cordee.strategies.axes import Mesh, form_axes
 from cordee.strategies.data_parallel.batch_norm import SyncedBatchNorm, synchronise_batch_norms
-from cordee.strategies.data_parallel.reducers import Motions
+from cordee.strategies.data_parallel.reducers import EmptyShardPass
 from cordee.strategies.elementwise import require_elementwise
 from cordee.strategies.sharded.units import choose_units
 from cordee.strategies.shared_buffers import SharedBuffers, buffers_of
@@ -104,7 +104,7 @@ class Sharded(SplitModel):
         self._working = self._shard(self._slice(model, mesh, example), mesh)
         held = Holdings([self._hold(name, parameter) for name, parameter in self._working.named_parameters()])
         self._adopt(WholeModel(model), held, recipe, None, team)  # FSDP itself sums over replicas as well
-        self._join = Motions(self._working, self._working, self._computation)
+        self._join = EmptyShardPass(self._working, self._working, self._computation)
         self._is_speaker = self._axes.place.tensor == 0
         is_local = self._settings.batch_norm == "local"
         self._shared = SharedBuffers(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cordee.core.errors import JobError, MissingExtraError
-from cordee.planner.simulator import CrowdOutcome, load_scenario, read_scenario, simulate
+from cordee.planner.simulator import ClusterOutcome, load_scenario, read_scenario, simulate
 from cordee.planner.simulator.drawing import draw_page
 from cordee.planner.simulator.failures import effective_share, expected_share
 from cordee.planner.simulator.picture import draw_picture
@@ -27,7 +27,7 @@ BASE: dict[str, Any] = {
 }
 
 
-def one(**changes: Any) -> CrowdOutcome:
+def one(**changes: Any) -> ClusterOutcome:
     return simulate(read_scenario({**BASE, **changes}))[0]
 
 

@@ -1,0 +1,134 @@
+"""Forming the group of a generation. Whoever waits for a member that is lost gives up as soon as that is known."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from cordee.cluster.rendezvous_store import CoordinatorStore
+from cordee.communication.shared_memory import BackendSettings, register
+from cordee.core.errors import CommunicationError
+from cordee.core.fault_points import reach
+
+# Collectives end by the loss of a peer long before; this is the limit for one that is only slow.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+# Members that have said that they are ready, and live: on a busy machine they may need long. One that dies or freezes
+# meanwhile is known to the coordinator, which tells the others.
+RENDEZVOUS_TIMEOUT_S = 60.0
+LEAST_CONNECTING_S = 15.0  # between hosts: a firewall may swallow what is sent, and all wait meanwhile
+COULD_NOT_FORM = "could not meet"
+FIRST_NAP_S, LONGEST_NAP_S = 0.001, 0.01
+
+_Base: Any = dist.distributed_c10d.Store  # its stubs give `wait` two overloads: one method cannot have both
+
+
+class RendezvousStore(_Base):  # type: ignore[misc]
+    """What members of a generation tell each other, in a file or on a board, while they form their group.
+
+    Waiting ends with CommunicationError when `why_over()` has an answer, and after `timeout_s`.
+    """
+
+    def __init__(self, file: Any, why_over: Callable[[], str], timeout_s: float) -> None:
+        super().__init__()
+        self._file = file
+        self._why_over = why_over
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: Any) -> None:
+        self._file.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        value: bytes = self._file.get(key)
+        return value
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._file.add(key, value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._file.check(list(keys)))
+
+    def compare_set(self, key: str, expected: Any, wanted: Any) -> bytes:
+        value: bytes = self._file.compare_set(key, expected, wanted)
+        return value
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._file.delete_key(key))
+
+    def num_keys(self) -> int:
+        return int(self._file.num_keys())
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        wanted = list(keys)
+        limit_s = self._timeout_s if timeout is None else min(self._timeout_s, timeout.total_seconds())
+        deadline_s, nap_s = time.monotonic() + limit_s, FIRST_NAP_S
+        while not self._file.check(wanted):
+            if why := self._why_over():
+                raise CommunicationError(why)
+            if time.monotonic() > deadline_s:
+                raise CommunicationError(f"nobody said {', '.join(wanted)} within {limit_s:g} s")
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, LONGEST_NAP_S)
+
+
+class BetweenHosts(NamedTuple):
+    """What members need to meet if they are on several hosts."""
+
+    board: CoordinatorStore
+    address: str  # of this host
+
+
+@contextlib.contextmanager
+def meet(
+    path: Path,
+    rank: int,
+    num_members: int,
+    *,
+    failure_timeout_s: float,
+    why_over: Callable[[], str],
+    between: BetweenHosts | None = None,
+) -> Iterator[None]:
+    """Inside, this process is a member of a group that finds itself in the file at `path`, or `between` hosts.
+
+    Collective. Raises CommunicationError if the group cannot be formed: `why_over()` says why, or a member died, or
+    none came.
+    """
+    register()
+    # Kept here: torch holds on to what is below Python only, and groups that are formed later meet there as well.
+    file = between.board if between else dist.FileStore(str(path), num_members)  # type: ignore[attr-defined]
+    store = RendezvousStore(file, why_over, RENDEZVOUS_TIMEOUT_S)
+    settings = BackendSettings(failure_timeout_s=failure_timeout_s)
+    if between:
+        connecting_s = max(LEAST_CONNECTING_S, 2 * failure_timeout_s)
+        settings = replace(settings, address=between.address, meeting_timeout_s=connecting_s)
+    try:
+        reach("meeting.begin")
+        dist.init_process_group(
+            "cordee",
+            store=store,
+            rank=rank,
+            world_size=num_members,
+            timeout=COLLECTIVE_TIMEOUT,
+            pg_options=settings,
+        )
+        if why := why_over():  # heard when nothing was there yet that could have been told to stop waiting
+            raise CommunicationError(why)
+        reach("meeting.formed")
+    except (CommunicationError, RuntimeError) as error:
+        if dist.is_initialized():  # the others may be in it already: they wait for as long as this one seems to live
+            dist.destroy_process_group()
+        # torch names groups by counting them, and counts one that failed: a new process would wait under another name.
+        dist.distributed_c10d._world.group_count = 0
+        raise CommunicationError(f"{path.name} {COULD_NOT_FORM}: {why_over() or error}") from error
+    try:
+        yield
+    finally:
+        reach("meeting.end")
+        dist.destroy_process_group()

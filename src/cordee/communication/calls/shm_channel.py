@@ -1,0 +1,170 @@
+"""A lane: the shared memory of one client and one server, for one call at a time.
+
+The client writes a request and moves its stamp on the server's *request board*, a small segment in which every lane
+has a word; the server writes the reply to the same memory and moves the reply stamp of the lane. Whoever sleeps is
+woken by futex. As in `rounds.py` this relies on the store order of x86.
+
+    lane    line 0: reply stamp, bytes of the reply's header and of the first part of it / line 1: the same two of the
+            request / line 2: the client's bell, and whether it sleeps
+            then the two headers, each the descriptions of the buffers and the message, and the buffers of the request
+            or of the reply, each at a multiple of 64 bytes
+    request board   line 0: life, the server's bell, whether it sleeps; then a word per lane
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import numpy as np
+import torch
+
+from cordee.communication.buffers import Buffer, BufferSpec, Parcel, WireError, incoming, padded
+from cordee.communication.shared_memory.futex import futex_wait, futex_wake
+from cordee.communication.shared_memory.segment import Address, Segment, attach_segment, create_segment
+
+HEADER_BYTES = 256 << 10
+_PAGE = 4096
+_REQUEST_AT = _PAGE
+_REPLY_AT = _REQUEST_AT + HEADER_BYTES
+DATA_AT = _REPLY_AT + HEADER_BYTES
+
+REPLY_STAMP, REPLY_LENGTH, REQUEST_LENGTH, CLIENT_BELL, CLIENT_SLEEPS = 0, 1, 8, 16, 17
+_SPECS = 1  # the word after each length
+LIFE, SERVER_BELL, SERVER_SLEEPS, FIRST_SLOT = 0, 1, 2, 8
+MAX_LANES = 4096
+PORCH_BYTES = _PAGE + 8 * MAX_LANES
+
+# Below this NumPy's copy is quicker to start than torch's, which lets other threads run meanwhile.
+_SMALL_BYTES = 64 << 10
+_MAX_KNOWN = 64  # descriptions of buffers that a lane remembers
+
+
+_decoder = msgspec.msgpack.Decoder(tuple[BufferSpec, ...])
+
+
+class Lane:
+    """One end of a lane: writes frames and reads the other end's."""
+
+    def __init__(self, segment: Segment, *, is_client: bool) -> None:
+        if segment.num_bytes < DATA_AT:
+            raise WireError(f"a lane of {segment.num_bytes} bytes: at least {DATA_AT} are needed")
+        self.segment = segment
+        self.words = segment.words(0, 32)
+        self._bytes = np.frombuffer(segment.memory, dtype=np.uint8)
+        self._header = memoryview(segment.memory)
+        self._tensor = torch.from_numpy(self._bytes)
+        self.capacity = segment.num_bytes - DATA_AT
+        self._known: dict[bytes, tuple[Buffer, ...]] = {}
+        self._writes_at, self._reads_at = (_REQUEST_AT, _REPLY_AT) if is_client else (_REPLY_AT, _REQUEST_AT)
+        self._own_length, self._other_length = (
+            (REQUEST_LENGTH, REPLY_LENGTH) if is_client else (REPLY_LENGTH, REQUEST_LENGTH)
+        )
+
+    def write(self, payload: bytes, parcel: Parcel) -> None:
+        """Put a frame into the lane. Raises WireError if it has no room for it."""
+        if parcel.extent > self.capacity:
+            raise WireError(f"{parcel.extent} bytes do not fit into a lane of {self.capacity}")
+        header = parcel.described + payload
+        if len(header) > HEADER_BYTES:
+            raise WireError(f"a header of {len(header)} bytes: at most {HEADER_BYTES} are allowed")
+        self._header[self._writes_at : self._writes_at + len(header)] = header
+        at = DATA_AT
+        for view in parcel.views:
+            size = view.nbytes
+            if size < _SMALL_BYTES:
+                self._header[at : at + size] = view
+            elif view.readonly:  # torch complains about such memory
+                self._bytes[at : at + size] = view
+            else:
+                self._tensor[at : at + size].copy_(torch.from_numpy(np.frombuffer(view, dtype=np.uint8)))
+            at += padded(size)
+        self.words[self._own_length] = len(header)
+        self.words[self._own_length + _SPECS] = len(parcel.described)
+
+    def read(self) -> tuple[bytes, tuple[Buffer, ...]]:
+        """Return the other end's frame; its buffers are views of the lane. Raises WireError if it is none."""
+        length, num_described = self.words[self._other_length], self.words[self._other_length + _SPECS]
+        if not 0 < num_described < length <= HEADER_BYTES:
+            raise WireError(f"a frame says that its header has {length} bytes, {num_described} of them for buffers")
+        header = bytes(self._header[self._reads_at : self._reads_at + length])
+        described = header[:num_described]
+        buffers = self._known.get(described)
+        if buffers is None:
+            buffers = self._describe(described)
+        return header[num_described:], buffers
+
+    def _describe(self, described: bytes) -> tuple[Buffer, ...]:
+        try:
+            specs = _decoder.decode(described)
+        except (ValueError, RecursionError) as error:
+            raise WireError(f"a frame that is none: {error}") from error
+        sizes = [spec.num_bytes for spec in specs]
+        if (needed := sum(padded(size) for size in sizes)) > self.capacity:
+            raise WireError(f"a frame describes {needed} bytes in a lane of {self.capacity}")
+        found, at = [], DATA_AT
+        for position, (spec, size) in enumerate(zip(specs, sizes, strict=True)):
+            found.append(incoming(position, spec, memoryview(self.segment.memory)[at : at + size]))
+            at += padded(size)
+        buffers = tuple(found)
+        # Calls of one kind describe the same bytes of the lane each time. A bool must be looked at anew.
+        if all(spec.dtype != "bool" for spec in specs):
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[described] = buffers
+        return buffers
+
+
+class RequestBoard:
+    """The place of a server where lanes show that they have a request."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.words = segment.words()
+
+    @classmethod
+    def create(cls) -> tuple[RequestBoard, Address]:
+        """Make one; the file behind the address stays open as long as the server lives, for clients to come."""
+        segment, fd = create_segment(PORCH_BYTES, "a server's request board")
+        return cls(segment), Address(os.getpid(), fd, PORCH_BYTES)
+
+    @classmethod
+    def attach(cls, address: Address) -> RequestBoard:
+        return cls(attach_segment(address))
+
+    def call(self, slot: int, stamp: int) -> None:
+        """Show the request `stamp` of a lane, and wake the server if it sleeps."""
+        words = self.words
+        words[FIRST_SLOT + slot] = stamp
+        if words[SERVER_SLEEPS]:
+            words[SERVER_BELL] += 1
+            futex_wake(self.segment.address + 8 * SERVER_BELL)
+
+    def sleep(self, is_ready: object, limit_s: float) -> None:
+        """Sleep until a client calls; not at all if `is_ready()`."""
+        words = self.words
+        heard = words[SERVER_BELL]
+        words[SERVER_SLEEPS] = 1
+        try:
+            if not is_ready():  # type: ignore[operator]
+                futex_wait(self.segment.address + 8 * SERVER_BELL, heard, limit_s)
+        finally:
+            words[SERVER_SLEEPS] = 0
+
+
+def wake_client(lane: Lane) -> None:
+    words = lane.words
+    if words[CLIENT_SLEEPS]:
+        words[CLIENT_BELL] += 1
+        futex_wake(lane.segment.address + 8 * CLIENT_BELL)
+
+
+def sleep_for_reply(lane: Lane, stamp: int, limit_s: float) -> None:
+    words = lane.words
+    heard = words[CLIENT_BELL]
+    words[CLIENT_SLEEPS] = 1
+    try:
+        if words[REPLY_STAMP] < stamp:
+            futex_wait(lane.segment.address + 8 * CLIENT_BELL, heard, limit_s)
+    finally:
+        words[CLIENT_SLEEPS] = 0

@@ -1,0 +1,254 @@
+"""A server process of a store: the directory, a shard, or both, served until the store ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from cordee.communication.calls import CallServer
+from cordee.communication.endpoint import Speaker
+from cordee.core import env
+from cordee.core.errors import StoreError
+from cordee.parameters.directory import Directory
+from cordee.parameters.keys import StoreKey, default_key_file, find_key, save_key
+from cordee.parameters.membership import Heartbeats, Link
+from cordee.parameters.messages import LIMITS, STORE
+from cordee.parameters.service import StoreService
+from cordee.parameters.shard import Shard
+from cordee.parameters.signals import EndSignals
+from cordee.parameters.updaters import load_functions
+
+_TICK_S = 0.2
+_PARTING_S = 3.0  # for the other servers to hear that it is over
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What one server process is to do."""
+
+    listen: str = "tcp://127.0.0.1:*"
+    num_workers: int = 0  # that are expected; 0: as many as come, until it is told to end
+    num_servers: int = 1  # that are expected, this one included
+    updaters: Sequence[str] = ()  # modules with update functions
+    failure_timeout_s: float = 30.0
+    must_complete: bool = False  # end with an error when not everybody has come in that time
+    has_shard: bool = True  # False: only the directory, as ps-lite's scheduler
+    key: StoreKey = field(default_factory=StoreKey.make)
+    key_file: Path | None = None  # where the key is left for workers; None: nowhere
+
+
+def serve_root(
+    settings: ServerSettings,
+    *,
+    say: Callable[[str], None],
+    is_told_to_end: Callable[[], bool],
+    ready: Callable[[str], None] = lambda address: None,
+) -> None:
+    """Serve the directory of a store, and a shard; return when all workers have left, or when told to.
+
+    Raises StoreError if not everybody came in time, or a worker was lost.
+    """
+    torch.set_num_threads(1)
+    directory = Directory(
+        num_workers=settings.num_workers,
+        num_servers=settings.num_servers,
+        failure_timeout_s=settings.failure_timeout_s,
+    )
+    shard = Shard(load_functions(settings.updaters)) if settings.has_shard else None
+    service = StoreService(directory, shard)
+    speaker = Speaker(run=settings.key.run, name="server-0", incarnation=time.time_ns())
+    with CallServer(
+        settings.listen, speaker, STORE, settings.key.server_keys(), service.handle, limits=LIMITS
+    ) as server:
+        if shard is not None:  # this process is server 0; clients reach it as they reach the directory
+            directory.enlist(
+                "server-0", "server", pid=os.getpid(), host=socket.gethostname(), address="", now_s=float("inf")
+            )
+        watch = _RootWatch(directory, service, settings, say, is_told_to_end)
+        ready(server.address)
+
+        def is_over() -> bool:
+            now_s = time.monotonic()
+            if now_s < watch.next_s:
+                return False
+            with server.lock:
+                return watch.look(now_s)
+
+        server.run(is_over)
+    if watch.problem:
+        raise StoreError(watch.problem)
+
+
+class _RootWatch:
+    """Looks after the participants, and decides when the store ends."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        service: StoreService,
+        settings: ServerSettings,
+        say: Callable[[str], None],
+        is_told_to_end: Callable[[], bool],
+    ) -> None:
+        self._directory, self._service, self._settings = directory, service, settings
+        self._say, self._is_told_to_end = say, is_told_to_end
+        self._started_s = time.monotonic()
+        self._over_s = 0.0
+        self._has_said = self._was_complete = False
+        self.next_s = 0.0
+        self.problem = ""
+
+    def look(self, now_s: float) -> bool:
+        """Do what is due; return whether the process may end."""
+        self.next_s = now_s + _TICK_S
+        for line in self._service.tick(now_s):
+            self._say(line)
+            if self._settings.num_workers:
+                self.problem = self.problem or line
+        if self._is_told_to_end():
+            self._begin_end(now_s)
+        elif not self._was_complete:
+            self._await_everybody(now_s)
+        if self._directory.is_over:
+            self._begin_end(now_s)
+        if not self._over_s:
+            return False
+        others = [server for server in self._directory.present("server") if server.address and server.is_here]
+        return not others or now_s - self._over_s > _PARTING_S
+
+    def _begin_end(self, now_s: float) -> None:
+        self._service.is_over = True
+        self._over_s = self._over_s or now_s
+
+    def _await_everybody(self, now_s: float) -> None:
+        directory = self._directory
+        num_workers, num_servers = len(directory.present("worker")), len(directory.present("server"))
+        if directory.is_complete:
+            self._was_complete = True
+            if self._has_said:
+                self._say("everybody is there")
+            return
+        missing = []
+        if num_servers < directory.num_servers:
+            missing.append(f"{directory.num_servers - num_servers} of {directory.num_servers} servers")
+        if num_workers < directory.num_workers:
+            missing.append(f"{directory.num_workers - num_workers} of {directory.num_workers} workers")
+        text = " and ".join(missing)
+        if not self._has_said:
+            self._has_said = True
+            limit = f", at most {directory.failure_timeout_s:g} s" if self._settings.must_complete else ""
+            self._say(f"waiting for {text}{limit}")
+        if self._settings.must_complete and now_s - self._started_s > directory.failure_timeout_s:
+            self.problem = f"{text} did not come within {directory.failure_timeout_s:g} s"
+            self._begin_end(now_s)
+
+
+def serve_member(
+    settings: ServerSettings,
+    link: Link,
+    *,
+    say: Callable[[str], None],
+    is_told_to_end: Callable[[], bool],
+    ready: Callable[[str], None] = lambda address: None,
+) -> None:
+    """Serve a shard of the store that `link` leads to, until that ends. Raises StoreError if its directory is gone."""
+    torch.set_num_threads(1)
+    service = StoreService(None, Shard(load_functions(settings.updaters)))
+    speaker = Speaker(run=link.key.run, name=f"server-{os.getpid()}", incarnation=time.time_ns())
+    with CallServer(settings.listen, speaker, STORE, link.key.server_keys(), service.handle, limits=LIMITS) as server:
+        enlisted = link.enlist("server", server.address, until_complete=False)
+        say(f"server {enlisted.index} of {enlisted.num_servers} listens at {server.address} (process {os.getpid()})")
+        ready(server.address)
+        heartbeats = Heartbeats(link)
+        next_s = 0.0
+
+        def is_over() -> bool:
+            nonlocal next_s
+            now_s = time.monotonic()
+            if now_s < next_s:
+                return False
+            next_s = now_s + _TICK_S
+            with server.lock:
+                service.tick(now_s)
+                service.lost = heartbeats.lost
+            return heartbeats.is_over or is_told_to_end()
+
+        server.run(is_over)
+        heartbeats.close()
+        link.leave()
+    if heartbeats.problem and not is_told_to_end():
+        raise StoreError(f"the directory of the store is gone: {heartbeats.problem}")
+
+
+def run_role(role: env.StoreRole, failure_timeout_s: float) -> int:
+    """Be the scheduler or a server of ps-lite's variables; return the exit code."""
+    is_ended = EndSignals()
+
+    def say(line: str) -> None:
+        os.write(2, f"cordee: {line}\n".encode())
+
+    text, file = env.store_key_text(), env.store_key_file() or default_key_file(role.port)
+    try:
+        with is_ended:
+            if role.role == "scheduler":
+                _run_scheduler(role, failure_timeout_s, text, file, say, is_ended)
+            else:
+                link = Link(role.address, text, None if text else file, failure_timeout_s)
+                settings = ServerSettings(
+                    listen=f"tcp://{own_address(role.host, role.port)}:*", updaters=env.store_updaters()
+                )
+                serve_member(settings, link, say=say, is_told_to_end=is_ended)
+    except StoreError as error:
+        say(str(error))
+        return 1
+    return 0
+
+
+def _run_scheduler(
+    role: env.StoreRole,
+    failure_timeout_s: float,
+    text: str,
+    file: Path,
+    say: Callable[[str], None],
+    is_ended: Callable[[], bool],
+) -> None:
+    key = find_key(role.address, text, None) if text else StoreKey.make()
+    settings = ServerSettings(
+        listen=f"tcp://{own_address(role.host, role.port)}:{role.port}",
+        num_workers=role.num_workers,
+        num_servers=role.num_servers,
+        failure_timeout_s=failure_timeout_s,
+        must_complete=True,
+        has_shard=False,
+        key=key,
+    )
+
+    def ready(address: str) -> None:
+        where = "in CORDEE_STORE_KEY" if text else str(file)
+        if not text:
+            save_key(key, file)
+        say(f"the scheduler listens at {address} (process {os.getpid()}); its key: {where}")
+
+    try:
+        serve_root(settings, say=say, is_told_to_end=is_ended, ready=ready)
+    finally:
+        if not text:
+            file.unlink(missing_ok=True)
+
+
+def own_address(host: str, port: int) -> str:
+    """Return the address of this host in the network that leads to another."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            own: str = probe.getsockname()[0]
+            return own
+    except OSError as error:
+        raise StoreError(f"there is no way to {host}: {error.strerror or error}") from error

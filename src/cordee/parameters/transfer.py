@@ -1,0 +1,267 @@
+"""Moving arrays between a client and the servers, in pieces.
+
+While a server works on one piece of a large array the client copies the next, and copies the result of the one before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from cordee.communication.buffers import ITEM_BYTES, Buffer, BufferSpec, Parcel, padded
+from cordee.communication.messages import Message
+from cordee.core.errors import CommunicationError
+from cordee.parameters.calls import PIECE_BYTES, StoreCalls, Task
+from cordee.parameters.messages import AskMemory, Cut, Done, Exchange, Fill, Memory, Pull, Push, Value
+from cordee.parameters.shared_values import SMALLEST_BYTES, ValuesView
+
+log = logging.getLogger(__name__)
+
+_SMALL_BYTES = 64 << 10
+
+
+class Pulled(NamedTuple):
+    """The value of a key, and how many pushes are in it (of a key in several parts: at least)."""
+
+    value: Any
+    version: int
+
+
+class Piece(NamedTuple):
+    """A run of elements that travels in one message."""
+
+    part: int  # which of the array's parts
+    server: int
+    start: int  # within the part
+    stop: int
+    first: int  # bytes within the array
+    last: int
+    empty: Parcel  # without the bytes
+
+
+@dataclass
+class Entry:
+    """What a client knows of a key."""
+
+    key: str
+    number: int
+    kind: str
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+    piece_bytes: int = PIECE_BYTES
+    memories: list[ValuesView | None] | None = None  # of the parts, on this host; None: not asked for yet
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while a push is under way: keeps their order
+
+    def __post_init__(self) -> None:
+        item = ITEM_BYTES[self.kind]
+        step = max(1, self.piece_bytes // item)
+        self.num_bytes = prod(self.shape) * item
+        self.pieces: list[Piece] = []
+        for index, cut in enumerate(self.cuts):
+            length = cut.stop - cut.start
+            for start in range(0, max(length, 1), step):
+                stop = min(start + step, length)
+                size = (stop - start) * item
+                first = (cut.start + start) * item
+                empty = describe((self.kind, (stop - start,)))
+                self.pieces.append(Piece(index, cut.server, start, stop, first, first + size, empty))
+
+
+def describe(*buffers: tuple[str, tuple[int, ...]]) -> Parcel:
+    """Return a parcel of buffers of these kinds and shapes, without their bytes."""
+    specs = tuple(BufferSpec(kind, shape) for kind, shape in buffers)  # type: ignore[arg-type]
+    return Parcel(specs, [], msgspec.msgpack.encode(specs), sum(padded(spec.num_bytes) for spec in specs))
+
+
+class Versions:
+    """Gathers the versions that the pieces of one transfer report."""
+
+    def __init__(self, num_parts: int) -> None:
+        self._highest, self._lowest = [0] * num_parts, [-1] * num_parts
+
+    def note(self, part: int, version: int) -> None:
+        self._highest[part] = max(self._highest[part], version)
+        if self._lowest[part] < 0 or version < self._lowest[part]:
+            self._lowest[part] = version
+
+    @property
+    def after_push(self) -> int:
+        """The version of the part that is furthest behind, of each the latest report: it is of the whole push."""
+        return min(self._highest)
+
+    @property
+    def of_pull(self) -> int:
+        return min(self._lowest)
+
+
+def fill(calls: StoreCalls, entry: Entry, view: memoryview) -> None:
+    """Bring the first value of a key to its servers, where room has been made."""
+    calls.run(
+        [
+            Task(piece.server, Fill(entry.number, piece.start), _parcel(piece, view), _ignore, 0)
+            for piece in entry.pieces
+        ]
+    )
+
+
+def push(calls: StoreCalls, entry: Entry, view: memoryview, sequence: int) -> int:
+    """Push a whole array; return the version that has it."""
+    versions = Versions(len(entry.cuts))
+    calls.run(
+        [
+            Task(
+                piece.server,
+                Push(entry.number, sequence, piece.start),
+                _parcel(piece, view),
+                _note(versions, piece.part),
+                0,
+            )
+            for piece in entry.pieces
+        ]
+    )
+    return versions.after_push
+
+
+def pull(calls: StoreCalls, entry: Entry, target: memoryview, min_version: int, timeout_s: float) -> int:
+    """Pull a whole array; return its version."""
+    versions = Versions(len(entry.cuts))
+    memories = _memories(calls, entry)
+    late: list[Piece] = []
+    calls.run(
+        [
+            Task(
+                piece.server,
+                Pull(entry.number, piece.start, piece.stop, min_version, timeout_s, memories[piece.part] is not None),
+                (),
+                _write(entry, piece, target, versions, late, memories[piece.part]),
+                0 if memories[piece.part] is not None else piece.empty.extent,
+            )
+            for piece in entry.pieces
+        ]
+    )
+    if late:
+        _pull_pieces(calls, entry, late, target, versions, min_version, timeout_s)
+    return versions.of_pull
+
+
+def push_pull(calls: StoreCalls, entry: Entry, view: memoryview, target: memoryview, sequence: int) -> int:
+    """Push a whole array and pull the value that has it; return the version."""
+    versions = Versions(len(entry.cuts))
+    memories = _memories(calls, entry)
+    late: list[Piece] = []
+    calls.run(
+        [
+            Task(
+                piece.server,
+                Exchange(entry.number, sequence, piece.start, memories[piece.part] is not None),
+                _parcel(piece, view),
+                _write(entry, piece, target, versions, late, memories[piece.part]),
+                piece.empty.extent,
+            )
+            for piece in entry.pieces
+        ]
+    )
+    version = versions.after_push
+    if late:
+        _pull_pieces(calls, entry, late, target, Versions(len(entry.cuts)), 0, 0.0)
+    return version
+
+
+def _memories(calls: StoreCalls, entry: Entry) -> list[ValuesView | None]:
+    """Return, for each part, its shared memory, if this process can read it."""
+    if entry.memories is None:
+        entry.memories = [_map(calls, entry, cut) for cut in entry.cuts]
+    return entry.memories
+
+
+def _map(calls: StoreCalls, entry: Entry, cut: Cut) -> ValuesView | None:
+    num_bytes = (cut.stop - cut.start) * ITEM_BYTES[entry.kind]
+    if num_bytes < SMALLEST_BYTES or not calls.connection(cut.server).is_shared:
+        return None
+    memory = calls.call(cut.server, AskMemory(entry.number))
+    assert isinstance(memory, Memory)
+    if not memory.num_bytes:
+        return None
+    try:
+        return ValuesView(memory.pid, memory.fd, memory.num_bytes, num_bytes)
+    except CommunicationError as error:
+        log.debug("key '%s' is not read in shared memory: %s", entry.key, error)
+        return None
+
+
+def _pull_pieces(
+    calls: StoreCalls,
+    entry: Entry,
+    pieces: Sequence[Piece],
+    target: memoryview,
+    versions: Versions,
+    min_version: int,
+    timeout_s: float,
+) -> None:
+    calls.run(
+        [
+            Task(
+                piece.server,
+                Pull(entry.number, piece.start, piece.stop, min_version, timeout_s),
+                (),
+                _write(entry, piece, target, versions, [], None),
+                piece.empty.extent,
+            )
+            for piece in pieces
+        ]
+    )
+
+
+def _parcel(piece: Piece, view: memoryview) -> Parcel:
+    empty = piece.empty
+    return Parcel(empty.specs, [view[piece.first : piece.last]], empty.described, empty.extent)
+
+
+def _note(versions: Versions, part: int) -> Callable[[Message, tuple[Buffer, ...]], None]:
+    def receive(message: Message, buffers: tuple[Buffer, ...]) -> None:
+        assert isinstance(message, Done)
+        versions.note(part, message.version)
+
+    return receive
+
+
+def _write(
+    entry: Entry,
+    piece: Piece,
+    target: memoryview,
+    versions: Versions,
+    late: list[Piece],
+    memory: ValuesView | None,
+) -> Callable[[Message, tuple[Buffer, ...]], None]:
+    def receive(message: Message, buffers: tuple[Buffer, ...]) -> None:
+        assert isinstance(message, Value)
+        versions.note(piece.part, message.version)
+        if memory is not None and message.stamp >= 0:
+            first = piece.start * ITEM_BYTES[entry.kind]
+            if memory.read(first, target[piece.first : piece.last], message.stamp):
+                return
+        if not buffers:
+            late.append(piece)
+            return
+        data = buffers[0].data
+        if data.nbytes != piece.last - piece.first:
+            raise CommunicationError(
+                f"a server sent {data.nbytes} bytes where {piece.last - piece.first} were asked for"
+            )
+        if data.nbytes < _SMALL_BYTES:
+            target[piece.first : piece.last] = data
+        else:  # NumPy lets other threads run meanwhile
+            np.frombuffer(target, np.uint8)[piece.first : piece.last] = np.frombuffer(data, np.uint8)
+
+    return receive
+
+
+def _ignore(message: Message, buffers: tuple[Buffer, ...]) -> None:
+    pass

@@ -1,0 +1,211 @@
+"""What a server makes of pushes: adds them, keeps the last, or hands them to an optimizer or a user's function.
+
+Functions come from modules that were named when the server started: clients name them, and never send code.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from cordee.communication.messages import Json
+from cordee.compute.optimizers import builtin_optimizers, make_optimizer_recipe
+from cordee.compute.schedules import constant
+from cordee.core.errors import JobError, StoreError, nearest
+from cordee.core.importing import import_until_stopped
+from cordee.core.references import Use, bind
+
+if TYPE_CHECKING:
+    from cordee.parameters.shard import Part
+
+# Torch's optimizers that treat every number by itself, and so do the same on a part as on the whole.
+ELEMENTWISE = frozenset({
+    "adadelta", "adagrad", "adam", "adamw", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd", "sparseadam",
+})  # fmt: skip
+
+UpdateFunction = Callable[..., None]
+
+
+class Updater(Protocol):
+    """How pushes change a part. One serves many parts; what it keeps of a part is in `part.state`."""
+
+    is_immediate: bool
+    """Whether pieces of a push may be applied one by one as they come."""
+
+    def check(self, part: Part) -> None:
+        """Raise StoreError if this updater cannot work on the part."""
+
+    def apply(self, part: Part, start: int, pushed: Tensor) -> None:
+        """Apply elements from `start` of a push, flat; unless `is_immediate`, all of them in the part's shape."""
+
+    def apply_rows(self, part: Part, rows: Tensor, pushed: Tensor) -> None:
+        """Apply a push of some rows; a row that comes twice counts twice."""
+
+
+class Add:
+    """The default, as in ps-lite: values are summed."""
+
+    is_immediate = True
+
+    def check(self, part: Part) -> None:
+        pass
+
+    def apply(self, part: Part, start: int, pushed: Tensor) -> None:
+        if part.values.dtype == torch.bool:
+            part.flat[start : start + pushed.numel()].logical_or_(pushed)
+        elif pushed.numel() == part.length:
+            part.flat.add_(pushed)
+        else:
+            part.flat[start : start + pushed.numel()].add_(pushed)
+
+    def apply_rows(self, part: Part, rows: Tensor, pushed: Tensor) -> None:
+        part.values.index_add_(0, rows, pushed)
+
+
+class Assign:
+    """The last push is the value."""
+
+    is_immediate = True
+
+    def check(self, part: Part) -> None:
+        pass
+
+    def apply(self, part: Part, start: int, pushed: Tensor) -> None:
+        part.flat[start : start + pushed.numel()].copy_(pushed)
+
+    def apply_rows(self, part: Part, rows: Tensor, pushed: Tensor) -> None:
+        part.values.index_copy_(0, rows, pushed)
+
+
+class OptimizerUpdater:
+    """Any optimizer of torch: a push is a gradient, and the optimizer's state stays on the server."""
+
+    is_immediate = False
+
+    def __init__(self, name: str, settings: Mapping[str, Json]) -> None:
+        self._name = name
+        try:
+            self._recipe = make_optimizer_recipe(Use(name, **settings), constant(), lr_scale="none", num_shares=1)
+            self._recipe.make([("probe", torch.zeros(1, 1, requires_grad=True))])
+        except JobError as error:
+            raise StoreError(f"set_updater: {error}") from error
+
+    def check(self, part: Part) -> None:
+        if not part.values.is_floating_point():
+            raise StoreError(
+                f"updater '{self._name}' needs floating-point values, and key '{part.key}' is "
+                f"{str(part.values.dtype).removeprefix('torch.')}: give it one of its own first, "
+                f"set_updater('add', keys='{part.key}') or 'assign'"
+            )
+        if part.is_cut and self._name not in ELEMENTWISE:
+            raise StoreError(
+                f"updater '{self._name}' may look at whole arrays, and key '{part.key}' is cut over several servers: "
+                f"use one server, or one of {', '.join(sorted(ELEMENTWISE))}"
+            )
+
+    def apply(self, part: Part, start: int, pushed: Tensor) -> None:
+        self._step(part, pushed, is_dense=True)
+
+    def apply_rows(self, part: Part, rows: Tensor, pushed: Tensor) -> None:
+        gradient = torch.sparse_coo_tensor(rows.unsqueeze(0), pushed, part.values.shape, check_invariants=True)
+        self._step(part, gradient, is_dense=False)
+
+    def _step(self, part: Part, gradient: Tensor, *, is_dense: bool) -> None:
+        optimizer = part.state.get("optimizer")
+        if optimizer is None:
+            part.values.requires_grad_()  # the recipe takes only those; nothing is ever derived from it here
+            optimizer = part.state["optimizer"] = self._recipe.make([(part.key, part.values)])
+            part.values.requires_grad_(False)
+            part.state["fused"] = [group.get("fused") for group in optimizer.param_groups]
+        for group, fused in zip(optimizer.param_groups, part.state["fused"], strict=True):
+            if fused:  # the fused kernels know no sparse gradients
+                group["fused"] = is_dense
+        part.values.grad = gradient
+        try:
+            # Said explicitly, or torch warns that sparse tensors, which some optimizers make of rows, are not checked.
+            if not is_dense:
+                torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        except RuntimeError as error:
+            raise StoreError(f"updater '{self._name}' cannot apply the push to key '{part.key}': {error}") from error
+        finally:
+            part.values.grad = None
+
+
+class FunctionUpdater:
+    """A user's function: `update(value, pushed, state, **settings)` changes `value` in place."""
+
+    is_immediate = False
+
+    def __init__(self, name: str, function: UpdateFunction, settings: Mapping[str, Json]) -> None:
+        self._name = name
+        try:
+            given = dict.fromkeys(list(inspect.signature(function).parameters)[:3], inspect.Parameter.empty)
+            self._function = bind(f"updater '{name}'", function, settings, given)
+        except JobError as error:
+            raise StoreError(f"set_updater: {error}") from error
+        except (TypeError, ValueError):  # a builtin without a signature
+            self._function = functools.partial(function, **settings)
+
+    def check(self, part: Part) -> None:
+        pass
+
+    def apply(self, part: Part, start: int, pushed: Tensor) -> None:
+        try:
+            self._function(part.values, pushed, part.state)
+        except Exception as error:
+            raise StoreError(
+                f"updater '{self._name}' raised {type(error).__name__} on key '{part.key}': {error}"
+            ) from error
+
+    def apply_rows(self, part: Part, rows: Tensor, pushed: Tensor) -> None:
+        whole = torch.zeros_like(part.values)
+        whole.index_add_(0, rows, pushed)
+        self.apply(part, 0, whole)
+
+
+def load_functions(modules: Sequence[str]) -> dict[str, UpdateFunction]:
+    """Import modules with update functions; return the functions by "module:name". Raises StoreError."""
+    functions: dict[str, UpdateFunction] = {}
+    for name in modules:
+        try:
+            module = import_until_stopped(name)
+        except Exception as error:
+            raise StoreError(f"--updaters {name}: importing it raised {type(error).__name__}: {error}") from error
+        found = {
+            f"{name}:{attribute}": value
+            for attribute, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and not attribute.startswith("_")
+        }
+        if not found:
+            raise StoreError(f"--updaters {name}: the module has no functions of its own")
+        functions |= found
+    return functions
+
+
+def make_updater(name: str, settings: Mapping[str, Json], functions: Mapping[str, UpdateFunction]) -> Updater:
+    """Return the updater of this name. Raises StoreError for an unknown name or setting."""
+    if name in ("add", "assign"):
+        if settings:
+            raise StoreError(f"set_updater: '{name}' has no settings, and got {', '.join(map(repr, settings))}")
+        return Add() if name == "add" else Assign()
+    if ":" in name:
+        if name not in functions:
+            known = f" (known: {', '.join(functions)})" if functions else ""
+            raise StoreError(
+                f"set_updater: the servers do not know {name!r}{nearest(name, functions)}{known}: start them with "
+                f"--updaters {name.partition(':')[0]}"
+            )
+        return FunctionUpdater(name, functions[name], settings)
+    optimizers = builtin_optimizers()
+    if name.lower() not in optimizers:
+        names = ["add", "assign", *optimizers]
+        raise StoreError(
+            f"set_updater: {name!r} is not known{nearest(name, names)} (known: {', '.join(names)}, 'module:function')"
+        )
+    return OptimizerUpdater(name.lower(), settings)

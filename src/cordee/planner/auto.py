@@ -1,0 +1,151 @@
+"""What `strategy.name = "auto"` becomes, and what a run is predicted to take: from what the cache knows.
+
+Nothing here may hold up the start of a run: what is not in the cache is measured only where that takes less than a
+second, and else the plain rule decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from cordee.core import Job
+from cordee.core.references import LIVE_PREFIX
+from cordee.data.datasets import IterableSource
+from cordee.planner import Candidate, Prediction, Work, search
+from cordee.planner.amounts import in_time
+from cordee.planner.cache import keep, read_kept
+from cordee.planner.costs import MODELS, predict
+from cordee.planner.machine import free_memory_bytes, is_busy
+from cordee.planner.meshes import mesh_of
+from cordee.planner.pipelines import num_chunks_of
+from cordee.planner.planning import job_as, kept_machine, refusal, refused_slices
+from cordee.planner.profile import ModelProfile
+from cordee.planner.profiling import assemble_alone, estimate_step_s, profile_key, take_profile
+from cordee.planner.search import CLOSE, is_candidate
+from cordee.planner.site import ThisMachine
+from cordee.strategies import STRATEGIES
+from cordee.training.components import Components
+
+QUICK_STEP_S = 0.05  # a model whose step takes no longer is profiled on the spot
+QUICK_BUDGET_S = 0.4
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The strategy a run gets. `prediction` is None where nothing was known to predict from."""
+
+    job: Job
+    prediction: Prediction | None
+    reason: str
+    is_sure: bool = True  # what it is predicted from was measured on a quiet machine
+
+
+def plans_first(asked: Job) -> bool:
+    """Return whether `decide` may measure: then nothing else should be going on in the meantime."""
+    workers = asked.strategy.workers
+    return asked.strategy.name == "auto" and workers > 1 and kept_machine().has_exchanges(workers)
+
+
+def decide(asked: Job, parts: Components, *, may_measure: bool = True) -> Decision:
+    """Return what `asked`, the job before 'auto' was replaced, should run as.
+
+    `parts` are those of the plain rule's job, which is what stays where there is nothing better. Cheap: see above;
+    without `may_measure` nothing is measured at all.
+    """
+    is_auto = asked.strategy.name == "auto"
+    work, is_sure, why_not = _work(parts, may_measure=may_measure and plans_first(asked))
+    if work is None:
+        return Decision(parts.job, None, why_not)
+    workers = parts.job.strategy.workers
+    predictions = [p for p in search(work, workers, refused_slices(parts.model, workers)) if p.workers == workers]
+    if not is_auto:
+        reason = "the strategy is the one that the job says"
+        return Decision(parts.job, _as_asked(parts.job, work), reason, is_sure)
+    usual = next((p for p in predictions if p.strategy == parts.job.strategy.name), None)
+    for prediction, job in _that_run(asked, parts, predictions) if is_sure else ():
+        if usual is not None and usual.fits and prediction.step_s > usual.step_s * (1 - CLOSE):
+            break  # equal, as far as can be predicted
+        if prediction.strategy != parts.job.strategy.name:
+            return Decision(job, prediction, _compared(prediction, usual))
+    if usual is None:
+        return Decision(parts.job, None, "the usual choice")
+    reason = f"{usual.strategy}, {in_time(usual.step_s)} a step: {usual.note}"
+    if not is_sure:
+        reason += "; other programs were using the machine when that was measured, so nothing else was looked at"
+    return Decision(parts.job, usual, reason, is_sure)
+
+
+def predict_as(job: Job, parts: Components) -> Prediction | None:
+    """Return what `job`, with its own strategy and numbers, is predicted to take; None where too little is known."""
+    work, _, _ = _work(dataclasses.replace(parts, job=job), may_measure=False)
+    return None if work is None else _as_asked(job, work)
+
+
+def _work(parts: Components, *, may_measure: bool) -> tuple[Work | None, bool, str]:
+    """Return what is to be predicted, whether it was measured on a quiet machine, or why nothing can be predicted."""
+    profile, why_not = _profile(parts, may_measure=may_measure)
+    if profile is None:
+        return None, False, why_not
+    workers, machine = parts.job.strategy.workers, kept_machine()
+    if workers > 1 and not machine.has_exchanges(workers):
+        return None, False, f"exchanges of {workers} workers were not measured: `cordee plan` does so"
+    site = ThisMachine(machine, workers, free_memory_bytes())
+    work = Work(profile, parts.job.training.batch_size, site, parts.job.training.accumulate)
+    return work, not profile.was_busy and not machine.was_busy, ""
+
+
+def _as_asked(job: Job, work: Work) -> Prediction | None:
+    """Return the prediction for the strategy with the job's own numbers, or its defaults."""
+    name, workers, settings = job.strategy.name, job.strategy.workers, dict(job.strategy.settings)
+    if workers == 1 and name == "data_parallel":  # what is left of a team
+        name = "single"
+    if name not in MODELS or (name == "hybrid" and "mesh" not in settings):
+        return None
+    mesh = mesh_of(Candidate(strategy=name, workers=workers, settings=settings))
+    if mesh.num_stages > 1:
+        share_size = max(1, work.batch_size // mesh.num_data)
+        settings["microbatches"] = settings.get("microbatches") or min(4 * mesh.num_stages, share_size)
+        if num_chunks_of(settings.get("schedule", "1f1b"), mesh.num_stages) > len(work.profile.blocks):
+            return None
+    return predict(Candidate(strategy=name, workers=workers, settings=settings), work)
+
+
+def _profile(parts: Components, *, may_measure: bool) -> tuple[ModelProfile | None, str]:
+    key = profile_key(parts)
+    profile = read_kept("profiles", key, ModelProfile)
+    if profile is not None or not may_measure:
+        return profile, "the model was not profiled: `cordee plan` does so"
+    if LIVE_PREFIX in str(parts.job.to_dict()) or isinstance(parts.splits.train, IterableSource):
+        return None, "the model was not profiled: its parts exist in this process only, or its data is a stream"
+    try:
+        step_s = estimate_step_s(parts)
+        if step_s > QUICK_STEP_S:
+            return None, f"the model was not profiled, as its step takes {in_time(step_s)}: `cordee plan` does so"
+        busy = is_busy()
+        profile = take_profile(assemble_alone(parts.job), budget_s=QUICK_BUDGET_S)
+        profile = msgspec.structs.replace(profile, was_busy=busy)
+    except Exception as error:  # noqa: BLE001 - a model that cannot be profiled may still be trained
+        return None, f"the model could not be profiled: {type(error).__name__}: {error}"
+    keep("profiles", key, profile)
+    return profile, ""
+
+
+def _that_run(asked: Job, parts: Components, predictions: list[Prediction]) -> Iterator[tuple[Prediction, Job]]:
+    """Yield what fits and would be accepted with the job's own settings, the fastest first."""
+    for prediction in predictions:
+        # Strategies with servers take other processes and evaluate in another place: they are asked for by name.
+        is_known = prediction.strategy in STRATEGIES and not STRATEGIES[prediction.strategy].is_served
+        if is_known and is_candidate(prediction) and refusal(asked, parts, prediction) is None:
+            yield prediction, job_as(asked, prediction)
+
+
+def _compared(choice: Prediction, usual: Prediction | None) -> str:
+    reason = f"{choice.label}, {in_time(choice.step_s)} a step: {choice.note}"
+    if usual is None:
+        return reason
+    why = "does not fit into memory" if not usual.fits else f"would take {in_time(usual.step_s)}"
+    return f"{reason}; {usual.strategy} {why}"

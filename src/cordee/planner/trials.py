@@ -1,0 +1,180 @@
+"""What strategies themselves take: short runs, with real workers and servers, of models that have little to compute."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cordee.cluster import Team
+from cordee.cluster.engines.local import LocalEngine
+from cordee.core import Job
+from cordee.core.errors import CordeeError
+from cordee.monitoring import Event, Monitor, RunDirectory
+from cordee.planner.exchanges import gathering_s, summing_s
+from cordee.planner.machine import Amount, Machine, Overhead
+from cordee.planner.overheads import DEEP, KINDS, LARGE, NUM_LAYERS, SMALL, Bare, trial_job
+from cordee.planner.site import ThisMachine
+from cordee.runs.dispatched import DispatchedRun
+from cordee.runs.team import TeamRun
+from cordee.strategies import STRATEGIES
+from cordee.training.components import assemble
+
+
+class _Trial(NamedTuple):
+    """Settings to try, how many parts a step then has, and how many passes over the model it takes a worker."""
+
+    settings: dict[str, Any]
+    num_parts: int
+    num_passes: float = 1.0
+    hidden: tuple[int, ...] = SMALL
+
+
+class Found(NamedTuple):
+    """What a short run took."""
+
+    step_s: float
+    peak_bytes: int  # of the worker that took most; 0: not known
+    num_tensors: int  # of parameters
+    num_bytes: int
+
+
+# What the overhead of a strategy may grow with: fields of Overhead.
+_GROWS_WITH: Mapping[str, tuple[str, ...]] = {
+    "data_parallel": ("step_s", "byte_s"),
+    "sharded": ("step_s", "part_s", "tensor_s", "byte_s"),
+    "pipeline": ("step_s", "part_s"),
+    "tensor": ("part_s", "byte_s"),
+    "parameter_server": ("step_s", "byte_s"),
+}
+
+
+def measure_trials(engine: LocalEngine, num_workers: int, bare: Sequence[Bare], machine: Machine) -> list[Overhead]:
+    """Return what each strategy of this version adds to a step of `num_workers`, and the memory a worker then takes.
+
+    `bare` are the steps of the models of `overheads.KINDS` without any exchange, while as many workers take one each.
+    Exchanges that the cost model counts by themselves are not part of it: `machine` has them.
+    """
+    found = []
+    for strategy, trials in _trials(num_workers).items():
+        amounts: list[Amount] = []
+        seconds: list[float] = []
+        peak_bytes = 0
+        for trial in trials if strategy in STRATEGIES else ():
+            job = trial_job(strategy, num_workers, trial.settings, trial.hidden)
+            with contextlib.suppress(CordeeError):  # a strategy that refuses this machine is not to be had on it
+                outcome = run_trial(engine, job)
+                amount = Amount(trial.num_parts, outcome.num_tensors, outcome.num_bytes)
+                peak_bytes = max(peak_bytes, outcome.peak_bytes if trial.hidden == SMALL else 0)
+                own = bare[KINDS.index(trial.hidden)]
+                counted_s = own.step_s + own.pass_s * (trial.num_passes - 1)
+                counted_s += _exchange_s(strategy, amount, ThisMachine(machine, num_workers, 0.0))
+                amounts.append(amount)
+                seconds.append(outcome.step_s - counted_s)
+        if amounts:
+            fitted = fit(_GROWS_WITH[strategy], amounts, seconds)
+            found.append(Overhead(strategy=strategy, num_processes=num_workers, worker_bytes=peak_bytes, **fitted))
+    return found
+
+
+def fit(fields: Sequence[str], amounts: Sequence[Amount], seconds: Sequence[float]) -> dict[str, float]:
+    """Return the fields of an Overhead, none below 0, that explain the seconds of trials best."""
+    columns = {
+        "step_s": np.ones(len(amounts)),
+        "part_s": np.array([amount.parts for amount in amounts], float),
+        "tensor_s": np.array([amount.tensors for amount in amounts], float),
+        "byte_s": np.array([amount.num_bytes for amount in amounts], float),
+    }
+    left = [field for field in fields if columns[field].any()]
+    while left:
+        scales = [columns[field].max() for field in left]
+        table = np.stack([columns[field] / scale for field, scale in zip(left, scales, strict=True)], axis=1)
+        found, *_ = np.linalg.lstsq(table, np.array(seconds), rcond=None)
+        if found.min() >= 0:
+            return {field: float(value / scale) for field, value, scale in zip(left, found, scales, strict=True)}
+        left.pop(int(found.argmin()))  # noise: nothing takes less than no time
+    return {}
+
+
+def step_of(samples_per_second: Sequence[float], batch_size: int) -> float:
+    """Return the seconds of a step from the speeds that the windows of a trial had.
+
+    Raises CordeeError if time was up before there was one, as on a machine that has much else to do.
+    """
+    # The first is that of the first step, the second window has what warms up.
+    counted = samples_per_second[2:] or samples_per_second
+    if not counted:
+        raise CordeeError("the trial took no step in its time")
+    return batch_size / statistics.median(counted)
+
+
+def _exchange_s(strategy: str, amount: Amount, site: ThisMachine) -> float:
+    """Return what the cost model counts for the exchanges of a trial, beside the overhead."""
+    members = range(len(site.devices))
+    if strategy == "data_parallel":
+        return summing_s(site, amount.num_bytes, members)
+    if strategy == "sharded":
+        gather_s, scatter_s = gathering_s(site, [int(amount.num_bytes / amount.parts)] * int(amount.parts), members)
+        return 2 * gather_s + scatter_s
+    return 0.0
+
+
+def _trials(num_workers: int) -> dict[str, tuple[_Trial, ...]]:
+    def passes(num_micro: int) -> float:  # of a pipeline, in whole models, filling and draining included
+        return (num_micro + num_workers - 1) / num_workers
+
+    few, many = num_workers, 4 * num_workers
+    return {
+        "data_parallel": (_Trial({}, 0), _Trial({}, 0, hidden=LARGE)),
+        "sharded": (
+            _Trial({}, 1),
+            _Trial({"unit_bytes": 1}, NUM_LAYERS + 2),
+            _Trial({}, 1, hidden=DEEP),
+            _Trial({}, len(LARGE), hidden=LARGE),  # two layers that are large enough, and the rest
+        ),
+        "pipeline": (
+            _Trial({"microbatches": few}, few, passes(few)),
+            _Trial({"microbatches": many}, many, passes(many)),
+        ),
+        "tensor": (_Trial({}, NUM_LAYERS + 1), _Trial({}, len(LARGE) + 1, hidden=LARGE)),
+        "parameter_server": (_Trial({}, 0), _Trial({}, 0, hidden=LARGE)),
+    }
+
+
+def run_trial(engine: LocalEngine, job: Job) -> Found:
+    """Run a job with its workers and servers in new processes of `engine`; return what it took."""
+    size = job.strategy.workers
+    parts = assemble(job, Team(num_workers=size, num_local_workers=size))
+    rates = _Rates()
+    kind = DispatchedRun if STRATEGIES[job.strategy.name].is_served else TeamRun
+    with (
+        tempfile.TemporaryDirectory(prefix="cordee-profile-") as folder,
+        RunDirectory.create(Path(folder) / "run", job.to_toml()) as directory,
+        Monitor([rates]) as monitor,
+    ):
+        try:
+            summary = kind(parts, directory, monitor, lambda: False).lead(engine, resume=False)
+        finally:
+            engine.stop()  # so that nothing of it is heard of later
+    step_s = step_of(rates.samples_per_second, job.training.batch_size)
+    sizes = [parameter.nbytes for parameter in parts.model.parameters()]
+    return Found(step_s, summary.peak_memory_bytes or 0, len(sizes), sum(sizes))
+
+
+class _Rates:
+    """Keeps the speed that step events tell."""
+
+    def __init__(self) -> None:
+        self.samples_per_second: list[float] = []
+
+    def emit(self, event: Event) -> None:
+        if event.type == "step":
+            self.samples_per_second.append(event.fields["samples_per_second"])
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,409 @@
+"""The dispatcher of a served run: hears its processes, hands out work as the staleness allows, decides when to stop.
+
+Workers ask for work and wait for the answer, which comes when they may go on. At certain steps nothing is handed out
+until all that was is committed; then the evaluator reads a snapshot that holds exactly those steps.
+
+Nothing is sent before `flush`, so that what it follows from can be written down first. A dispatcher that comes back
+is given the `Memory` of the one before; whoever had no answer asks again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from cordee.cluster.control import CONTROL_NAME
+from cordee.communication.channel import Received, ServerChannel
+from cordee.communication.messages import Accepted, Event, Failure, Heartbeat, JoinRequest, Message, Refused, Scale
+from cordee.core.errors import CommunicationError, JobError
+from cordee.core.fault_points import reach
+from cordee.data import Ledger, Unit
+from cordee.runs.dispatched.messages import (
+    AskOrder,
+    AskServers,
+    Bye,
+    HandOver,
+    Join,
+    Joined,
+    Leave,
+    OrderDone,
+    SecondLost,
+    SnapshotTaken,
+    TakeWork,
+    Work,
+)
+from cordee.runs.dispatched.plan import RunPlan
+from cordee.runs.dispatched.server_registry import ServerRegistry
+from cordee.runs.dispatched.server_slots import ServerSlot, ServerSlots
+from cordee.runs.dispatched.snapshot_scheduler import SnapshotScheduler
+from cordee.runs.dispatched.state import Memory, Outcome, ProcessRecord, StepMetricsState
+from cordee.runs.dispatched.step_metrics import Emit, StepMetrics
+from cordee.runs.dispatched.unit_timing import UnitTiming
+from cordee.training.progress import Progress
+
+
+@dataclass
+class Dispatcher:
+    """Answers the processes of one run over a channel. `serve` never blocks for longer than asked."""
+
+    channel: ServerChannel
+    plan: RunPlan
+    ledger: Ledger
+    progress: Progress
+    emit: Emit  # an event for the run's file
+    show: Callable[[int, float], None]  # step and loss for the progress bar
+    elapsed_s: Callable[[], float]
+    rate: Callable[[int], float]
+    handle_request: Callable[[Scale | JoinRequest], str] | None = None  # somebody with the control file wants something
+    memory: Memory | None = None  # of the one before
+    failures: list[tuple[str, Failure]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.memory is None:
+            committed = self.ledger.committed_steps
+            barrier = self.plan.next_barrier(committed)
+            slots = ServerSlots([ServerSlot() for _ in range(self.plan.settings.servers)])
+            accounts = StepMetricsState(counted=committed)
+            self._memory = Memory(progress=self.progress, slots=slots, accounts=accounts, barrier=barrier)
+        else:
+            self._memory = self.memory
+            self.progress = self._memory.progress
+            self.plan.policy.patience = self.progress.patience
+            assert self._memory.ledger is not None
+            self.ledger.go_on_from(self._memory.ledger)
+            for name, record in self._memory.process_records.items():
+                record.heard_s = time.monotonic()  # nobody could be heard meanwhile
+                self.channel.fence(name, record.incarnation - 1)
+        self._waiting: dict[str, Received] = {}  # worker -> its request for work
+        self._replies: list[tuple[Received, Message]] = []
+        memory, wants_followers = self._memory, self.plan.settings.replicas > 1
+        self.servers = ServerRegistry(
+            memory.slots, memory.process_records, self._reply, wants_followers=wants_followers
+        )
+        self.accounts = StepMetrics(self.plan, self.progress, memory.accounts, self.emit, self.show, self.rate)
+        self._snapshots = SnapshotScheduler(
+            self.plan, self.progress, memory.snapshots, memory.outcome, self._reply, self.emit
+        )
+        self._timing = UnitTiming(self.emit)
+
+    def recall(self) -> Memory:
+        """Return what the next one must know."""
+        self._memory.ledger = self.ledger.state
+        return self._memory
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether anything waits to be sent."""
+        return bool(self._replies)
+
+    def flush(self) -> None:
+        """Send what is to be sent. One that is gone is passed over: its exit will tell, or it asks again."""
+        replies, self._replies = self._replies, []
+        for received, message in replies:
+            reach(f"dispatch.answer.{type(message).__name__.lower()}")
+            with contextlib.suppress(CommunicationError):
+                self.channel.reply(received, message)
+
+    @property
+    def process_records(self) -> dict[str, ProcessRecord]:
+        return self._memory.process_records
+
+    @property
+    def outcome(self) -> Outcome:
+        return self._memory.outcome
+
+    @property
+    def is_over(self) -> bool:
+        return self._memory.is_over
+
+    def serve(self, timeout_s: float) -> None:
+        """Handle what has come in, waiting at most `timeout_s` for the first message."""
+        received = self.channel.receive(timeout_s)
+        while received is not None:
+            self._handle(received)
+            received = self.channel.receive(0.0)
+        self._drop_late()
+        if not self.is_over:
+            self._let_go()
+        self._go_on()
+
+    def stop(self, reason: str) -> None:
+        """End the run after the steps that were begun."""
+        if self._memory.is_final:
+            return
+        self.outcome.stopped_by = reason
+        self._memory.is_final = True
+        ledger = self.ledger
+        begun = ledger.highest_step_taken
+        if ledger.next_share:
+            begun += 1
+        self._memory.barrier = min(self._memory.barrier, max(begun, ledger.committed_steps))
+
+    def give_up(self, verdict: str) -> None:
+        """Have what is there saved, and end the run early, which `verdict` says why."""
+        self.outcome.verdict = verdict
+        self.stop("interrupt")
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the run ends with the steps that are begun: there is no more work to hand out."""
+        return self._memory.is_final or self.ledger.is_complete
+
+    @property
+    def has_done_all(self) -> bool:
+        """Whether all work is done: what is left is to measure and to save it."""
+        return self.is_ending and self.ledger.committed_steps >= self._memory.barrier
+
+    def lose(self, name: str) -> list[Unit]:
+        """Forget a process that ended; return the units of work it had in hand."""
+        record = self.process_records.pop(name, None)
+        self._timing.forget(name)
+        self._waiting.pop(name, None)
+        units = self.ledger.put_back(name)
+        self.servers.lose(name)
+        if record is not None and record.role == "evaluator":
+            self._snapshots.lose()
+        return units
+
+    def _handle(self, received: Received) -> None:
+        name = received.envelope.sender
+        record = self.process_records.get(name)
+        message = received.message
+        if name == CONTROL_NAME and isinstance(message, Scale | JoinRequest) and self.handle_request is not None:
+            try:
+                self._reply(received, Accepted(self.handle_request(message)))
+            except JobError as error:
+                self._reply(received, Refused("refused", str(error)))
+            return
+        if record is None and not isinstance(message, Join):
+            self._reply(received, Refused("unknown-process", name))
+            return
+        if record is not None:
+            record.heard_s = time.monotonic()
+        match message:
+            case Join():
+                self._join(received, message)
+            case AskServers():
+                self.servers.ask(received, message)
+            case SecondLost(address=address, reason=reason):
+                if self.servers.drop_follower(name, address):
+                    self.emit("warning", message=f"{reason}: continuing alone until there is another")
+                self._acknowledge(received)
+            case HandOver(has_retired=has_retired):
+                assert record is not None
+                self._hand_over(received, record, has_retired=has_retired)
+            case TakeWork():
+                if message.done >= 0:
+                    self._commit(name, message)
+                self.ledger.put_back(name)  # who asks has nothing in hand: it did not hear the last answer
+                assert record is not None
+                record.is_leaving |= message.leaves
+                self._waiting[name] = received
+            case AskOrder():
+                self._snapshots.arrive(received)
+            case SnapshotTaken(ages=ages):
+                self._acknowledge(received)
+                self._snapshots.take_snapshot(ages)
+            case OrderDone():
+                if self._snapshots.is_open(message.number):
+                    self._finish_order(message)
+                self._acknowledge(received)
+            case Heartbeat(step=step):
+                assert record is not None
+                record.step = step
+            case Event(type=kind, fields=fields, number=number):
+                assert record is not None
+                if number > record.num_events:
+                    record.num_events = number
+                    self.emit(kind, **fields)
+                self._acknowledge(received)
+            case Failure():
+                self.failures.append((name, message))
+                self._acknowledge(received)
+            case Bye():
+                assert record is not None
+                record.is_done = True
+                self._acknowledge(received)
+            case other:
+                self._reply(received, Refused("unexpected", type(other).__name__))
+
+    def _join(self, received: Received, join: Join) -> None:
+        name = received.envelope.sender
+        known = self.process_records.get(name)
+        if known is not None and known.incarnation == received.envelope.incarnation:
+            self._acknowledge(received)  # it did not hear the first time
+            return
+        self.process_records[name] = ProcessRecord(
+            join.role, join.index, join.pid, received.envelope.incarnation, time.monotonic()
+        )
+        if join.role == "server":
+            if join.index >= self.plan.settings.servers:
+                self._reply(received, Refused("unknown-process", f"there is no server {join.index}"))
+                return
+            self.process_records[name].address, self.process_records[name].public = join.address, join.public
+            has_worked = self.servers.has_been_ready
+            self.servers.join(join.index, name, has_state=join.has_state)
+            if has_worked and self.servers.serves(name):
+                self._restart_from(join.index, join.step)
+        self._acknowledge(received)
+        self.emit("worker_started", worker=join.index, pid=join.pid, host=join.host, role=join.role)
+        self.servers.tell()
+
+    def _hand_over(self, received: Received, record: ProcessRecord, *, has_retired: bool) -> None:
+        """Let a server leave that was told to, once another has its part. Until then there is one on its way."""
+        name = received.envelope.sender
+        if not (self.is_over or self.servers.can_leave(name, has_retired=has_retired)):
+            if not record.is_leaving:
+                self.emit("warning", message=f"{name} was told to leave: it stays until another has its part")
+            record.is_leaving = True
+            self._acknowledge(received)
+            return
+        if not record.has_left:
+            record.has_left = record.is_done = True
+            self.emit("worker_left", worker=record.index, role="server", step=self.progress.step)
+            self.servers.lose(name)
+        self._reply(received, Leave())
+        self.servers.tell()
+
+    def _restart_from(self, index: int, step: int) -> None:
+        """Take note that a server serves with parameters of an earlier step: nobody had what its predecessor had."""
+        # Parts of steps that are not complete went to the predecessor as well. All are done again: the other servers
+        # know them, and the new one gets every update from here on.
+        self._memory.attempt += 1
+        self.ledger.reopen()
+        self.accounts.reopen()
+        now = self.progress.step
+        lost = now - step
+        if lost > 0:
+            self.progress.updates_lost += lost
+            self.emit("updates_lost", server=index, updates=lost, step=now, from_step=step)
+            message = f"server {index} continues from step {step}: its slice lacks the updates of {lost} steps"
+            advice = "With strategy.replicas = 2 none would be lost"
+            if self.plan.settings.replicas > 1:
+                advice = f"All {self.plan.settings.replicas} of its processes were lost before there was another"
+            self.emit("warning", message=f"{message}. {advice}")
+
+    def _commit(self, worker: str, done: TakeWork) -> None:
+        if done.attempt != self._memory.attempt or not self.ledger.commit(done.done):
+            return
+        step = done.done // self.ledger.num_shares
+        self.accounts.add(step, done)
+        self._timing.end(done.done, worker, self.process_records[worker].index, self.plan.steps_before(step + 1))
+        self.accounts.close(self.ledger.committed_steps)
+
+    def _go_on(self) -> None:
+        """Order a snapshot where one is due, move on where that is allowed, and hand out work."""
+        ledger, snapshots, barrier = self.ledger, self._snapshots, self._memory.barrier
+        if self.is_over or not self.servers.is_ready:
+            return
+        if ledger.committed_steps >= barrier:
+            snapshots.pause()
+            is_last = self.is_ending
+            is_due = snapshots.is_free and not snapshots.has_ordered(barrier, is_last=is_last)
+            if is_due and not snapshots.order(barrier, self.elapsed_s(), self.accounts.settle, is_last=is_last):
+                self._end()
+            if is_last:  # there is no more work, and the evaluator can use the cores
+                self._send_home()
+            if is_last or not snapshots.has_let_go(barrier):
+                return
+            self._memory.barrier = self.plan.next_barrier(ledger.committed_steps)
+            snapshots.resume()
+        self._hand_out()
+
+    @property
+    def active_workers(self) -> list[str]:
+        """The workers that are there to stay."""
+        here = [(name, one) for name, one in self.process_records.items() if one.role == "worker"]
+        return [name for name, one in here if not (one.is_leaving or one.is_done)]
+
+    def staying(self, workers: Iterable[str]) -> list[str]:
+        """Return those of the workers that are there to stay, or on their way."""
+        return [name for name in workers if name not in self.process_records or name in self.active_workers]
+
+    def _let_go(self) -> None:
+        """Send those home that are to leave, unless nobody could go on without them."""
+        leaving = [name for name in self._waiting if self.process_records[name].is_leaving]
+        if not leaving or self._memory.is_final:
+            return
+        if len(self.active_workers) < self.plan.min_workers:
+            # They stay for as long as it takes to save.
+            self.give_up(f"{', '.join(leaving)} had to leave, and too few workers are left to go on")
+            return
+        for name in leaving:
+            record = self.process_records[name]
+            self._reply(self._waiting.pop(name), Leave())
+            if not record.has_left:
+                record.has_left = True
+                self.emit("worker_left", worker=record.index, step=self.progress.step)
+
+    def _hand_out(self) -> None:
+        ledger, staleness = self.ledger, self.plan.max_staleness
+        limit = self._memory.barrier
+        if len(self.active_workers) < self.plan.min_workers and not self._memory.is_final:
+            return  # others are waited for
+        if staleness is not None:
+            limit = min(limit, ledger.committed_steps + staleness + 1)
+        for name in list(self._waiting):
+            unit = ledger.take(name, limit_step=limit)
+            if unit is None:
+                return
+            received = self._waiting.pop(name)
+            self.accounts.begin()
+            self._timing.begin(unit.number)
+            settles, scale = self.accounts.settle
+            work = Work(
+                unit=unit.number,
+                step=unit.step,
+                share=unit.share,
+                num_shares=unit.num_shares,
+                epoch=unit.epoch,
+                start=unit.start,
+                stop=unit.stop,
+                first_batch=unit.first_batch,
+                num_batches=unit.num_batches,
+                floor=ledger.committed_steps * ledger.num_shares,
+                settles=settles,
+                scale=scale,
+                attempt=self._memory.attempt,
+            )
+            self._reply(received, work)
+
+    def _finish_order(self, done: OrderDone) -> None:
+        reason = self._snapshots.finish(done)
+        if reason is not None and not self.is_ending:
+            self.stop(reason)  # what is begun meanwhile is finished; where training waited, nothing is
+        if self._snapshots.has_ordered_last:
+            self._end()
+
+    def _end(self) -> None:
+        self._memory.is_over = True
+        self._send_home()
+
+    def _send_home(self) -> None:
+        for name in list(self._waiting):
+            self._reply(self._waiting.pop(name), Leave())
+
+    def dismiss(self) -> None:
+        """Tell whoever asks that there is nothing more to do."""
+        self._send_home()
+        self._snapshots.dismiss()
+
+    def _drop_late(self) -> None:
+        limit_s = self.plan.drop_late_s
+        if not limit_s:
+            return
+        for number, wait_s in self._timing.late(limit_s):
+            if number in self.ledger.taken:
+                worker, unit = self.ledger.taken[number]
+                self.ledger.give_up(number)
+                self._timing.give_up(number)
+                late = f"{worker} is late with its part of step {unit.first_batch + 1} ({wait_s:.1f} s)"
+                self.emit("warning", message=f"{late}: another does it")
+
+    def _acknowledge(self, received: Received) -> None:
+        self._reply(received, Joined(self.plan.failure_timeout_s))
+
+    def _reply(self, received: Received, message: Message) -> None:
+        self._replies.append((received, message))

@@ -1,0 +1,169 @@
+"""The main function of the evaluator of a served run: reads snapshots from the servers, measures and saves them.
+
+While it reads, the dispatcher hands out no work; while it measures and writes, training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from cordee import checkpoint
+from cordee.checkpoint import State, model_state
+from cordee.checkpoint.layout import decode_values, encode_values
+from cordee.cluster import Team
+from cordee.communication.buffers import Buffer
+from cordee.communication.messages import Message
+from cordee.compute import Metrics, evaluate
+from cordee.core import Job
+from cordee.core.errors import StorageError
+from cordee.core.fault_points import identify, reach
+from cordee.core.shards import sum_shards
+from cordee.core.stopping import StopPolicy
+from cordee.monitoring import setup_logging
+from cordee.runs.dispatched.link import DispatchLink, MemberSpec
+from cordee.runs.dispatched.messages import AskOrder, Leave, Order, OrderDone, SnapshotTaken
+from cordee.strategies.parameter_server.client import RetriedCalls
+from cordee.strategies.parameter_server.layout import make_layout
+from cordee.strategies.parameter_server.messages import Extras, Snapped, Snapshot, SnapshotExtras
+from cordee.strategies.parameter_server.state import adopt_flat, decode_plain, flatten_parameters, join_pieces
+from cordee.strategies.parameter_server.strategy import can_split, settings_of
+from cordee.training.components import Components, assemble
+from cordee.training.progress import Progress
+
+log = logging.getLogger("cordee.evaluator")
+
+
+def main(argument: dict[str, Any]) -> int:
+    """Carry out orders until there are no more; return the exit code."""
+    order = msgspec.convert(argument, MemberSpec)
+    identify("evaluator")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    run_dir = Path(order.run_dir)
+    with setup_logging(run_dir / "logs" / "evaluator.log"), DispatchLink(order) as link:
+        try:
+            job = Job.load(run_dir / "job.toml")
+            parts = assemble(job, Team(num_workers=1, num_local_workers=order.num_local))
+            evaluator = Evaluator(parts, link, run_dir / "checkpoints", patience_s=6 * order.failure_timeout_s)
+            link.join()
+            while not isinstance(reply := link.ask(AskOrder()), Leave):
+                assert isinstance(reply, Order)
+                link.step = reply.step
+                link.ask(evaluator.carry_out(reply))
+            evaluator.close()
+            link.leave()
+        except Exception as error:
+            log.exception("the evaluator cannot go on")
+            link.fail(error)
+            return 1
+    return 0
+
+
+class Evaluator:
+    """Reads snapshots, measures them, saves them."""
+
+    def __init__(self, parts: Components, link: DispatchLink, checkpoints: Path, patience_s: float) -> None:
+        self._parts = parts
+        self._link = link
+        self._checkpoints = checkpoints
+        self._calls = RetriedCalls(link, patience_s)
+        self._layout = make_layout(parts.model, settings_of(parts.job).servers, can_split=can_split(parts.job))
+        self._flat = flatten_parameters(parts.model, self._layout)
+        adopt_flat(parts.model, self._layout, self._flat, torch.zeros_like(self._flat))
+        self._buffers = dict(parts.model.named_buffers())
+
+    def carry_out(self, order: Order) -> OrderDone:
+        started = time.perf_counter()
+        optimizer = self._read(order)
+        reach("evaluator.read")
+        state = State.join(model=State(model_state(self._parts.model), {}), optimizer=optimizer)
+        metrics = self._measure() if order.evaluate else None
+        progress = msgspec.convert(decode_values(order.progress.encode()), Progress)
+        is_best = metrics is not None and self._note_evaluation(progress, metrics)
+        reach("evaluator.measured")
+        path, problem = "", ""
+        if order.save or is_best:
+            values = {**state.values, "progress": msgspec.to_builtins(progress)}
+            try:
+                path = self._save(progress, State(state.tensors, values))
+            except StorageError as error:
+                problem = str(error)
+        reach("evaluator.saved")
+        sha = checkpoint.weights_sha256(self._parts.model.state_dict())
+        found = encode_values(msgspec.to_builtins(metrics)).decode() if metrics else ""
+        return OrderDone(order.step, found, sha, path, time.perf_counter() - started, problem, order.number)
+
+    def close(self) -> None:
+        self._calls.close()
+
+    def _note_evaluation(self, progress: Progress, metrics: Metrics) -> bool:
+        """Record in the progress that is saved what was measured; return whether the model is to be kept for it."""
+        progress.take_evaluation(metrics, progress.step, StopPolicy(self._parts.job.stop, progress.patience))
+        return self._parts.job.checkpoint.keep_best and progress.best_step == progress.step
+
+    def _save(self, progress: Progress, state: State) -> str:
+        settings = self._parts.job.checkpoint
+        protected = (progress.best_step,) if settings.keep_best else ()
+        return str(checkpoint.save(self._checkpoints, progress.step, state, keep=settings.keep, protected=protected))
+
+    def _read(self, order: Order) -> State:
+        """Bring the model to the servers' state, and return that of their optimizers."""
+        states = []
+        for piece in self._layout.pieces:
+            target = self._flat[piece.start : piece.stop]
+
+            def receive(message: Message, buffers: tuple[Buffer, ...], target: Tensor = target) -> State:
+                assert isinstance(message, Snapped)
+                with torch.no_grad():
+                    target.copy_(buffers[0].torch())
+                tensors = {
+                    name: buffer.torch().clone() for name, buffer in zip(message.names, buffers[1:-1], strict=True)
+                }
+                return State(tensors, decode_plain(buffers[-1].torch()))
+
+            states.append(
+                self._calls.call(
+                    piece.server,
+                    Snapshot(piece.index, order.settles, order.scale),
+                    receive=receive,
+                    reply_bytes=4 * piece.length * target.element_size() + (1 << 20),
+                )
+            )
+        self._link.ask(SnapshotTaken(self._read_extras(order.settles)))
+        return join_pieces(self._layout, states)
+
+    def _read_extras(self, settles: int) -> tuple[int, ...]:
+        def receive(message: Message, buffers: tuple[Buffer, ...]) -> tuple[int, ...]:
+            assert isinstance(message, Extras)
+            with torch.no_grad():
+                for name, buffer in zip(message.names, buffers, strict=True):
+                    self._buffers[name].copy_(buffer.torch())
+            return message.ages
+
+        room = sum(value.numel() * value.element_size() + 64 for value in self._buffers.values()) + 4096
+        ages: tuple[int, ...] = self._calls.call(0, SnapshotExtras(settles), receive=receive, reply_bytes=room)
+        return ages
+
+    def _measure(self) -> Metrics | None:
+        parts = self._parts
+        if parts.test is None:
+            return None
+        with contextlib.closing(parts.test.batches(0)) as batches:
+            metrics = evaluate(
+                parts.model,
+                batches,
+                parts.computation,
+                num_classes=parts.splits.num_classes,
+                num_parts=parts.test_shards.num_held,
+                combine=lambda values: sum_shards(values, parts.test_shards),
+            )
+        assert metrics is not None
+        return metrics

@@ -1,0 +1,183 @@
+"""What the processes of a served run say to its dispatcher."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from cordee.communication.messages import (
+    Accepted,
+    Count,
+    Event,
+    Failure,
+    Heartbeat,
+    JoinRequest,
+    Message,
+    Name,
+    Scale,
+    Text,
+)
+from cordee.communication.wire import Limits
+
+Number = Annotated[int, Meta(ge=-1, le=2**62)]
+
+
+class Join(Message, frozen=True):
+    """A process is up. A server says where it listens. Answered by `Joined`."""
+
+    is_generational = False
+
+    role: Name
+    index: Count
+    pid: Count
+    host: Name
+    address: Annotated[str, Meta(max_length=256)] = ""
+    public: Annotated[str, Meta(max_length=256)] = ""  # for workers of other hosts
+    step: Count = 0  # a server: of the job, that its parameters are of
+    has_state: bool = True  # a server: it has the parameters of the run and may serve; else it can only follow
+
+
+class Joined(Message, frozen=True):
+    """The process belongs to the run."""
+
+    is_generational = False
+
+    failure_timeout_s: Annotated[float, Meta(gt=0)]
+
+
+class AskServers(Message, frozen=True):
+    """Where are the servers? Answered by `Servers` once there is a newer list than `known`."""
+
+    is_generational = False
+
+    known: Count = 0
+    is_remote: bool = False  # the sender is on another host
+
+
+class Servers(Message, frozen=True):
+    """The addresses of the servers, in order."""
+
+    is_generational = False
+
+    version: Count
+    addresses: Annotated[tuple[Name, ...], Meta(max_length=4096)]
+
+
+class SecondLost(Message, frozen=True):
+    """The sender's second server, at this address, does not follow it any more. Answered by `Joined`.
+
+    Nothing that the sender has done since is acknowledged to anybody before the answer.
+    """
+
+    is_generational = False
+
+    address: Name
+    reason: Text
+
+
+class HandOver(Message, frozen=True):
+    """A server was told to leave. Answered by `Leave` once another has its part, else by `Joined`: ask again."""
+
+    is_generational = False
+
+    has_retired: bool  # its second has everything, and it answers nobody
+
+
+class TakeWork(Message, frozen=True):
+    """A worker is done with a unit (-1: with none) and wants the next. Answered by `Work` or `Leave`."""
+
+    is_generational = False
+
+    done: Number = -1
+    loss_sum: float = 0.0
+    count: float = 0.0  # that the loss is the mean over: items, or their weights
+    num_items: Count = 0  # that `num_correct` is out of
+    num_correct: Number = -1
+    num_samples: Count = 0
+    # Of the gradients of pieces that this unit completed, where servers clip: number of the parameter, norm.
+    norms: Annotated[tuple[tuple[Count, float], ...], Meta(max_length=65536)] = ()
+    refused: Text = ""  # why a server did not take the gradient
+    leaves: bool = False  # it was told to go, and wants no more work
+    attempt: Count = 0  # of the work that is done
+
+
+class Work(Message, frozen=True):
+    """A unit of work."""
+
+    is_generational = False
+
+    unit: Count
+    step: Count
+    share: Count
+    num_shares: Count
+    epoch: Count
+    start: Count
+    stop: Count
+    first_batch: Count  # steps of the job before it
+    num_batches: Count  # steps of the job in it
+    floor: Count  # units below it are committed
+    settles: Number = -1  # step that the servers apply, scaled, before this one is computed
+    scale: float = 1.0
+    attempt: Count = 0  # what is done of an earlier one does not count
+
+
+class Leave(Message, frozen=True):
+    """There is nothing more to do."""
+
+    is_generational = False
+
+
+class AskOrder(Message, frozen=True):
+    """The evaluator is free. Answered by `Order` or `Leave`."""
+
+    is_generational = False
+
+
+class Order(Message, frozen=True):
+    """Read a snapshot, evaluate it, save it."""
+
+    is_generational = False
+
+    number: Count
+    step: Count
+    evaluate: bool
+    save: bool
+    progress: Text  # encoded like the values of a checkpoint, for the checkpoint
+    settles: Number = -1
+    scale: float = 1.0
+
+
+class SnapshotTaken(Message, frozen=True):
+    """The evaluator has read the snapshot: the servers may go on. Answered by `Joined`."""
+
+    is_generational = False
+
+    ages: Annotated[tuple[Count, ...], Meta(max_length=4096)]
+
+
+class OrderDone(Message, frozen=True):
+    """An order is carried out; `metrics` is empty if none were asked for. Answered by `Joined`."""
+
+    is_generational = False
+
+    step: Count
+    metrics: Text  # encoded like the values of a checkpoint
+    weights_sha256: Text
+    path: Text = ""
+    seconds: float = 0.0
+    problem: Text = ""
+    number: Count = 0  # of the order
+
+
+class Bye(Message, frozen=True):
+    """The sender is done and ends. Answered by `Joined`, as are events and failures."""
+
+    is_generational = False
+
+
+SERVED: tuple[type[Message], ...] = (
+    Join, Joined, AskServers, Servers, SecondLost, HandOver, TakeWork, Work, Leave, AskOrder, Order, SnapshotTaken,
+    OrderDone, Bye, Heartbeat, Event, Failure, Scale, JoinRequest, Accepted,
+)  # fmt: skip
+LIMITS = Limits(max_header_bytes=1 << 20)

@@ -1,0 +1,114 @@
+"""The processes of a served run: starts them, and knows what each is told and where its log is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from cordee.cluster.external_workers import ExternalWorkers
+from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
+from cordee.communication.this_host import own_address
+from cordee.core import Job
+from cordee.runs.dispatched.link import MemberSpec
+from cordee.runs.dispatched.processes import Process, StarterState
+from cordee.runs.dispatched.spec import DispatchedSpec
+
+_TARGETS = {role: f"cordee.runs.dispatched.{role}:main" for role in ("worker", "server", "evaluator")}
+
+
+class ProcessStarter:
+    """Those that take part in one run. The dispatcher listens at `address`, and for other hosts at `public`."""
+
+    def __init__(
+        self, order: DispatchedSpec, job: Job, launcher: LauncherLink, memory: StarterState, address: str, public: str
+    ) -> None:
+        self.run_dir = Path(order.run_dir)
+        self.public = public
+        self._order = order
+        self._job = job
+        self._launcher = launcher
+        self._memory = memory
+        self._address = address
+
+    @property
+    def processes(self) -> dict[int, Process]:
+        """Those that were started and have not ended, by their numbers at the engine."""
+        return self._memory.processes
+
+    @property
+    def external_workers(self) -> ExternalWorkers:
+        return self._memory.external_workers
+
+    @property
+    def away(self) -> list[str]:
+        """Frozen and given up, but not killed: they may come back."""
+        return self._memory.away
+
+    @property
+    def workers(self) -> list[str]:
+        """All workers that have not ended, the oldest first."""
+        started = [process.index for process in self.processes.values() if process.role == "worker"]
+        return [f"worker-{index}" for index in sorted({*started, *self.external_workers.pids})]
+
+    def start(self, role: str, index: int) -> str:
+        """Have a worker or the evaluator started; return its name."""
+        return self._start(Process(role, index, 0), resume=False)
+
+    def start_worker(self) -> str:
+        """Have another worker started; return its name."""
+        return self.start("worker", self.take_number())
+
+    def start_server(self, index: int, *, resume: bool, has_state: bool = True) -> str:
+        """Have another process started for a server; return its name.
+
+        With `resume` it reads the last checkpoint. Without `has_state` it has nothing of the run until another server
+        gives it everything, and never serves before.
+        """
+        replicas = self._memory.newest_replica
+        replicas[index] = replicas.get(index, -1) + 1
+        return self._start(Process("server", index, replicas[index]), resume=resume, has_state=has_state)
+
+    def enlist(self, pid: int, now_s: float, data: str, *, is_remote: bool) -> MemberSpec:
+        """Take a worker that somebody else started; return what it is told. `data` is what is known of the data."""
+        index = self.take_number()
+        self.external_workers.add(index, pid, now_s, is_remote=is_remote)
+        order = self._order_for(Process("worker", index, 0), resume=False)
+        if not is_remote:
+            return msgspec.structs.replace(order, launcher_pid=self._order.launcher_pid)
+        job = (self.run_dir / "job.toml").read_text(encoding="utf-8")
+        return msgspec.structs.replace(order, dispatcher=self.public, job=job, data=data, num_local=1)
+
+    def take_number(self) -> int:
+        """Return a number that no worker has had."""
+        self._memory.next_worker += 1
+        return self._memory.next_worker - 1
+
+    def log_file(self, name: str) -> Path:
+        return self.run_dir / "logs" / f"{name.removesuffix('-0') if name == 'evaluator-0' else name}.log"
+
+    def _start(self, process: Process, *, resume: bool, has_state: bool = True) -> str:
+        self._memory.num_started += 1
+        number = self._memory.num_started
+        self.processes[number] = process
+        order = msgspec.to_builtins(self._order_for(process, resume=resume, has_state=has_state))
+        self._launcher.start(number, _TARGETS[process.role], order, {}, self.log_file(process.name))
+        return process.name
+
+    def _order_for(self, process: Process, *, resume: bool, has_state: bool = True) -> MemberSpec:
+        return MemberSpec(
+            role=process.role,
+            index=process.index,
+            replica=process.replica,
+            run_dir=self._order.run_dir,
+            run_id=self._order.run_id,
+            dispatcher=self._address,
+            client_keys=self._order.client_keys,
+            server_keys=self._order.server_keys if process.role == "server" else "",
+            failure_timeout_s=self._job.cluster.failure_timeout_s,
+            startup_timeout_s=STARTUP_TIMEOUT_S,
+            resume=resume,
+            has_state=has_state,
+            host_address=own_address(self.public) if self.public else "",
+            num_local=self._job.strategy.workers,
+        )

@@ -1,0 +1,106 @@
+"""Where the servers of a run are: who asks is told once all of them serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from cordee.communication.channel import Received
+from cordee.communication.messages import Message
+from cordee.runs.dispatched.messages import AskServers, Servers
+from cordee.runs.dispatched.server_slots import ServerSlots
+from cordee.runs.dispatched.state import ProcessRecord
+
+
+class ServerRegistry:
+    """Answers through `reply`. `process records` is what is known of each process, servers among them."""
+
+    def __init__(
+        self,
+        slots: ServerSlots,
+        process_records: Mapping[str, ProcessRecord],
+        reply: Callable[[Received, Message], None],
+        *,
+        wants_followers: bool,
+    ) -> None:
+        self._slots = slots
+        self._hearings = process_records
+        self._reply = reply
+        self._wants_followers = wants_followers
+        self._asking: list[tuple[Received, AskServers]] = []
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of those that serve, in the order of the servers."""
+        return [self._hearings[name].address for name in self._slots.serving]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all servers serve, and at the start all followers follow."""
+        return self._slots.is_ready(wants_followers=self._wants_followers)
+
+    @property
+    def has_been_ready(self) -> bool:
+        """Whether all servers have served: there was work."""
+        return self._slots.has_been_ready
+
+    def serves(self, name: str) -> bool:
+        return name in self._slots.serving
+
+    def is_served(self, index: int) -> bool:
+        return bool(self._slots.slots[index].serving)
+
+    def unfollowed(self) -> list[tuple[int, str, str]]:
+        """Return the servers whose followers wait to be given everything: index, name, the follower's name."""
+        return self._slots.unfollowed()
+
+    def address_of(self, name: str) -> str:
+        return self._hearings[name].address
+
+    def note_following(self, index: int, serving: str, follower: str) -> None:
+        """Take note that the follower of a server has everything, if it is still the follower."""
+        self._slots.note_following(index, serving, follower)
+        self.tell()
+
+    def has_part(self, name: str) -> bool:
+        """Whether a server serves or follows, or may yet."""
+        return any(name in (slot.serving, slot.follower) for slot in self._slots.slots)
+
+    def join(self, index: int, name: str, *, has_state: bool) -> None:
+        """Give a process that is up its part of server `index`; without the run's parameters it can only follow."""
+        self._slots.join(index, name, has_state=has_state)
+
+    def drop_follower(self, serving: str, address: str) -> str:
+        """Have the follower at `address` not take over from `serving`; return its name, "" if it does not follow."""
+        for slot in self._slots.slots:
+            if slot.serving == serving and slot.follower and self._hearings[slot.follower].address == address:
+                name = slot.follower
+                self._slots.lose(name)
+                return name
+        return ""
+
+    def can_leave(self, name: str, *, has_retired: bool) -> bool:
+        """Whether nothing is lost with a server that leaves."""
+        return self._slots.can_leave(name, has_retired=has_retired)
+
+    def lacking_second(self) -> list[tuple[int, str]]:
+        """Return the servers that are alone and should not be, by the settings or to be able to leave: index, name."""
+        alone, wants = self._slots.without_follower(), self._wants_followers and self.has_been_ready
+        return [(index, name) for index, name in alone if wants or self._hearings[name].is_leaving]
+
+    def lose(self, name: str) -> None:
+        """Forget a process, whatever it was."""
+        self._slots.lose(name)
+
+    def ask(self, received: Received, question: AskServers) -> None:
+        """Take a request for the list, and answer it if that can be."""
+        self._asking.append((received, question))
+        self.tell()
+
+    def tell(self) -> None:
+        """Answer those who ask, if there is an answer."""
+        if not self.is_ready:
+            return
+        near, far = tuple(self.addresses), tuple(self._hearings[name].public for name in self._slots.serving)
+        asking, self._asking = self._asking, []
+        for received, question in asking:
+            self._reply(received, Servers(self._slots.version, far if question.is_remote else near))

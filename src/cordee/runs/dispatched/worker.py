@@ -1,0 +1,297 @@
+"""The main function of a worker of a served run: take work, pull, compute, push, until there is no more."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from cordee.cluster import Team
+from cordee.compute import Loss, find_unsound, split_batch
+from cordee.compute.memory import MemoryWatch
+from cordee.core import Job
+from cordee.core.errors import CommunicationError
+from cordee.core.fault_points import identify, reach
+from cordee.core.seeds import derive_seed
+from cordee.data.fingerprint import check_same
+from cordee.monitoring import setup_logging
+from cordee.runs.dispatched.link import DispatchLink, MemberSpec
+from cordee.runs.dispatched.messages import Leave, TakeWork, Work
+from cordee.runs.dispatched.plan import is_due
+from cordee.strategies.parameter_server.client import ParameterClient, RetriedCalls
+from cordee.strategies.parameter_server.layout import Piece, make_layout
+from cordee.strategies.parameter_server.messages import Push, Pushed
+from cordee.strategies.parameter_server.push_watch import PushWatch
+from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters
+from cordee.strategies.parameter_server.strategy import can_split, fixed_of, settings_of
+from cordee.strategies.shards import aligned
+from cordee.training.components import Components, assemble
+
+log = logging.getLogger("cordee.worker")
+
+
+def main(argument: dict[str, Any]) -> int:
+    """Work until the run ends; return the exit code. Called in a fresh fork of the fork server."""
+    order = msgspec.convert(argument, MemberSpec)
+    identify(order.name)
+    return 0 if work(order) is None else 1
+
+
+class _GivenUpError(Exception):
+    """This worker was taken for lost, and may join again."""
+
+
+def work(order: MemberSpec) -> Exception | None:
+    """Work until the run ends; return why this worker could not go on, if it could not."""
+    memory = MemoryWatch()
+    leave_asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: leave_asked.set())  # a spot instance, Slurm, Kubernetes
+    # The launcher asks, when it is time; one that it did not start is asked by its user.
+    interrupted = (lambda number, frame: leave_asked.set()) if order.launcher_pid or order.is_remote else signal.SIG_IGN
+    signal.signal(signal.SIGINT, interrupted)
+    with setup_logging(Path(order.run_dir) / "logs" / f"{order.name}.log"):
+        while isinstance(problem := _work(order, leave_asked, memory), _GivenUpError):
+            log.warning("this worker was given up because it could not be heard; it joins again")
+    return problem
+
+
+def _work(order: MemberSpec, leave_asked: threading.Event, memory: MemoryWatch) -> Exception | None:
+    """Join and work; return why this worker could not go on, or that it was given up and may join again."""
+    with DispatchLink(order) as link:
+        try:
+            job = Job.load(Path(order.run_dir) / "job.toml")
+            team = Team(
+                worker_index=min(order.index, job.strategy.workers - 1),
+                num_workers=job.strategy.workers,
+                num_local_workers=order.num_local,
+            )
+            parts = assemble(job, team)
+            if order.is_remote:
+                check_same(order.data, parts.splits)
+            loop = DispatchedWorker(parts, link, order, leave_asked, memory)
+            link.join()
+            loop.run()
+            link.leave()
+        except Exception as error:
+            if isinstance(error, CommunicationError) and link.is_given_up():
+                return _GivenUpError()
+            log.exception("%s cannot go on", order.name)
+            link.fail(error)
+            return error
+    return None
+
+
+class DispatchedWorker:
+    """One worker's way from unit to unit. It keeps no optimizer state."""
+
+    def __init__(
+        self,
+        parts: Components,
+        link: DispatchLink,
+        order: MemberSpec,
+        leave_asked: threading.Event,
+        memory: MemoryWatch,
+    ) -> None:
+        self._leave_asked = leave_asked
+        self._memory = memory
+        self._parts = parts
+        self._job = parts.job
+        self._link = link
+        self._settings = settings_of(parts.job)
+        self._model = parts.model.to(parts.computation.device)
+        self._layout = make_layout(self._model, self._settings.servers, can_split=can_split(parts.job))
+        self._flat = flatten_parameters(self._model, self._layout)
+        self._gradient = torch.zeros_like(self._flat)
+        adopt_flat(self._model, self._layout, self._flat, self._gradient)
+        patience_s = 6 * order.failure_timeout_s
+        calls = RetriedCalls(
+            link, patience_s, self._settings.lose_messages, derive_seed(parts.job.seed, "wire", order.index)
+        )
+        self._client = ParameterClient(self._layout, self._settings, calls, order.name)
+        self._fixed = fixed_of(parts.job)
+        self._clip_norm = self._settings.clip_norm
+        # Only its groups and their rates are used: the state is the servers'.
+        self._rates = parts.recipe.make(self._model.named_parameters())
+        self._num_until_pull = 0
+        self._index, self._num_units = order.index, 0
+        self._pushes: list[tuple[Piece, Future[Pushed]]] = []
+        self._work: Work | None = None
+        # Clipping one's own gradient needs all of it first, and so does adding up several; one piece is complete last.
+        can_push_early = self._settings.push_every == 1 and (self._settings.is_in_step or not self._clip_norm)
+        self._pushes_early = can_push_early and len(self._layout.pieces) > 1
+        names = dict.fromkeys(one.name for piece in self._layout.pieces for one in piece.slices)
+        self._parameter_numbers = {name: number for number, name in enumerate(names)}
+        self._watch = PushWatch(self._model, self._layout, self._start_push)
+        self._count = 0.0
+        self._blamed = ""  # the sample that made the loss of this unit not finite, in words
+
+    def run(self) -> None:
+        """Take work until there is no more."""
+        done, waited_s, has_asked = TakeWork(), 0.0, False
+        began_s = None
+        while True:
+            asked_s = time.perf_counter()
+            reply = self._link.ask(done)
+            if began_s is None:  # the first wait is for the others to start
+                began_s = time.perf_counter()
+            else:
+                waited_s += time.perf_counter() - asked_s
+            if isinstance(reply, Leave):
+                break
+            assert isinstance(reply, Work)
+            self._link.step = reply.first_batch
+            if self._leave_asked.is_set() and not has_asked:
+                has_asked, done = True, TakeWork(leaves=True)  # the unit goes to another, if there is one
+                continue
+            done = msgspec.structs.replace(self._do(reply), leaves=self._leave_asked.is_set())
+            has_asked = done.leaves
+        seconds = time.perf_counter() - began_s
+        self._link.emit(
+            "worker_ended",
+            {
+                "worker": self._index,
+                "units": self._num_units,
+                "seconds": seconds,
+                "waited_seconds": waited_s,
+                "peak_memory_bytes": self._memory.peak_bytes() or None,
+            },
+        )
+        self._client.close()
+
+    def _do(self, work: Work) -> TakeWork:
+        self._work = work
+        self._num_units += 1
+        if self._num_until_pull == 0 or work.settles >= 0:
+            self._client.pull(self._flat, work.settles, work.scale)
+            self._num_until_pull = self._settings.pull_every
+        self._num_until_pull -= 1
+        buffers = dict(self._model.named_buffers())
+        if buffers and (self._fixed is not None or self._num_units == 1):  # else they are this worker's own
+            self._client.pull_extras(buffers, work.settles)
+        self._blamed = ""
+        loss = self._compute(work)
+        reach("worker.computed")
+        refused, norms = "", []
+        for piece, push in self._pushes:
+            answer = push.result()
+            refused = refused or (answer.detail and answer.detail + self._blamed)
+            norms += [
+                (self._parameter_numbers[one.name], norm)
+                for one, norm in zip(piece.slices, answer.norms, strict=bool(answer.norms))
+                if norm >= 0
+            ]
+        self._pushes = []
+        reach("worker.pushed")
+        if buffers:
+            self._client.push_extras(buffers, work.unit, work.step, work.share, work.num_shares)
+        if self._num_until_pull and self._settings.push_every == 1:
+            self._step_locally(work, 0)
+        return TakeWork(
+            done=work.unit,
+            loss_sum=loss.mean * loss.count,
+            count=loss.count,
+            num_items=loss.num_items,
+            num_correct=-1 if loss.num_correct is None else loss.num_correct,
+            num_samples=loss.num_samples,
+            norms=tuple(norms),
+            attempt=work.attempt,
+            refused=refused,
+        )
+
+    def _compute(self, work: Work) -> Loss:
+        """Compute the gradient of a unit: the sum over its sub-batches, where `push_every` makes several of it."""
+        self._model.train()
+        turns = _turns(work.start, work.stop, work.num_batches)
+        self._watch.begin()
+        losses, total = [], torch.zeros(0)
+        for turn, (start, stop) in enumerate(turns):
+            self._gradient.zero_()
+            losses.append(self._compute_turn(work, turn, start, stop))
+            if len(turns) > 1:
+                total = self._gradient.clone() if turn == 0 else total.add_(self._gradient)
+                self._step_locally(work, turn)
+        if len(turns) > 1:
+            self._gradient.copy_(total)
+        self._count = sum(loss.count for loss in losses)
+        if self._clip_norm and not self._settings.is_in_step:
+            self._clip()
+        self._watch.end()
+        return Loss.join(losses)
+
+    def _compute_turn(self, work: Work, turn: int, start: int, stop: int) -> Loss:
+        parts = self._parts
+        step, end = work.first_batch + turn, work.first_batch + work.num_batches
+        measure = is_due(work.first_batch, end, self._job.monitoring.every_steps)
+        if self._fixed is None:
+            seed = derive_seed(self._job.seed, "step", step, work.share)
+        else:
+            seed = derive_seed(derive_seed(self._job.seed, "step", step), "shard", work.share)
+        torch.default_generator.manual_seed(seed)
+        batch = parts.train.read(work.epoch, start, stop)
+        pieces = [part for part in split_batch(batch, self._job.training.accumulate) if part.num_samples]
+        self._count = sum(parts.computation.loss.count(part.targets) for part in pieces)
+        total = self._count if self._fixed is None else self._fixed.nominal
+        if self._fixed is not None:
+            pieces = [aligned(part) for part in pieces]
+        passes = itertools.count(1)
+
+        def forward(inputs: Tensor) -> Tensor:
+            outputs: Tensor = self._model(inputs)
+            if next(passes) == len(pieces) and self._pushes_early:
+                self._watch.expect(outputs)
+            return outputs
+
+        loss = parts.computation.forward_backward(
+            forward, pieces, total_count=total, measure=measure, is_share=work.num_shares > 1
+        )
+        if not math.isfinite(loss.mean) and (found := find_unsound(batch)):
+            row, part = found
+            number = parts.train.numbers_at(work.epoch, start, stop)[row]
+            self._blamed = f": the {part} of sample {number} of the training set is not finite"
+        return loss
+
+    def _start_push(self, piece: Piece) -> None:
+        work = self._work
+        assert work is not None
+        push = Push(
+            piece=piece.index,
+            unit=work.unit,
+            step=work.first_batch,
+            share=work.share,
+            num_shares=work.num_shares,
+            count=self._count,
+            base=self._client.base(piece),
+            floor=work.floor,
+            unused=self._watch.unused(piece),
+        )
+        self._pushes.append((piece, self._client.start_push(piece, self._gradient, push)))
+
+    def _clip(self) -> None:
+        norm = float(torch.linalg.vector_norm(self._gradient, dtype=torch.float64))
+        self._gradient.mul_(min(1.0, self._clip_norm / (norm + 1e-6)))
+
+    def _step_locally(self, work: Work, turn: int) -> None:
+        """Move the own copy against its own gradient until the next pull, as Downpour SGD does."""
+        self._parts.recipe.set_rate(self._rates, work.first_batch + turn)
+        with torch.no_grad():
+            for group in self._rates.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(parameter.grad, alpha=-float(group["lr"]))
+
+
+def _turns(start: int, stop: int, count: int) -> list[tuple[int, int]]:
+    """Cut [start, stop) into at most `count` parts of nearly equal size, none of them empty."""
+    length = stop - start
+    count = min(count, length)
+    bounds = [start + length * turn // count for turn in range(count + 1)]
+    return list(itertools.pairwise(bounds))

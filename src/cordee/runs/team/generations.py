@@ -1,0 +1,158 @@
+"""The generations of a team: tells workers to pause, to form the next one, to leave, and to end."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from cordee.cluster.coordinator import Coordinator
+from cordee.cluster.launcher_link import LauncherLink
+from cordee.cluster.members import Membership
+from cordee.cluster.rendezvous import COULD_NOT_FORM
+from cordee.core.errors import TrainingError
+from cordee.core.fault_points import reach
+from cordee.runs.team.losses import Losses
+from cordee.runs.team.recoveries import Recoveries
+from cordee.runs.team.state import DirectiveState
+from cordee.runs.team.workers import Workers
+
+
+class Generations:
+    """Directs the workers of one run. Call `direct` each turn, when losses have been borne."""
+
+    def __init__(
+        self,
+        launcher: LauncherLink,
+        coordinator: Coordinator,
+        workers: Workers,
+        losses: Losses,
+        recoveries: Recoveries,
+        memory: DirectiveState,
+    ) -> None:
+        self._launcher = launcher
+        self._coordinator = coordinator
+        self._workers = workers
+        self._losses = losses
+        self._recoveries = recoveries
+        self._memory = memory
+        self._disbanded = 0  # the last generation whose members were told that it is over; heartbeats tell again
+
+    def tell_again(self) -> None:
+        """Say again what workers may not have heard of an earlier coordinator, and do not ask for by themselves."""
+        self._memory.is_pause_told = False
+        if self._memory.is_stop_told:
+            self._memory.is_stop_told = not self._membership.members  # those that have halted are told to finish
+
+    def direct(self) -> bool:
+        """Tell the workers what to do next; return whether they form another generation.
+
+        Raises TrainingError when one is lost again and again in one step.
+        """
+        membership, told = self._membership, self._memory
+        if membership.troubles:
+            return False  # the run is about to fail
+        self._losses.check_shortage()
+        self._dismiss_late()
+        if membership.why_broken and self._disbanded < membership.generation:
+            self._disbanded = membership.generation
+            self._coordinator.direct("disband", membership.members, membership.why_broken)
+        leaving = membership.dispensable
+        if leaving and not membership.is_complete:
+            self._let_go(leaving)
+        is_formed = False
+        members = membership.next_members()
+        if members is not None:
+            is_formed = self._form(members)
+        elif (membership.needs_pause or (self._workers.is_reform_wanted and membership.is_complete)) and not (
+            told.is_pause_told or membership.why_broken  # then they halt without being told
+        ):
+            told.is_pause_told = True
+            self._coordinator.direct("pause", membership.members)
+            reach("generations.pause")
+        wants_stop = self._launcher.should_stop() or self._losses.verdict is not None
+        if wants_stop and membership.is_complete and not told.is_stop_told:
+            told.is_stop_told = True
+            self._coordinator.direct("stop", membership.members, "interrupted")
+        return is_formed
+
+    @property
+    def _membership(self) -> Membership:
+        return self._coordinator.membership
+
+    def _dismiss_late(self) -> None:
+        membership = self._membership
+        for index in membership.dismiss_late():
+            self._launcher.signal(index, signal.SIGKILL)
+            if membership.records[index].is_external and index in self._coordinator.state.workers:
+                self._coordinator.direct("leave", [index])
+
+    def _let_go(self, leaving: list[int]) -> None:
+        membership = self._membership
+        if membership.is_too_small and self._losses.verdict is None:
+            # Nobody could go on: the leaving ones stay for as long as it takes to save.
+            self._losses.end_early(f"workers {leaving} were told to leave, and too few are left to go on")
+            for index in leaving:
+                membership.records[index].is_leaving = False
+            return
+        self._coordinator.direct("leave", leaving)
+        reach("generations.leave")
+        for index in leaving:
+            membership.finish(index)
+            self._launcher.emit("worker_left", worker=index, step=membership.step)
+
+    def _form(self, members: list[int]) -> bool:
+        """Begin the next generation, or end the run if that is what the members halted for."""
+        membership, recoveries = self._membership, self._recoveries
+        first = membership.records[members[0]]
+        is_halt = all(
+            (r := membership.records[i]).ready_step == first.ready_step >= 0 and not r.has_dropped for i in members
+        )
+        has_losses = recoveries.last_loss is not None
+        if self._memory.is_stop_told and is_halt and not has_losses and not recoveries.is_under_way:
+            self._coordinator.direct("finish", members)
+            reach("generations.finish")
+            for index in members:
+                membership.records[index].state = "member"
+            return False
+        reason = next((r.reason for i in members if (r := membership.records[i]).reason), "")
+        if COULD_NOT_FORM in reason and membership.has_remote and not has_losses:
+            self._expel_unreachable()
+            for index in members:
+                membership.records[index].reason = ""
+            return False
+        if has_losses or reason:
+            self._recover(members[0], reason)
+        self._coordinator.form(members, self._workers.threads)
+        reach("generations.formed")
+        self._workers.note_formed()
+        self._memory.is_pause_told = self._memory.is_stop_told = False
+        self._launcher.emit(
+            "generation",
+            generation=membership.generation,
+            members=members,
+            step=first.ready_step if first.ready_step >= 0 else None,
+        )
+        return True
+
+    def _recover(self, first: int, reason: str) -> None:
+        membership, last = self._membership, self._recoveries.last_loss
+        verdict = self._recoveries.begin(membership.records[first], reason, membership.step, time.monotonic())
+        if verdict is not None:
+            where = f"; its log is {self._workers.log_file(last.worker_index)}" if last is not None else ""
+            raise TrainingError(f"{verdict}{where}")
+
+    def _expel_unreachable(self) -> None:
+        """Go on without workers of other hosts that the others cannot connect to: they would keep them for ever."""
+        membership = self._membership
+        far = [i for i in membership.active if membership.records[i].is_remote]
+        late = [i for i in far if i not in self._recoveries.met] or far
+        where = ", ".join(f"{self._coordinator.state.workers[i].member.host} (worker {i})" for i in late)
+        message = (
+            f"the run and {where} could not connect to each other: workers exchange gradients over TCP at ports that "
+            "the system chooses, which a firewall between the hosts must let through"
+        )
+        self._coordinator.direct("leave", late, message)
+        for index in late:
+            membership.records[index].is_leaving = True
+            membership.finish(index)
+        self._launcher.emit("warning", message=message)

@@ -1,0 +1,138 @@
+"""What follows when a team loses a worker: another takes its place, or it goes on with fewer, waits, or ends."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+
+from cordee.cluster.engines.fork_server import Exited, Started
+from cordee.cluster.engines.local import describe_exit
+from cordee.cluster.launcher_link import LauncherLink
+from cordee.cluster.members import ACTIVE, Membership, Trouble
+from cordee.cluster.shortage import Lack, Shortage
+from cordee.core.errors import TrainingError
+from cordee.core.fault_points import reach
+from cordee.core.settings import Cluster
+from cordee.runs.team.recoveries import Recoveries
+from cordee.runs.team.state import LossState
+from cordee.runs.team.workers import Workers
+
+log = logging.getLogger("cordee.coordinator")
+
+
+class Losses:
+    """Finds out who was lost, and bears it. Raises TrainingError for what the run cannot go on after."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        launcher: LauncherLink,
+        membership: Membership,
+        workers: Workers,
+        recoveries: Recoveries,
+        memory: LossState,
+    ) -> None:
+        self._cluster = cluster
+        self._launcher = launcher
+        self._membership = membership
+        self._workers = workers
+        self._recoveries = recoveries
+        self._memory = memory
+
+    @property
+    def verdict(self) -> str | None:
+        """Why the run ends early although its workers end well."""
+        return self._memory.verdict
+
+    def end_early(self, verdict: str) -> None:
+        """Have those that are left save and end, however few they are."""
+        self._memory.verdict, self._membership.min_workers = verdict, 1
+
+    def look_after(self) -> None:
+        """Hear who ended, end who is frozen, replace who is lost."""
+        now_s, membership, workers = time.monotonic(), self._membership, self._workers
+        for report in self._launcher.reports():
+            if isinstance(report, Started):
+                workers.pids[report.index] = report.pid
+            elif isinstance(report, Exited) and workers.pids.get(report.index) == report.pid:
+                membership.exit(report.index, describe_exit(report), now_s, is_killed=report.status < 0)
+        for index in workers.external_workers.take_ended():
+            membership.exit(index, "ended without a word", now_s, is_killed=True)
+        can_replace = self._recoveries.restarts.can_replace
+        for index in membership.check_silence(now_s, workers.is_working, workers.is_stopped):
+            if membership.records[index].is_external or (membership.is_elastic and not can_replace):
+                workers.set_aside(index)
+            else:
+                self._launcher.signal(index, signal.SIGKILL)
+        if (culprit := membership.culprit(now_s)) is not None:
+            self._fail(culprit)
+        for loss in membership.take_losses():
+            self._bear(loss)
+
+    def check_shortage(self) -> None:
+        """Go on when there are enough again; when nobody came in time, have those that are left save and end."""
+        shortage, membership = self._memory.shortage, self._membership
+        if shortage is None:
+            return
+        if not membership.is_too_small:
+            self._memory.shortage = None
+        elif self._launcher.should_stop():
+            self._memory.shortage, membership.min_workers = None, 1
+        elif shortage.is_past(time.monotonic()):
+            self._memory.shortage = None
+            self.end_early(shortage.verdict)
+            self._launcher.emit("warning", message=f"{shortage.verdict}; saving and ending")
+
+    def _bear(self, loss: Trouble) -> None:
+        """Take a loss: start a replacement if there is one left; otherwise go on with fewer, or give up."""
+        membership, lost = self._membership, loss.worker_index
+        record = membership.records[lost]
+        reach("losses.found")
+        self._recoveries.take(loss, is_external=record.is_external)
+        self._launcher.emit("worker_lost", worker=lost, step=membership.step, reason=loss.reason)
+        if record.state != "gone":  # another loss of this turn has started the whole team again
+            self._launcher.emit("warning", message=f"{loss.describe()}; it starts again with the team")
+            return
+        is_replaced = not record.is_external and self._recoveries.restarts.may_replace()
+        if is_replaced and membership.is_elastic:
+            self._workers.start(lost)
+            what = "it is being replaced"
+        elif is_replaced:
+            for index, other in list(membership.records.items()):
+                if other.state in ACTIVE:
+                    self._launcher.signal(index, signal.SIGKILL)
+                self._workers.start(index)
+            what = "the team starts again from the last checkpoint"
+        elif membership.is_too_small:
+            self._bear_shortage(loss)
+            return
+        elif record.is_external:
+            what = "it had joined by itself and is not replaced"
+        else:
+            what = f"no replacement is left (cluster.max_restarts = {self._recoveries.restarts.max_restarts})"
+        if record.is_away:
+            what += (
+                "; if it can be heard again it joins again" if record.is_remote else "; if it wakes up it joins again"
+            )
+        self._launcher.emit("warning", message=f"{loss.describe()}; {what}")
+        reach("losses.replaced")
+
+    def _bear_shortage(self, loss: Trouble) -> None:
+        """Too few workers are left: wait for others, if those left have something to save afterwards."""
+        membership, cluster = self._membership, self._cluster
+        needed = cluster.min_workers if membership.is_elastic else membership.num_workers
+        lack = Lack(loss.describe(), len(membership.active), needed)
+        verdict = f"{lack.verdict(cluster)}; its log is {self._workers.log_file(loss.worker_index)}"
+        has_near = any(not membership.records[index].is_remote for index in membership.active)  # who can save
+        if not (has_near and membership.is_elastic and membership.generation):
+            raise TrainingError(verdict)
+        self._memory.shortage = Shortage.begin(verdict, cluster, time.monotonic())
+        if warning := lack.describe_wait(cluster, self._workers.run_dir):
+            self._launcher.emit("warning", message=warning)
+
+    def _fail(self, trouble: Trouble) -> None:
+        self._launcher.emit("worker_lost", worker=trouble.worker_index, step=trouble.step, reason=trouble.reason)
+        if trouble.traceback:
+            log.error("worker %d failed:\n%s", trouble.worker_index, trouble.traceback)
+        raise TrainingError(f"{trouble.describe()}; its log is {self._workers.log_file(trouble.worker_index)}")

@@ -1,0 +1,71 @@
+"""What a coordinator of a team knows: all that its successor needs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cordee.cluster.coordinator import State
+from cordee.cluster.external_workers import ExternalWorkers
+from cordee.cluster.members import Membership, Trouble
+from cordee.cluster.restarts import Restarts
+from cordee.cluster.shortage import Shortage
+from cordee.monitoring import Summary
+
+
+class WorkersState(msgspec.Struct, kw_only=True):
+    """The processes of workers, and what they are told."""
+
+    address: str  # where the coordinator listens
+    public: str = ""  # the address for other hosts, if there is one
+    data: str = ""  # what is known of the data, for workers of other hosts
+    pids: dict[int, int] = {}  # of those that were started
+    external_workers: ExternalWorkers = msgspec.field(default_factory=ExternalWorkers)
+    threads: int = 0  # of each worker; 0 is what the job says
+    is_reform_wanted: bool = False  # the same workers are to form another generation
+
+
+class Recovery(msgspec.Struct, frozen=True):
+    """What is under way between a loss and the first step of those left."""
+
+    lost: list[int]
+    started_s: float
+    reached_step: int  # steps that were taken or under way when the team was lost
+
+
+class RecoveryState(msgspec.Struct, kw_only=True):
+    """What was lost, and how far the others are with going on."""
+
+    restarts: Restarts
+    met: list[int] = []  # members of the last generation that took a step
+    lost: list[Trouble] = []  # since the last generation was formed
+    under_way: Recovery | None = None
+    num_complete: int = 0
+    steps_redone: int = 0
+
+
+class LossState(msgspec.Struct, kw_only=True):
+    """Why the run may have to end early."""
+
+    shortage: Shortage | None = None  # too few are left, and others are waited for
+    verdict: str | None = None  # why the run ends although its workers end well
+
+
+class DirectiveState(msgspec.Struct, kw_only=True):
+    """What the members of the present generation were told."""
+
+    is_pause_told: bool = False
+    is_stop_told: bool = False
+
+
+class TeamState(msgspec.Struct, kw_only=True):
+    """What a coordinator must know to take up where another was."""
+
+    membership: Membership
+    registry: State = msgspec.field(default_factory=State)
+    workers: WorkersState
+    recoveries: RecoveryState
+    losses: LossState = msgspec.field(default_factory=LossState)
+    told: DirectiveState = msgspec.field(default_factory=DirectiveState)
+    summaries: dict[int, Summary] = {}
+    is_announced: bool = False  # that the run has started
+    stall_s: float = 0.0  # that training stood still for checkpoints

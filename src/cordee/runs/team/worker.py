@@ -1,0 +1,263 @@
+"""The main function of a worker process: join the run, train in one team after the other, say how it went."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+import msgspec
+
+from cordee.cluster import Team
+from cordee.cluster.coordinator import WORKER_PREFIX
+from cordee.cluster.member_link import Answer, CoordinatorLink
+from cordee.cluster.rendezvous import BetweenHosts, meet
+from cordee.cluster.rendezvous_store import CoordinatorStore
+from cordee.communication.keys import ClientKeys
+from cordee.communication.lost_peer import find_lost_peer
+from cordee.communication.shared_memory.gloo_sockets import shut_gloo_sockets
+from cordee.communication.shared_memory.liveness import abandon_groups
+from cordee.compute.memory import MemoryWatch
+from cordee.core import Job, fault_points
+from cordee.core.errors import CommunicationError
+from cordee.data.fingerprint import check_same, fingerprint
+from cordee.monitoring import Event, Monitor, setup_logging
+from cordee.training.components import assemble
+from cordee.training.session import Session
+
+log = logging.getLogger("cordee.worker")
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher tells a worker when it starts it. Travels through a private socket."""
+
+    run_dir: str
+    run_id: str
+    worker_index: int  # its number in the run; its place in a team may be another
+    num_workers: int  # to begin with
+    address: str  # of the coordinator
+    keys: str
+    store: str  # folder where the groups find themselves
+    resume: bool
+    failure_timeout_s: float
+    join_timeout_s: float
+    launcher_pid: int = 0  # for one that the launcher did not start: it ends when this one does
+    host_address: str = ""  # of this host, for what goes between hosts; empty where nobody can join from another
+    job: str = ""  # as TOML, for one on another host: it has a run directory of its own
+    data: str = ""  # what is known of the run's data, for one on another host
+
+    @property
+    def is_remote(self) -> bool:
+        return bool(self.job)
+
+
+class LinkSink:
+    """Passes events of this worker on to the one monitor of the run. The first of a team speaks for it."""
+
+    def __init__(self, link: CoordinatorLink, worker: int) -> None:
+        self._link = link
+        self._worker = worker
+        self.is_first = False
+
+    def emit(self, event: Event) -> None:
+        if event.type == "pace":
+            self._link.mention(event.type, {**event.fields, "worker": self._worker})
+        elif event.type == "commit":
+            self._link.emit(event.type, {**event.fields, "worker": self._worker})
+        elif self.is_first or event.type == "checkpoint":  # which may be finished by one that was the first
+            self._link.emit(event.type, event.fields)
+        elif event.type == "warning":
+            self._link.emit("warning", {**event.fields, "worker": self._worker})
+
+    def refresh(self, step: int, loss: SupportsFloat | None) -> None:
+        self._link.step = step
+        if self.is_first:
+            self._link.mention("progress", {"step": step, "loss": None if loss is None else float(loss)})
+
+    def close(self) -> None:
+        pass
+
+
+def main(argument: dict[str, Any]) -> int:
+    """Work until the run ends; return the exit code. Called in a fresh fork of the fork server."""
+    return 0 if work(msgspec.convert(argument, WorkerSpec)) is None else 1
+
+
+def work(order: WorkerSpec) -> Exception | None:
+    """Work until the run ends; return why this worker could not go on, if it could not."""
+    memory = MemoryWatch()
+    fault_points.identify(f"worker-{order.worker_index}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
+    keys = ClientKeys.from_text(order.keys)
+    log_file = Path(order.run_dir) / "logs" / f"worker-{order.worker_index}.log"
+    with (
+        setup_logging(log_file),
+        CoordinatorLink(order.address, order.run_id, order.worker_index, keys) as link,
+    ):
+        member = _Member(order, link, log_file, memory)
+        try:
+            link.join(order.join_timeout_s, launcher_pid=order.launcher_pid, is_remote=order.is_remote)
+            with _leaving_in_order(link, also_on_interrupt=order.launcher_pid > 0 or order.is_remote):
+                member.work()
+            link.leave()
+        except Exception as error:
+            log.exception("worker %d cannot go on", order.worker_index)
+            link.step = member.step
+            reason = find_lost_peer(error) or error
+            link.fail(reason, link.step)
+            return reason
+    return None
+
+
+class _Member:
+    """This worker, from one generation to the next."""
+
+    def __init__(self, order: WorkerSpec, link: CoordinatorLink, log_file: Path, memory: MemoryWatch) -> None:
+        self._order, self._link, self._log_file, self._memory = order, link, log_file, memory
+        self._run_dir = Path(order.run_dir)
+        self._session: Session | None = None
+        self._answer: Answer | None = None
+        self._num_returns = 0
+        self._reason = ""  # why the last generation ended, unless it was asked to halt
+
+    @property
+    def step(self) -> int:
+        return self._session.step if self._session else 0
+
+    def work(self) -> None:
+        """Train until the run is over for this worker: at its end, or because it is let go."""
+        order, link = self._order, self._link
+        index = min(order.worker_index, order.num_workers - 1)
+        places = Team(index, order.num_workers, num_local_workers=order.num_workers, local_rank=index)
+        parts = assemble(Job.load(self._run_dir / "job.toml"), places)
+        if order.is_remote:
+            check_same(order.data, parts.splits)
+        elif order.host_address:
+            link.emit("data", {"fingerprint": fingerprint(parts.splits)})
+        sink = LinkSink(link, order.worker_index)
+        with Monitor([sink]) as monitor:
+            self._session = session = Session(
+                parts,
+                monitor,
+                self._run_dir,
+                should_stop=lambda: link.is_stop_asked,
+                should_pause=lambda: link.is_pause_asked,
+                memory=self._memory,
+            )
+            with contextlib.closing(session):
+                if not self._train_on(session, sink):
+                    return
+            summary = msgspec.to_builtins(session.summarise(None))
+        link.emit("outcome", {"worker": order.worker_index, "summary": summary})
+
+    def _train_on(self, session: Session, sink: LinkSink) -> bool:
+        """Train in one team after the other; return whether the run has ended, and not just for this worker."""
+        while True:
+            if self._answer is None:
+                self._answer = self._await(session, has_dropped=session.has_dropped)
+            answer, self._answer = self._answer, None
+            if answer.directive.action == "leave":
+                if answer.directive.reason:
+                    raise CommunicationError(answer.directive.reason)
+                return False
+            assert answer.directive.action == "new_generation", answer
+            if self._train(session, sink, answer):
+                return True
+
+    def _train(self, session: Session, sink: LinkSink, answer: Answer) -> bool:
+        """Train as a member of the generation that `answer` calls for; return whether the run has ended."""
+        self._reason = ""
+        try:
+            with _group(self._order, answer, self._link) as team:
+                sink.is_first = team.is_first
+                return session.go_on(
+                    team,
+                    may_load=self._order.resume or team.generation > 1,
+                    log_file=self._log_file,
+                    is_end=self._is_end,
+                )
+        except CommunicationError as error:
+            self._reason = str(error)
+            log.warning("generation %d is over at step %d: %s", answer.generation, session.step, error)
+            return False
+
+    def _await(self, session: Session, *, has_dropped: bool) -> Answer:
+        """Wait for what to do next; one that was given up meanwhile begins anew."""
+        returns = self._num_returns
+        if returns != self._link.num_returns:
+            session.forget()
+        answer = self._link.await_generation(session.ready_step, has_dropped=has_dropped, reason=self._reason)
+        self._num_returns = self._link.num_returns
+        if returns != self._num_returns:
+            session.forget()
+        return answer
+
+    def _is_end(self) -> bool:
+        """Ask what a halt that the team agreed on is for: the end of the run, or another team."""
+        assert self._session is not None
+        self._answer = self._await(self._session, has_dropped=False)
+        if self._answer.directive.action != "finish":
+            return False
+        self._answer = None
+        return True
+
+
+@contextlib.contextmanager
+def _group(order: WorkerSpec, answer: Answer, link: CoordinatorLink) -> Iterator[Team]:
+    """Form the group of a generation, and give it up afterwards. Collective."""
+    members, generation = answer.directive.members, answer.generation
+    rank = [member.name for member in members].index(f"{WORKER_PREFIX}{order.worker_index}")
+    beside = [i for i, member in enumerate(members) if member.host_id == members[rank].host_id]
+    with contextlib.ExitStack() as stack:
+        between: BetweenHosts | None = None
+        is_wide = len(beside) < len(members)
+
+        def stop_waiting() -> None:  # who is waited for may live, and never come
+            abandon_groups(link.why_disbanded(generation))
+            if is_wide:
+                shut_gloo_sockets()
+
+        stack.enter_context(link.on_disband(generation, stop_waiting))
+        if is_wide:
+            keys = ClientKeys.from_text(order.keys)
+            board = CoordinatorStore(order.address, order.run_id, order.worker_index, keys, generation)
+            between = BetweenHosts(stack.enter_context(board), order.host_address)
+        meeting = meet(
+            Path(order.store) / f"generation-{generation}",
+            rank,
+            len(members),
+            failure_timeout_s=order.failure_timeout_s,
+            why_over=lambda: link.why_disbanded(generation),
+            between=between,
+        )
+        stack.enter_context(meeting)
+        yield Team(
+            worker_index=rank,
+            num_workers=len(members),
+            num_local_workers=len(beside),
+            local_rank=beside.index(rank),
+            generation=generation,
+            is_wide=is_wide,
+            members=tuple(int(member.name.removeprefix(WORKER_PREFIX)) for member in members),
+            threads=answer.directive.threads,
+        )
+
+
+@contextlib.contextmanager
+def _leaving_in_order(link: CoordinatorLink, *, also_on_interrupt: bool) -> Iterator[None]:
+    """Inside, the first SIGTERM (a spot instance, Slurm, Kubernetes) asks to leave; the second ends the process."""
+    numbers = [signal.SIGTERM, signal.SIGINT] if also_on_interrupt else [signal.SIGTERM]
+
+    def leave(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        link.ask_to_leave()
+
+    previous = [signal.signal(number, leave) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, previous):
+            signal.signal(number, handler)

@@ -1,0 +1,192 @@
+"""The workers of a team: starts them, takes those that come by themselves, changes how many there are."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from cordee.cluster.control import NotYetError
+from cordee.cluster.coordinator import Coordinator
+from cordee.cluster.engines.local import ProcessorWatch, is_stopped
+from cordee.cluster.external_workers import ExternalWorkers, check_join_request
+from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
+from cordee.cluster.members import Membership
+from cordee.communication.messages import JoinRequest
+from cordee.communication.this_host import own_address
+from cordee.core import Job
+from cordee.core.errors import JobError
+from cordee.core.fault_points import reach
+from cordee.runs.team.spec import TeamSpec
+from cordee.runs.team.state import WorkersState
+from cordee.runs.team.worker import WorkerSpec
+
+
+class Workers:
+    """Those that take part in one run. `check_size` raises JobError for numbers that the strategy cannot do."""
+
+    def __init__(
+        self,
+        order: TeamSpec,
+        job: Job,
+        launcher: LauncherLink,
+        coordinator: Coordinator,
+        memory: WorkersState,
+        check_size: Callable[[int], None],
+    ) -> None:
+        self.run_dir = Path(order.run_dir)
+        self._job = job
+        self._launcher = launcher
+        self._coordinator = coordinator
+        self._memory = memory
+        self._check_size = check_size
+        self._launcher_pid = order.launcher_pid
+        self._watch = ProcessorWatch()  # over external workers
+        self._order = WorkerSpec(
+            run_dir=order.run_dir,
+            run_id=order.run_id,
+            worker_index=0,
+            num_workers=job.strategy.workers,
+            address=memory.address,
+            keys=order.client_keys,
+            store=order.store,
+            resume=order.resume,
+            failure_timeout_s=job.cluster.failure_timeout_s,
+            join_timeout_s=STARTUP_TIMEOUT_S,
+            host_address=own_address(memory.public) if memory.public else "",
+        )
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The processes of those that were started, as far as they are known."""
+        return self._memory.pids
+
+    @property
+    def external_workers(self) -> ExternalWorkers:
+        return self._memory.external_workers
+
+    @property
+    def threads(self) -> int:
+        """With how many each worker computes; 0 is what the job says."""
+        return self._memory.threads
+
+    @property
+    def is_reform_wanted(self) -> bool:
+        """Whether the same workers are to form another generation, to go on with other numbers of threads."""
+        return self._memory.is_reform_wanted
+
+    def note_formed(self) -> None:
+        """Take note that a generation is formed with the numbers that are wanted."""
+        self._memory.is_reform_wanted = False
+
+    def note_data(self, fingerprint: str) -> None:
+        """Take note of what is known of the data: workers of other hosts are told."""
+        self._memory.data = fingerprint
+
+    def log_file(self, index: int) -> Path:
+        return self.run_dir / "logs" / f"worker-{index}.log"
+
+    def start(self, index: int) -> None:
+        """Start a process for a worker, and listen to no earlier one."""
+        self._expect(index)
+        own = msgspec.to_builtins(msgspec.structs.replace(self._order, worker_index=index))
+        self._launcher.start(index, "cordee.runs.team.worker:main", own, {}, self.log_file(index))
+
+    def scale(self, num_workers: int, threads: int = 0, reason: str = "") -> str:
+        """Change the number of workers: start new ones, or let the last ones go. Returns at once what will happen.
+
+        With `threads` their number for each worker is changed, too. Raises JobError for what cannot be.
+        """
+        membership, job = self._membership, self._job
+        if threads and job.training.reproducible:
+            raise JobError("training.reproducible = true fixes the number of threads: leave --threads out")
+        if not membership.is_elastic:
+            raise JobError(f"strategy '{job.strategy.name}' has a fixed number of workers: end the run and --resume it")
+        if num_workers < job.cluster.min_workers:
+            raise JobError(f"cluster.min_workers = {job.cluster.min_workers} is more than {num_workers}")
+        self._check_size(num_workers)
+        before = membership.active
+        for index in sorted(before, key=lambda i: (membership.records[i].is_remote, i))[num_workers:]:
+            membership.records[index].is_leaving = True
+        for _ in range(num_workers - len(before)):
+            self.start(self._unused_number())
+        membership.num_workers = num_workers
+        if threads:
+            self._memory.threads, self._memory.is_reform_wanted = threads, True
+        self._launcher.emit(
+            "scale",
+            workers=num_workers,
+            before=len(before),
+            threads=threads or None,
+            step=membership.step,
+            reason=reason or None,
+        )
+        reach("staff.scaled")
+        each = f", {threads} threads each" if threads else ""
+        return f"from {len(before)} to {num_workers} workers{each}"
+
+    def enlist(self, wish: JoinRequest) -> str:
+        """Take a worker that somebody else started; return what it is told. It takes part when it has said hello.
+
+        Raises JobError if it cannot be taken.
+        """
+        membership, memory = self._membership, self._memory
+        if not membership.is_elastic:
+            raise JobError(f"strategy '{self._job.strategy.name}' has a fixed number of workers: nobody can join it")
+        is_remote = check_join_request(wish, memory.public)
+        if is_remote and not (memory.data and membership.generation):
+            raise NotYetError("the run is still starting: try again when it trains")
+        self._check_size(len(membership.active) + 1)
+        index = self._unused_number()
+        self._expect(index)
+        record = membership.records[index]
+        record.is_external, record.is_remote = True, is_remote
+        self.external_workers.add(index, wish.pid, time.monotonic(), is_remote=is_remote)
+        own = msgspec.structs.replace(self._order, worker_index=index, launcher_pid=self._launcher_pid)
+        if is_remote:
+            own = msgspec.structs.replace(
+                own,
+                launcher_pid=0,
+                address=memory.public,
+                resume=False,
+                job=(self.run_dir / "job.toml").read_text(encoding="utf-8"),
+                data=memory.data,
+            )
+        reach("staff.enlisted")
+        return msgspec.json.encode(own).decode()
+
+    def is_working(self, index: int) -> bool:
+        """Whether a worker is getting processor time. Of those on other hosts nobody can tell: they are not."""
+        if self._membership.records[index].is_remote:
+            return False
+        external_worker = self.external_workers.pids.get(index)
+        return self._launcher.is_working(index) if external_worker is None else self._watch.is_working(external_worker)
+
+    def is_stopped(self, index: int) -> bool:
+        """Whether a signal has stopped a process of this host."""
+        pid = self.external_workers.pids.get(index, self.pids.get(index))
+        return pid is not None and not self._membership.records[index].is_remote and is_stopped(pid)
+
+    def set_aside(self, index: int) -> None:
+        """Go on without a frozen worker that nobody takes the place of; when it wakes up it may join again."""
+        record = self._membership.records[index]
+        self._coordinator.fence(index)
+        self._membership.exit(index, record.fate, time.monotonic(), is_killed=True)
+        record.is_away = True
+
+    @property
+    def _membership(self) -> Membership:
+        return self._coordinator.membership
+
+    def _expect(self, index: int) -> None:
+        """Make room for another process of a worker."""
+        self._coordinator.fence(index)
+        self._membership.expect(index, time.monotonic())
+        self.pids.pop(index, None)
+        self.external_workers.remove(index)
+
+    def _unused_number(self) -> int:
+        return next(index for index in itertools.count() if self._membership.is_free(index))

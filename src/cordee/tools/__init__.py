@@ -1,0 +1,1 @@
+"""What the command offers beside training: doctor, audit, chaos, export, join, scripts."""

@@ -1,0 +1,110 @@
+"""`cordee run`: the user's own script on N local workers, seen from the launcher.
+
+Does without torch until the fork server has begun to import it: both take seconds, and so run side by side.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cordee.cluster.engines.fork_server import Exited
+from cordee.cluster.engines.local import LocalEngine, describe_exit
+from cordee.core.env import Place, script_environment
+from cordee.core.errors import JobError, TrainingError
+from cordee.core.interrupts import InterruptFlag
+from cordee.core.temporary import temporary_folder
+
+INTERRUPT_GRACE_S = 3.0  # for a script to end by itself after Ctrl-C
+CONSEQUENCE = 86  # exit code of a script that only lost a peer
+SETTLING_S = 5.0  # for the cause to be known when its consequence was noticed first
+
+
+def run_script(script: Path, args: list[str], num_workers: int) -> bool:
+    """Run `script` on `num_workers` processes; return whether it came to its end (False: Ctrl-C).
+
+    The first worker that fails ends the others. Raises TrainingError that names it, having printed its
+    traceback and nobody else's. Leaves no process.
+    """
+    if not script.is_file():
+        raise JobError(f"no script {str(script)!r}")
+    if num_workers < 1:
+        raise JobError(f"-n {num_workers} must be at least 1")
+    flag = InterruptFlag(lambda: None)
+    with temporary_folder() as folder, LocalEngine(["cordee.loop"]) as engine, flag:
+        engine.on_lost = _tell_fork_server_lost
+        import torch.distributed as dist
+
+        # The launcher keeps the meeting point, on a port of the system's choice, so that none can be taken. Left to
+        # itself the store would listen on all interfaces.
+        with socket.create_server(("127.0.0.1", 0), backlog=max(128, num_workers)) as listener:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                "127.0.0.1",
+                listener.getsockname()[1],
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        accounts = [Path(folder) / f"worker-{rank}" for rank in range(num_workers)]
+        for rank, account in enumerate(accounts):
+            environment = script_environment(Place(rank, num_workers, rank, num_workers), store.port)
+            order = {"script": str(script), "args": args, "num_local_workers": num_workers, "account": str(account)}
+            engine.start(rank, "cordee.tools.script_worker:main", order, environment, None)
+        ended = _attend(engine, num_workers, flag)
+        if flag():
+            return False
+        if (failure := find_cause(ended)) is not None:
+            account = accounts[failure.index]
+            text = account.read_text() if account.exists() else ""
+            if failure.status != CONSEQUENCE:
+                sys.stderr.write(text)
+            raise TrainingError(_describe(failure, text.strip()))
+        return True
+
+
+def _tell_fork_server_lost(pid: int, how: str) -> None:
+    sys.stderr.write(f"warning: {how} (pid {pid})\n")
+
+
+def _attend(engine: LocalEngine, num_workers: int, was_interrupted: Callable[[], bool]) -> list[Exited]:
+    """Wait for the workers, or for the first failure; return those that ended, in the order they did."""
+    ended: list[Exited] = []
+    failed_s = interrupted_s = float("inf")
+    while len(ended) < num_workers:
+        for report in engine.reports(timeout_s=0.05):
+            if isinstance(report, Exited):
+                ended.append(report)
+                if report.status and failed_s == float("inf"):
+                    failed_s = time.monotonic()
+        now_s = time.monotonic()
+        if was_interrupted():
+            if interrupted_s == float("inf"):
+                interrupted_s = now_s
+                for index in range(num_workers):
+                    engine.signal(index, signal.SIGINT)
+            if now_s - interrupted_s > INTERRUPT_GRACE_S:
+                break
+        elif any(r.status not in (0, CONSEQUENCE) for r in ended) or now_s - failed_s > SETTLING_S:
+            break
+    return ended
+
+
+def find_cause(ended: Sequence[Exited]) -> Exited | None:
+    """Return the exit to report of those given in their order: a failure before the loss of a peer."""
+    failures = [report for report in ended if report.status]
+    causes = [report for report in failures if report.status != CONSEQUENCE]
+    # With nothing but losses, one that came to its end while the others needed it is to blame.
+    leavers = [report for report in ended if not report.status] if failures else []
+    return next(iter(causes or leavers or failures), None)
+
+
+def _describe(failure: Exited, account: str) -> str:
+    if failure.status == CONSEQUENCE:
+        return f"worker {failure.index} lost the others: {account}; all were ended"
+    if failure.status == 0:
+        return f"worker {failure.index} came to its end while the others still needed it; they were ended"
+    return f"worker {failure.index} {describe_exit(failure)}; the others were ended"

@@ -1,0 +1,1 @@
+"""One worker's way through a run: its components, the session, checkpoints, online data, resuming."""

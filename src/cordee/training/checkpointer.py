@@ -1,0 +1,95 @@
+"""The checkpoints of one worker's run: one at a time, beside the training or at once, and what becomes of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from cordee import checkpoint
+from cordee.checkpoint import CheckpointWriter, Request, Saved, State
+from cordee.core import settings
+from cordee.core.errors import StorageError
+from cordee.monitoring import Monitor
+
+WORTH_SAYING_S = 0.5  # that a checkpoint waited for the one before
+
+
+class Checkpointer:
+    """Saves, and tells of it. A disk that is full costs the checkpoint, not the run."""
+
+    def __init__(self, folder: Path, rules: settings.Checkpoint, monitor: Monitor) -> None:
+        self._folder = folder
+        self._rules = rules
+        self._monitor = monitor
+        self._writer = CheckpointWriter(folder, self._report)
+        self._has_waited = False  # for a slow disk, and said so
+        self.step = -1  # of the last checkpoint, also of one that is being written
+        self.problem: StorageError | None = None  # why it is missing
+        self.stall_s = 0.0  # that training stood still for checkpoints
+
+    def holds(self, step: int) -> bool:
+        """Return whether the checkpoint of `step` is on the disk, or on its way there from this worker."""
+        found = checkpoint.list_checkpoints(self._folder)
+        return self._writer.step == step or any(path.name == f"step-{step}" for path in found)
+
+    def begin(self, step: int) -> None:
+        """Make ready for the checkpoint of `step`: wait for the one before, if it is still being written."""
+        before = self._writer.step
+        started_s = time.perf_counter()
+        self.settle()
+        waited_s = time.perf_counter() - started_s
+        if waited_s >= WORTH_SAYING_S and not self._has_waited:
+            self._has_waited = True
+            self._monitor.emit(
+                "warning",
+                message=f"step {step} waited {waited_s:.1f} s for the checkpoint of step {before}, "
+                "which was still being written: save less often with checkpoint.every_steps",
+            )
+        self.step, self.problem = step, None
+
+    def save(self, state: State, *, best_step: int, since_s: float, at_once: bool) -> None:
+        """Save the state of the step that was begun; training has stood still since `since_s`."""
+        protected = (best_step,) if self._rules.keep_best else ()
+        request = Request(self.step, state, self._rules.keep, protected, since_s)
+        if at_once or not self._rules.asynchronous:
+            self._writer.write(request)
+        else:
+            self._writer.start(request)
+
+    def settle(self) -> None:
+        """Wait until no checkpoint is being written."""
+        self._writer.wait()
+
+    def last(self) -> str | None:
+        """Return the name of the newest checkpoint, once nothing is being written."""
+        self.settle()
+        kept = checkpoint.list_checkpoints(self._folder)
+        return kept[-1].name if kept else None
+
+    def _report(self, saved: Saved) -> None:
+        """Tell what became of a checkpoint. Called from the thread that wrote it."""
+        self.stall_s += saved.stall_s
+        if saved.problem is not None:
+            self.problem = saved.problem
+            message = f"checkpoint at step {saved.step} was not saved: {saved.problem}"
+            self._monitor.emit("warning", message=message, stall_s=saved.stall_s)
+            return
+        self._monitor.emit(
+            "checkpoint", step=saved.step, path=str(saved.path), seconds=saved.seconds, stall_s=saved.stall_s
+        )
+
+
+def find_not_finite(state: State, parameters: Collection[str]) -> str | None:
+    """Return the name of a tensor that must not be saved, if there is one. Pure."""
+    names = {f"model.{name}" for name in parameters}
+    for name, tensor in state.tensors.items():
+        if not tensor.is_floating_point():
+            continue
+        # A mask of minus infinities is an ordinary buffer, and observers start from infinity.
+        is_sound = torch.isfinite(tensor).all() if name in names else not torch.isnan(tensor).any()
+        if not is_sound:
+            return name
+    return None

@@ -1,0 +1,299 @@
+"""One worker's way through a run: resume, announce, train, sum up. The same alone and in a team."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cordee import checkpoint
+from cordee.checkpoint import State
+from cordee.checkpoint.tensor_file import memory_of
+from cordee.cluster import Team
+from cordee.communication.lost_peer import find_lost_peer
+from cordee.compute.memory import MemoryWatch
+from cordee.core.errors import CordeeError, TrainingError
+from cordee.core.fault_points import reach
+from cordee.monitoring import Monitor, Summary
+from cordee.monitoring.summary import Status
+from cordee.trainer import Trainer
+from cordee.training.components import Components
+from cordee.training.progress import Outcome, step_of
+from cordee.version import __version__
+
+log = logging.getLogger("cordee.session")
+
+
+class Session:
+    """Takes the parts of one worker through a run. `run_dir` is where the team's checkpoints are."""
+
+    def __init__(
+        self,
+        parts: Components,
+        monitor: Monitor,
+        run_dir: Path,
+        should_stop: Callable[[], bool],
+        should_pause: Callable[[], bool] = lambda: False,
+        memory: MemoryWatch | None = None,
+    ) -> None:
+        self._parts = parts
+        self._memory = memory or MemoryWatch()
+        self._monitor = monitor
+        self._run_dir = run_dir
+        self._trainer = Trainer(
+            parts, monitor, run_dir / "checkpoints", should_stop=should_stop, should_pause=should_pause
+        )
+        # Between two generations `_held` is what this worker has; in one, the trainer has it and `_is_live` is set.
+        # Never both: what a generation is entered from stays here, untouched, until the generation is entered.
+        self._held: State | None = None
+        self._is_live = False
+        self._is_untrained = True  # the model is as it was built
+        self._started = time.time()
+        self._outcome: Outcome | None = None
+
+    @property
+    def step(self) -> int:
+        """How many steps have been taken."""
+        return self._trainer.progress.step
+
+    def run(self, *, resume: bool, log_file: Path) -> None:
+        """Train to the end. Raises CordeeError; an error in the user's code is one too, with its place named."""
+        with self._naming_errors(log_file):
+            if resume and (state := self._load()) is not None:
+                self._trainer.resume(state)
+            self._announce()
+            self._outcome = self._trainer.run()
+
+    def go_on(self, team: Team, *, may_load: bool, log_file: Path, is_end: Callable[[], bool]) -> bool:
+        """Train as a member of `team` until the run ends or the team does; return whether the run has ended.
+
+        Collective. Members that are behind, or new, get everything from the one that is furthest. Where nobody has
+        anything, all load the newest checkpoint if `may_load`, or begin. Raises CommunicationError when a member is
+        lost: the step that was under way did not happen, and `go_on` may be called with another team.
+        """
+        with self._naming_errors(log_file):
+            self._enter(team, may_load)
+            self._announce()  # the coordinator takes the first: that of a generation that came about
+            self._trainer.report_commit()
+            self._outcome = self._trainer.run(is_end)
+            if self._outcome is not None:
+                reach("end.reached")
+                team.any(False)  # nobody leaves before all have done their part
+        return self._outcome is not None
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written. For before the process ends, unless it is in a hurry."""
+        self._trainer.settle()
+
+    @property
+    def ready_step(self) -> int:
+        """How many steps this worker can continue from; -1 while it has nothing that is the team's."""
+        if self._held is not None:
+            return step_of(self._held)
+        return self.step if self._is_live else -1
+
+    def forget(self) -> None:
+        """What this worker has is not the team's any more: it gets everything from the others."""
+        self._held, self._is_live = None, False
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether a step was begun that could not be finished."""
+        return self._trainer.is_stepping
+
+    def _enter(self, team: Team, may_load: bool) -> None:
+        """Become a member of `team`, with the state that is furthest. Collective.
+
+        Whatever fails on the way, this worker still has what it had, or what it got whole from another member.
+        """
+        if not team.is_first:
+            self._trainer.settle()  # another may save the same step from here on
+        if not self._parts.is_elastic:
+            # The parts of the last team are of no use in another: what it saved when it halted, or before, is.
+            self._require_checkpoint()
+            self.forget()
+        self._hold()
+        self._agree(team, may_load)
+        parts = self._parts = self._parts.in_team(team)
+        self._is_untrained = self._is_untrained and self._held is None
+        reach("enter.agreed")
+        parts.setup()
+        reach("enter.set_up")
+        self._trainer.enter(parts, self._held)
+        self._held, self._is_live, self._is_untrained = None, True, False
+
+    def _hold(self) -> None:
+        """Take over what the trainer has: setting up makes a new optimizer and overwrites the weights. Local."""
+        if self._is_live:
+            self._held, self._is_live = _apart(self._trainer.state()), False
+
+    def _agree(self, team: Team, may_load: bool) -> None:
+        """Have every member hold the same state, or none where there is none. Collective."""
+        reach("enter.begun")
+        steps = team.gather(self.ready_step)
+        reach("enter.gathered")
+        furthest = max(steps)
+        if furthest < 0:
+            if may_load:
+                self._held = self._load_together(team)
+            if self._held is None:
+                self._begin_together(team)
+            return
+        if team.num_workers == 1:
+            return
+        source = steps.index(furthest)
+        own = self._held if self.ready_step == furthest else None
+        if min(steps) < furthest:
+            received = checkpoint.share_state(self._held if team.worker_index == source else None, source)
+            own = own or received
+        assert own is not None
+        # Where all took the step, one may have evaluated it already and another not: all continue as the source does.
+        self._held = checkpoint.share_value("progress", own, source)
+        reach("enter.shared")
+
+    def _load_together(self, team: Team) -> State | None:
+        """Return the newest checkpoint on every member, or None if there is none. Collective.
+
+        The first reads it: others may have no way to the run directory, or find another one to be the newest.
+        """
+        state = self._load() if team.is_first else None
+        reach("enter.loaded")
+        if not team.gather(int(state is not None))[0]:
+            return None
+        return state if team.num_workers == 1 else checkpoint.share_state(state)
+
+    def _begin_together(self, team: Team) -> None:
+        """Have every member begin with the model as one of them built it. Collective.
+
+        A worker that was given up and came back has trained: its weights are of no use, nor is its place in the data.
+        """
+        untrained = team.gather(int(self._is_untrained))
+        if not any(untrained):
+            raise TrainingError(_nothing_left(self.step))
+        if all(untrained):
+            return  # setting up gives all the first one's weights
+        source = untrained.index(1)
+        own = State.join(model=State(checkpoint.model_state(self._parts.model), {}))
+        built = checkpoint.share_state(own if team.worker_index == source else None, source)
+        checkpoint.load_model_state(self._parts.model, built.part("model").tensors)
+        self._trainer.begin()
+        self._is_untrained = True
+
+    def _require_checkpoint(self) -> None:
+        """Raise TrainingError where this worker has trained before and there is nothing to go on from."""
+        if self._is_live and not checkpoint.list_checkpoints(self._run_dir / "checkpoints"):
+            raise TrainingError(_nothing_left(self.step))
+
+    @contextlib.contextmanager
+    def _naming_errors(self, log_file: Path) -> Iterator[None]:
+        try:
+            yield
+        except (CordeeError, KeyboardInterrupt):
+            raise
+        except Exception as problem:  # the user's model, data or loss: their traceback is in the log
+            if (lost := find_lost_peer(problem)) is not None:
+                raise lost from problem
+            log.exception("training failed at step %d", self.step + 1)
+            raise TrainingError(
+                f"step {self.step + 1} raised {type(problem).__name__}: {problem}{_advice(problem)} "
+                f"(the traceback is in {log_file})"
+            ) from problem
+
+    def summarise(self, error: BaseException | None) -> Summary:
+        """Return what came out, also of a run that ended with `error`."""
+        parts, progress, outcome = self._parts, self._trainer.progress, self._outcome
+        metrics = outcome.metrics if outcome else None
+        status, stopped_by = _status(outcome, error)
+        return Summary(
+            status=status,
+            name=parts.job.name,
+            strategy=parts.job.strategy.name,
+            workers=parts.team.num_workers,
+            device=str(parts.computation.device),
+            parameters=parts.num_parameters,
+            trainable_parameters=parts.num_trainable,
+            steps=progress.step,
+            epochs=progress.epochs_finished(parts.train.num_batches),
+            samples=progress.samples,
+            wall_seconds=progress.elapsed_s,
+            samples_per_second=(outcome.samples_per_second or None) if outcome else None,  # 0: no step was left to take
+            step_seconds=_step_s(outcome),
+            checkpoint_stall_seconds=outcome.stall_s if outcome else None,
+            best_step=progress.best_step if progress.best_step >= 0 else None,
+            peak_memory_bytes=self._memory.peak_bytes() or None,
+            train_loss=outcome.train_loss if outcome else None,
+            test_loss=metrics.loss if metrics else None,
+            test_accuracy=metrics.accuracy if metrics else None,
+            test_top5_accuracy=metrics.top5_accuracy if metrics else None,
+            weights_sha256=checkpoint.weights_sha256(parts.strategy.model.state_dict()) if outcome else None,
+            stopped_by=stopped_by,
+            error=str(error) if status == "failed" else None,
+            cordee_version=__version__,
+            torch_version=str(torch.__version__),
+            started=self._started,
+            ended=time.time(),
+        )
+
+    def _load(self) -> State | None:
+        """Return the newest whole checkpoint, if there is one. Local."""
+        loaded = checkpoint.load_newest(self._run_dir / "checkpoints")
+        if loaded is None:
+            self._warn("the run has no checkpoint yet: starting from the beginning")
+            return None
+        for path, reason in loaded.damaged:
+            self._warn(f"checkpoint {path.name} is damaged ({reason}); using {loaded.path.name}")
+        return loaded.state
+
+    def _warn(self, message: str) -> None:
+        self._monitor.emit("warning", message=message)
+
+    def _announce(self) -> None:
+        self._monitor.emit("run_started", run_dir=str(self._run_dir), start_step=self.step, **self._parts.describe())
+
+
+def _apart(state: State) -> State:
+    """Return the state with weights of its own. The optimizer's tensors stay shared: a new one never writes to them."""
+    copies: dict[object, Tensor] = {}
+    tensors = {}
+    for name, tensor in state.tensors.items():
+        if name.startswith("model."):
+            tensor = copies.setdefault(memory_of(tensor), tensor.clone())
+        tensors[name] = tensor
+    return State(tensors, state.values)
+
+
+def _nothing_left(step: int) -> str:
+    return (
+        f"the team was lost at step {step}, and there is no checkpoint yet: start the run again, with a smaller "
+        "checkpoint.every_steps"
+    )
+
+
+def _status(outcome: Outcome | None, error: BaseException | None) -> tuple[Status, str | None]:
+    if isinstance(error, KeyboardInterrupt) or (outcome is not None and outcome.stopped_by == "interrupt"):
+        return "interrupted", "interrupt"
+    if outcome is None:
+        return "failed", "error"
+    return ("stopped" if outcome.stopped_by else "completed"), outcome.stopped_by
+
+
+def _step_s(outcome: Outcome | None) -> float | None:
+    if outcome is None or not outcome.samples_per_second or not outcome.progress.step:
+        return None
+    return outcome.progress.samples / outcome.progress.step / outcome.samples_per_second
+
+
+def _advice(problem: Exception) -> str:
+    """Return what to do about an error of torch whose cause is in the job."""
+    if "Expected more than 1 value per channel" not in str(problem):
+        return ""
+    return (
+        ": a batch norm cannot train on a single sample, which is a worker's share, or a micro-batch, of the last, "
+        "smaller batch of an epoch: choose a training.batch_size that divides the samples, or fewer micro-batches or "
+        "workers"
+    )

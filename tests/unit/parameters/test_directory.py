@@ -1,0 +1,95 @@
+"""Who takes part, which keys there are, and the barrier."""
+
+from __future__ import annotations
+
+import pytest
+
+from cordee.core.errors import StoreError
+from cordee.parameters.directory import Directory
+
+
+def made(*, workers: int = 2, servers: int = 1, num_workers: int | None = None) -> Directory:
+    directory = Directory(
+        num_workers=workers if num_workers is None else num_workers, num_servers=servers, failure_timeout_s=5
+    )
+    for index in range(servers):
+        directory.enlist(f"s{index}", "server", pid=index, host="h", address=f"tcp://h:{index}", now_s=0)
+    for index in range(workers):
+        directory.enlist(f"w{index}", "worker", pid=10 + index, host="h", address="", now_s=0)
+    return directory
+
+
+def test_participants_are_counted_and_told_apart() -> None:
+    directory = made()
+    assert directory.is_complete and not directory.is_over
+    assert directory.enlist("w1", "worker", pid=11, host="h", address="", now_s=1).index == 1, "said again"
+    with pytest.raises(StoreError, match="started for 2 workers, and 2 have come"):
+        directory.enlist("w2", "worker", pid=12, host="h", address="", now_s=1)
+    with pytest.raises(StoreError, match="started for 1 servers"):
+        directory.enlist("s1", "server", pid=12, host="h", address="", now_s=1)
+    with pytest.raises(StoreError, match="ghost is not known to this store"):
+        directory.hear("ghost", 1)
+    directory.leave("w0")
+    directory.leave("w1")
+    assert directory.is_over
+
+
+def test_the_silent_are_given_up() -> None:
+    directory = made()
+    directory.hear("w0", 4)
+    directory.hear("s0", 4)
+    assert [str(lost) for lost in directory.lose_silent(5.5)] == ["worker 1 (process 11 on h)"]
+    assert directory.lose_silent(5.6) == []
+    with pytest.raises(StoreError, match=r"worker 1 .* was given up: it was silent for 5 s"):
+        directory.hear("w1", 6)
+    with pytest.raises(StoreError, match=r"barrier: worker 1 \(process 11 on h\) is lost"):
+        directory.meet("w0", 1)
+
+
+def test_nobody_is_lost_while_nobody_listens() -> None:
+    directory = made()
+    assert directory.lose_silent(4.0) == []
+    assert directory.lose_silent(30.0) == [], "this process was busy in between"
+    directory.hear("w0", 30.5)
+    lost = [participant for tenth in range(301, 330) for participant in directory.lose_silent(tenth / 10)]
+    assert [str(one) for one in lost] == ["server 0 (process 0 on h)", "worker 1 (process 11 on h)"]
+
+
+def test_a_key_gets_the_value_of_worker_0() -> None:
+    directory = made()
+    record, is_owner = directory.declare("w1", "a", "float32", (2,), 1, 0)
+    assert not is_owner and record.owner == "w0"
+    assert directory.declare("w0", "a", "float32", (2,), 1, 0)[1]
+    with pytest.raises(StoreError, match="key 'a' has no value yet: worker 0"):
+        directory.locate("a")
+    directory.finish("a")
+    assert directory.locate("a") is record
+    assert directory.declare("w0", "a", "float32", (2,), 1, 0) == (record, False), "the same call, sent again"
+    with pytest.raises(StoreError, match="key 'a' has been initialised before"):
+        directory.declare("w0", "a", "float32", (2,), 2, 0)
+    with pytest.raises(StoreError, match=r"float32 of shape \(2,\) for another worker, and int8 of shape \(2,\) here"):
+        directory.declare("w2", "a", "int8", (2,), 5, 0)
+    with pytest.raises(StoreError, match="key 'aa' has not been initialised: call init first; did you mean 'a'"):
+        directory.locate("aa")
+
+
+def test_without_a_number_of_workers_the_first_comes_first_and_another_takes_over() -> None:
+    directory = made(num_workers=0)
+    assert directory.declare("w1", "a", "float32", (2,), 1, 0)[1]
+    assert not directory.declare("w0", "a", "float32", (2,), 1, 1)[1]
+    assert directory.declare("w0", "a", "float32", (2,), 1, 6)[1], "the first did not finish in time"
+    assert not directory.is_over
+
+
+def test_the_barrier() -> None:
+    directory = made(workers=3)
+    assert not directory.meet("w0", 1)
+    assert not directory.meet("w1", 1)
+    assert [worker.index for worker in directory.missing_at_barrier()] == [2]
+    assert directory.meet("w2", 1)
+    assert all(directory.has_met(name, 1) for name in ("w0", "w1", "w2"))
+    assert directory.meet("w0", 1), "it did not hear the answer and asks again"
+    assert not directory.meet("w0", 2)
+    directory.leave("w1")
+    directory.leave("w2")
+    assert directory.meet("w0", 2), "those that left are not waited for"

@@ -1,0 +1,206 @@
+"""The dispatcher as a state machine: whenever a stop comes, the run ends, saved."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cordee.communication.messages import Message
+from cordee.core import Job
+from cordee.core.stopping import StopPolicy
+from cordee.data import Ledger
+from cordee.runs.dispatched.dispatcher import Dispatcher
+from cordee.runs.dispatched.messages import AskOrder, Join, Leave, Order, OrderDone, SnapshotTaken, TakeWork, Work
+from cordee.runs.dispatched.plan import RunPlan
+from cordee.strategies.parameter_server import ParameterServerSettings
+from cordee.training.progress import Progress
+
+
+class Channel:
+    """Takes messages from a list and remembers the answers."""
+
+    def __init__(self) -> None:
+        self.inbox: list[Any] = []
+        self.answers: list[tuple[str, Message]] = []
+
+    def receive(self, timeout_s: float) -> Any:
+        return self.inbox.pop(0) if self.inbox else None
+
+    def reply(self, received: Any, message: Message) -> None:
+        self.answers.append((received.envelope.sender, message))
+
+
+class Play:
+    """One server, one evaluator, one worker, and the dispatcher between them."""
+
+    def __init__(self, num_workers: int = 1, **strategy: Any) -> None:
+        job = Job.from_dict({
+            "model": {"use": "mlp"},
+            "data": {"use": "synthetic", "shape": [2], "num_classes": 2, "size": 8},
+            "training": {"batch_size": 4, "epochs": 3},
+            "strategy": {"name": "parameter_server"},
+        })  # fmt: skip
+        plan = RunPlan(job, ParameterServerSettings(**strategy), 8, 6, StopPolicy(job.stop), counts_classes=True)
+        self.channel = Channel()
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.dispatcher = Dispatcher(
+            self.channel,  # type: ignore[arg-type]
+            plan,
+            Ledger(plan.exchanges, num_workers),
+            Progress(),
+            emit=lambda kind, **fields: self.events.append((kind, fields)),
+            show=lambda step, loss: None,
+            elapsed_s=lambda: 0.0,
+            rate=lambda step: 0.1,
+        )
+        for role in ("server", "evaluator"):
+            self.say(f"{role}-0", Join(role, 0, 1, "host", "address"))
+        for index in range(num_workers):
+            self.say(f"worker-{index}", Join("worker", index, 1, "host"))
+
+    def say(self, sender: str, message: Message) -> list[tuple[str, Message]]:
+        """Let a process speak; return what the dispatcher says to anybody after it."""
+        self.channel.answers.clear()
+        envelope = SimpleNamespace(sender=sender, incarnation=1)
+        self.channel.inbox.append(SimpleNamespace(envelope=envelope, message=message))
+        self.dispatcher.serve(0.0)
+        self.dispatcher.flush()
+        return list(self.channel.answers)
+
+    def order(self, answers: list[tuple[str, Message]]) -> Order:
+        (order,) = [message for _, message in answers if isinstance(message, Order)]
+        return order
+
+    def carry_out(self, order: Order) -> list[tuple[str, Message]]:
+        self.say("evaluator-0", SnapshotTaken(()))
+        metrics = '{"loss": 1.0, "accuracy": 0.5, "top5_accuracy": null, "num_samples": 1, "seconds": 0.1}'
+        path = "step" if order.save else ""
+        self.say(
+            "evaluator-0", OrderDone(order.step, metrics if order.evaluate else "", "sha", path, number=order.number)
+        )
+        return self.say("evaluator-0", AskOrder())
+
+
+def work_of(answers: list[tuple[str, Message]]) -> Work:
+    (work,) = [message for _, message in answers if isinstance(message, Work)]
+    return work
+
+
+@pytest.mark.parametrize("reason", ["interrupt", "time"])
+def test_a_stop_before_the_first_unit_ends_the_run(reason: str) -> None:
+    play = Play()
+    play.dispatcher.stop(reason)
+    order = play.order(play.say("evaluator-0", AskOrder()))
+    assert order.save and order.step == 0
+    play.carry_out(order)
+    assert play.dispatcher.is_over
+
+
+@pytest.mark.parametrize("reason", ["interrupt", "time"])
+def test_a_stop_while_a_snapshot_is_measured_ends_the_run_saved(reason: str) -> None:
+    play = Play()
+    play.say("evaluator-0", AskOrder())
+    done, order = TakeWork(), None
+    while order is None:  # the end of the first epoch
+        answers = play.say("worker-0", done)
+        orders = [message for _, message in answers if isinstance(message, Order)]
+        if orders:
+            order = orders[0]
+        else:
+            done = TakeWork(done=work_of(answers).unit, num_samples=4)
+    assert order.evaluate and not order.save
+    play.dispatcher.stop(reason)
+    last = play.order(play.carry_out(order))
+    assert last.save and not last.evaluate and last.step == 2
+    play.carry_out(last)
+    assert play.dispatcher.is_over
+    assert play.dispatcher.outcome.stopped_by == reason
+
+
+def test_a_stop_in_the_middle_of_a_step_waits_for_it_and_sends_everybody_home() -> None:
+    play = Play()
+    play.say("evaluator-0", AskOrder())
+    work = work_of(play.say("worker-0", TakeWork()))
+    play.dispatcher.stop("interrupt")
+    answers = play.say("worker-0", TakeWork(done=work.unit, num_samples=4))
+    order = play.order(answers)
+    assert (order.step, order.save, order.evaluate) == (1, True, False)
+    assert ("worker-0", Leave()) in answers, "there is no more work for it, whatever the evaluator still does"
+    play.carry_out(order)
+    assert play.dispatcher.is_over
+
+
+def test_a_refused_gradient_is_told_once_and_the_run_goes_on() -> None:
+    play = Play()
+    work = work_of(play.say("worker-0", TakeWork()))
+    answers = play.say("worker-0", TakeWork(done=work.unit, refused="the gradient of worker-0 is not finite"))
+    assert work_of(answers).unit == work.unit + 1
+    (warning,) = [fields["message"] for kind, fields in play.events if kind == "warning"]
+    assert warning == "the gradient of worker-0 is not finite: it is refused, and the step goes on without it"
+
+
+def test_a_run_without_more_work_does_not_lack_workers() -> None:
+    play = Play()
+    play.say("evaluator-0", AskOrder())
+    answers = play.say("worker-0", TakeWork())
+    while not play.dispatcher.ledger.is_complete:
+        assert not play.dispatcher.is_ending
+        orders = [message for _, message in answers if isinstance(message, Order)]
+        if orders:
+            answers = play.say("evaluator-0", SnapshotTaken(()))
+            metrics = '{"loss": 1.0, "accuracy": 0.5, "top5_accuracy": null, "num_samples": 1, "seconds": 0.1}'
+            play.say("evaluator-0", OrderDone(orders[0].step, metrics, "sha", number=orders[0].number))
+            play.say("evaluator-0", AskOrder())
+        answers = play.say("worker-0", TakeWork(done=work_of(answers).unit, num_samples=4))
+    assert ("worker-0", Leave()) in answers
+    assert play.dispatcher.is_ending and not play.dispatcher.is_over
+
+
+def test_an_evaluation_tells_of_the_steps_it_measured() -> None:
+    play = Play()
+    play.say("evaluator-0", AskOrder())
+    answers = play.say("worker-0", TakeWork())
+    for loss in (3.0, 5.0):  # the two steps of the first epoch
+        unit = work_of(answers).unit
+        answers = play.say("worker-0", TakeWork(done=unit, loss_sum=4 * loss, count=4, num_samples=4))
+    order = play.order(answers)
+    (work,) = [message for _, message in play.say("evaluator-0", SnapshotTaken(())) if isinstance(message, Work)]
+    play.say("worker-0", TakeWork(done=work.unit, loss_sum=4.0, count=4, num_samples=4))  # while it is measured
+    play.carry_out(order)
+    (told,) = [fields for kind, fields in play.events if kind == "evaluation"]
+    assert (told["step"], told["epoch"], told["train_loss"]) == (2, 1, 4.0)
+
+
+def test_a_server_that_nobody_followed_costs_whole_steps_and_says_how_many() -> None:
+    """What went to it of the step under way is done again, also by a worker that reports it only now."""
+    play = Play(num_workers=2, staleness=1)
+    first = work_of(play.say("worker-0", TakeWork()))
+    second = work_of(play.say("worker-1", TakeWork()))
+    ahead = work_of(play.say("worker-0", TakeWork(done=first.unit, loss_sum=2.0, count=2, num_samples=2)))
+    play.say("worker-1", TakeWork(done=second.unit, loss_sum=2.0, count=2, num_samples=2))
+    assert play.dispatcher.progress.step == 1
+    play.dispatcher.lose("server-0")
+    play.say("server-0.1", Join("server", 0, 2, "host", "elsewhere", step=0))
+    (lost,) = [fields for kind, fields in play.events if kind == "updates_lost"]
+    assert lost == {"server": 0, "updates": 1, "step": 1, "from_step": 0}
+    assert play.dispatcher.progress.updates_lost == 1
+    again = work_of(play.say("worker-0", TakeWork(done=ahead.unit, loss_sum=99.0, count=2, num_samples=2)))
+    assert (again.unit, again.attempt) != (ahead.unit, ahead.attempt) and again.step == ahead.step
+    assert not play.dispatcher.ledger.state.committed, "what the lost server had of it does not count"
+
+
+def test_a_unit_that_is_late_goes_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr("cordee.runs.dispatched.unit_timing.time.monotonic", lambda: now_s[0])
+    play = Play(num_workers=2, drop_late=5.0)
+    late = work_of(play.say("worker-0", TakeWork()))
+    other = work_of(play.say("worker-1", TakeWork()))
+    now_s[0] += 4.0
+    answers = play.say("worker-1", TakeWork(done=other.unit, num_samples=2))
+    assert not [message for _, message in answers if isinstance(message, Work)], "nothing is late yet"
+    now_s[0] += 2.0
+    assert work_of(play.say("evaluator-0", AskOrder())).unit == late.unit
+    (warning,) = [fields["message"] for kind, fields in play.events if kind == "warning"]
+    assert warning == "worker-0 is late with its part of step 1 (6.0 s): another does it"

@@ -1,0 +1,40 @@
+"""What the coordinator of a served run writes down."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cordee.cluster.external_workers import ExternalWorkers
+from cordee.cluster.shortage import Shortage
+from cordee.compute import Metrics
+from cordee.data.ledger import LedgerState
+from cordee.runs.dispatched.processes import Loss, LossState, Process, RunState, StarterState
+from cordee.runs.dispatched.server_slots import ServerSlot, ServerSlots
+from cordee.runs.dispatched.state import Memory, Outcome, ProcessRecord, SnapshotState, StepMetricsState, StepSum
+from cordee.training.progress import Progress
+
+
+def test_what_a_coordinator_knows_survives_being_written_down() -> None:
+    dispatcher = Memory(
+        progress=Progress(step=3),
+        slots=ServerSlots([ServerSlot("server-0", "server-0.1", is_following=True)], version=1),
+        accounts=StepMetricsState(counted=3, sums={4: StepSum(loss_sum=1.5, count=2)}, settle=(2, 0.5)),
+        snapshots=SnapshotState(num_orders=1, ordered_at=(3, 0, 3, 12), is_order_open=True, is_reading=True),
+        barrier=4,
+        ledger=LedgerState(3, 7, [6], [5], {4: "worker-1"}),
+        process_records={"worker-1": ProcessRecord("worker", 1, 99, 17, 0.5)},
+        outcome=Outcome(metrics=Metrics(1.0, 0.5, None, 4, 0.1), ages=(1, 2)),
+    )
+    memory = RunState(
+        address="tcp://127.0.0.1:1",
+        started=1.0,
+        begun_s=2.0,
+        base_s=0.0,
+        samples_before=0,
+        starter=StarterState(
+            next_worker=3, processes={1: Process("server", 0, 1)}, external_workers=ExternalWorkers({2: 5}, {2: 1.5})
+        ),
+        losses=LossState(recovering=[Loss("worker", "worker-0", 1.0, 2)], shortage=Shortage("too few", 3.0)),
+        dispatcher=dispatcher,
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(memory), type=RunState) == memory

@@ -1,0 +1,44 @@
+"""Who serves and who follows: a server takes over only with everything that was acknowledged."""
+
+from __future__ import annotations
+
+from test_dispatcher import Play
+
+from cordee.runs.dispatched.messages import Join, SecondLost
+from cordee.runs.dispatched.server_slots import ServerSlot, ServerSlots
+
+
+def test_a_replacement_without_the_parameters_does_not_serve() -> None:
+    """Both servers of a place are lost, and the second's replacement, which was to be given everything, comes first."""
+    slots = ServerSlots([ServerSlot("server-0", "server-0.1", is_following=True)])
+    slots.lose("server-0")
+    slots.lose("server-0.1")
+    slots.join(0, "server-0.2", has_state=False)
+    assert slots.serving == []
+    slots.join(0, "server-0.3", has_state=True)
+    assert slots.serving == ["server-0.3"]
+    assert slots.unfollowed() == [(0, "server-0.3", "server-0.2")]
+
+
+def test_a_second_that_was_dropped_does_not_take_over() -> None:
+    """The first server could not reach it for a moment, and has continued alone."""
+    play = Play()
+    play.say("server-0.1", Join("server", 0, 2, "host", "second"))
+    play.dispatcher.servers.note_following(0, "server-0", "server-0.1")
+    play.say("server-0", SecondLost("second", "server-0 has lost its second server (no reply)"))
+    assert not play.dispatcher.servers.has_part("server-0.1")
+    play.dispatcher.lose("server-0")
+    assert not play.dispatcher.servers.is_served(0)
+    (warning,) = [fields["message"] for kind, fields in play.events if kind == "warning"]
+    assert warning == "server-0 has lost its second server (no reply): continuing alone until there is another"
+
+
+def test_a_server_that_was_given_everything_too_late_does_not_follow() -> None:
+    """It was dropped, and is being replaced, when the coordinator hears that handing over has succeeded."""
+    slots = ServerSlots([ServerSlot("server-0", "server-0.1")])
+    slots.lose("server-0.1")
+    slots.join(0, "server-0.2", has_state=False)
+    slots.note_following(0, "server-0", "server-0.1")
+    assert not slots.slots[0].is_following
+    slots.note_following(0, "server-0", "server-0.2")
+    assert slots.slots[0].is_following

@@ -1,0 +1,62 @@
+"""Recoveries of a team, and what its coordinator writes down."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cordee.cluster.external_workers import ExternalWorkers
+from cordee.cluster.members import Membership, Record, Trouble
+from cordee.cluster.restarts import Restarts
+from cordee.cluster.shortage import Shortage
+from cordee.runs.team.recoveries import Recovered, Recoveries
+from cordee.runs.team.state import LossState, RecoveryState, TeamState, WorkersState
+
+
+def recoveries(met: list[int]) -> Recoveries:
+    return Recoveries(RecoveryState(restarts=Restarts(max_restarts=9), met=met))
+
+
+def test_losses_before_the_next_step_are_one_recovery() -> None:
+    found = recoveries([0, 1, 2])
+    found.take(Trouble(1, 4, "was killed", at_s=10.0), is_external=False)
+    assert found.begin(Record(ready_step=4, has_dropped=True), "", 5, now_s=11.0) is None
+    found.take(Trouble(2, 4, "was killed", at_s=12.0), is_external=False)
+    assert found.begin(Record(ready_step=3), "", 5, now_s=13.0) is None
+    assert found.is_under_way and found.last_loss is None
+    assert found.complete(4, [0], now_s=15.0) == Recovered(lost=[1, 2], seconds=5.0, steps_redone=2)
+    assert found.complete(5, [0], now_s=16.0) is None, "it is complete"
+    assert found.met == [0]
+
+
+def test_a_guest_that_never_took_part_leaves_nothing_to_recover_from() -> None:
+    found = recoveries([0, 1])
+    found.take(Trouble(2, 0, "ended without a word"), is_external=True)
+    assert found.last_loss is None
+    found.take(Trouble(1, 0, "ended without a word"), is_external=True)
+    assert found.last_loss is not None and found.last_loss.worker_index == 1
+
+
+def test_a_team_that_is_lost_in_the_same_step_again_and_again_gives_up() -> None:
+    found = recoveries([0, 1])
+    verdicts = []
+    for at_s in (1.0, 2.0, 3.0):
+        found.take(Trouble(1, 4, "was killed by SIGKILL", at_s=at_s), is_external=False)
+        verdicts.append(found.begin(Record(ready_step=4), "", 4, now_s=at_s))
+    assert verdicts == [
+        None, None, "a worker was lost in each of 3 attempts at step 5; last worker 1 was killed by SIGKILL"
+    ]  # fmt: skip
+
+
+def test_what_a_coordinator_knows_survives_being_written_down() -> None:
+    membership = Membership(2, 5.0, 120.0, 0.0, is_elastic=True)
+    staff = WorkersState(
+        address="tcp://127.0.0.1:1", pids={0: 10}, external_workers=ExternalWorkers({1: 11, 2: 12}, {2: 3.5}), threads=2
+    )
+    memory = TeamState(
+        membership=membership,
+        workers=staff,
+        recoveries=RecoveryState(restarts=Restarts(3, num_restarts=1), lost=[Trouble(1, 4, "was killed")]),
+        losses=LossState(shortage=Shortage("too few", 12.5)),
+    )
+    Recoveries(memory.recoveries).begin(Record(ready_step=4), "", 4, now_s=1.0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(memory), type=TeamState) == memory

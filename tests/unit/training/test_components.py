@@ -1,0 +1,247 @@
+"""What does not fit together is found before the first step, and said in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_jobs
+import torch
+from small_jobs import small_job
+from torch import Tensor, nn
+
+from cordee.cluster import Team
+from cordee.core import Job, Use
+from cordee.core.errors import CordeeError, DataError, JobError, ModelError
+from cordee.training.components import assemble
+
+
+class Wide(nn.Module):
+    """Gives outputs of any shape, whatever comes in."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape = shape
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.weight * torch.ones(len(inputs), *self.shape)
+
+
+class Strange(nn.Module):
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs, inputs
+
+
+def summed(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def as_number(outputs: Tensor, targets: Tensor) -> float:
+    return 0.0
+
+
+def not_a_model() -> int:
+    return 3
+
+
+def raises() -> nn.Module:
+    raise ValueError("no such net")
+
+
+NUMBERS = {"use": small_jobs.regression_data()}
+NO_TEST = {"use": small_jobs.samples()}
+
+
+@pytest.mark.parametrize(
+    ("sections", "kind", "message"),
+    [
+        # the model
+        ({"model": "mpl"}, JobError, r"model.use = 'mpl' is not known; did you mean 'mlp'\?"),
+        ({"model": {"use": "mlp", "hiden": [3]}}, JobError, r"model has no setting 'hiden'; did you mean 'hidden'\?"),
+        ({"model": {"use": "mlp", "hidden": 3}}, JobError, "model.hidden = 3 does not fit"),
+        ({"model": "lenet"}, ModelError, r"'lenet' takes images of shape .* the data has samples of shape \(6,\)"),
+        (
+            {"model": Use(Wide, shape=(2,))},
+            ModelError,
+            r"outputs of shape \(2, 2\) for 2 samples, but data 'synthetic' has 3 c",
+        ),
+        ({"model": Use(Wide, shape=())}, ModelError, r"outputs of shape \(2,\) .* has 3 classes"),
+        ({"model": nn.Linear(5, 3)}, ModelError, r"cannot compute inputs of shape \(6,\) from data 'synthetic': mat1"),
+        ({"model": Strange}, ModelError, "returns a tuple; it must return a tensor"),
+        ({"model": not_a_model}, ModelError, "is a int, not a torch.nn.Module"),
+        ({"model": raises}, ModelError, "building the model .*raises' raised ValueError: no such net"),
+        ({"model": Use(nn.Linear(6, 3), bias=False)}, JobError, "a module that is already built takes no settings"),
+        # the loss
+        ({"loss": "mse"}, ModelError, r"cannot compare outputs of shape \(2, 3\) with targets of shape \(2,\)"),
+        ({"loss": summed}, ModelError, r"the loss gives a tensor of shape \(2,\); it must give one number"),
+        ({"loss": as_number}, ModelError, "the loss gives float; it must give one number"),
+        ({"data": NUMBERS}, ModelError, "'cross_entropy' compares classes, .* are numbers: set loss.use = 'mse'"),
+        (
+            {"data": NUMBERS, "loss": "torch.nn:SmoothL1Loss"},
+            ModelError,
+            r"outputs of shape \(2, 1\) with targets of shape \(2,\): Using a target size",
+        ),
+        # stopping
+        (
+            {"data": NO_TEST, "stop": {"accuracy": 0.9}},
+            JobError,
+            "stop.accuracy is measured on a test set, .* has none: set data.test_fraction",
+        ),
+        ({"data": NO_TEST, "stop": {"loss": 0.9}}, JobError, "stop.loss is measured on a test set"),
+        ({"data": NO_TEST, "stop": {"patience": 2}}, JobError, "stop.patience is measured on a test set"),
+        (
+            {"data": {**NUMBERS, "test_fraction": 0.2}, "loss": "mse", "stop": {"accuracy": 0.9}},
+            JobError,
+            "stop.accuracy needs classes, and the targets are numbers: use stop.loss",
+        ),
+        # the strategy
+        ({"strategy": "singel"}, JobError, r"strategy.name = 'singel' is not known; did you mean 'single'\?"),
+        ({"strategy": "zzz"}, JobError, r"strategy.name = 'zzz' is not known \(this version has: auto, "),
+        ({"strategy": {"name": "single", "worker": 1}}, JobError, "has no key 'worker'"),
+        (
+            {"strategy": {"name": "single", "workers": 2}},
+            JobError,
+            "'single' has one worker, the job has 2: set strategy.workers = 1",
+        ),
+        # the rest
+        ({"data": {"use": "irsi"}}, JobError, r"data.use = 'irsi' is not known; did you mean 'iris'\?"),
+        ({"data": {"use": "synthetic", "sise": 3}}, JobError, r"data has no setting 'sise'; did you mean 'size'\?"),
+        (
+            {"training": {"batch_size": 39}},
+            DataError,
+            r"batch_size = 39 is larger than the training set \(38 samples\)",
+        ),
+        ({"training": {"shards": 4}}, JobError, "training.shards = 4 has a meaning only with"),
+        ({"training": {"reproducible": True, "lr_scale": "sqrt"}}, JobError, "set lr_scale = 'none'"),
+        ({"optimizer": "adan"}, JobError, "optimizer.use = 'adan' is not known"),
+        ({"optimizer": {"use": "adam", "lr": "big"}}, JobError, "lr"),
+        ({"schedule": "cosinus"}, JobError, r"schedule.use = 'cosinus' is not known; did you mean 'cosine'\?"),
+        (
+            {"schedule": "cosine", "data": {"use": small_jobs.StreamData()}},
+            JobError,
+            "this data has no length: set training.steps or schedule.total_steps",
+        ),
+    ],
+)
+def test_what_does_not_fit(sections: dict[str, Any], kind: type[CordeeError], message: str) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        assembled(small_job(**sections))
+    assert "Traceback" not in str(caught.value)
+
+
+def assembled(job: Job) -> Any:
+    parts = assemble(job, Team())
+    parts.setup()
+    return parts
+
+
+def test_shape_and_classes_follow_from_the_data() -> None:
+    parts = assembled(small_job())
+    assert parts.model[1].in_features == 6
+    assert parts.model[-1].out_features == 3
+    assert (parts.total_steps, parts.num_parameters) == (10, 83)
+    numbers = assembled(small_job(data=NUMBERS, loss="mse"))
+    assert numbers.model[-1].out_features == 1, "one number to predict"
+
+
+def test_the_model_depends_on_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    one = assembled(small_job()).model.state_dict()
+    torch.manual_seed(2)
+    other = assembled(small_job()).model.state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    changed = assembled(small_job(seed=1)).model.state_dict()
+    assert not torch.equal(one["linear1.weight"], changed["linear1.weight"])
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_trying_the_model_leaves_no_trace(mode: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).train(mode)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parts = assembled(small_job(model=model))
+    assert parts.model is model and model.training is mode
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_layers_that_find_their_size_from_the_data() -> None:
+    lazy = Use(lambda: nn.Sequential(nn.LazyLinear(3)))
+    assert assembled(small_job(model=lazy)).num_parameters == 21
+    assert assembled(small_job(model=lazy, data={"use": small_jobs.StreamData()})).num_parameters == 21
+
+
+def test_a_model_that_does_not_fit_a_stream_is_found_as_well() -> None:
+    with pytest.raises(ModelError, match=r"cannot compute inputs of shape \(6,\)"):
+        assembled(small_job(model=nn.Linear(5, 3), data={"use": small_jobs.StreamData()}))
+
+
+def test_the_test_set_is_read_in_batches_no_larger_than_it_is() -> None:
+    parts = assembled(small_job(evaluation={"batch_size": 1000}))
+    assert [len(batch.targets) for batch in parts.test.batches(0)] == [20]
+    parts = assembled(small_job(evaluation={"batch_size": 7}))
+    assert [len(batch.targets) for batch in parts.test.batches(0)] == [7, 7, 6]
+
+
+def test_parts_of_the_users_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "my_parts.py").write_text(
+        "import torch\n"
+        "def net(input_shape, num_classes, width=4):\n"
+        "    layers = torch.nn.Linear(input_shape[0], width), torch.nn.Linear(width, num_classes)\n"
+        "    return torch.nn.Sequential(*layers)\n"
+        "def data(seed, size=12):\n"
+        "    return torch.randn(size, 5), torch.arange(size) % 4\n"
+        "def loss(outputs, targets, scale=1.0):\n"
+        "    return scale * torch.nn.functional.cross_entropy(outputs, targets)\n"
+        "class Plain(torch.optim.SGD):\n"
+        "    def __init__(self, params, speed):\n"
+        "        super().__init__(params, lr=speed)\n"
+        "def fade(total_steps, power=2):\n"
+        "    return lambda step: (1 - step / total_steps) ** power\n"
+    )
+    (tmp_path / "job.toml").write_text(
+        "[model]\nuse = 'my_parts.py:net'\nwidth = 3\n[data]\nuse = 'my_parts:data'\nsize = 16\n"
+        "[loss]\nuse = 'my_parts:loss'\nscale = 2\n[optimizer]\nuse = 'my_parts:Plain'\nspeed = 1\n"
+        "[schedule]\nuse = 'my_parts:fade'\npower = 1\n[training]\nbatch_size = 4\ndevice = 'cpu'\n"
+    )
+    parts = assembled(Job.load(tmp_path / "job.toml"))
+    assert parts.num_parameters == 5 * 3 + 3 + 3 * 4 + 4
+    assert parts.total_steps == 4
+    assert [parts.recipe.schedule(step) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline"])
+def test_a_rate_that_would_follow_nothing_is_refused(name: str) -> None:
+    job = small_job(training={"lr_scale": "linear"}, strategy={"name": name, "workers": 2}, model={"use": "mlp"})
+    with pytest.raises(JobError, match=rf"lr_scale = 'linear' follows the number of shares .* strategy '{name}'"):
+        assemble(job, Team(num_workers=2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "factor"),
+    [
+        ({"name": "data_parallel", "workers": 3}, 3.0),
+        ({"name": "sharded", "workers": 2}, 2.0),
+        ({"name": "parameter_server", "workers": 4}, 4.0),
+        ({"name": "hybrid", "workers": 4, "mesh": {"data": 2, "tensor": 2}}, 2.0),
+    ],
+)
+def test_the_rate_follows_the_shares_of_a_batch(strategy: dict[str, Any], factor: float) -> None:
+    job = small_job(training={"lr_scale": "linear"}, strategy=strategy, model={"use": "mlp", "hidden": [8]})
+    assert assemble(job, Team(num_workers=strategy["workers"])).recipe.lr_factor == factor
+
+
+def test_tokens_that_are_ignored_may_be_in_the_data() -> None:
+    tokens = torch.tensor([[0, 1, 2, 1], [2, 1, 0, 0]] * 4)
+    targets = torch.tensor([[1, 2, 1, -100], [1, 0, -100, -100]] * 4)
+    parts = assemble(small_job(data={"use": (tokens, targets)}, model={"use": "gpt", "num_layers": 1}), Team())
+    assert parts.splits.num_classes == 3
+    with pytest.raises(DataError, match="is -100"):
+        assemble(
+            small_job(
+                data={"use": (tokens, targets)},
+                model={"use": "gpt", "num_layers": 1},
+                loss={"use": "cross_entropy", "ignore_index": 0},
+            ),
+            Team(),
+        )
