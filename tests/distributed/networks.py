@@ -46,6 +46,31 @@ class Branching(nn.Module):
         return outputs
 
 
+class Repeated(nn.Module):
+    """A layer that is used twice, each time under checkpointing."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int, reentrant: bool) -> None:
+        super().__init__()
+        (width,) = input_shape
+        self.first = nn.Linear(width, 16)
+        self.shared = nn.Linear(16, 16)
+        self.last = nn.Linear(16, num_classes)
+        self._reentrant = reentrant
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for _ in range(2):
+            # Re-entrant checkpointing warns where it has nothing to do, as in an evaluation.
+            is_checkpointed = hidden.requires_grad
+            hidden = (
+                checkpoint(self.shared, hidden, use_reentrant=self._reentrant)
+                if is_checkpointed
+                else self.shared(hidden)
+            )
+            hidden = hidden.tanh()
+        return self.last(hidden)
+
+
 class Mixed(nn.Module):
     """Parameters of three dtypes, and one that is shared between two layers."""
 

@@ -24,6 +24,7 @@ from cordee.strategies.axes import Mesh, form_axes
 from cordee.strategies.data_parallel.batch_norm import SyncedBatchNorm, synchronise_batch_norms
 from cordee.strategies.data_parallel.reducers import EmptyShardPass
 from cordee.strategies.elementwise import require_elementwise
+from cordee.strategies.sharded.recomputation import refuse_repeated_recomputation
 from cordee.strategies.sharded.units import choose_units
 from cordee.strategies.shared_buffers import SharedBuffers, buffers_of
 from cordee.strategies.slices import Held, Holdings, SlicedParameter
@@ -168,7 +169,9 @@ class Sharded(SplitModel):
             options["offload_policy"] = CPUOffloadPolicy()
         if self._settings.batch_norm == "sync":
             synchronise_batch_norms(model)
-        for unit in choose_units(model, self._settings.unit_bytes):
+        units = choose_units(model, self._settings.unit_bytes)
+        refuse_repeated_recomputation(model, units)
+        for unit in units:
             unit.register_forward_hook(_own_memory)  # before FSDP's own, which sees what this returns
             fully_shard(unit, **options)
         return model
