@@ -38,6 +38,16 @@ def test_pushes_of_several_steps_count_every_batch_once(tmp_path: Path, first: s
     assert reported == [9, 10, 14, 15, 18]
 
 
+@pytest.mark.parametrize("size", [60, 65])
+def test_local_steps_are_those_of_the_batches(tmp_path: Path, size: int) -> None:
+    """A push of one batch is a local step too, and a last, smaller batch is a batch of its own."""
+    sections = {**EXACT, "data": {**EXACT["data"], "size": size}}
+    alone = go(tmp_path / "alone", strategy={"name": "single"}, **sections)
+    run = go(tmp_path / "run", strategy=served(1, staleness=1, push_every=4, pull_every=3), **sections)
+    assert (run.summary.steps, run.summary.samples) == (alone.summary.steps, alone.summary.samples)
+    assert largest_difference(run, alone) <= 1e-5
+
+
 def test_the_schedule_follows_the_steps_that_were_taken(tmp_path: Path) -> None:
     sections = {**EXACT, "schedule": {"use": "cosine", "warmup_steps": 3}}
     alone = go(tmp_path / "alone", strategy={"name": "single"}, **sections)

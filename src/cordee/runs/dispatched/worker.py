@@ -8,6 +8,7 @@ import math
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import identify, reach
 from cordee.core.seeds import derive_seed
 from cordee.data.fingerprint import check_same
+from cordee.data.order import count_batches
 from cordee.monitoring import setup_logging
 from cordee.runs.dispatched.link import DispatchLink, MemberSpec
 from cordee.runs.dispatched.messages import Leave, TakeWork, Work
@@ -194,8 +196,8 @@ class DispatchedWorker:
         reach("worker.pushed")
         if buffers:
             self._client.push_extras(buffers, work.unit, work.step, work.share, work.num_shares)
-        if self._num_until_pull and self._settings.push_every == 1:
-            self._step_locally(work, 0)
+        if self._num_until_pull and work.num_batches == 1:  # of several, `_compute` has taken the local steps
+            self._step_locally(work.first_batch)
         return TakeWork(
             done=work.unit,
             loss_sum=loss.mean * loss.count,
@@ -209,18 +211,18 @@ class DispatchedWorker:
         )
 
     def _compute(self, work: Work) -> Loss:
-        """Compute the gradient of a unit: the sum over its sub-batches, where `push_every` makes several of it."""
+        """Compute the gradient of a unit: the sum over its batches, where `push_every` makes several of it."""
         self._model.train()
-        turns = _turns(work.start, work.stop, work.num_batches)
         self._watch.begin()
-        losses, total = [], torch.zeros(0)
-        for turn, (start, stop) in enumerate(turns):
+        losses = []
+        total = torch.zeros_like(self._gradient) if work.num_batches > 1 else None
+        for step, start, stop in self._parts_of_batches(work):
             self._gradient.zero_()
-            losses.append(self._compute_turn(work, turn, start, stop))
-            if len(turns) > 1:
-                total = self._gradient.clone() if turn == 0 else total.add_(self._gradient)
-                self._step_locally(work, turn)
-        if len(turns) > 1:
+            losses.append(self._compute_batch(work, step, start, stop))
+            if total is not None:
+                total.add_(self._gradient)
+                self._step_locally(step)
+        if total is not None:
             self._gradient.copy_(total)
         self._count = sum(loss.count for loss in losses)
         if self._clip_norm and not self._settings.is_in_step:
@@ -228,10 +230,19 @@ class DispatchedWorker:
         self._watch.end()
         return Loss.join(losses)
 
-    def _compute_turn(self, work: Work, turn: int, start: int, stop: int) -> Loss:
+    def _parts_of_batches(self, work: Work) -> list[tuple[int, int, int]]:
+        """Return the unit's part [start, stop) of each of its batches, with the step of the job that the batch is."""
+        batch_size, num_samples = self._job.training.batch_size, self._parts.splits.train.num_samples
+        assert num_samples is not None, "work is handed out by the positions of samples"
+        first = work.first_batch % count_batches(num_samples, batch_size)
+        starts = range(first * batch_size, (first + work.num_batches) * batch_size, batch_size)
+        sizes = [min(batch_size, num_samples - start) for start in starts]
+        parts = cut_like(work.start, work.stop, sizes)
+        return [(work.first_batch + i, start, stop) for i, (start, stop) in enumerate(parts) if start < stop]
+
+    def _compute_batch(self, work: Work, step: int, start: int, stop: int) -> Loss:
         parts = self._parts
-        step, end = work.first_batch + turn, work.first_batch + work.num_batches
-        measure = is_due(work.first_batch, end, self._job.monitoring.every_steps)
+        measure = is_due(work.first_batch, work.first_batch + work.num_batches, self._job.monitoring.every_steps)
         if self._fixed is None:
             seed = derive_seed(self._job.seed, "step", step, work.share)
         else:
@@ -280,18 +291,16 @@ class DispatchedWorker:
         norm = float(torch.linalg.vector_norm(self._gradient, dtype=torch.float64))
         self._gradient.mul_(min(1.0, self._clip_norm / (norm + 1e-6)))
 
-    def _step_locally(self, work: Work, turn: int) -> None:
+    def _step_locally(self, step: int) -> None:
         """Move the own copy against its own gradient until the next pull, as Downpour SGD does."""
-        self._parts.recipe.set_rate(self._rates, work.first_batch + turn)
+        self._parts.recipe.set_rate(self._rates, step)
         with torch.no_grad():
             for group in self._rates.param_groups:
                 for parameter in group["params"]:
                     parameter.add_(parameter.grad, alpha=-float(group["lr"]))
 
 
-def _turns(start: int, stop: int, count: int) -> list[tuple[int, int]]:
-    """Cut [start, stop) into at most `count` parts of nearly equal size, none of them empty."""
-    length = stop - start
-    count = min(count, length)
-    bounds = [start + length * turn // count for turn in range(count + 1)]
-    return list(itertools.pairwise(bounds))
+def cut_like(start: int, stop: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Cut [start, stop) in the proportions of `sizes`: at the very places where it is as long as all of them."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return list(itertools.pairwise(start + (stop - start) * end // ends[-1] for end in ends))

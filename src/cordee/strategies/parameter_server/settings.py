@@ -18,7 +18,7 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
 
     servers: int = 1  # processes that hold the parameters, a slice each
     staleness: int | Literal["unbounded"] = 0  # steps a worker may be ahead of the slowest; 0: in step
-    push_every: int = 1  # units of work whose gradients go out together
+    push_every: int = 1  # batches whose gradients go out together, as one unit of work
     pull_every: int = 1  # units of work between two looks at the servers' parameters
     aggregate: Literal["weighted", "mean", "sum"] = "weighted"  # of the gradients of one step; weighted by samples
     staleness_lr: Literal["none", "inverse"] = "none"  # inverse: the rate is divided by the age of the gradient
