@@ -30,6 +30,7 @@ class Replica:
     def _adopt(self, model: nn.Module, recipe: OptimizerRecipe) -> None:
         self.model = model
         model.zero_grad()  # of a step that was dropped, when the team was formed anew
+        self._parameters = list(model.parameters())
         self._recipe = recipe
         self._optimizer = recipe.make(model.named_parameters())
 
@@ -41,12 +42,17 @@ class Replica:
                 raise TrainingError(f"the norm of the gradient is {norm} at step {step + 1}: lower optimizer.lr")
         lr = self._recipe.set_rate(self._optimizer, step)
         self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._drop_gradients()
         return Update(lr, norm)
 
     def skip(self, step: int) -> Update:
-        self._optimizer.zero_grad()
+        self._drop_gradients()
         return Update(self._recipe.set_rate(self._optimizer, step))
+
+    def _drop_gradients(self) -> None:
+        # Of all parameters: an optimizer of the user's own may leave some out, and clipping counts theirs too.
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def state_dict(self) -> State:
         return State.join(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -144,3 +145,18 @@ def test_it_has_no_settings() -> None:
 def test_a_setting_of_another_strategy_names_its_owner() -> None:
     with pytest.raises(JobError, match=r"strategy.reducer is a setting of 'data_parallel', .* is 'single'"):
         make_strategy(small_job(strategy={"name": "single", "reducer": "ddp"}), None)  # type: ignore[arg-type]
+
+
+def only_the_last(named_parameters: list[tuple[str, Tensor]], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for name, parameter in named_parameters if name.startswith("3.")], lr=lr)
+
+
+def test_gradients_that_the_optimizer_leaves_out_do_not_pile_up_in_the_norm() -> None:
+    strategy = single(Use(only_the_last, lr=0.5), clip_norm=0.1)
+    for step, batch in enumerate(BATCHES):
+        strategy.forward_backward([batch], measure=False, vote=Votes)
+        alone = copy.deepcopy(strategy.model)
+        alone.zero_grad()
+        nn.functional.cross_entropy(alone(batch.inputs), batch.targets).backward()
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in alone.parameters()])
+        assert strategy.update(step).gradient_norm == pytest.approx(norm.item(), rel=1e-5)
