@@ -84,12 +84,24 @@ def make_optimizer_recipe(
         try:
             built = bound(named_parameters if wants_names else parameters, **fused)
         except Exception as error:
+            if "empty parameter list" in str(error):
+                raise JobError(
+                    f"optimizer {_name(part)!r} takes none of {_some(named_parameters)}. Some strategies make an "
+                    "optimizer for each part of a model: to leave parameters out, freeze them in the model "
+                    "(requires_grad_(False))"
+                ) from error
             raise JobError(f"optimizer {_name(part)!r} refused its settings {dict(part.args)}: {error}") from error
         if not isinstance(built, Optimizer):
             raise JobError(f"optimizer {_name(part)!r} makes a {type(built).__name__}, not a torch.optim.Optimizer")
         return built
 
     return OptimizerRecipe(build, schedule, LR_SCALES[lr_scale](num_shares))
+
+
+def _some(named_parameters: Sequence[tuple[str, Tensor]], num_shown: int = 3) -> str:
+    shown = ", ".join(f"'{name}'" for name, _ in named_parameters[:num_shown])
+    num_others = len(named_parameters) - num_shown
+    return f"{shown} and {num_others} other parameters" if num_others > 0 else shown
 
 
 def _check_numbers(target: Callable[..., Any], part: Use) -> None:

@@ -148,3 +148,12 @@ def test_a_function_that_asks_for_names_gets_them() -> None:
     made = recipe(Use(by_name, lr=0.2)).make(model.named_parameters())
     assert [group["weight_decay"] for group in made.param_groups] == [0.5, 0.0]
     assert made.param_groups[1]["params"] == [model.bias]
+
+
+def of_no_parameter(named_parameters: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for name, parameter in named_parameters if name == "other"], lr=0.1)
+
+
+def test_an_optimizer_of_nothing_names_what_it_left_out() -> None:
+    with pytest.raises(JobError, match=r"takes none of 'p0', 'p1', 'p2' and 1 other parameters\. .* freeze them"):
+        recipe(Use(of_no_parameter)).make(parameters((2,), (2,), (2,), (2,)))

@@ -40,8 +40,11 @@ class ParameterServer:
         return Requirements(num_workers=workers, num_data_shards=workers)
 
     def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
-        """Raise JobError if the model cannot be cut among the servers."""
-        make_layout(model, self.settings.servers, can_split=self._can_split)
+        """Raise JobError if the model cannot be cut among the servers, or a server would have no optimizer."""
+        layout = make_layout(model, self.settings.servers, can_split=self._can_split)
+        parameters = dict(model.named_parameters())
+        for piece in layout.pieces:
+            recipe.make((name, parameters[name]) for name in dict.fromkeys(one.name for one in piece.slices))
 
 
 def can_split(job: Job) -> bool:
