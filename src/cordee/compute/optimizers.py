@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,11 +49,23 @@ class OptimizerRecipe:
 
     def set_rate(self, optimizer: Optimizer, step: int) -> float:
         """Set the rate for `step` and return that of the first group."""
-        factor = self.schedule(step) * self.lr_factor
+        factor = self._factor(step) * self.lr_factor
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         rate: float = optimizer.param_groups[0]["lr"]
         return rate
+
+    def _factor(self, step: int) -> float:
+        factor = self.schedule(step)
+        try:
+            is_sound = math.isfinite(factor)
+        except TypeError:  # no number at all
+            is_sound = False
+        if not is_sound:
+            raise JobError(
+                f"the schedule gives {factor!r} for step {step}: it must give a finite number, the factor of the rate"
+            )
+        return factor
 
 
 def make_optimizer_recipe(

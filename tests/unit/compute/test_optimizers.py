@@ -157,3 +157,10 @@ def of_no_parameter(named_parameters: list[tuple[str, Tensor]]) -> torch.optim.O
 def test_an_optimizer_of_nothing_names_what_it_left_out() -> None:
     with pytest.raises(JobError, match=r"takes none of 'p0', 'p1', 'p2' and 1 other parameters\. .* freeze them"):
         recipe(Use(of_no_parameter)).make(parameters((2,), (2,), (2,), (2,)))
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), "fast", None])
+def test_a_schedule_that_gives_no_number_is_blamed(factor: Any) -> None:
+    made = make_optimizer_recipe(Use("sgd", lr=0.1), lambda step: factor, lr_scale="none", num_shares=1)
+    with pytest.raises(JobError, match=r"the schedule gives .* for step 3: it must give a finite number"):
+        made.set_rate(made.make(parameters()), 3)
