@@ -77,6 +77,24 @@ def test_other_calls_before_do_not_happen_in_workers(workspace: Workspace, befor
     assert len(runs(workspace.path / "with-2")) == 1
 
 
+def test_workers_find_the_arguments_of_the_script(workspace: Workspace) -> None:
+    """A script that reads its options where it begins: workers that import it read the same ones."""
+    options = (
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--workers', type=int)\n"
+        "parser.add_argument('--scale', type=float, default=1.0)\noptions, _ = parser.parse_known_args()\n"
+    )
+    definitions = DEFINITIONS.replace("self.layer(x)", "self.layer(x) * options.scale")
+    (workspace.path / "script.py").write_text(
+        options + definitions.replace("WORKERS", "options.workers") + 'if __name__ == "__main__":\n    '
+        "run = cordee.train(job, quiet=True)\n    print(run.summary.weights_sha256)\n"
+    )
+    alone, together = (
+        workspace.execute([BIN / "python", "script.py", "--scale", "0.1", "--workers", workers]) for workers in "12"
+    )
+    assert together.returncode == 0, together.stderr
+    assert together.stdout == alone.stdout
+
+
 def test_what_workers_would_not_see_is_refused(workspace: Workspace) -> None:
     """A variable that changes between two calls: the workers of the second would have the first value."""
     definitions = DEFINITIONS.replace("self.layer(x)", "self.layer(x) * SCALE")

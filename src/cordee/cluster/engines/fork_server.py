@@ -63,6 +63,7 @@ class Fork(msgspec.Struct, frozen=True):
 
     number: int
     start: Start
+    command_line: list[bytes]  # of the launcher: the user's modules, imported again, find the same `sys.argv`
 
 
 class Forked(msgspec.Struct, frozen=True):
@@ -132,6 +133,7 @@ def _become_worker(request: Fork, control: socket.socket, between: int, launcher
         control.close()
         reach("forked.reported")
         os.environ.update(start.environment)
+        sys.argv = [os.fsdecode(argument) for argument in request.command_line]
         if start.log is not None:
             _write_to(start.log)
         if "numpy" in sys.modules:  # Python's own random numbers are seeded anew in a fork, NumPy's are not

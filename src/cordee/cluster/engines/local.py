@@ -56,6 +56,7 @@ class LocalEngine:
         self._sessions: set[int] = set()
         self._preload = tuple(preload)
         self._environment = env.child_environment()  # of every fork server, whatever the launcher changes meanwhile
+        self._command_line = [os.fsencode(argument) for argument in sys.argv]
         self._serve()
 
     def _serve(self) -> None:
@@ -64,7 +65,7 @@ class LocalEngine:
         self._poll.register(self._server.control.fileno(), select.EPOLLIN)
         self._dead_since_s = self._frozen_since_s = math.inf
         for number, start in self._unanswered.items():
-            self._server.ask(Fork(number, start))
+            self._server.ask(Fork(number, start, self._command_line))
 
     @property
     def pids(self) -> Mapping[int, int]:
@@ -87,7 +88,7 @@ class LocalEngine:
         start = Start(index, target, argument, dict(environment), str(log) if log else None)
         self._num_asked += 1
         self._unanswered[self._num_asked] = start
-        self._server.ask(Fork(self._num_asked, start))
+        self._server.ask(Fork(self._num_asked, start, self._command_line))
 
     def reports(self, timeout_s: float = 0.0) -> Iterator[Report]:
         """Return what happened to workers, waiting at most `timeout_s` for the first news.
