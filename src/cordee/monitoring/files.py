@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
-from cordee.core.errors import StorageError
+from cordee.core.errors import RunDirectoryError, StorageError
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -29,6 +30,16 @@ def write_atomically(path: Path, content: bytes) -> None:
         with suppress(OSError):  # the first error is the one to report
             temporary.unlink()
         raise StorageError(f"cannot write {path}: {reason(error)}") from error
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file of a run directory for reading. Raises RunDirectoryError if it is a pipe, a device or a folder."""
+    # Opening a pipe would wait for somebody who writes.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise RunDirectoryError(f"{path} is not a regular file")
 
 
 def sync_folder(folder: Path) -> None:

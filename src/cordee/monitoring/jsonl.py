@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from cordee.core.errors import RunDirectoryError, StorageError
 from cordee.monitoring.events import Event
-from cordee.monitoring.files import reason, to_json
+from cordee.monitoring.files import open_regular, reason, to_json
 
 _TAIL_BYTES = 1 << 16
 
@@ -58,7 +57,7 @@ def read_events(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[s
     Lines that are no events (the last one of a run that is writing) are passed over. Raises RunDirectoryError if
     `path` is not a regular file.
     """
-    with _open_regular(path) as file:
+    with open_regular(path) as file:
         if tail_bytes is not None and file.seek(0, os.SEEK_END) > tail_bytes:
             file.seek(-tail_bytes, os.SEEK_END)
             file.readline()
@@ -78,22 +77,13 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any] | None], bool]:
     """
     events, line = [], b"\n"
     try:
-        with _open_regular(path) as file:
+        with open_regular(path) as file:
             for line in file:
                 events.append(_decode(line))
     except OSError as error:
         raise RunDirectoryError(f"cannot read {path}: {reason(error)}") from error
     is_cut = not line.endswith(b"\n") and events[-1] is None
     return (events[:-1] if is_cut else events), is_cut
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    # Opening a pipe would wait for somebody who writes.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return os.fdopen(descriptor, "rb")
-    os.close(descriptor)
-    raise RunDirectoryError(f"{path} is not a regular file")
 
 
 def _decode(line: bytes) -> dict[str, Any] | None:

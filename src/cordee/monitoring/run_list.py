@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from cordee.core.errors import RunDirectoryError
-from cordee.monitoring.files import reason
+from cordee.monitoring.files import open_regular, reason
 from cordee.monitoring.jsonl import read_events
 from cordee.monitoring.lock import is_locked
 from cordee.monitoring.run_directory import EVENTS_FILE, JOB_FILE, LOCK_FILE, SUMMARY_FILE
@@ -89,7 +89,8 @@ def inspect_run(path: Path) -> RunInfo | None:
     try:
         if not any((path / name).exists() for name in (JOB_FILE, EVENTS_FILE, SUMMARY_FILE)):
             return None
-        job = msgspec.convert(tomllib.loads((path / JOB_FILE).read_text(encoding="utf-8")), _JobFile)
+        with open_regular(path / JOB_FILE) as file:
+            job = msgspec.convert(tomllib.load(file), _JobFile)
         is_running = is_locked(path / LOCK_FILE)
         summary = read_summary(path / SUMMARY_FILE)
         # Beside a summary only the last event matters.

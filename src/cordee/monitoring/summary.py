@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from cordee.core.errors import RunDirectoryError
-from cordee.monitoring.files import reason, to_json, write_atomically
+from cordee.monitoring.files import open_regular, reason, to_json, write_atomically
 
 Status = Literal["completed", "stopped", "interrupted", "failed"]
 
@@ -62,9 +62,10 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 
 def read_summary(path: Path) -> Summary | None:
-    """Return the summary in `path`, None when there is none. Raises `RunDirectoryError` when it is damaged."""
+    """Return the summary in `path`, None when there is none. Raises `RunDirectoryError` if it cannot be read."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Summary)
+        with open_regular(path) as file:
+            return msgspec.json.decode(file.read(), type=Summary)
     except FileNotFoundError:
         return None
     except OSError as error:

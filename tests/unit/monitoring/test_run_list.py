@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -117,6 +118,17 @@ def test_events_without_sense_leave_a_run_that_died(tmp_path, content):
     (run,) = list_runs(tmp_path)
     assert run.state == "died"
     assert (run.strategy, run.workers) == ("auto", 2)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("name", ["job.toml", "summary.json", "events.jsonl"])
+def test_pipes_and_devices_are_not_read_for_ever(tmp_path, name):
+    for run, replace in (("pipe", os.mkfifo), ("device", lambda path: path.symlink_to("/dev/zero"))):
+        make_run(tmp_path, run, Summary(status="completed", ended=1.0)).release()
+        (tmp_path / run / name).unlink()
+        replace(tmp_path / run / name)
+    assert {info.state for info in list_runs(tmp_path)} == {"unreadable"}
+    assert all(f"{name} is not a regular file" in (info.problem or "") for info in list_runs(tmp_path))
 
 
 def test_other_files_and_folders_are_no_runs(tmp_path):

@@ -44,7 +44,7 @@ def test_a_summary_that_is_missing_or_damaged(tmp_path):
     (tmp_path / "s").write_text('{"status": "comp')
     with pytest.raises(RunDirectoryError, match="is damaged"):
         read_summary(tmp_path / "s")
-    with pytest.raises(RunDirectoryError, match="is a directory"):
+    with pytest.raises(RunDirectoryError, match="is not a regular file"):
         read_summary(tmp_path)
 
 
