@@ -423,7 +423,7 @@ class Trainer:
             "step",
             step=progress.step,
             epoch=self._epoch_number(),
-            loss=loss.mean,
+            loss=loss.mean if loss.count else None,
             accuracy=loss.accuracy,
             lr=lr,
             gradient_norm=gradient_norm,
