@@ -89,8 +89,8 @@ def train(
         engine: LocalEngine | None = None
         if num_workers > 1 or STRATEGIES[strategy.name].is_served:
             _refuse_live_parts(job)
-            if _uses_this_script(job):
-                refuse_what_workers_miss()
+            if used := _used_of_this_script(job):
+                refuse_what_workers_miss(used)
             if not plans_first(asked):  # it imports torch while the job is looked at here
                 engine = stack.enter_context(LocalEngine(PROCESS_MODULES))
         team = Team(num_workers=num_workers, num_local_workers=num_workers)
@@ -311,9 +311,21 @@ def _refuse_live_parts(job: Job) -> None:
             )
 
 
-def _uses_this_script(job: Job) -> bool:
+def _used_of_this_script(job: Job) -> list[str]:
+    """Return the names of the program's own file that the job uses."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    return script is not None and f"{Path(script).resolve()}:" in str(job.to_dict())
+    if script is None:
+        return []
+    prefix = f"{Path(script).resolve()}:"
+    return [text.removeprefix(prefix) for text in _texts(job.to_dict()) if text.startswith(prefix)]
+
+
+def _texts(table: Any) -> Iterator[str]:
+    if isinstance(table, str):
+        yield table
+    elif isinstance(table, Mapping | list | tuple):
+        for value in table.values() if isinstance(table, Mapping) else table:
+            yield from _texts(value)
 
 
 def _console() -> Console:

@@ -5,6 +5,7 @@ A trial is a table of choices. What a trial does not choose is as in `PLAIN`, wh
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -232,7 +233,9 @@ def draw_strategy(rng: random.Random, job: Choices) -> Table:
     trial: Table = {**job, "strategy": _draw_one(rng, job)}
     follows_metrics = any(key in job["stop"] for key in METRIC_STOPS) or job["checkpoint"].get("keep_best")
     if rng.random() < 0.35 and not follows_metrics and job["training"].get("lr_scale", "none") == "none":
-        trial["before"], trial["resume_at"] = _draw_one(rng, job, may_be_single=True), rng.randint(1, 4)
+        before, at = _draw_one(rng, job, may_be_single=True), rng.randint(1, 4)
+        if at < job["stop"].get("steps", math.inf):  # a run that has ended is not resumed
+            trial["before"], trial["resume_at"] = before, at
     return trial
 
 

@@ -107,6 +107,17 @@ def test_what_workers_would_not_see_is_refused(workspace: Workspace) -> None:
     assert len(runs(workspace.path)) == 1, "the first was right"
 
 
+def test_what_a_function_changes_between_two_calls_is_refused(workspace: Workspace) -> None:
+    definitions = DEFINITIONS.replace("self.layer(x)", "self.layer(x) * SCALE")
+    setter = "def set_scale(value):\n    global SCALE\n    SCALE = value\n"
+    script = workspace.path / "script.py"
+    script.write_text(f"WORKERS = 2\nSCALE = 1.0\n{setter}{definitions}{TRAIN}set_scale(2.0)\n{TRAIN}")
+    done = workspace.execute([BIN / "python", script])
+    assert done.returncode == 1
+    assert "'SCALE' was 1.0 at the first call of cordee and is 2.0 now" in done.stderr
+    assert len(runs(workspace.path)) == 1, "the first was right"
+
+
 def test_a_job_file_that_names_a_script_that_trains(workspace: Workspace) -> None:
     (workspace.path / "script.py").write_text(f"WORKERS = 2\n{DEFINITIONS}{TRAIN}class Late: pass\n")
     (workspace.path / "own.toml").write_text(
