@@ -15,8 +15,7 @@ from torch.utils.data import default_collate
 from cordee.core.batch import Batch
 from cordee.core.errors import CordeeError, DataError
 from cordee.data.arrays import check_classes, ready_inputs, ready_targets
-from cordee.data.hashing import hash_positions
-from cordee.data.randomness import preserved_generators, seed_generators
+from cordee.data.randomness import hash_positions, preserved_generators, seed_generators
 
 
 class DatasetSource:

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from cordee.core.batch import Batch
 from cordee.core.errors import CordeeError, DataError, JobError
 from cordee.core.references import bind, name_of, resolve
+from cordee.core.seeds import derive_seed
 from cordee.core.settings import Data
-from cordee.data.builtin import BUILTIN_DATA
+from cordee.data.cifar import CIFAR10, cifar10, find_cifar_files
 from cordee.data.datasets import IterableSource
-from cordee.data.growing import GrowingSource, endless, folder
-from cordee.data.source import Splits
-from cordee.data.subset import cut_splits
+from cordee.data.embedded import digits, iris
+from cordee.data.files import locate
+from cordee.data.mnist import FASHION_MNIST, MNIST, fashion_mnist, locate_idx_files, mnist
+from cordee.data.online import GrowingSource, endless, folder
+from cordee.data.source import Source, Splits
+from cordee.data.synthetic import synthetic
 from cordee.data.user_data import is_data, splits_of
 
 
 def load_data(data: Data, *, seed: int, python_path: Sequence[str] = (), ignored: int | None = None) -> Splits:
     """Return the data set that `data` describes, checked and cut as it says.
 
-    `data.use` is a built-in name, "module:callable", a live callable, or data itself (see `things`). A
+    `data.use` is a built-in name, "module:callable", a live callable, or data itself (see `user_data`). A
     callable gets `data.args`, and `seed` and `normalize` if it has parameters of these names. Normalisation
     is the source's own affair: arrays and Datasets of the user's are not normalised here. `ignored` is a label that the
     loss does not count.
@@ -80,3 +89,95 @@ def _make(data: Data, name: str, seed: int, python_path: Sequence[str], ignored:
         raise DataError(
             f"data.use = {name!r} raised {type(error).__name__}: {error} (at {place.filename}:{place.lineno})"
         ) from error
+
+
+# Parts of a source: the first samples, or a share set aside for testing.
+
+
+class Subset:
+    """Some samples of any source."""
+
+    def __init__(self, source: Source, kept: Tensor) -> None:
+        self.num_samples: int | None = len(kept)
+        self.input_shape = source.input_shape
+        self._source = source
+        self._kept = kept
+
+    def gather(self, indices: Tensor) -> Batch:
+        return self._source.gather(self._kept.index_select(0, indices))
+
+
+def cut_splits(splits: Splits, data: Data, seed: int) -> Splits:
+    """Return the splits with `data.test_fraction`, then `data.train_limit` and `data.test_limit` applied.
+
+    The share set aside is drawn from the job's seed. A setting that cannot be followed is a JobError.
+    """
+    if data.test_fraction > 0:
+        splits = _with_test_fraction(splits, data.test_fraction, seed)
+    if data.train_limit is not None:
+        splits = dataclasses.replace(splits, train=_first(splits.train, data.train_limit))
+    if data.test_limit is not None:
+        if splits.test is None:
+            raise JobError(
+                f"data.test_limit = {data.test_limit}, but {splits.name} has no test set: "
+                "set data.test_fraction, or remove the limit"
+            )
+        splits = dataclasses.replace(splits, test=_first(splits.test, data.test_limit))
+    return splits
+
+
+def _with_test_fraction(splits: Splits, fraction: float, seed: int) -> Splits:
+    if splits.test is not None:
+        raise JobError(f"data.test_fraction = {fraction}, but {splits.name} has a test set: remove the setting")
+    num_samples = splits.train.num_samples
+    if num_samples is None:
+        raise JobError(
+            f"data.test_fraction = {fraction} cannot be set aside from an IterableDataset of unknown length: "
+            "give a test set of its own"
+        )
+    num_test = round(fraction * num_samples)
+    if not 0 < num_test < num_samples:
+        raise JobError(f"data.test_fraction = {fraction} of {num_samples} samples leaves nothing on one side")
+    generator = torch.Generator().manual_seed(derive_seed(seed, "test_fraction"))
+    drawn = torch.randperm(num_samples, generator=generator)
+    test, train = (part.sort().values for part in drawn.split_with_sizes([num_test, num_samples - num_test]))
+    return dataclasses.replace(splits, train=_take(splits.train, train), test=_take(splits.train, test))
+
+
+def _take(source: Source, kept: Tensor) -> Source:
+    take = getattr(source, "take", None)
+    return take(kept) if take is not None else Subset(source, kept)
+
+
+def _first(source: Source, num_samples: int) -> Source:
+    first = getattr(source, "first", None)
+    if first is not None:
+        return first(num_samples)  # type: ignore[no-any-return]
+    if source.num_samples is None:
+        raise DataError("a limit needs a source that knows its length, or that has the method first(num_samples)")
+    return Subset(source, torch.arange(min(num_samples, source.num_samples)))
+
+
+# The data sets that have a name.
+
+BUILTIN_DATA: Mapping[str, Callable[..., Splits]] = {
+    "cifar10": cifar10,
+    "digits": digits,
+    "fashion-mnist": fashion_mnist,
+    "folder": folder,
+    "iris": iris,
+    "mnist": mnist,
+    "synthetic": synthetic,
+}
+
+FILE_SOURCES = ("cifar10", "fashion-mnist", "mnist")
+
+
+def find_files(name: str) -> Path:
+    """Return the folder, or the archive, in which the files of a set of `FILE_SOURCES` are found.
+
+    Looks where loading would look, and raises the same DataError if they are nowhere. Reads little of them.
+    """
+    if name == "cifar10":
+        return locate(CIFAR10, find_cifar_files, root=None, download=False).path
+    return locate_idx_files({"mnist": MNIST, "fashion-mnist": FASHION_MNIST}[name])[0].parent

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
+import zipfile
 import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
+import msgspec
+import numpy as np
+import safetensors
+import safetensors.numpy
 import torch
+from torch import Tensor
 
 from cordee.core.batch import Batch
+from cordee.core.errors import DataError
 from cordee.core.shards import Shards
+from cordee.data.arrays import check_classes, ready_inputs, source_of_arrays
 from cordee.data.augment import Augmentation
-from cordee.data.growing import GrowingSource, Place
+from cordee.data.datasets import checked_pair, reading_error, stacked
 from cordee.data.order import part_of
+from cordee.data.source import Splits
 
 
 @dataclass(frozen=True)
@@ -99,3 +115,305 @@ def newest(before: Batch | None, aside: Batch, size: int) -> Batch | None:
     if before is not None:
         aside = Batch(torch.cat([before.inputs, aside.inputs]), torch.cat([before.targets, aside.targets]))
     return Batch(aside.inputs[-size:], aside.targets[-size:])
+
+
+# Data that keeps arriving: files that appear in a folder, or an iterable that never ends.
+#
+# The stream has one order, the same for every worker and after a resume: that of the files' names, and of the rows in
+# each. A `Place` says how far it was taken.
+
+SUFFIXES = (".npz", ".safetensors")
+NAMES = (("x", "y"), ("inputs", "targets"))
+END_FILE = "END"
+_END = object()  # of an iterable
+SETTLED_S = 5.0  # a file that cannot be read is being written until it has not changed for so long
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where in a stream one is."""
+
+    samples: int = 0  # that were taken, from the very first
+    file: str = ""  # the last one that was taken from
+    offset: int = 0  # rows of it that were taken
+
+
+class Feed(Protocol):
+    """One reader's way through a stream. Not for several threads."""
+
+    place: Place
+    is_ended: bool  # nothing more will come than `poll` says
+
+    @property
+    def mark(self) -> str:
+        """What tells this place, and what `poll` found behind it, from others."""
+
+    def poll(self, num_wanted: int) -> int:
+        """Return how many samples are there, without waiting; at least `num_wanted` if so many are."""
+
+    def take(self, num_samples: int) -> Batch:
+        """Return the next samples, which `poll` has said are there."""
+
+    def close(self) -> None: ...
+
+
+class GrowingSource:
+    """A training set that grows. It has no length, no epochs and no random access."""
+
+    def __init__(
+        self, open_feed: Callable[[GrowingSource, Place], Feed], example: Batch, num_classes: int | None, what: str
+    ) -> None:
+        self.num_samples: int | None = None
+        self.input_shape = tuple(example.inputs.shape[1:])
+        self.example = example
+        self.num_classes = num_classes
+        self.ignored: int | None = None  # a label that the loss does not count
+        self.what = what
+        self._open_feed = open_feed
+
+    def gather(self, indices: Tensor) -> Batch:
+        raise DataError(f"{self.what} grows: its samples can only be taken in order")
+
+    def open(self, place: Place) -> Feed:
+        """Return a feed that goes on behind `place`."""
+        return self._open_feed(self, place)
+
+    def check(self, batch: Batch, what: str) -> Batch:
+        """Return the batch; DataError if its samples are not like the first ones."""
+        shape, kind = tuple(batch.inputs.shape[1:]), batch.targets.is_floating_point()
+        if shape != self.input_shape:
+            raise DataError(f"the inputs of {what} have the shape {shape}, those before {self.input_shape}")
+        if kind != self.example.targets.is_floating_point():
+            raise DataError(f"the targets of {what} are {'fractions' if kind else 'classes'}, those before were not")
+        if self.num_classes is not None and not kind:
+            check_classes(batch.targets, self.num_classes, what, ignored=self.ignored)
+        return batch
+
+
+def folder(root: str, num_classes: int | None = None, ignored: int | None = None) -> Splits:
+    """Return the growing set of the files that appear in `root`.
+
+    Each is an .npz or .safetensors file with the arrays x and y (or inputs and targets), samples first. `num_classes`
+    is needed where targets are classes: those of files to come are not known. `ignored` is a label that the loss does
+    not count.
+    """
+    path = Path(root)
+    if not path.is_dir():
+        raise DataError(f"data.root = {root!r} is not a folder")
+    first = next(iter(_list_files(path)), None)
+    if first is None:
+        raise DataError(f"no {' or '.join(SUFFIXES)} file in {path} yet: put a first one there before training begins")
+    example = _read_file(path / first)
+    if num_classes is None and not example.targets.is_floating_point():
+        raise DataError(f"the targets in {path / first} are classes: set data.num_classes, for more may come")
+    few = Batch(example.inputs[:2], example.targets[:2])
+    source = GrowingSource(lambda source, place: FolderFeed(path, source, place), few, num_classes, str(path))
+    source.ignored = ignored
+    source.check(example, str(path / first))
+    return Splits(source, None, source.input_shape, num_classes, "folder")
+
+
+class FolderFeed:
+    """Takes the files of a folder in the order of their names."""
+
+    def __init__(self, root: Path, source: GrowingSource, place: Place) -> None:
+        self.place = place
+        self.is_ended = False
+        self._root, self._source = root, source
+        self._read: deque[tuple[str, Batch]] = deque()  # files with rows that were not taken
+        self._last = ""  # the name of the file that was read last
+        self._seen: set[str] | None = None  # the files that were there when last looked
+
+    @property
+    def mark(self) -> str:
+        return f"{self.place} {[name for name, _ in self._read]}"
+
+    def poll(self, num_wanted: int) -> int:
+        while self._num_ready < num_wanted and self._read_next():
+            pass
+        return self._num_ready
+
+    def take(self, num_samples: int) -> Batch:
+        parts = []
+        left = num_samples
+        while left:
+            name, batch = self._read[0]
+            start = self.place.offset if self.place.file == name else 0
+            stop = min(len(batch.targets), start + left)
+            parts.append(Batch(batch.inputs[start:stop], batch.targets[start:stop]))
+            left -= stop - start
+            self.place = Place(self.place.samples + stop - start, name, stop)
+            if stop == len(batch.targets):
+                self._read.popleft()
+        if len(parts) == 1:
+            return parts[0]
+        return Batch(torch.cat([part.inputs for part in parts]), torch.cat([part.targets for part in parts]))
+
+    def close(self) -> None:
+        self._read.clear()
+
+    @property
+    def _num_ready(self) -> int:
+        num_rows = sum(len(batch.targets) for _, batch in self._read)
+        return num_rows - (self.place.offset if self._read and self._read[0][0] == self.place.file else 0)
+
+    def _read_next(self) -> bool:
+        """Read the next file, if there is one."""
+        is_end_there = (self._root / END_FILE).exists()  # looked for first: what comes before it is there by then
+        known = self._last or self.place.file
+        names = _list_files(self._root)
+        self._refuse_late(names, known)
+        for name in names:
+            is_begun = name == self.place.file and not self._last
+            if name < known or (name == known and not is_begun):
+                continue
+            batch = _read_settled(self._root / name)
+            if batch is None:
+                return False
+            self._source.check(batch, str(self._root / name))
+            if is_begun and self.place.offset > len(batch.targets):
+                raise DataError(
+                    f"{self._root / name} has {len(batch.targets)} samples, and {self.place.offset} of it were taken "
+                    "before: a file must not change once it is there"
+                )
+            self._last = name
+            if not is_begun or self.place.offset < len(batch.targets):
+                self._read.append((name, batch))
+            return True
+        self.is_ended = is_end_there
+        return False
+
+    def _refuse_late(self, names: list[str], known: str) -> None:
+        """Raise DataError for a file that would never be taken."""
+        late = [name for name in names if name < known and self._seen is not None and name not in self._seen]
+        if late:
+            raise DataError(
+                f"{self._root / late[0]} came after {known}, whose name is later, and would never be trained on: "
+                "names of new files must come after those that are there; rename it, then --resume"
+            )
+        self._seen = set(names)
+
+
+def endless(dataset: Any, what: str, num_classes: int | None, example: Batch) -> GrowingSource:
+    """Return the growing set of an iterable's samples."""
+    return GrowingSource(lambda source, place: IterableFeed(dataset, source, place), example, num_classes, what)
+
+
+class IterableFeed:
+    """Takes the samples of an iterable, which a thread reads ahead, so that waiting for them holds nothing up.
+
+    To go on in mid-stream, `dataset.seek(num_samples)` is called if there is such a method; otherwise as many samples
+    are read and dropped.
+    """
+
+    def __init__(self, dataset: Any, source: GrowingSource, place: Place) -> None:
+        self.place = place
+        self.is_ended = False
+        self._dataset, self._source = dataset, source
+        self._samples: deque[tuple[Any, Any]] = deque()
+        self._error: DataError | None = None
+        self._num_wanted = 1
+        self._is_closed = False
+        self._news = threading.Condition()
+        self._thread = threading.Thread(target=self._read_on, args=(place.samples,), name="cordee-feed", daemon=True)
+        self._thread.start()
+
+    @property
+    def mark(self) -> str:
+        return str(self.place.samples)
+
+    def poll(self, num_wanted: int) -> int:
+        with self._news:
+            self._num_wanted = max(self._num_wanted, 2 * num_wanted)
+            self._news.notify_all()
+            if self._error is not None and len(self._samples) < num_wanted:
+                raise self._error
+            return len(self._samples)
+
+    def take(self, num_samples: int) -> Batch:
+        with self._news:
+            pairs = [self._samples.popleft() for _ in range(num_samples)]
+            self._news.notify_all()
+        names = range(self.place.samples, self.place.samples + num_samples)
+        self.place = Place(self.place.samples + num_samples)
+        batch = stacked(pairs, names, self._source.what, self._source.num_classes, self._source.ignored)
+        return self._source.check(batch, f"sample {names[0]} and those after it of {self._source.what}")
+
+    def close(self) -> None:
+        with self._news:
+            self._is_closed = True
+            self._news.notify_all()
+        self._thread.join(timeout=1.0)  # it may wait for a sample that never comes
+
+    def _read_on(self, num_taken: int) -> None:
+        position = num_taken
+        try:
+            iterator = self._iterate(num_taken)
+            for position in itertools.count(num_taken):
+                item = next(iterator, _END)
+                if item is _END:
+                    break
+                pair = checked_pair(item, f"sample {position} of {self._source.what}")
+                with self._news:
+                    self._samples.append(pair)
+                    self._news.wait_for(lambda: self._is_closed or len(self._samples) < self._num_wanted)
+                    if self._is_closed:
+                        return
+            self.is_ended = True
+        except Exception as error:  # noqa: BLE001 - raised where the samples are taken
+            self._error = reading_error(f"sample {position} of {self._source.what}", error)
+
+    def _iterate(self, num_taken: int) -> Iterator[Any]:
+        if num_taken and hasattr(self._dataset, "seek"):
+            self._dataset.seek(num_taken)
+            return iter(self._dataset)
+        return itertools.islice(iter(self._dataset), num_taken, None)
+
+
+def _list_files(root: Path) -> list[str]:
+    try:
+        names = [path.name for path in root.iterdir()]
+    except OSError as error:
+        raise DataError(f"cannot look into {root}: {error.strerror}") from error
+    return sorted(name for name in names if name.endswith(SUFFIXES) and not name.startswith("."))
+
+
+def _read_settled(path: Path) -> Batch | None:
+    """Return a file's samples; None while it may still be being written."""
+    try:
+        return _read_file(path)
+    except DataError:
+        try:
+            age_s = time.time() - path.stat().st_mtime
+        except FileNotFoundError:
+            return None
+        if age_s < SETTLED_S:
+            return None
+        raise
+
+
+def _read_file(path: Path) -> Batch:
+    try:
+        if path.suffix == ".npz":
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+                arrays: Mapping[str, Any] = {name: archive[name] for name in archive.files}
+        else:
+            arrays = safetensors.numpy.load_file(path)
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        EOFError,
+        KeyError,
+        zipfile.BadZipFile,
+        safetensors.SafetensorError,
+    ) as error:
+        raise DataError(
+            f"{path} cannot be read: {error}; write a file under a name with another ending, and rename it when it is "
+            "whole"
+        ) from error
+    for inputs, targets in NAMES:
+        if inputs in arrays and targets in arrays:
+            source = source_of_arrays(arrays[inputs], arrays[targets], str(path))
+            return Batch(ready_inputs(source.inputs), source.targets)
+    found = ", ".join(sorted(arrays)) or "none"
+    raise DataError(f"{path} has no arrays x and y (or inputs and targets); it has: {found}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cordee.core.seeds import derive_seed
 from cordee.core.shards import Shards, shard_part
-from cordee.data.hashing import permute_positions
+from cordee.data.randomness import permute_positions
 
 # Above this a permutation held in memory costs more than 128 MB; it is then computed position by position.
 LARGEST_HELD_ORDER = 1 << 24

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cordee.core.errors import DataError
 from cordee.core.settings import Data
 from cordee.data import cifar, load_data
-from cordee.data.cifar_python import read_python_batch
+from cordee.data.cifar import read_python_batch
 
 NUM_IMAGES = 3
 TRAIN = [f"data_batch_{number}" for number in range(1, 6)]

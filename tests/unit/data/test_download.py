@@ -14,7 +14,7 @@ from idx_files import contents
 from cordee.core.errors import DataError, StorageError
 from cordee.core.settings import Data
 from cordee.data import load_data, mnist
-from cordee.data.download import Download, fetch
+from cordee.data.files import Download, fetch
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):

@@ -10,7 +10,7 @@ import torch
 from cordee.core import Batch
 from cordee.core.errors import DataError
 from cordee.data import ArraySource, Splits
-from cordee.data.fingerprint import check_same, fingerprint
+from cordee.data.source import check_same, fingerprint
 
 
 def splits(size: int, seed: int = 0) -> Splits:

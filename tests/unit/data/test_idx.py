@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cordee.core.errors import DataError
-from cordee.data.idx import read_idx
+from cordee.data.mnist import read_idx
 
 
 def idx_bytes(array: torch.Tensor) -> bytes:

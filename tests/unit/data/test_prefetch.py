@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from cordee.data.prefetch import in_background
+from cordee.data.loader import in_background
 
 
 def is_running() -> bool:

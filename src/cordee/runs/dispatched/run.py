@@ -9,7 +9,7 @@ import msgspec
 from cordee.cluster.engines.local import LocalEngine
 from cordee.cluster.supervisor import Supervisor
 from cordee.core.errors import JobError
-from cordee.data.fingerprint import fingerprint
+from cordee.data.source import fingerprint
 from cordee.monitoring import Monitor, RunDirectory, Summary
 from cordee.runs.dispatched.spec import RunFacts
 from cordee.training.components import Components

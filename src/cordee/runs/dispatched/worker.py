@@ -24,8 +24,8 @@ from cordee.core import Job
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import identify, reach
 from cordee.core.seeds import derive_seed
-from cordee.data.fingerprint import check_same
 from cordee.data.order import count_batches
+from cordee.data.source import check_same
 from cordee.monitoring import setup_logging
 from cordee.runs.dispatched.link import DispatchLink, MemberSpec
 from cordee.runs.dispatched.messages import Leave, TakeWork, Work

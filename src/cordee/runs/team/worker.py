@@ -23,7 +23,7 @@ from cordee.communication.shared_memory.liveness import abandon_groups
 from cordee.compute.memory import MemoryWatch
 from cordee.core import Job, fault_points
 from cordee.core.errors import CommunicationError
-from cordee.data.fingerprint import check_same, fingerprint
+from cordee.data.source import check_same, fingerprint
 from cordee.monitoring import Event, Monitor, setup_logging
 from cordee.training.components import assemble
 from cordee.training.session import Session
