@@ -20,8 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cordee.cluster import Team
-from cordee.communication.exchange import AccumulatingExchange, broadcast
-from cordee.communication.replicas import find_differences
+from cordee.communication.exchange import AccumulatingExchange, broadcast, find_differences
 from cordee.communication.shared_memory import register
 from cordee.compute import share_threads
 from cordee.compute.loop_parts import LoopParts

@@ -25,14 +25,19 @@ from typing import Any, NamedTuple
 import zmq
 
 from cordee.communication.buffers import Buffer
-from cordee.communication.endpoint import Endpoint, Sent, Speaker
+from cordee.communication.endpoint import Endpoint, Sent, Speaker, Verdict
 from cordee.communication.keys import ClientKeys, ServerKeys
 from cordee.communication.messages import Message, Refused
-from cordee.communication.replay_filter import Verdict
-from cordee.communication.socket_monitor import Monitor
-from cordee.communication.sockets import bound_address, check_address, descriptor, is_ipv6
+from cordee.communication.sockets import (
+    DOMAIN,
+    Monitor,
+    ZapAuthenticator,
+    bound_address,
+    check_address,
+    descriptor,
+    is_ipv6,
+)
 from cordee.communication.wire import Codec, Envelope, WireError
-from cordee.communication.zap_auth import DOMAIN, ZapAuthenticator
 from cordee.core.errors import CommunicationError
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What both ends of a channel share: one socket, its lock, deadlines, and an orderly end.
+"""What both ends of a channel share: one socket, its lock, deadlines, an orderly end, and which messages are admitted.
 
 A ZeroMQ socket may be used by one thread at a time. Here every use is under a lock that is never held while
 waiting: waits poll the socket's file descriptor outside of it. That descriptor signals only *changes*, and any
@@ -8,10 +8,12 @@ the thread that waits for it, through an eventfd.
 
 from __future__ import annotations
 
+import enum
 import os
 import select
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -20,7 +22,6 @@ import zmq
 
 from cordee.communication.buffers import Buffer, outgoing
 from cordee.communication.messages import Count, Message, Name
-from cordee.communication.replay_filter import ReplayFilter
 from cordee.communication.sockets import can_receive, check_address, descriptor, is_ipv6
 from cordee.communication.wire import PROTOCOL_VERSION, Codec, Envelope, WireError
 from cordee.core.errors import CommunicationError
@@ -262,3 +263,69 @@ class Endpoint:
             )
         buffers = self._codec.decode_buffers(envelope, [frame.buffer for frame in frames])
         return self._codec.decode_message(envelope), buffers
+
+
+# Which messages are admitted: not those of other runs, of the past, or received before. Decides without I/O.
+
+
+class Verdict(enum.StrEnum):
+    """What a `ReplayFilter` says of an envelope. All but `ADMITTED` are reasons of a refusal."""
+
+    ADMITTED = "admitted"
+    WRONG_RUN = "wrong-run"
+    STALE_GENERATION = "stale-generation"  # of a team that has been re-formed since
+    STALE_INCARNATION = "stale-incarnation"  # the sender was fenced, or has started again since
+    REPLAY = "replay"  # heard already, or overtaken by a later message
+    TOO_MANY_SENDERS = "too-many-senders"
+
+
+class ReplayFilter:
+    """Judges envelopes in the order they arrive.
+
+    Remembers, for each sender, its newest incarnation and the highest sequence heard of it. A newer
+    generation than the gate's own is admitted: its holder has learned of it first. Generation 0 belongs to no
+    team and is never stale; what fences such messages is the incarnation.
+
+    A gate that starts empty, as after a restart, admits any first sequence of a sender.
+    """
+
+    def __init__(self, run: str, *, max_senders: int = 65536) -> None:
+        self.run = run
+        self.generation = 0
+        self.refusals: Counter[Verdict] = Counter()  # how often each verdict was given, but for ADMITTED
+        self._max_senders = max_senders
+        self._heard: dict[str, tuple[int, int]] = {}  # sender -> (incarnation, highest sequence)
+
+    def admit(self, envelope: Envelope) -> Verdict:
+        """Judge one envelope and, if it is admitted, remember it."""
+        verdict = self._judge(envelope)
+        if verdict is Verdict.ADMITTED:
+            self._heard[envelope.sender] = (envelope.incarnation, envelope.sequence)
+        else:
+            self.refusals[verdict] += 1
+        return verdict
+
+    def advance(self, generation: int) -> None:
+        """Make `generation` the current one: messages of earlier ones are refused from now on."""
+        assert generation >= self.generation, f"generation {generation} after {self.generation}"
+        self.generation = generation
+
+    def fence(self, sender: str, incarnation: int) -> None:
+        """Refuse whatever this incarnation of the sender, or an earlier one, still says."""
+        if self._heard.get(sender, (-1, -1))[0] <= incarnation:
+            self._heard[sender] = (incarnation + 1, -1)
+
+    def _judge(self, envelope: Envelope) -> Verdict:
+        if envelope.run != self.run:
+            return Verdict.WRONG_RUN
+        heard = self._heard.get(envelope.sender)
+        if heard is None:
+            if len(self._heard) >= self._max_senders:
+                return Verdict.TOO_MANY_SENDERS
+        elif envelope.incarnation < heard[0]:
+            return Verdict.STALE_INCARNATION
+        elif envelope.incarnation == heard[0] and envelope.sequence <= heard[1]:
+            return Verdict.REPLAY
+        if 0 < envelope.generation < self.generation:
+            return Verdict.STALE_GENERATION
+        return Verdict.ADMITTED

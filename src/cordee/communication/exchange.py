@@ -1,17 +1,22 @@
-"""One all-reduce per step: gradients, and the few numbers all members must know, travel together.
+"""What members exchange: gradients, sums in a fixed order, checksums of their copies; and the loss of a member.
 
-The gradients of a member are sums over its own items divided by a nominal count that all members know. Their
-sum over the members, scaled by nominal / actual count, is the gradient of the mean over all items, however
-unequal the members' shares. A member without items, or without a gradient for some parameter, adds nothing.
+There is one all-reduce per step: gradients, and the few numbers that all members must know, travel together. The
+gradients of a member are sums over its own items divided by a nominal count that all members know. Their sum over the
+members, scaled by nominal / actual count, is the gradient of the mean over all items, however unequal the members'
+shares. A member without items, or without a gradient for some parameter, adds nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from cordee.core.errors import CommunicationError
+from cordee.core.shards import Block, add_up, share_shards, whole_blocks
 
 
 class GradientExchange:
@@ -158,3 +163,120 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None)
     with torch.no_grad():
         for tensor in tensors:
             dist.broadcast(tensor, group=group, group_src=0)
+
+
+# Sums over the logical shards of all members, added in one order whoever holds which (core/shards.py).
+
+
+class TreeSum:
+    """Adds the blocks of all members of the default group. The result has the same bits on any number of members."""
+
+    def __init__(self, num_shards: int, member: int, num_members: int) -> None:
+        held = [whole_blocks(share_shards(num_shards, other, num_members)) for other in range(num_members)]
+        self.own: Sequence[Block] = held[member]  # what `reduce` takes, in this order
+        self._root = Block(0, num_shards)
+        self._num_members = num_members
+        self._num_rows = max(len(blocks) for blocks in held)
+        # Where each block is found once the rows of all members are gathered.
+        self._rows = {block: i * self._num_rows + k for i, blocks in enumerate(held) for k, block in enumerate(blocks)}
+        # Two numbers have one sum in either order, so that a plain all-reduce is the tree.
+        self._is_pair = num_members == 2 and self._num_rows == 1
+        self._gathered: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    def rows(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return room for the own blocks, one in each row; members with fewer blocks than others have rows to spare."""
+        return torch.zeros(self._num_rows, size, dtype=dtype, device=device)
+
+    def reduce(self, rows: Tensor) -> Tensor:
+        """Return the sum over all shards, given the own blocks' sums in `rows`.
+
+        Collective. The result lies in memory that the next call with as many numbers overwrites, as may `rows`.
+        """
+        if self._num_members == 1:
+            return rows[0]
+        if self._is_pair:
+            dist.all_reduce(rows[0])
+            return rows[0]
+        gathered = self._room(rows)
+        dist.all_gather_single(gathered, rows)
+
+        def find(block: Block) -> Tensor | None:
+            return gathered[self._rows[block]] if block in self._rows else None
+
+        return add_up(self._root, find, add_in_place)
+
+    def _room(self, rows: Tensor) -> Tensor:
+        """Return where to gather; kept, since fresh memory costs more than the sum."""
+        key = (rows.dtype, rows.shape[1])
+        if key not in self._gathered:
+            self._gathered[key] = rows.new_empty(self._num_members * self._num_rows, rows.shape[1])
+        return self._gathered[key]
+
+
+def add_in_place(one: Tensor, other: Tensor) -> Tensor:
+    return one.add_(other)
+
+
+# Whether the members' copies of the same tensors are the same, bit for bit.
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def find_differences(values: Mapping[str, Tensor | float]) -> dict[str, list[int]]:
+    """Return the names whose values differ, each with the members that differ from the first. Collective.
+
+    A tensor's digest is the sum of its bits, taken as whole numbers: one pass through memory. While all is the
+    same, members exchange one number.
+    """
+    digests = torch.tensor([_digest(value) for value in values.values()], dtype=torch.int64)
+    names = ",".join(values).encode()
+    whole = hashlib.blake2b(names + digests.numpy().tobytes(), digest_size=7).digest()
+    own = torch.tensor([int.from_bytes(whole), len(digests)])
+    size = dist.get_world_size()
+    everybody = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(everybody, own)
+    if all(torch.equal(other, everybody[0]) for other in everybody):
+        return {}
+    if any(int(other[1]) != len(digests) for other in everybody):
+        odd = [index for index, other in enumerate(everybody) if int(other[1]) != int(everybody[0][1])]
+        return {"the number of tensors": odd}
+    tables = [torch.empty_like(digests) for _ in range(size)]
+    dist.all_gather(tables, digests)
+    found = {
+        name: [index for index in range(size) if tables[index][place] != tables[0][place]]
+        for place, name in enumerate(values)
+    }
+    return {name: members for name, members in found.items() if members} or {"the names": list(range(1, size))}
+
+
+def _digest(value: Tensor | float) -> int:
+    if not isinstance(value, Tensor):
+        value = torch.tensor(float(value), dtype=torch.float64)
+    flat = value.detach()
+    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).contiguous().reshape(-1)
+    total = int(flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)) if flat.numel() else 0
+    return (total * 1_000_003 + hash(tuple(value.shape))) % 2**62
+
+
+# Telling the loss of a peer from an error of one's own.
+
+_MARK = f"{CommunicationError.__name__}: "
+_GLOO = "/gloo/"
+
+
+def find_lost_peer(error: BaseException | None) -> CommunicationError | None:
+    """Return the communication error that `error` is or comes from; None if it has another reason."""
+    while error is not None:
+        if isinstance(error, CommunicationError):
+            return error
+        if isinstance(error, dist.DistBackendError):
+            return CommunicationError(str(error))
+        # torch passes an error of a future's callback on as text, with the traceback in it.
+        if isinstance(error, RuntimeError) and _MARK in str(error):
+            return CommunicationError(str(error).split(_MARK, 1)[1].partition("\n")[0])
+        # Between hosts gloo speaks for itself, with the place in its source: "[…/gloo/transport/tcp/pair.cc:553] …".
+        if isinstance(error, RuntimeError) and _GLOO in str(error):
+            said = str(error).partition("] ")[2] or str(error)
+            return CommunicationError(f"the exchange with the other hosts failed: {said.partition('. ')[0]}")
+        error = error.__cause__ or error.__context__
+    return None

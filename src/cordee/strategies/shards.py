@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cordee.cluster import Team
-from cordee.communication.exchange import copy_gradients
-from cordee.communication.tree_sum import TreeSum, add_in_place
+from cordee.communication.exchange import TreeSum, add_in_place, copy_gradients
 from cordee.compute import Computation, Loss, Votes
 from cordee.core import Batch
 from cordee.core.seeds import derive_seed

@@ -104,7 +104,7 @@ def _memory_limit(folder: Path) -> tuple[int, int] | None:
 
 def check_shared_memory() -> Iterable[Finding]:
     """Make and fill what two workers on this host share, as they would."""
-    from cordee.communication.shared_memory.probe import try_segment
+    from cordee.communication.shared_memory.segment import try_segment
 
     subject, num_workers = "shared memory", 2
     try:

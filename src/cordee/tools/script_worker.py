@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from cordee.communication.lost_peer import find_lost_peer
+from cordee.communication.exchange import find_lost_peer
 from cordee.compute import share_threads
 from cordee.tools.script_launcher import CONSEQUENCE
 

@@ -15,7 +15,7 @@ from cordee import checkpoint
 from cordee.checkpoint import State
 from cordee.checkpoint.tensor_file import memory_of
 from cordee.cluster import Team
-from cordee.communication.lost_peer import find_lost_peer
+from cordee.communication.exchange import find_lost_peer
 from cordee.compute.memory import MemoryWatch
 from cordee.core.errors import CordeeError, TrainingError
 from cordee.core.fault_points import reach

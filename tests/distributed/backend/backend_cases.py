@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cordee.communication.shared_memory.work import CordeeWork
+from cordee.communication.shared_memory.execution import CordeeWork
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype

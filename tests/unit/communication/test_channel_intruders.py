@@ -19,8 +19,8 @@ from cordee.communication.channel import ClientChannel, ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys, make_keys
 from cordee.communication.messages import COORDINATION, Accepted, Directive, Heartbeat
+from cordee.communication.sockets import DOMAIN, ZapAuthenticator
 from cordee.communication.wire import PROTOCOL_VERSION, Codec, Envelope, Limits
-from cordee.communication.zap_auth import DOMAIN, ZapAuthenticator
 from cordee.core.errors import CommunicationError
 
 pytestmark = pytest.mark.timeout(30)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cordee.communication.lost_peer import find_lost_peer
+from cordee.communication.exchange import find_lost_peer
 from cordee.core.errors import CommunicationError, TrainingError
 
 

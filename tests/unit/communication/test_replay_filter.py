@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordee.communication.replay_filter import ReplayFilter, Verdict
+from cordee.communication.endpoint import ReplayFilter, Verdict
 from cordee.communication.wire import PROTOCOL_VERSION, Envelope
 
 

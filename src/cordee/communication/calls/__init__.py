@@ -1,7 +1,6 @@
 """Calls: a request to a server process and its reply, through shared memory on one host and the channel between."""
 
-from cordee.communication.calls.client import Connection, Pending, ServerDiedError, ServerFrozenError
-from cordee.communication.calls.connections import Connections
+from cordee.communication.calls.client import Connection, Connections, Pending, ServerDiedError, ServerFrozenError
 from cordee.communication.calls.messages import UNAVAILABLE
 from cordee.communication.calls.server import Call, CallServer, UnavailableError
 

@@ -18,14 +18,7 @@ from typing import Any, Protocol
 
 from cordee.communication.buffers import Buffer, outgoing
 from cordee.communication.calls.messages import CONNECTION, Greeting, HostCard, LaneOpened, OpenLane, Ping
-from cordee.communication.calls.shm_channel import (
-    DATA_AT,
-    LIFE,
-    REPLY_STAMP,
-    Lane,
-    RequestBoard,
-    sleep_for_reply,
-)
+from cordee.communication.calls.shm_channel import DATA_AT, LIFE, REPLY_STAMP, Lane, RequestBoard, sleep_for_reply
 from cordee.communication.channel import Asked, ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
@@ -33,8 +26,8 @@ from cordee.communication.messages import Message, Refused
 from cordee.communication.shared_memory.futex import Patience
 from cordee.communication.shared_memory.hosts import own_host_id
 from cordee.communication.shared_memory.liveness import Silence, read_stat
+from cordee.communication.shared_memory.registration import BackendSettings
 from cordee.communication.shared_memory.segment import Address, create_segment
-from cordee.communication.shared_memory.settings import BackendSettings
 from cordee.communication.wire import Codec, Limits
 from cordee.core.errors import CommunicationError
 
@@ -402,3 +395,39 @@ class _ServerWatch:
         with self._lock, contextlib.suppress(OSError):
             self._poll = select.poll()
             os.close(self._pidfd)
+
+
+# Connections to several servers: one to each, made when it is first needed, and again after it was dropped.
+
+
+class Connections:
+    """By the numbers of the servers. Any thread may ask; `connect` is called by one at a time, and may raise."""
+
+    def __init__(self, connect: Callable[[int], Connection]) -> None:
+        self._connect = connect
+        self._connections: dict[int, Connection] = {}
+        self._lock = threading.Lock()
+
+    def get(self, server: int) -> Connection:
+        """Return the connection to a server. Raises what `connect` does where there is none yet."""
+        connection = self._connections.get(server)
+        if connection is not None:
+            return connection
+        with self._lock:
+            if server not in self._connections:
+                self._connections[server] = self._connect(server)
+            return self._connections[server]
+
+    def drop(self, server: int, connection: Connection | None) -> None:
+        """Close a connection that failed, unless another thread has done so and there is a newer one."""
+        with self._lock:
+            if connection is None or self._connections.get(server) is not connection:
+                return
+            del self._connections[server]
+        connection.close()
+
+    def take_all(self) -> list[Connection]:
+        """Return all connections, for the caller to close."""
+        with self._lock:
+            connections, self._connections = list(self._connections.values()), {}
+        return connections

@@ -41,8 +41,8 @@ from cordee.communication.messages import Message, Refused
 from cordee.communication.shared_memory.futex import Patience
 from cordee.communication.shared_memory.hosts import own_host_id
 from cordee.communication.shared_memory.liveness import HEARTBEAT, read_stat
+from cordee.communication.shared_memory.registration import BackendSettings
 from cordee.communication.shared_memory.segment import Address, attach_segment
-from cordee.communication.shared_memory.settings import BackendSettings
 from cordee.communication.wire import Codec, Limits
 from cordee.core.errors import CommunicationError, CordeeError
 

@@ -3,7 +3,6 @@
 Light to import: the modules that do the work are loaded when the first process group is formed.
 """
 
-from cordee.communication.shared_memory.registration import BACKEND_NAME, register
-from cordee.communication.shared_memory.settings import BackendSettings
+from cordee.communication.shared_memory.registration import BACKEND_NAME, BackendSettings, register
 
 __all__ = ["BACKEND_NAME", "BackendSettings", "register"]

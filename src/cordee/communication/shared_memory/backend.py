@@ -23,7 +23,7 @@ from cordee.communication.shared_memory.hosts import (
 from cordee.communication.shared_memory.liveness import Identity
 from cordee.communication.shared_memory.mailbox import Mailbox
 from cordee.communication.shared_memory.process_group import CordeeProcessGroup, GlooGroup
-from cordee.communication.shared_memory.settings import BackendSettings
+from cordee.communication.shared_memory.registration import BackendSettings
 from cordee.communication.shared_memory.two_level import TwoLevel, leaders_of
 from cordee.core.errors import CommunicationError
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from cordee.communication.shared_memory.layout import ReduceMethod, choose_reduce_method, cut, share_of
-from cordee.communication.shared_memory.reduction import Reduction, reduce_into
-from cordee.communication.shared_memory.rounds import Rounds, Steps
-from cordee.communication.shared_memory.signature import DTYPE_CODES, Operation, sign
-from cordee.communication.shared_memory.slots import Slots
+from cordee.communication.shared_memory.rounds import DTYPE_CODES, Operation, Rounds, Steps, sign
+from cordee.communication.shared_memory.segment import Slots
 
 
 @dataclass(frozen=True)
@@ -331,3 +330,120 @@ def _take_part(output: Tensor, start: int, stop: int, buffer: Tensor) -> None:
 def _copy_own(output: Tensor, data: Tensor) -> None:
     if output.data_ptr() != data.data_ptr():
         output.copy_(data)
+
+
+# Adding up the members' buffers, in member order, with torch's own kernels.
+
+
+class Reduction(IntEnum):
+    """The reductions done in shared memory; the values go into signatures."""
+
+    SUM = 1
+    AVG = 2
+    PRODUCT = 3
+    MIN = 4
+    MAX = 5
+    BAND = 6
+    BOR = 7
+    BXOR = 8
+
+
+_BINARY: dict[Reduction, Callable[..., Tensor]] = {
+    Reduction.SUM: torch.add,
+    Reduction.AVG: torch.add,
+    Reduction.PRODUCT: torch.mul,
+    Reduction.MIN: torch.minimum,
+    Reduction.MAX: torch.maximum,
+    Reduction.BAND: torch.bitwise_and,
+    Reduction.BOR: torch.bitwise_or,
+    Reduction.BXOR: torch.bitwise_xor,
+}
+_HALF = (torch.float16, torch.bfloat16)
+_FLOATING = (torch.float32, torch.float64, *_HALF)
+_INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+
+
+def is_supported(reduction: Reduction, dtype: torch.dtype) -> bool:
+    """Whether `reduce_into` can do it; an average of integers has no agreed meaning, as with gloo."""
+    if reduction in (Reduction.BAND, Reduction.BOR, Reduction.BXOR):
+        return dtype in _INTEGER
+    if reduction is Reduction.AVG:
+        return dtype in _FLOATING
+    return dtype in _FLOATING or dtype in _INTEGER
+
+
+def reduce_into(out: Tensor, parts: Sequence[Tensor], reduction: Reduction) -> None:
+    """Write the reduction of `parts`, taken in order, to `out`, which may be one of the first two.
+
+    The order is fixed, so that members that reduce the same parts get the same bits. 16-bit floats are added in
+    32 bits and rounded once.
+    """
+    if out.dtype in _HALF and (len(parts) > 2 or reduction is Reduction.AVG):
+        total = parts[0].to(torch.float32, copy=True)
+        _fold(total, total, parts[1:], reduction)
+        out.copy_(total.div_(len(parts)) if reduction is Reduction.AVG else total)
+        return
+    _fold(out, parts[0], parts[1:], reduction)
+    if reduction is Reduction.AVG:
+        out.div_(len(parts))
+
+
+def _fold(out: Tensor, first: Tensor, rest: Sequence[Tensor], reduction: Reduction) -> None:
+    binary = _BINARY[reduction]
+    if not rest:
+        if out is not first:
+            out.copy_(first)
+        return
+    binary(first, rest[0], out=out)
+    for part in rest[1:]:
+        binary(out, part, out=out)
+
+
+# Tensors as the collectives want them: flat, contiguous, without history.
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is strided memory of this process."""
+    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """Return the elements in one row: the same memory where that is possible, else a copy."""
+    tensor = _without_history(tensor)
+    if tensor.is_contiguous():
+        return tensor if tensor.dim() == 1 else tensor.view(-1)
+    return tensor.contiguous().view(-1)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor in one row: the same memory where that is possible, else a copy."""
+    flat = flatten(tensor)
+    if flat.dtype is torch.uint8:
+        return flat
+    if flat.stride(0) != 1:  # possible with none or one element, and refused by `view`
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
+
+
+def write_back(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> Callable[[], None] | None:
+    """Return what copies results into tensors whose `flats` are copies, or None if none is."""
+    copies = [
+        (_without_history(tensor), flat)
+        for tensor, flat in zip(tensors, flats, strict=True)
+        if not tensor.is_contiguous()
+    ]
+    if not copies:
+        return None
+
+    def copy_back() -> None:
+        for tensor, flat in copies:
+            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+    return copy_back
+
+
+def _without_history(tensor: Tensor) -> Tensor:
+    """Return the same memory as a tensor that may be written to in any mode and thread."""
+    if tensor.is_inference():
+        return torch.from_dlpack(tensor)  # type: ignore[attr-defined]
+    return tensor.detach() if tensor.requires_grad else tensor

@@ -19,15 +19,20 @@ from torch.distributed import distributed_c10d as torch_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from cordee.communication.shared_memory import collectives
-from cordee.communication.shared_memory.collectives import AllReducePlan
-from cordee.communication.shared_memory.execution import Conductor
+from cordee.communication.shared_memory.collectives import (
+    AllReducePlan,
+    Reduction,
+    as_bytes,
+    flatten,
+    is_plain,
+    is_supported,
+    write_back,
+)
+from cordee.communication.shared_memory.execution import Conductor, CordeeWork
 from cordee.communication.shared_memory.hosts import HostTeam
 from cordee.communication.shared_memory.mailbox import Mailbox
-from cordee.communication.shared_memory.reduction import Reduction, is_supported
 from cordee.communication.shared_memory.rounds import Steps
-from cordee.communication.shared_memory.tensors import as_bytes, flatten, is_plain, write_back
 from cordee.communication.shared_memory.two_level import TwoLevel
-from cordee.communication.shared_memory.work import CordeeWork
 
 _REDUCTIONS: dict[int, Reduction] = {int(getattr(ReduceOp, reduction.name).value): reduction for reduction in Reduction}
 _MAX_PLANS = 1024

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from cordee.communication.shared_memory.layout import Layout, choose_slot_bytes
 from cordee.core.errors import CommunicationError
 
 _NAME = "cordee"
@@ -134,3 +136,67 @@ def _open(address: Address, flags: int) -> int:
 def _map(fd: int, num_bytes: int) -> mmap.mmap:
     # Populated at once: a first collective would otherwise spend 0.1 µs a page in faults.
     return mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+# Typed views of the members' buffers in a segment, made once and reused.
+
+_MAX_CACHED = 256  # a training step repeats its sizes; a program with endless new ones starts over
+
+
+class Slots:
+    """The two buffers of each member, as tensors of any element type and length."""
+
+    def __init__(self, segment: Segment, layout: Layout) -> None:
+        self._segment = segment
+        self._layout = layout
+        self._whole: dict[torch.dtype, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        self._sliced: dict[tuple[torch.dtype, int, int], tuple[Tensor, ...]] = {}
+
+    def capacity(self, dtype: torch.dtype) -> int:
+        """Elements that fit into one buffer."""
+        return self._layout.slot_bytes // dtype.itemsize
+
+    def whole(self, dtype: torch.dtype, parity: int) -> tuple[Tensor, ...]:
+        """Return the full buffers of all members, in member order."""
+        views = self._whole.get(dtype)
+        if views is None:
+            views = self._whole[dtype] = (self._make(dtype, 0), self._make(dtype, 1))
+        return views[parity]
+
+    def first(self, dtype: torch.dtype, parity: int, count: int) -> tuple[Tensor, ...]:
+        """Return the first `count` elements of the buffers of all members, in member order."""
+        key = (dtype, parity, count)
+        views = self._sliced.get(key)
+        if views is None:
+            if len(self._sliced) >= _MAX_CACHED:
+                self._sliced.clear()
+            views = tuple(buffer[:count] for buffer in self.whole(dtype, parity))
+            self._sliced[key] = views
+        return views
+
+    def _make(self, dtype: torch.dtype, parity: int) -> tuple[Tensor, ...]:
+        layout = self._layout
+        members = range(layout.num_members)
+        return tuple(
+            self._segment.tensor(layout.slot_at(member, parity), layout.slot_bytes, dtype) for member in members
+        )
+
+
+# Whether workers on this machine could share memory, found out by doing it.
+
+
+def try_segment(num_members: int) -> int:
+    """Make the segment of a group of `num_members`, attach to it as a peer does, write to it; return its bytes.
+
+    Raises CommunicationError that says what is missing. Nothing is left behind.
+    """
+    num_cores = len(os.sched_getaffinity(0))
+    layout = Layout(num_members=num_members, slot_bytes=choose_slot_bytes(num_members, num_cores))
+    own, fd = create_segment(layout.total_bytes, f"a group of {num_members} workers")
+    try:
+        peer = attach_segment(Address(os.getpid(), fd, layout.total_bytes))
+    finally:
+        os.close(fd)
+    peer.words()[-1] = num_members
+    assert own.words()[-1] == num_members
+    return layout.total_bytes

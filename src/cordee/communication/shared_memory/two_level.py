@@ -20,10 +20,8 @@ from torch.distributed.distributed_c10d import (
 )
 
 from cordee.communication.shared_memory import collectives
-from cordee.communication.shared_memory.collectives import Host
-from cordee.communication.shared_memory.reduction import Reduction
+from cordee.communication.shared_memory.collectives import Host, Reduction, as_bytes
 from cordee.communication.shared_memory.rounds import Steps
-from cordee.communication.shared_memory.tensors import as_bytes
 from cordee.core.errors import CommunicationError
 
 _LEADER = 0  # the member of each host that talks to the other hosts

@@ -16,8 +16,8 @@ from cordee.cluster.coordinator import WORKER_PREFIX
 from cordee.cluster.member_link import Answer, CoordinatorLink
 from cordee.cluster.rendezvous import BetweenHosts, meet
 from cordee.cluster.rendezvous_store import CoordinatorStore
+from cordee.communication.exchange import find_lost_peer
 from cordee.communication.keys import ClientKeys
-from cordee.communication.lost_peer import find_lost_peer
 from cordee.communication.shared_memory.gloo_sockets import shut_gloo_sockets
 from cordee.communication.shared_memory.liveness import abandon_groups
 from cordee.compute.memory import MemoryWatch

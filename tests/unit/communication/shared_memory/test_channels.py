@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from segment_members import make_segment, make_teams
 
-from cordee.communication.shared_memory.channels import Inbox, Message, Outbox
-from cordee.communication.shared_memory.mailbox import Mailbox
+from cordee.communication.shared_memory.mailbox import Inbox, Mailbox, Message, Outbox
 from cordee.core.errors import CommunicationError
 
 

@@ -3,7 +3,6 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cordee.communication.shared_memory.cores import home_core
 from cordee.communication.shared_memory.layout import (
     CHANNEL_LINES,
     DIRECT_LIMIT_BYTES,
@@ -17,6 +16,7 @@ from cordee.communication.shared_memory.layout import (
     cut,
     share_of,
 )
+from cordee.communication.shared_memory.rounds import home_core
 
 
 @given(st.integers(1, 12), st.integers(1, 8).map(lambda pages: pages * 4096))

@@ -26,8 +26,8 @@ from cordee.communication.shared_memory.liveness import (
     abandon_groups,
     read_stat,
 )
+from cordee.communication.shared_memory.registration import BackendSettings
 from cordee.communication.shared_memory.segment import Address, attach_segment, create_segment
-from cordee.communication.shared_memory.settings import BackendSettings
 from cordee.core.errors import CommunicationError
 
 

@@ -1,10 +1,16 @@
 import pytest
 import torch
 
-from cordee.communication.shared_memory.reduction import Reduction, is_supported, reduce_into
-from cordee.communication.shared_memory.settings import BackendSettings
-from cordee.communication.shared_memory.signature import Operation, describe, sign
-from cordee.communication.shared_memory.tensors import as_bytes, flatten, write_back
+from cordee.communication.shared_memory.collectives import (
+    Reduction,
+    as_bytes,
+    flatten,
+    is_supported,
+    reduce_into,
+    write_back,
+)
+from cordee.communication.shared_memory.registration import BackendSettings
+from cordee.communication.shared_memory.rounds import Operation, describe, sign
 from cordee.core.errors import CommunicationError
 
 
