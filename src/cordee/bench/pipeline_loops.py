@@ -24,7 +24,7 @@ from cordee.core.settings import Data
 from cordee.models import gpt, resnet
 from cordee.models.blocks import Chain, make_chain
 from cordee.models.cutting import cut_by_time
-from cordee.strategies.pipeline.timing import measure_blocks
+from cordee.strategies.pipeline.schedules import measure_blocks
 
 _SCHEDULES: Mapping[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 

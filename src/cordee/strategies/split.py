@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,11 @@ from cordee.cluster import Team
 from cordee.communication.exchange import GradientExchange
 from cordee.compute import Computation, Loss, OptimizerRecipe, Votes
 from cordee.core import Batch, Job
-from cordee.core.errors import TrainingError
+from cordee.core.errors import JobError, TrainingError
 from cordee.strategies.axes import Mesh
 from cordee.strategies.shared_buffers import SharedBuffers
 from cordee.strategies.slices import Holdings, square_norm
 from cordee.strategies.strategy import Update
-from cordee.strategies.whole import WholeModel
 
 
 class SplitModel(ABC):
@@ -177,3 +176,61 @@ def copy_buffers(source: nn.Module, target: nn.Module) -> None:
     targets = dict(target.named_buffers())
     for name, buffer in source.named_buffers():
         targets[name].copy_(buffer)
+
+
+# The whole model on a worker that trains only a part of it: there to be evaluated and saved, and away in between.
+
+
+class WholeModel:
+    """Gives the memory of a model back while it is not needed; names, modules and tensor objects stay. Local."""
+
+    def __init__(self, model: nn.Module, kept: Iterable[Tensor] = ()) -> None:
+        """`kept` are tensors of the model that stay: those this worker trains."""
+        self.model = model
+        kept_ids = {id(tensor) for tensor in kept}
+        others = [t for t in [*model.parameters(), *model.buffers()] if id(t) not in kept_ids]
+        self._others = [(tensor, tensor.shape, tensor.stride()) for tensor in others]
+        self._is_here = True
+
+    def release(self) -> None:
+        """Give back the memory of all but the kept tensors; their values are lost."""
+        if self._is_here:
+            self._is_here = False
+            for tensor, _, _ in self._others:
+                # Not resize_ on the storage, which refuses once NumPy has seen it, as when it was saved.
+                tensor.data = tensor.data.new_empty(0)
+
+    def restore(self) -> None:
+        """Take the memory again; what was away is zero until it is copied in."""
+        if not self._is_here:
+            self._is_here = True
+            for tensor, shape, stride in self._others:
+                tensor.data = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).zero_()
+
+
+# Optimizers that update each element by itself, and so work on slices of parameters as on the whole.
+
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+
+
+def require_elementwise(recipe: OptimizerRecipe, model: nn.Module, strategy: str) -> None:
+    """Raise JobError for an optimizer that would compute something else on slices."""
+    optimizer = recipe.make(model.named_parameters())
+    if type(optimizer) not in _ELEMENTWISE:
+        known = ", ".join(sorted(cls.__name__.lower() for cls in _ELEMENTWISE))
+        raise JobError(
+            f"optimizer '{type(optimizer).__name__}' may look at whole parameters, and strategy '{strategy}' gives "
+            f"workers slices of them: use one of {known}, or strategy.name = 'data_parallel' or 'pipeline'"
+        )

@@ -13,7 +13,7 @@ from cordee.cluster import Team
 from cordee.core.errors import CordeeError
 from cordee.core.job import Job
 from cordee.strategies.axes import Mesh
-from cordee.strategies.hybrid.mesh import read_mesh
+from cordee.strategies.hybrid import read_mesh
 from cordee.training.components import assemble
 
 

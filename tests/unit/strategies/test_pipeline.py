@@ -26,9 +26,8 @@ from cordee.core.errors import CordeeError, JobError, ModelError
 from cordee.models import gpt
 from cordee.models.blocks import make_chain
 from cordee.strategies import make_strategy
-from cordee.strategies.pipeline.collecting import merge_states
-from cordee.strategies.pipeline.schedules import schedule_class, split_evenly
-from cordee.strategies.pipeline.stages import make_stages, share_out
+from cordee.strategies.pipeline.modules import merge_states
+from cordee.strategies.pipeline.schedules import make_stages, schedule_class, share_out, split_evenly
 from cordee.strategies.slices import Holdings, WholeParameter
 from cordee.training.components import assemble
 

@@ -14,8 +14,8 @@ from cordee.core import Use
 from cordee.core.errors import JobError
 from cordee.models import gpt
 from cordee.strategies import make_strategy
-from cordee.strategies.elementwise import require_elementwise
-from cordee.strategies.sharded.units import choose_units
+from cordee.strategies.sharded import choose_units
+from cordee.strategies.split import require_elementwise
 
 
 def names(model: nn.Module, unit_bytes: int) -> list[str]:

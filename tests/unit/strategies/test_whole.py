@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from cordee.checkpoint import weights_sha256
-from cordee.strategies.whole import WholeModel
+from cordee.strategies.split import WholeModel
 
 
 def test_memory_is_given_back_and_taken_again() -> None:

@@ -28,22 +28,21 @@ from cordee.models.effects import unchanged
 from cordee.models.slicing import check_called, choose_slicing, keep_pairs
 from cordee.models.tracing import CUT_ADVICE
 from cordee.strategies.axes import Axes, Mesh, form_axes
-from cordee.strategies.elementwise import require_elementwise
-from cordee.strategies.pipeline.collecting import collect_states
-from cordee.strategies.pipeline.modules import StageModule
-from cordee.strategies.pipeline.schedules import Runner, are_rounds_even
-from cordee.strategies.pipeline.stages import Ownership, Stage, make_stages, share_out
-from cordee.strategies.pipeline.timing import measure_blocks
+from cordee.strategies.pipeline.modules import StageModule, collect_states
+from cordee.strategies.pipeline.schedules import (
+    Ownership,
+    Runner,
+    Stage,
+    are_rounds_even,
+    make_stages,
+    measure_blocks,
+    share_out,
+)
 from cordee.strategies.shared_buffers import SharedBuffers
-from cordee.strategies.shares import Shares
-from cordee.strategies.slices import Held, Holdings, hold
-from cordee.strategies.split import SplitModel, cut_weights, gather_weights
+from cordee.strategies.slices import Held, Holdings, Shares, hold
+from cordee.strategies.split import SplitModel, WholeModel, cut_weights, gather_weights, require_elementwise
 from cordee.strategies.strategy import Requirements, Update, require_samples
-from cordee.strategies.tensor import TensorSettings
-from cordee.strategies.tensor.layers import check_same, slice_model, working_copy
-from cordee.strategies.tensor.rehearsal import check_plan
-from cordee.strategies.tensor.streams import SliceStreams
-from cordee.strategies.whole import WholeModel
+from cordee.strategies.tensor import SliceStreams, TensorSettings, check_plan, check_same, slice_model, working_copy
 
 log = logging.getLogger("cordee.pipeline")
 

@@ -1,8 +1,9 @@
-"""The sharded strategy: its settings, and how FSDP2 fits the protocol."""
+"""`sharded`: a share of the data and a slice of each parameter each, gathered on use (FSDP2)."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Literal
@@ -21,20 +22,20 @@ from cordee.core.errors import JobError, ModelError
 from cordee.core.settings import Section
 from cordee.models.slicing import choose_slicing
 from cordee.strategies.axes import Mesh, form_axes
-from cordee.strategies.data_parallel.batch_norm import SyncedBatchNorm, synchronise_batch_norms
-from cordee.strategies.data_parallel.reducers import EmptyShardPass
-from cordee.strategies.elementwise import require_elementwise
-from cordee.strategies.sharded.recomputation import refuse_repeated_recomputation
-from cordee.strategies.sharded.units import choose_units
+from cordee.strategies.batch_norm import SyncedBatchNorm, synchronise_batch_norms
+from cordee.strategies.data_parallel import EmptyShardPass
 from cordee.strategies.shared_buffers import SharedBuffers, buffers_of
 from cordee.strategies.slices import Held, Holdings, SlicedParameter
-from cordee.strategies.split import SplitModel, copy_buffers, cut_weights, gather_weights
+from cordee.strategies.split import (
+    SplitModel,
+    WholeModel,
+    copy_buffers,
+    cut_weights,
+    gather_weights,
+    require_elementwise,
+)
 from cordee.strategies.strategy import Requirements, require_samples
-from cordee.strategies.tensor import TensorSettings
-from cordee.strategies.tensor.layers import check_same, slice_model, working_copy
-from cordee.strategies.tensor.rehearsal import check_plan
-from cordee.strategies.tensor.streams import SliceStreams
-from cordee.strategies.whole import WholeModel
+from cordee.strategies.tensor import SliceStreams, TensorSettings, check_plan, check_same, slice_model, working_copy
 
 _AXES = tuple(field.name for field in fields(Mesh))
 
@@ -195,4 +196,83 @@ def _refuse_scalars(model: nn.Module) -> None:
             raise ModelError(
                 f"parameter '{name}' is a single number without a dimension, which strategy 'sharded' cannot cut: "
                 "give it the shape (1,), or use strategy.name = 'data_parallel'"
+            )
+
+
+# Which modules are gathered together: decided by size, without torch's sharding.
+
+
+def choose_units(model: nn.Module, unit_bytes: int) -> list[nn.Module]:
+    """Return the modules whose parameters are gathered and freed as one, inner ones first, the model itself last.
+
+    A module is a unit if it has at least `unit_bytes` of parameters that no unit inside it has. A parameter that is
+    used in several places belongs to the smallest module around all of them. So each is in one unit only.
+    """
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    units: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        """Choose among what is inside; return the bytes left over for the module around it."""
+        own_uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+        has_shared = any(count < uses[key] for key, count in own_uses.items())
+        left = sum(visit(child) for child in module.children())
+        left += sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+        # A list of modules is never called itself, and gathering happens when a unit is called.
+        is_called = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if module is model or has_shared or not is_called or left < unit_bytes:
+            return left
+        units.append(module)
+        return 0
+
+    visit(model)
+    return [*units, model]
+
+
+# Refuse a unit that is used twice under re-entrant checkpointing: FSDP2 would lose a part of its gradient.
+
+
+def refuse_repeated_recomputation(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Let the backward pass raise ModelError where it would lose gradients. To be called before `fully_shard`.
+
+    Re-entrant checkpointing computes a unit without a graph first and builds the graph in the backward pass. FSDP2
+    takes a call in the backward pass for a recomputation whose hooks exist already (torch 2.13,
+    `FSDPState._pre_forward`). That is wrong once the unit has been through a backward pass: nobody sums the gradients
+    of the next.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    _Watch(model, {unit: names[unit] for unit in units if unit is not model})
+
+
+class _Watch:
+    """How often each unit was called in the present forward pass, and which of them without a graph."""
+
+    def __init__(self, model: nn.Module, names: dict[nn.Module, str]) -> None:
+        self._names = names
+        self._num_calls: Counter[nn.Module] = Counter()
+        self._without_graph: set[nn.Module] = set()
+        self._is_forward = False
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end, always_call=True)
+        for unit in names:
+            unit.register_forward_pre_hook(self._count)
+
+    def _begin(self, model: nn.Module, inputs: Any) -> None:
+        self._num_calls.clear()
+        self._without_graph.clear()
+        self._is_forward = True
+
+    def _end(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._is_forward = False
+
+    def _count(self, unit: nn.Module, inputs: Any) -> None:
+        if self._is_forward:
+            self._num_calls[unit] += 1
+            if not torch.is_grad_enabled():
+                self._without_graph.add(unit)
+        elif unit in self._without_graph and self._num_calls[unit] > 1:
+            raise ModelError(
+                f"'{self._names[unit]}' is used {self._num_calls[unit]} times in a forward pass, under re-entrant "
+                "checkpointing, and strategy 'sharded' would lose a part of its gradient: use "
+                "torch.utils.checkpoint.checkpoint(…, use_reentrant=False), or set strategy.unit_bytes above the "
+                f"{sum(parameter.nbytes for parameter in unit.parameters()):,} bytes of its parameters"
             )

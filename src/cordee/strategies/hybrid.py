@@ -1,7 +1,8 @@
-"""The hybrid strategy: those of the axes of a mesh, taken together."""
+"""`hybrid`: a mesh of data parallelism and of ways to split a model."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +10,10 @@ import msgspec
 
 from cordee.compute import Computation
 from cordee.core import Job
-from cordee.core.errors import JobError
+from cordee.core.errors import JobError, nearest
 from cordee.core.job import read_section
 from cordee.core.settings import Section
-from cordee.strategies.hybrid.mesh import read_mesh, show_mesh
+from cordee.strategies.axes import Mesh
 from cordee.strategies.pipeline import Pipeline, PipelineSettings
 from cordee.strategies.sharded import Sharded, ShardedSettings
 from cordee.strategies.strategy import Strategy
@@ -73,3 +74,38 @@ def _read(given: Mapping[str, Any], settings: type[Section]) -> Any:
     """Return those of the keys that are the section's own."""
     own = {key: value for key, value in given.items() if key in settings.__struct_fields__}
     return read_section("strategy", own, settings)
+
+
+# `strategy.mesh`: how many workers along which axis. Pure.
+
+SPLITTING_AXES = ("pipeline", "sharded", "tensor")
+AXES = ("data", *SPLITTING_AXES)
+
+
+def read_mesh(sizes: Mapping[str, int], workers: int) -> Mesh:
+    """Return the mesh; raises JobError where it cannot be, or does not multiply to the workers."""
+    shown = show_mesh(sizes)
+    if not sizes:
+        raise JobError("strategy 'hybrid' needs strategy.mesh, for example {data = 2, pipeline = 2}")
+    for axis, size in sizes.items():
+        if axis not in AXES:
+            raise JobError(f"strategy.mesh has no axis '{axis}'{nearest(axis, AXES)} (axes: {', '.join(AXES)})")
+        if size < 1:
+            raise JobError(f"strategy.mesh = {shown}: the size of '{axis}' must be at least 1")
+    product = math.prod(sizes.values())
+    if product != workers:
+        raise JobError(
+            f"strategy.mesh = {shown} has {product} workers, the job has {workers}: set strategy.workers = {product}, "
+            "or change the mesh"
+        )
+    if all(sizes.get(axis, 1) == 1 for axis in SPLITTING_AXES):
+        raise JobError(
+            f"strategy.mesh = {shown} splits nothing: give one of {', '.join(SPLITTING_AXES)} a size of 2 or more, or "
+            "set strategy.name = 'data_parallel'"
+        )
+    return Mesh(**sizes)
+
+
+def show_mesh(sizes: Mapping[str, int]) -> str:
+    """Return the mesh as it is written in a job file."""
+    return "{" + ", ".join(f"{axis} = {size}" for axis, size in sizes.items()) + "}"
