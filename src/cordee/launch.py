@@ -21,7 +21,7 @@ from cordee import checkpoint
 from cordee.cluster import Team
 from cordee.cluster.engines.local import LocalEngine
 from cordee.communication.this_host import find_listening
-from cordee.compute.memory import MemoryWatch
+from cordee.compute.devices import MemoryWatch
 from cordee.core import Job
 from cordee.core.env import runs_folder
 from cordee.core.errors import CheckpointError, JobError, RunDirectoryError, StorageError

@@ -110,7 +110,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path: Path, monkey
             raise StorageError("cannot save: No space left on device")
         return save(*args, **settings)
 
-    monkeypatch.setattr("cordee.checkpoint.background.save", full_at_first)
+    monkeypatch.setattr("cordee.checkpoint.writing.save", full_at_first)
     result = run(small_job(checkpoint={"every_steps": 3}), tmp_path / "run")
     assert result.status == "completed"
     assert calls == [3, 6, 9, 10]
@@ -128,7 +128,7 @@ class HeldSave:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.release, self.steps = threading.Event(), list[int]()
         self._save = checkpoint.save
-        monkeypatch.setattr("cordee.checkpoint.background.save", self)
+        monkeypatch.setattr("cordee.checkpoint.writing.save", self)
 
     def __call__(self, root: Path, step: int, *args: Any, **settings: Any) -> Path:
         self.steps.append(step)
@@ -195,7 +195,7 @@ def test_a_full_disk_in_the_background_fails_the_run_only_at_its_end(
     def full(root: Path, step: int, *args: Any, **settings: Any) -> Path:
         raise StorageError("cannot save: No space left on device")
 
-    monkeypatch.setattr("cordee.checkpoint.background.save", full)
+    monkeypatch.setattr("cordee.checkpoint.writing.save", full)
     with pytest.raises(StorageError, match="step 10 was reached, but its weights could not be saved"):
         run(small_job(checkpoint={"every_steps": 5}), tmp_path / "run")  # the last one is also one in between
     assert len(events_of(tmp_path / "run", "warning")) == 2
@@ -209,7 +209,7 @@ def test_a_slow_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         time.sleep(0.1)
         return save(*args, **settings)
 
-    monkeypatch.setattr("cordee.checkpoint.background.save", slow)
+    monkeypatch.setattr("cordee.checkpoint.writing.save", slow)
     result = run(small_job(checkpoint={"every_steps": 1}), tmp_path / "run")
     (warning,) = events_of(result, "warning")
     assert "s for the checkpoint of step 1, which was still being written" in warning["message"]

@@ -22,8 +22,7 @@ from cordee.compute import Computation, make_loss
 from cordee.core import Job, Use
 from cordee.core.settings import Data
 from cordee.models import gpt, resnet
-from cordee.models.blocks import Chain, make_chain
-from cordee.models.cutting import cut_by_time
+from cordee.models.cutting import Chain, cut_by_time, make_chain
 from cordee.strategies.pipeline.schedules import measure_blocks
 
 _SCHEDULES: Mapping[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}

@@ -29,7 +29,7 @@ from torch import nn
 from cordee.bench.planner_rows import PlanTimes, Trial, make_rows
 from cordee.bench.report import Report, describe_machine
 from cordee.cluster.engines.local import LocalEngine
-from cordee.compute.memory import MemoryWatch
+from cordee.compute.devices import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CordeeError, JobError
 from cordee.launch import train

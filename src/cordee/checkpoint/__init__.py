@@ -1,14 +1,12 @@
 """Save, verify, load and export the state of a run."""
 
-from cordee.checkpoint.background import CheckpointWriter, Request, Saved
 from cordee.checkpoint.comparison import Comparison, Digest, digest_state
 from cordee.checkpoint.export import export
-from cordee.checkpoint.model import buffer_names, load_model_state, model_state
 from cordee.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from cordee.checkpoint.reading import Loaded, list_checkpoints, load, load_newest, looks_whole, refuse_link
 from cordee.checkpoint.sharing import share_state, share_value
-from cordee.checkpoint.state import State, weights_sha256
-from cordee.checkpoint.writing import save
+from cordee.checkpoint.state import State, buffer_names, load_model_state, model_state, weights_sha256
+from cordee.checkpoint.writing import CheckpointWriter, Request, Saved, save
 
 __all__ = [
     "CheckpointWriter",

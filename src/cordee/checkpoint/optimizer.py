@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from cordee.checkpoint.model import shortened
-from cordee.checkpoint.state import State
+from cordee.checkpoint.state import State, shortened
 from cordee.core.errors import CheckpointError
 
 # How the arithmetic is carried out on this machine's device, not what it computes: the optimizer at hand decides.

@@ -4,8 +4,7 @@ from cordee.compute.computation import NO_VOTES, Computation, Loss, Votes, clip_
 from cordee.compute.devices import choose_device, share_threads, usable_cores
 from cordee.compute.evaluation import Metrics, evaluate
 from cordee.compute.losses import LossFunction, make_loss
-from cordee.compute.optimizers import LR_SCALES, OptimizerRecipe, make_optimizer_recipe
-from cordee.compute.schedules import Schedule, make_schedule
+from cordee.compute.optimizers import LR_SCALES, OptimizerRecipe, Schedule, make_optimizer_recipe, make_schedule
 
 __all__ = [
     "LR_SCALES",

@@ -5,7 +5,6 @@ from cordee.models.fbnet import fbnet
 from cordee.models.gpt import gpt
 from cordee.models.lenet import lenet
 from cordee.models.mlp import mlp
-from cordee.models.resnet import resnet
-from cordee.models.wide_resnet import wide_resnet
+from cordee.models.resnet import resnet, wide_resnet
 
 __all__ = ["BUILTIN_MODELS", "fbnet", "gpt", "lenet", "mlp", "resnet", "wide_resnet"]

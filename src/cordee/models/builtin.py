@@ -21,8 +21,7 @@ from cordee.models.fbnet import fbnet
 from cordee.models.gpt import gpt
 from cordee.models.lenet import lenet
 from cordee.models.mlp import mlp
-from cordee.models.resnet import resnet
-from cordee.models.wide_resnet import wide_resnet
+from cordee.models.resnet import resnet, wide_resnet
 
 BUILTIN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,

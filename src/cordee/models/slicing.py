@@ -9,7 +9,7 @@ from typing import Literal
 from torch import nn
 
 from cordee.core.errors import JobError, ModelError, nearest
-from cordee.models.blocks import Block, Chain, Wire
+from cordee.models.cutting import Block, Chain, Wire
 from cordee.models.gpt import CausalSelfAttention
 
 # column  outputs are split: takes whole activations, gives a slice of them   (an embedding: whole)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from typing import SupportsFloat
+from typing import Any, Protocol, SupportsFloat
 
 from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from cordee.core.errors import StorageError
 from cordee.monitoring import wording
 from cordee.monitoring.events import Event
 from cordee.monitoring.files import reason
-from cordee.monitoring.screens import choose_screen
-from cordee.monitoring.tracker import Tracker
+from cordee.monitoring.wording import View
 
 
 class ProgressSink:
@@ -80,3 +82,212 @@ class ProgressSink:
             self._tracker = None
             detail = reason(error) if isinstance(error, OSError) else "broken pipe"
             raise StorageError(f"cannot write to the console: {detail}; progress is not shown any more") from error
+
+
+# Where training is and how long it will take: numbers only, the clock is given.
+
+# The speed shown is a mean over about this long, so that it neither jitters nor lags.
+_SMOOTHING_S = 5.0
+
+
+class Tracker:
+    """Follows one run from its `run_started` fields on."""
+
+    def __init__(self, run: dict[str, Any], now_s: float) -> None:
+        self.total_steps: int | None = run.get("total_steps")
+        self._stop_steps: int | None = run.get("stop_steps")  # where a rule ends the run, if that is sooner
+        self.epochs: int | None = run.get("epochs")
+        self.test_accuracy: float | None = None
+        self.loss: float | None = None
+        self.step: int = run.get("start_step") or 0
+        self._start_step, self._started_s = self.step, now_s
+        self._batch_size: int | None = run.get("batch_size")
+        self._epoch: int | None = None
+        self._steps_per_second: float | None = None
+        self._anchor_step, self._anchor_s = self.step, now_s
+        self._paused_s = 0.0
+
+    def advance(self, step: int, loss: SupportsFloat | None, now_s: float) -> None:
+        """Take note that `step` optimizer steps are done."""
+        self.step = step
+        if loss is not None:
+            self.loss = float(loss)
+        passed_s = now_s - self._anchor_s
+        if step > self._anchor_step and passed_s > 0:
+            speed = (step - self._anchor_step) / passed_s
+            weight = 1.0 - math.exp(-passed_s / _SMOOTHING_S)
+            before = self._steps_per_second
+            self._steps_per_second = speed if before is None else before + weight * (speed - before)
+            self._anchor_step, self._anchor_s = step, now_s
+
+    def pause(self, seconds: float, now_s: float) -> None:
+        """Leave `seconds` just spent on something else (an evaluation, a checkpoint) out of the speed."""
+        self._paused_s += seconds
+        self._anchor_s = min(self._anchor_s + seconds, now_s)
+
+    def note_epoch(self, epoch: int | None) -> None:
+        self._epoch = epoch if epoch is not None else self._epoch
+
+    def elapsed_s(self, now_s: float) -> float:
+        return now_s - self._started_s
+
+    def view(self, now_s: float) -> View:
+        speed = self._steps_per_second
+        has_speed = speed is not None and self._batch_size is not None
+        return View(
+            step=self.step,
+            total_steps=self.total_steps,
+            epoch=self._current_epoch(),
+            epochs=self.epochs,
+            loss=self.loss,
+            test_accuracy=self.test_accuracy,
+            samples_per_second=speed * self._batch_size if has_speed else None,  # type: ignore[operator]
+            left_s=self._left_s(),
+            elapsed_s=self.elapsed_s(now_s),
+        )
+
+    def _left_s(self) -> float | None:
+        ends = [end for end in (self.total_steps, self._stop_steps) if end is not None]
+        if not ends or not self._steps_per_second:
+            return None
+        steps_left = max(min(ends) - self.step, 0)
+        paused_s_per_step = self._paused_s / max(self.step - self._start_step, 1)
+        return steps_left * (1.0 / self._steps_per_second + paused_s_per_step)
+
+    def _current_epoch(self) -> int | None:
+        if not self.total_steps or not self.epochs:
+            return self._epoch
+        # The steps of an epoch follow from the totals; the last event may be from the epoch before.
+        return min(self.epochs, max(self.step - 1, 0) * self.epochs // self.total_steps + 1)
+
+
+# The three places progress is shown in: a terminal, a notebook, and a log without either.
+
+# Lines of a log: every 10 s at first, every minute in long runs, and at each tenth of a shorter run.
+_LOG_EVERY_S, _LOG_EVERY_S_LATER, _LATER_S = 10.0, 60.0, 1800.0
+_LOG_TENTH_AFTER_S = 1.0
+
+
+class Screen(Protocol):
+    """Lines that stay, and one place that changes."""
+
+    @property
+    def width(self) -> int | None: ...  # columns a line should fit into, if any
+
+    def line(self, text: str, style: str = "") -> None: ...
+
+    def show(self, view: View) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def choose_screen(console: Console) -> Screen:
+    """Return the kind of screen that `console` writes to."""
+    if console.is_jupyter:
+        return NotebookScreen()
+    if console.is_terminal and console.is_interactive:
+        return TerminalScreen(console)
+    return LogScreen(console)
+
+
+class TerminalScreen:
+    """A bar at the bottom, redrawn by the caller; lines, and what the program prints, go above it.
+
+    No thread of its own: it would take the interpreter from the training loop at any moment.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._is_ascii = not _is_unicode(console)
+        self._live: Live | None = None
+
+    @property
+    def width(self) -> int:
+        return self._console.width - 1
+
+    def line(self, text: str, style: str = "") -> None:
+        self._console.print(Text(_encodable(text, self._console), style), soft_wrap=True)
+
+    def show(self, view: View) -> None:
+        # Three columns stay free for the '^C' a terminal echoes: a wrapped bar would leave its upper half behind.
+        bar = wording.bar(view, max(self._console.width - 3, 10), is_ascii=self._is_ascii)
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+            # The cursor stays visible, so that no way to die can leave a terminal without one.
+            self._console.show_cursor(True)
+        self._live.update(bar, refresh=True)
+
+    def close(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+
+class NotebookScreen:
+    """One output of a notebook cell, replaced as a whole. Needs nothing but IPython."""
+
+    width: int | None = None
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._bar = ""
+        self._display: Any = None
+
+    def line(self, text: str, style: str = "") -> None:
+        self._lines.append(text)
+        self._draw()
+
+    def show(self, view: View) -> None:
+        self._bar = wording.bar(view, 100).plain
+        self._draw()
+
+    def close(self) -> None:
+        if self._bar:
+            self._bar = ""
+            self._draw()
+
+    def _draw(self) -> None:
+        from IPython.display import display  # in a notebook it is there
+
+        content = {"text/plain": "\n".join([*self._lines, *([self._bar] if self._bar else [])])}
+        if self._display is None:
+            self._display = display(content, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._display.update(content, raw=True)
+
+
+class LogScreen:
+    """Lines only, and few of them."""
+
+    width: int | None = None
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last_s = 0.0
+        self._last_step: int | None = None  # None: count from the next one shown
+
+    def line(self, text: str, style: str = "") -> None:
+        self._last_step = None  # no step line right after a line of another kind
+        self._console.print(Text(_encodable(text, self._console)), soft_wrap=True)
+
+    def show(self, view: View) -> None:
+        if self._last_step is None:
+            self._last_s, self._last_step = view.elapsed_s, view.step
+        passed_s = view.elapsed_s - self._last_s
+        every_s = _LOG_EVERY_S if view.elapsed_s < _LATER_S else _LOG_EVERY_S_LATER
+        is_tenth = bool(view.total_steps) and view.step - self._last_step >= (view.total_steps or 0) / 10
+        if passed_s >= every_s or (is_tenth and passed_s >= _LOG_TENTH_AFTER_S):
+            self.line(wording.step_line(view))
+            self._last_s, self._last_step = view.elapsed_s, view.step
+
+    def close(self) -> None:
+        pass
+
+
+def _is_unicode(console: Console) -> bool:
+    return console.encoding.lower().replace("-", "").startswith("utf")
+
+
+def _encodable(text: str, console: Console) -> str:
+    return text.encode(console.encoding, "replace").decode(console.encoding)

@@ -12,8 +12,7 @@ import msgspec
 from cordee.core.errors import RunDirectoryError
 from cordee.monitoring.files import open_regular, reason
 from cordee.monitoring.jsonl import read_events
-from cordee.monitoring.lock import is_locked
-from cordee.monitoring.run_directory import EVENTS_FILE, JOB_FILE, LOCK_FILE, SUMMARY_FILE
+from cordee.monitoring.run_directory import EVENTS_FILE, JOB_FILE, LOCK_FILE, SUMMARY_FILE, is_locked
 from cordee.monitoring.summary import Status, Summary, read_summary
 
 State = Literal["running", "completed", "stopped", "interrupted", "failed", "died", "unreadable"]

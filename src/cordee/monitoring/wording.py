@@ -6,13 +6,27 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from rich.text import Text
 
 from cordee.core.durations import format_duration
-from cordee.monitoring.tracker import View
 
 _DONE, _LEFT = "cyan", "bright_black"
 _WIDEST_BAR = 40
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """What a progress bar shows at one moment; None is not known (yet)."""
+
+    step: int
+    total_steps: int | None
+    epoch: int | None  # counted from 1
+    epochs: int | None
+    loss: float | None
+    test_accuracy: float | None  # of the latest evaluation
+    samples_per_second: float | None
+    left_s: float | None
+    elapsed_s: float
 
 
 def bar(view: View, width: int, *, is_ascii: bool = False) -> Text:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from cordee.communication.messages import Json
-from cordee.compute.optimizers import builtin_optimizers, make_optimizer_recipe
-from cordee.compute.schedules import constant
+from cordee.compute.optimizers import builtin_optimizers, constant, make_optimizer_recipe
 from cordee.core.errors import JobError, StoreError, nearest
 from cordee.core.importing import import_until_stopped
 from cordee.core.references import Use, bind

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cordee.compute import Computation
-from cordee.compute.memory import forget_peak, peak_bytes, release_unused
+from cordee.compute.devices import forget_peak, peak_bytes, release_unused
 from cordee.core import Batch
 from cordee.planner.profile import Block
 

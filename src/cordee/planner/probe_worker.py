@@ -14,7 +14,7 @@ from torch import nn
 from cordee.cluster import Team
 from cordee.communication.shared_memory import register
 from cordee.compute import usable_cores
-from cordee.compute.memory import MemoryWatch
+from cordee.compute.devices import MemoryWatch
 from cordee.core import Job
 from cordee.planner.machine import Exchange
 from cordee.planner.measuring import time_call

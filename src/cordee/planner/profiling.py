@@ -14,7 +14,7 @@ from torch import nn
 
 from cordee.cluster import Team
 from cordee.compute import split_batch
-from cordee.compute.memory import MemoryWatch
+from cordee.compute.devices import MemoryWatch
 from cordee.core import Batch, Job
 from cordee.core.errors import ModelError
 from cordee.planner.cache import key_of

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from cordee.cluster import Team
-from cordee.compute.memory import MemoryWatch
+from cordee.compute.devices import MemoryWatch
 from cordee.core.temporary import temporary_folder
 from cordee.monitoring import Monitor
 from cordee.planner.overheads import trial_job

@@ -25,8 +25,8 @@ from cordee.compute import (
     make_schedule,
     share_threads,
 )
+from cordee.compute.devices import keep_freed
 from cordee.compute.losses import ADVICE, find_uneven_parts
-from cordee.compute.memory import keep_freed
 from cordee.core import Batch, Job
 from cordee.core.errors import CordeeError, JobError, ModelError
 from cordee.core.references import bind, name_of, resolve

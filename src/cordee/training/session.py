@@ -16,7 +16,7 @@ from cordee.checkpoint import State
 from cordee.checkpoint.tensor_file import memory_of
 from cordee.cluster import Team
 from cordee.communication.exchange import find_lost_peer
-from cordee.compute.memory import MemoryWatch
+from cordee.compute.devices import MemoryWatch
 from cordee.core.errors import CordeeError, TrainingError
 from cordee.core.fault_points import reach
 from cordee.monitoring import Monitor, Summary

@@ -7,8 +7,7 @@ import pytest
 from cordee.bench.materials import train_tensors
 from cordee.bench.pipeline import _rows
 from cordee.bench.pipeline_loops import MODELS, measure_cut, placement_of
-from cordee.models.blocks import make_chain
-from cordee.models.cutting import cut_by_hand
+from cordee.models.cutting import cut_by_hand, make_chain
 
 
 def test_idle_shares_and_ratios() -> None:

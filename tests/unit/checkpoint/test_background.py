@@ -25,7 +25,7 @@ def test_the_caller_may_change_its_tensors_at_once(tmp_path: Path, monkeypatch: 
         assert release.wait(30)
         return save(*args, **settings)
 
-    monkeypatch.setattr("cordee.checkpoint.background.save", held)
+    monkeypatch.setattr("cordee.checkpoint.writing.save", held)
     writer = CheckpointWriter(tmp_path, done.append)
     weight, values = torch.ones(5), {"progress": {"step": 1}}
     tied = {"model.a": weight, "model.b": weight, "model.c": torch.arange(6.0).reshape(2, 3).T}

@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import resource, sys
 import torch
-from cordee.compute.memory import keep_freed
+from cordee.compute.devices import keep_freed
 
 if sys.argv[1] == "kept":
     keep_freed()

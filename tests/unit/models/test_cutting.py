@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from cordee.core.errors import JobError, ModelError
 from cordee.models import fbnet, gpt, lenet, mlp, resnet, wide_resnet
-from cordee.models.blocks import Chain, make_chain
-from cordee.models.cutting import cut_by_hand, cut_by_time
+from cordee.models.cutting import Chain, cut_by_hand, cut_by_time, make_chain
 
 
 @given(st.lists(st.floats(0.0, 10.0), min_size=1, max_size=8), st.integers(1, 8))

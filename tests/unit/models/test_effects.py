@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cordee.core.errors import ModelError
-from cordee.models.blocks import Chain, make_chain
+from cordee.models.cutting import Chain, make_chain
 
 INPUTS = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 CALLS = [0]

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from cordee.core.errors import ModelError
 from cordee.models import fbnet
-from cordee.models.fbnet import ChannelShuffle, InvertedResidual
-from cordee.models.fbnet_architectures import ARCHITECTURES, BlockSpec
+from cordee.models.fbnet import ARCHITECTURES, BlockSpec, ChannelShuffle, InvertedResidual
 
 Variant = Literal["a", "b", "c"]
 

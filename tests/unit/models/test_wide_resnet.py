@@ -7,7 +7,7 @@ import torch
 
 from cordee.core.errors import ModelError
 from cordee.models import wide_resnet
-from cordee.models.wide_resnet import PreActivationBlock
+from cordee.models.resnet import PreActivationBlock
 
 
 @pytest.mark.parametrize(

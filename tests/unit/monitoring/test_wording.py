@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cordee.monitoring import wording
-from cordee.monitoring.tracker import Tracker, View
+from cordee.monitoring.progress import Tracker, View
 
 VIEW = View(
     step=812,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cordee.cluster import Team
 from cordee.compute import Loss, find_unsound, split_batch
-from cordee.compute.memory import MemoryWatch
+from cordee.compute.devices import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import identify, reach

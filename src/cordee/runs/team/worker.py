@@ -20,7 +20,7 @@ from cordee.communication.exchange import find_lost_peer
 from cordee.communication.keys import ClientKeys
 from cordee.communication.shared_memory.gloo_sockets import shut_gloo_sockets
 from cordee.communication.shared_memory.liveness import abandon_groups
-from cordee.compute.memory import MemoryWatch
+from cordee.compute.devices import MemoryWatch
 from cordee.core import Job, fault_points
 from cordee.core.errors import CommunicationError
 from cordee.data.source import check_same, fingerprint

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cordee.checkpoint import State
 from cordee.compute import Computation
-from cordee.models.blocks import Block
+from cordee.models.cutting import Block
 from cordee.models.effects import own_attributes
 
 

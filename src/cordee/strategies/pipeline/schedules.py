@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
 from cordee.compute import Computation
 from cordee.core import Batch
 from cordee.core.errors import ModelError
-from cordee.models.blocks import Block, Chain, Wire
+from cordee.models.cutting import Block, Chain, Wire
 
 _MAX_SCHEDULES = 8  # shapes that are kept ready; a data set has four at most
 

@@ -22,8 +22,7 @@ from cordee.core import Batch, Job
 from cordee.core.errors import JobError, ModelError
 from cordee.core.seeds import derive_seed
 from cordee.core.settings import Section
-from cordee.models.blocks import Chain, make_chain, repeat_to
-from cordee.models.cutting import cut_by_hand, cut_by_time, listed
+from cordee.models.cutting import Chain, cut_by_hand, cut_by_time, listed, make_chain, repeat_to
 from cordee.models.effects import unchanged
 from cordee.models.slicing import check_called, choose_slicing, keep_pairs
 from cordee.models.tracing import CUT_ADVICE
