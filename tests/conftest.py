@@ -16,6 +16,8 @@ import pytest
 
 import warm_launch
 from cordee.core.env import cache_folder
+from cordee.monitoring import Event, JsonlSink
+from cordee.monitoring.events import check_event
 
 SHARED_MEMORY = Path("/dev/shm")
 # Set by libraries when they are first imported or used: scikit-learn, torch.export, pytest itself.
@@ -43,6 +45,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.skip(reason="long: make test-long runs it"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def recorded_events_have_their_fields() -> Iterator[None]:
+    """Fail a run that records an event, or a field of one, that monitoring/events.py does not have."""
+    record = JsonlSink.emit
+
+    def check_and_record(sink: JsonlSink, event: Event) -> None:
+        check_event(event.type, event.fields)
+        record(sink, event)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JsonlSink, "emit", check_and_record)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,9 @@
 """Events in, sinks out: progress on the screen, the run directory and what is in it."""
 
-from cordee.monitoring.events import Event, Monitor, Sink
-from cordee.monitoring.jsonl import JsonlSink, read_events, read_lines
+from cordee.monitoring.events import AnyEvent, UnreadableLine
+from cordee.monitoring.jsonl import JsonlSink, follow, read_events, read_lines
 from cordee.monitoring.logs import WorkerLog, setup_logging
+from cordee.monitoring.monitor import Event, Monitor, Sink
 from cordee.monitoring.progress import ProgressSink
 from cordee.monitoring.report import render_result, render_runs
 from cordee.monitoring.run_directory import RunDirectory, new_run_path
@@ -11,6 +12,7 @@ from cordee.monitoring.summary import Summary
 from cordee.monitoring.tensorboard import TensorBoardSink
 
 __all__ = [
+    "AnyEvent",
     "Event",
     "JsonlSink",
     "Monitor",
@@ -20,7 +22,9 @@ __all__ = [
     "Sink",
     "Summary",
     "TensorBoardSink",
+    "UnreadableLine",
     "WorkerLog",
+    "follow",
     "list_runs",
     "new_run_path",
     "read_events",

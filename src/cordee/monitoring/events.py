@@ -1,128 +1,292 @@
-"""What happens in a run, as a stream of events handed to sinks."""
+"""The events of a run: one struct for each type of a line of `events.jsonl`.
+
+The table in docs/monitoring.md is made of the docstrings, fields and comments below
+(`python tests/unit/monitoring/event_table.py`). A field with a default may be missing from a line. A change that makes
+lines of older runs unreadable, or gives a field another meaning, raises `SCHEMA_VERSION`.
+"""
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Protocol, SupportsFloat, runtime_checkable
+from typing import Any, TypeAlias
 
 import msgspec
 
-from cordee.core.errors import StorageError
+from cordee.monitoring.files import to_json
+from cordee.monitoring.summary import Summary
 
-# At most 5 redraws a second, and fewer when they are slow: a redraw takes 0.3 ms in a loop of its own, but
-# 0.7 ms between training steps that empty the caches, and more on a busy host or a slow terminal.
-_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.2, 1.0
-_WAIT_PER_REDRAW = 400  # times the last redraw: 0.25 % of the time
-
-_log = logging.getLogger("cordee.monitoring")
+SCHEMA_VERSION = 1  # of run_started; lines of runs without the field are of version 0, which lacks `member` as well
 
 
-class Event(msgspec.Struct, frozen=True):
-    """One thing that happened: its kind, when (unix seconds), and what belongs to it."""
+class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """What every event has, with `type`."""
 
-    type: str
+    time: float  # unix seconds, where the event happened
+    member: str = ""  # of the run, from which the event comes: "launcher", "worker 1"; empty where it is not known
+
+
+class RunStarted(EventRecord, frozen=True, kw_only=True, tag="run_started"):
+    """training begins, or continues after `start_step`"""
+
+    strategy: str
+    workers: int
+    start_step: int
+    schema_version: int = 0  # of the events
+    run_dir: str = ""
+    name: str = ""
+    device: str = ""
+    threads: int | None = None
+    model: str = ""
+    data: str = ""
+    parameters: int | None = None
+    trainable_parameters: int | None = None
+    train_samples: int | None = None
+    test_samples: int | None = None
+    batch_size: int | None = None
+    total_steps: int | None = None
+    stop_steps: int | None = None  # where the rule `stop.steps` ends the run
+    epochs: float | int | None = None
+    servers: int | None = None  # parameter servers
+    cordee_version: str = ""
+    torch_version: str = ""
+
+
+class RunEnded(Summary, frozen=True, kw_only=True, tag_field="type", tag="run_ended"):
+    """the run ended, in whatever way but `kill -9`; the fields are those of the [summary](#summary)"""
+
     time: float
-    fields: dict[str, Any]
+    member: str = ""
 
 
-class Sink(Protocol):
-    """Takes events. `emit` raises `StorageError` when it cannot go on, and is not called again."""
+class Step(EventRecord, frozen=True, kw_only=True, tag="step"):
+    """after steps 1, 1 + *n*, 1 + 2*n*, … with *n* = `monitoring.every_steps`"""
 
-    def emit(self, event: Event) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@runtime_checkable
-class ProgressDisplay(Sink, Protocol):
-    """A sink that also shows where training is between two events."""
-
-    def refresh(self, step: int, loss: SupportsFloat | None) -> None: ...
+    step: int
+    epoch: int | None = None
+    loss: float | None = None  # of the whole batch
+    accuracy: float | None = None  # of the whole batch
+    lr: float | None = None
+    gradient_norm: float | None = None  # before clipping; measured where `training.clip_norm` is set
+    samples: int | None = None  # all training samples so far
+    samples_per_second: float | None = None  # since the event before, without evaluations and checkpoints
 
 
-class Monitor:
-    """Hands each event to all sinks, from any thread, in one order.
+class Evaluation(EventRecord, frozen=True, kw_only=True, tag="evaluation"):
+    """the model was measured on the test set"""
 
-    A sink that cannot write any more is closed and left out from then on; the others are told by a `warning`
-    event, and training goes on.
-    """
+    step: int
+    epoch: int | None = None
+    train_loss: float | None = None  # mean over the epoch so far
+    test_loss: float | None = None
+    test_accuracy: float | None = None
+    test_top5_accuracy: float | None = None  # `null` with five classes or fewer
+    samples: int | None = None
+    seconds: float | None = None
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = list(sinks)
-        # Re-entrant: a signal handler may emit while the thread it interrupted is emitting.
-        self._lock = threading.RLock()
-        self._displays = [sink for sink in self._sinks if isinstance(sink, ProgressDisplay)]
-        self._next_refresh_s = 0.0 if self._displays else float("inf")
 
-    def add(self, sink: Sink) -> None:
-        """Hand events to another sink as well, from now on."""
-        self._sinks.append(sink)
+class Checkpoint(EventRecord, frozen=True, kw_only=True, tag="checkpoint"):
+    """a checkpoint was saved"""
 
-    def emit(self, type: str, **fields: Any) -> None:  # noqa: A002 - the name of the field in the file
-        """Stamp an event with the time and hand it to every sink."""
-        event = Event(type, time.time(), fields)
-        with self._lock:
-            for sink in tuple(self._sinks):
-                if sink not in self._sinks:
-                    continue  # dropped by a nested warning
-                try:
-                    sink.emit(event)
-                except StorageError as error:
-                    self._drop(sink, error)
+    step: int
+    path: str
+    seconds: float  # of writing
+    stall_s: float  # for which training stood still
 
-    def progress(self, step: int, loss: SupportsFloat | None = None) -> None:
-        """Show where training is; meant to be called after every step (about 1 µs when nothing is due).
 
-        A tensor may be given as `loss`: it is read only when the screen is redrawn. Nothing is recorded.
-        """
-        now = time.monotonic()
-        if now < self._next_refresh_s:
-            return
-        with self._lock:
-            for display in tuple(self._displays):
-                try:
-                    display.refresh(step, loss)
-                except StorageError as error:
-                    self._drop(display, error)
-            if self._displays:
-                end = time.monotonic()
-                wait_s = _WAIT_PER_REDRAW * (end - now)
-                self._next_refresh_s = end + min(max(wait_s, _SHORTEST_WAIT_S), _LONGEST_WAIT_S)
+class Commit(EventRecord, frozen=True, kw_only=True, tag="commit"):
+    """at each generation and checkpoint: the state of a worker, which is that of the other members; with parameter
+    servers at each snapshot"""
 
-    def close(self) -> None:
-        """Close all sinks. May be called again."""
-        with self._lock:
-            sinks, self._sinks, self._displays = self._sinks, [], []
-            self._next_refresh_s = float("inf")
-            problems = []
-            for sink in reversed(sinks):
-                try:
-                    sink.close()
-                except StorageError as error:
-                    problems.append(error)
-        for problem in problems:
-            _log.warning("%s", problem)
+    step: int
+    epoch: int
+    batch: int
+    samples: int
+    worker: int | None = None
+    generation: int | None = None
+    digest: dict[str, str] = {}  # 64 bits of the SHA-256 of `model` (parameters), `buffers`, `optimizer`, `progress`
+    weights_sha256: str | None = None  # with parameter servers
 
-    def _drop(self, sink: Sink, error: StorageError) -> None:
-        self._sinks.remove(sink)
-        self._displays = [display for display in self._displays if display is not sink]
-        if not self._displays:
-            self._next_refresh_s = float("inf")
-        _log.warning("%s", error)
-        try:
-            sink.close()
-        except StorageError as second:
-            _log.warning("%s", second)
-        self.emit("warning", message=str(error))
 
-    def __enter__(self) -> Monitor:
-        return self
+class Warned(EventRecord, frozen=True, kw_only=True, tag="warning"):
+    """something that the user should know"""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    message: str
+    worker: int | None = None
+    stall_s: float | None = None  # for which training stood still, where a checkpoint was not saved
+
+
+class Straggler(EventRecord, frozen=True, kw_only=True, tag="straggler"):
+    """a worker was five times slower than the others, three steps in a row"""
+
+    worker: int
+    step: int
+    seconds: float
+    median_seconds: float  # of the others
+
+
+class WorkerStarted(EventRecord, frozen=True, kw_only=True, tag="worker_started"):
+    """a worker, or another process of the run, has joined"""
+
+    worker: int
+    pid: int
+    host: str
+    role: str
+
+
+class WorkerLost(EventRecord, frozen=True, kw_only=True, tag="worker_lost"):
+    """a worker was killed, froze or failed"""
+
+    worker: int
+    step: int
+    reason: str
+    role: str = "worker"
+
+
+class WorkerLeft(EventRecord, frozen=True, kw_only=True, tag="worker_left"):
+    """a worker, or a server, left in order"""
+
+    worker: int
+    step: int
+    role: str = "worker"
+
+
+class WorkerEnded(EventRecord, frozen=True, kw_only=True, tag="worker_ended"):
+    """with parameter servers: a worker has done its work"""
+
+    worker: int
+    units: int  # of work
+    seconds: float
+    waited_seconds: float  # for work
+    peak_memory_bytes: int | None = None
+
+
+class CoordinatorStarted(EventRecord, frozen=True, kw_only=True, tag="coordinator_started"):
+    """the process that coordinates the workers was started"""
+
+    pid: int
+
+
+class CoordinatorLost(EventRecord, frozen=True, kw_only=True, tag="coordinator_lost"):
+    """the coordinator was killed; another takes its place"""
+
+    pid: int
+    reason: str
+
+
+class ForkServerLost(EventRecord, frozen=True, kw_only=True, tag="fork_server_lost"):
+    """the process that starts workers was killed; another takes its place, and workers continue"""
+
+    pid: int
+    reason: str
+
+
+class Generation(EventRecord, frozen=True, kw_only=True, tag="generation"):
+    """a team was formed, at the start or again"""
+
+    generation: int
+    members: list[int]  # worker numbers; the events of the team are those of the first
+    step: int | None = None  # `null` where the team begins or loads a checkpoint
+
+
+class Recovery(EventRecord, frozen=True, kw_only=True, tag="recovery"):
+    """the first step after a loss was taken, or a lost process was replaced"""
+
+    lost: list[int] | str  # the workers, or the name of the process
+    seconds: float
+    generation: int | None = None
+    step: int | None = None
+    steps_redone: int | None = None
+    role: str | None = None  # with parameter servers
+
+
+class UpdatesLost(EventRecord, frozen=True, kw_only=True, tag="updates_lost"):
+    """at `step`, a parameter server without a second was lost; its successor continues from the checkpoint of
+    `from_step`"""
+
+    server: int
+    updates: int
+    step: int
+    from_step: int
+
+
+class Staleness(EventRecord, frozen=True, kw_only=True, tag="staleness"):
+    """with parameter servers, at the end of a run"""
+
+    ages: dict[str, int]  # gradients by how many updates had overtaken them
+
+
+class Scale(EventRecord, frozen=True, kw_only=True, tag="scale"):
+    """another number of workers or threads was asked for"""
+
+    workers: int
+    before: int
+    step: int
+    threads: int | None = None
+    reason: str | None = None  # of autoscaling
+
+
+class Plan(EventRecord, frozen=True, kw_only=True, tag="plan"):
+    """with `auto`: a team of another size was formed, and the [plan](planner.md#auto) was made again"""
+
+    workers: int
+    strategy: str
+    predicted_step_seconds: float | None = None  # `null` where too little is known
+    best: str | None = None
+    best_step_seconds: float | None = None
+    reason: str = ""
+
+
+AnyEvent: TypeAlias = (
+    RunStarted
+    | RunEnded
+    | Step
+    | Evaluation
+    | Checkpoint
+    | Commit
+    | Warned
+    | Straggler
+    | WorkerStarted
+    | WorkerLost
+    | WorkerLeft
+    | WorkerEnded
+    | CoordinatorStarted
+    | CoordinatorLost
+    | ForkServerLost
+    | Generation
+    | Recovery
+    | UpdatesLost
+    | Staleness
+    | Scale
+    | Plan
+)
+EVENT_TYPES: dict[str, type[AnyEvent]] = {str(kind.__struct_config__.tag): kind for kind in AnyEvent.__args__}
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+class UnreadableLine(msgspec.Struct, frozen=True):
+    """A line of a file of events that is none of the above: of a type that is not known here, or damaged."""
+
+    offset: int  # where the line begins in the file
+    line: bytes
+    problem: str
+
+
+def decode_event(line: bytes, offset: int = 0) -> AnyEvent | UnreadableLine:
+    """Return what a line of `events.jsonl` says. Fields that are not known here are passed over."""
+    try:
+        return _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return UnreadableLine(offset, line, str(error))
+
+
+def check_event(kind: str, fields: dict[str, Any]) -> None:
+    """Raise ValueError unless there is an event of this type with these fields. For tests; a run records any event."""
+    if kind not in EVENT_TYPES:
+        raise ValueError(f"there is no event '{kind}' in monitoring/events.py")
+    struct = EVENT_TYPES[kind]
+    unknown = fields.keys() - set(struct.__struct_fields__)
+    if unknown:
+        raise ValueError(f"the event '{kind}' has no field {', '.join(sorted(unknown))}")
+    try:
+        msgspec.json.decode(to_json({"time": 0.0, **fields, "type": kind}), type=struct)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"the event '{kind}' of {fields}: {error}") from None

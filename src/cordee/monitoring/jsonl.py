@@ -10,17 +10,19 @@ from typing import Any
 import msgspec
 
 from cordee.core.errors import RunDirectoryError, StorageError
-from cordee.monitoring.events import Event
+from cordee.monitoring.events import AnyEvent, UnreadableLine, decode_event
 from cordee.monitoring.files import open_regular, reason, to_json
+from cordee.monitoring.monitor import Event
+from cordee.monitoring.run_directory import EVENTS_FILE
 
 _TAIL_BYTES = 1 << 16
 
 
 class JsonlSink:
-    """Appends events to a file; a resumed run goes on in the same one.
+    """Appends events to a file; a resumed run continues in the same one.
 
     Each line is one write to the system, so a killed process loses none of its events. A last line that a
-    crash of the machine or a full disk left incomplete is mended when the file is opened, so that every line
+    crash of the machine or a full disk left incomplete is repaired when the file is opened, so that every line
     is valid JSON. Raises `StorageError` when the file cannot be opened or a line cannot be written; a line
     written in part is taken back.
     """
@@ -30,18 +32,19 @@ class JsonlSink:
         self._descriptor = -1
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            _mend_last_line(self._descriptor)
+            _repair_last_line(self._descriptor)
         except OSError as error:
             self.close()
             raise StorageError(f"cannot write {path}: {reason(error)}") from error
 
     def emit(self, event: Event) -> None:
-        line = to_json({"time": event.time, "type": event.type, **event.fields}) + b"\n"
+        origin = {"time": event.time, "type": event.type} | ({"member": event.member} if event.member else {})
+        line = to_json(origin | event.fields) + b"\n"
         try:
             _append_whole(self._descriptor, line)
         except OSError as error:
             raise StorageError(
-                f"cannot write {self.path}: {reason(error)}; events are not recorded from here on, training goes on"
+                f"cannot write {self.path}: {reason(error)}; events are not recorded from here on, training continues"
             ) from error
 
     def close(self) -> None:
@@ -49,6 +52,31 @@ class JsonlSink:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def follow(run: Path, offset: int = 0) -> tuple[list[AnyEvent | UnreadableLine], int]:
+    """Return the events of a run directory from `offset` on, and the offset to ask with next time.
+
+    Reads only what is new. A line that is still being written is left for the next time; one that cannot be decoded
+    is an `UnreadableLine`. A run without events has none. Raises RunDirectoryError if the file cannot be read, or has
+    become shorter than `offset`.
+    """
+    path = run / EVENTS_FILE
+    try:
+        with open_regular(path) as file:
+            if file.seek(0, os.SEEK_END) < offset:
+                raise RunDirectoryError(f"{path} is shorter than when it was read: it is the file of another run")
+            file.seek(offset)
+            new, end, _ = file.read().rpartition(b"\n")
+    except FileNotFoundError:
+        return [], offset
+    except OSError as error:
+        raise RunDirectoryError(f"cannot read {path}: {reason(error)}") from error
+    events = []
+    for line in new.split(b"\n") if end else ():
+        events.append(decode_event(line, offset))
+        offset += len(line) + 1
+    return events, offset
 
 
 def read_events(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
@@ -94,7 +122,7 @@ def _decode(line: bytes) -> dict[str, Any] | None:
     return event if isinstance(event, dict) and isinstance(event.get("type"), str) else None
 
 
-def _mend_last_line(descriptor: int) -> None:
+def _repair_last_line(descriptor: int) -> None:
     size = os.fstat(descriptor).st_size
     if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
         return

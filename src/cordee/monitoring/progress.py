@@ -13,8 +13,8 @@ from rich.text import Text
 
 from cordee.core.errors import StorageError
 from cordee.monitoring import wording
-from cordee.monitoring.events import Event
 from cordee.monitoring.files import reason
+from cordee.monitoring.monitor import Event
 from cordee.monitoring.wording import View
 
 

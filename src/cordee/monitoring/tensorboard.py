@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from cordee.core.errors import MissingExtraError, StorageError
-from cordee.monitoring.events import Event
 from cordee.monitoring.files import reason
+from cordee.monitoring.monitor import Event
 
 _SCALARS = {
     "step": {

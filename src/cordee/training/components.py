@@ -37,6 +37,7 @@ from cordee.data.augment import Augmentation
 from cordee.data.datasets import IterableSource
 from cordee.data.online import OnlineStream
 from cordee.models import BUILTIN_MODELS
+from cordee.monitoring.events import SCHEMA_VERSION
 from cordee.strategies import STRATEGIES, Requirements, Strategy, make_strategy
 from cordee.version import __version__
 
@@ -136,6 +137,7 @@ class Components:
             "total_steps": self.total_steps,
             "stop_steps": job.stop.steps,
             "epochs": None if self.is_online else job.training.num_epochs,
+            "schema_version": SCHEMA_VERSION,
             "cordee_version": __version__,
             "torch_version": str(torch.__version__),
         }
