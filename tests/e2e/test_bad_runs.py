@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert f"warning: {warning}" in done.stdout
     for fact in ("step-45", "damaged", "SHA-256", "using step-40"):
         assert fact in warning
-    assert "goes on after step 40" in done.stdout
+    assert "continues after step 40" in done.stdout
     assert summary(half_done)["weights_sha256"] == reference_sha256
 
 

@@ -119,7 +119,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(half_done: Path, reference_sha256
     assert (summary(half_done)["status"], summary(half_done)["stopped_by"]) == ("stopped", "steps")
     done = workspace.train("--resume")
     assert_ended_well(done)
-    assert "goes on after step 45" in done.stdout
+    assert "continues after step 45" in done.stdout
     found = summary(half_done)
     assert (found["status"], found["weights_sha256"]) == ("completed", reference_sha256)
     assert found["samples"] == STEPS * 16

@@ -95,7 +95,7 @@ def test_what_a_lost_client_says_when_it_wakes_up_is_refused(servers: LocalServe
         client.send_signal(signal.SIGCONT)
         _, problem = client.communicate(timeout=20)
         assert b"this worker was given up" in problem
-        assert store.pull("w").version <= version + 1, "only what was in the lane already may count"
+        assert store.pull("w").version <= version + 1, "only what was in the shared-memory channel already may count"
 
 
 def test_a_killed_client_leaves_whole_pushes_and_is_named_at_the_barrier(servers: LocalServers) -> None:

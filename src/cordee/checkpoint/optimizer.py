@@ -60,10 +60,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: HasParameters) -> S
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, model: HasParameters, state: State) -> None:
-    """Make the optimizer go on exactly where the saved one was. Its own parameters, order and groups stay.
+    """Make the optimizer continue exactly where the saved one was. Its own parameters, order and groups stay.
 
     Raises CheckpointError, with the optimizer unchanged, if the saved state is of another optimizer, of
-    other parameters, or of groups whose settings cannot be told apart in the optimizer's groups.
+    other parameters, or of groups whose settings cannot be distinguished in the optimizer's groups.
     """
     values = state.values
     try:
@@ -151,7 +151,7 @@ def _check_parameters(
 
 def _restore_types(optimizer: torch.optim.Optimizer, saved: dict[int, Any]) -> None:
     # load_state_dict casts state to the parameter's dtype. For a bfloat16 parameter that rounds what the
-    # optimizer keeps in float32 (NAdam's mu_product, ASGD's eta), and the run goes on with other numbers.
+    # optimizer keeps in float32 (NAdam's mu_product, ASGD's eta), and the run continues with other numbers.
     for index, parameter in enumerate(_parameters(optimizer)):
         if index in saved:
             inner = optimizer.state[parameter]

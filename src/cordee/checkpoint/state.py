@@ -14,7 +14,7 @@ from cordee.core.errors import CheckpointError
 
 
 class State(NamedTuple):
-    """Everything needed to go on training.
+    """Everything needed to continue training.
 
     A checkpoint's tensor names start with the part they belong to: "model.conv1.weight",
     "optimizer.conv1.weight.exp_avg". Each part becomes a file of its own. `values` holds whatever JSON can

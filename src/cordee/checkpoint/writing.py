@@ -202,7 +202,7 @@ def reason_of(error: OSError) -> str:
     return f"{error.strerror or error}{where}"
 
 
-# Saving while training goes on: the state is copied, and a thread writes the copy.
+# Saving while training continues: the state is copied, and a thread writes the copy.
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class CheckpointWriter:
         reach("checkpoint.staged")
         stall_s = time.perf_counter() - request.since_s
         self._step = request.step
-        # A daemon: a process that is told to end at once does not wait for the disk.
+        # A daemon: a process that has to end at once does not wait for the disk.
         self._thread = threading.Thread(
             target=self._write_apart, args=(staged, stall_s), name="cordee-checkpoint", daemon=True
         )

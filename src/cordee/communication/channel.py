@@ -2,7 +2,7 @@
 
 A server has one address and many peers; a client has one server. Threads: any thread may send; one at a time
 may receive or make requests. Processes: a channel belongs to the process that opened it and must be opened
-anew after a fork (a child that inherits one also keeps its port busy for as long as it lives). No thread but
+again after a fork (a child that inherits one also keeps its port busy for as long as it lives). No thread but
 libzmq's I/O thread is started, and `close` ends it; the first `send(copy=False)` of 64 KB or more also starts
 pyzmq's own collector of sent buffers, one daemon thread for the whole process, which stays.
 
@@ -77,8 +77,8 @@ class ServerChannel(Endpoint):
     """Listens at an address for the clients whose keys are admitted.
 
     `address` may leave the port to the system: "tcp://127.0.0.1:*", "ipc://*". The attribute `address` then
-    tells the one chosen. Handshakes of new clients progress only while `receive` runs. With `public` it listens
-    there as well, for other hosts; the attribute `public` tells that one.
+    is the one chosen. Handshakes of new clients progress only while `receive` runs. With `public` it listens
+    there as well, for other hosts; the attribute `public` is that address.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class ClientChannel(Endpoint):
     def send(self, message: Message, buffers: Sequence[Any] = (), *, timeout_s: float, copy: bool = True) -> Sent:
         """Send to the server, waiting at most `timeout_s` for a connection and a place in its queue.
 
-        Raises `CommunicationError`, which tells why, after that time; at once if the server refuses our key.
+        Raises `CommunicationError`, which says why, after that time; at once if the server refuses our key.
         What has been sent may still be lost with the connection: only a reply says that it arrived.
         """
         sent = self._transmit(None, message, buffers, 0, timeout_s, copy)

@@ -20,7 +20,7 @@ from cordee.core.shards import Block, add_up, share_shards, whole_blocks
 
 
 class GradientExchange:
-    """Sums gradients over a group, the default one unless told, through one flat buffer per dtype. Collective."""
+    """Sums gradients over a group, the default one unless given, through one flat buffer per dtype. Collective."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], num_extras: int, group: dist.ProcessGroup | None = None
@@ -99,7 +99,7 @@ class AccumulatingExchange(GradientExchange):
         return [self._parameters[i] for i, gradient in self._local.items() if self._parameters[i].grad is gradient]
 
     def begin_pass(self, *, is_kept: bool = True) -> float:
-        """Take the common gradients out of the way of a backward pass; return a number that tells them apart.
+        """Take the common gradients out of the way of a backward pass; return a number that identifies them.
 
         Without `is_kept` the pass counts for nothing, and `end_pass` drops what it computes.
         """
@@ -258,7 +258,7 @@ def _digest(value: Tensor | float) -> int:
     return (total * 1_000_003 + hash(tuple(value.shape))) % 2**62
 
 
-# Telling the loss of a peer from an error of one's own.
+# Distinguishing the loss of a peer from an error of this process.
 
 _MARK = f"{CommunicationError.__name__}: "
 _GLOO = "/gloo/"

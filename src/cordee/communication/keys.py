@@ -153,5 +153,5 @@ def _check_private(path: Path, status: os.stat_result) -> None:
     if status.st_mode & 0o077:
         raise CommunicationError(
             f"the keys in {path} can be read or changed by others (mode {stat.S_IMODE(status.st_mode):04o}): "
-            f"chmod 600 {path}, and start the run anew if others may have done so"
+            f"chmod 600 {path}, and start the run again if others may have done so"
         )

@@ -27,7 +27,7 @@ class Message(
 ):
     """The base of all message types. The wire knows a type by its class name in small letters."""
 
-    # Messages of a generation are refused once it is over; the others tell what is true at any time.
+    # Messages of a generation are refused once it is over; the others say what is true at any time.
     is_generational: ClassVar[bool] = True
 
 
@@ -56,7 +56,7 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The sender of `Hello` is registered; a `Directive` will tell when it becomes a member."""
+    """The sender of `Hello` is registered; a `Directive` says when it becomes a member."""
 
     failure_timeout_s: Annotated[float, Meta(gt=0)]
     heartbeat_s: Annotated[float, Meta(gt=0)]  # send a heartbeat at least this often
@@ -89,7 +89,7 @@ class Event(Message, frozen=True):
 
 
 class Failure(Message, frozen=True):
-    """The sender cannot go on."""
+    """The sender cannot continue."""
 
     is_generational = False
 
@@ -108,7 +108,7 @@ class Ready(Message, frozen=True):
 
     is_generational = False
 
-    step: Annotated[int, Meta(ge=-1, le=2**63 - 1)]  # steps it has taken; -1 when it has nothing to go on from
+    step: Annotated[int, Meta(ge=-1, le=2**63 - 1)]  # steps it has taken; -1 when it has nothing to continue from
     has_dropped: bool = False  # a step was under way and could not be finished
     reason: Text = ""  # why its last generation ended, unless it was asked to halt
     number: Count = 0  # counts up with each answer
@@ -116,7 +116,7 @@ class Ready(Message, frozen=True):
 
 
 class Leaving(Message, frozen=True):
-    """The sender was told to go. It takes part until it is let go."""
+    """The sender was asked to leave. It takes part until it is let go."""
 
     is_generational = False
 

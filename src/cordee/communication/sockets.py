@@ -41,7 +41,7 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # working with the enums ta
 
 
 def can_receive(socket: zmq.Socket[bytes]) -> bool:
-    """Tell whether a message waits. Takes the signal of the socket's descriptor away, as every use does."""
+    """Return whether a message waits. Takes the signal of the socket's descriptor away, as every use does."""
     events: Any = socket.get(_EVENTS)
     return bool(int(events) & _POLLIN)
 

@@ -1,4 +1,4 @@
-"""What a process tells others of the host it runs on: an id, and addresses."""
+"""What a process reports to others of the host it runs on: an id, and addresses."""
 
 from __future__ import annotations
 

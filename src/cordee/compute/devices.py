@@ -57,7 +57,7 @@ def keep_freed() -> None:
 
 
 class MemoryWatch:
-    """Remembers what the process had when it was made, and tells the most it had since."""
+    """Remembers what the process had when it was made, and returns the most it had since."""
 
     def __init__(self) -> None:
         release_unused()
@@ -83,7 +83,7 @@ def release_unused() -> None:
 
 
 def forget_peak() -> bool:
-    """Start the process's peak anew; return whether that could be done."""
+    """Reset the process's peak; return whether that could be done."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:  # not Linux, or not allowed

@@ -132,7 +132,7 @@ def store_environment(address: str, key_text: str) -> dict[str, str]:
 
 
 def enter_store(address: str | None, key_file: Path | None) -> None:
-    """Tell this process, and what it becomes, which store it works for. Raises JobError if nothing says which."""
+    """Set for this process, and those it starts, which store it works for. Raises JobError if nothing says which."""
     if not (address or store_address() or os.environ.get("DMLC_ROLE")):
         raise JobError("which store? Give --servers with the address that `cordee server` printed, or set CORDEE_STORE")
     if address:

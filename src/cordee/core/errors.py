@@ -8,12 +8,12 @@
     ├── MissingExtraError    2  an optional package that is not installed
     ├── StorageError         1  a file that could not be written: disk full, quota, input/output error
     ├── CheckpointError      1  no checkpoint that is whole
-    ├── TrainingError        1  training that cannot go on: a loss that is not a number, a lost worker
+    ├── TrainingError        1  training that cannot continue: a loss that is not a number, a lost worker
     ├── CommunicationError   1  a peer that died, froze, or sent what it must not
     └── StoreError           1  what a store refuses: an unknown key, an array that does not fit, too few workers
 
 Messages say what is wrong, with which values, and what to change. The command prints them without a
-traceback and exits with `exit_code`: 2 for what the user can mend in the job, 1 for failures.
+traceback and exits with `exit_code`: 2 for what the user can fix in the job, 1 for failures.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `reach("name")` stands between two steps of a protocol: where a member sends, receives, publishes, writes or forms
 something. A test names a folder in `CORDEE_FAULTS` and describes the faults in its file `faults.json`. A fault is one
 point, one process and one visit; it happens once, also if the process that it hit is replaced. The folder records every
-visit, so a test can tell that its fault happened, and which points a run passes at all.
+visit, so a test can see that its fault happened, and which points a run passes at all.
 
 Two actions bring a run to where something can happen to it, without a clock: `leave` has a process send itself SIGTERM
 and continue, `hold` has it wait at the point until the test calls `release`.
@@ -71,7 +71,7 @@ _SERVED = {
     "evaluator.measured": "evaluator: has measured the snapshot, nothing is saved",
     "evaluator.saved": "evaluator: has saved the snapshot where that was asked for, the dispatcher does not know",
     "dispatch.loss": "coordinator: knows of a loss, has done nothing about it",
-    "dispatch.fence": "coordinator: about to tell a server of a worker that was given up",
+    "dispatch.fence": "coordinator: about to report to a server a worker that was given up",
     "dispatch.pair": "coordinator: about to have a server give another everything",
     "dispatch.paired": "coordinator: a server has given another everything, that is not written",
     "dispatch.decided": "coordinator: has decided, nothing is written",
@@ -119,7 +119,7 @@ POINTS: dict[str, str] = {
     "link.joined": "worker: is registered, shows no sign of life yet",
     "link.send_ready": "worker: about to say that it waits for a generation",
     "link.ready": "worker: has said that it waits for a generation, has no answer",
-    "link.answered": "worker: has been told what to do, and has not begun",
+    "link.answered": "worker: has its instructions, and has not begun",
     "link.pause": "worker: has heard that the team is formed again after this step",
     "link.disband": "worker: has heard that its generation is over",
     "link.stop": "worker: has heard that the user wants the run to end",
@@ -130,7 +130,7 @@ POINTS: dict[str, str] = {
     "link.goodbye": "worker: has said goodbye, has not been heard",
     # the group of a generation
     "meeting.begin": "worker: about to form the group of a generation",
-    "segment.introduced": "worker: has told the members of the group who it is",
+    "segment.introduced": "worker: has introduced itself to the members of the group",
     "segment.made": "worker: has made the shared memory of the group, nobody knows where it is",
     "segment.found": "worker: knows where the shared memory is, has not mapped it",
     "segment.mapped": "worker: has published or mapped the shared memory, has not said so",
@@ -153,7 +153,7 @@ POINTS: dict[str, str] = {
     # the coordinator
     "launcher_link.listen": "coordinator: about to listen",
     "launcher_link.again": "coordinator: has come back, about to send a command of its last journal entry again",
-    "coordinator.back": "coordinator: has come back with its state, has told the workers nothing",
+    "coordinator.back": "coordinator: has come back with its state, has sent nothing to the workers",
     "coordinator.listening": "coordinator: has asked for the workers, the control file is not written",
     "coordinator.control_written": "coordinator: the control file is written",
     "coordinator.heard": "coordinator: has taken what came in, has decided nothing",
@@ -174,8 +174,8 @@ POINTS: dict[str, str] = {
     "staff.scaled": "coordinator: has taken a request for another number of workers",
     "staff.enlisted": "coordinator: has taken a worker that somebody else started",
     "coordinator.over": "coordinator: all workers have ended well",
-    "launcher_link.end": "coordinator: about to tell the launcher the result",
-    "launcher_link.ended": "coordinator: has told the launcher the result",
+    "launcher_link.end": "coordinator: about to send the launcher the result",
+    "launcher_link.ended": "coordinator: has sent the launcher the result",
     # the launcher
     "supervisor.start": "launcher: about to start a coordinator",
     "supervisor.command": "launcher: has a command of the coordinator, has not carried it out",

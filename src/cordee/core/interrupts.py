@@ -10,7 +10,7 @@ from typing import Any
 
 
 class InterruptFlag:
-    """While entered, takes SIGINT and SIGTERM; calling it tells whether one has come.
+    """While entered, takes SIGINT and SIGTERM; calling it returns whether one has come.
 
     Signals reach only the main thread: elsewhere this does nothing and the flag stays down.
     """

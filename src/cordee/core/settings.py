@@ -33,7 +33,7 @@ class Data(_Named, frozen=True, kw_only=True):
     test_fraction: float = 0.0  # set this share of the training set aside where the source has no test set
     prefetch: int = 2  # batches made ready in the background; 0 makes them when asked for
     processes: int = 0  # processes that read a user's Dataset; 0 reads in the training process
-    online: bool = False  # an IterableDataset keeps delivering: take what is there, wait for more, never start anew
+    online: bool = False  # an IterableDataset keeps delivering: take what is there, wait for more, never start again
     holdout: float = 0.0  # share of growing data that is set aside to be tested on
     holdout_size: int = 1000  # samples of it, the newest, that are tested on
 
@@ -116,8 +116,8 @@ class Cluster(Section, frozen=True, kw_only=True):
     """How workers are looked after."""
 
     failure_timeout: str | float = "5s"  # a worker not heard of for so long is lost; all other timeouts follow
-    max_restarts: int = 3  # lost processes that are replaced before the run gives up, or goes on with fewer
-    min_workers: int = 1  # fewer than this do not go on: they wait for others, and then save and end
+    max_restarts: int = 3  # lost processes that are replaced before the run gives up, or continues with fewer
+    min_workers: int = 1  # fewer than this do not continue: they wait for others, and then save and end
     wait_for_workers: str | float = "30s"  # for how long they wait
     address: str = ""  # HOST or HOST:PORT of this host at which workers of other hosts may join; else none can
     autoscale: bool = False  # change the number of workers, and of their threads, by what is measured
@@ -205,7 +205,7 @@ class Checkpoint(Section, frozen=True, kw_only=True):
     every_steps: int = 200  # 0: only at the end
     keep: int = 3
     keep_best: bool = False  # also save and keep the one that was best when it was evaluated
-    asynchronous: bool = True  # write a copy while training goes on; needs memory for it
+    asynchronous: bool = True  # write a copy while training continues; needs memory for it
 
     def __post_init__(self) -> None:
         _at_least("checkpoint.every_steps", self.every_steps, 0)

@@ -34,7 +34,7 @@ class StopPolicy:
         return "time" if is_time_up else None
 
     def after_evaluation(self, loss: float, accuracy: float | None) -> str | None:
-        """Take note of an evaluation. Better means a higher accuracy, or a lower loss where there is none."""
+        """Record an evaluation. Better means a higher accuracy, or a lower loss where there is none."""
         score = accuracy if accuracy is not None else -loss
         best = self.patience.best
         if not math.isnan(score) and (best is None or score > best):

@@ -61,7 +61,7 @@ def check_finite(values: Tensor, what: str) -> None:
     if not values.is_floating_point() or bool(torch.isfinite(values).all()):
         return
     first = int((~torch.isfinite(values)).reshape(len(values), -1).any(1).nonzero()[0, 0])
-    raise DataError(f"{what}: sample {first} has a value that is infinite or not a number; remove or mend such samples")
+    raise DataError(f"{what}: sample {first} has a value that is infinite or not a number; remove or fix such samples")
 
 
 def check_classes(

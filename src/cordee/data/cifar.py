@@ -184,7 +184,7 @@ class _RefusedError(Exception):
 
 
 class _Name(enum.Enum):
-    """The only names a file may mention."""
+    """The only names that a file may contain."""
 
     RECONSTRUCT = enum.auto()
     NDARRAY = enum.auto()

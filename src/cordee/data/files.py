@@ -1,4 +1,4 @@
-"""Where the files of a data set are looked for, and what to tell the user when they are not there."""
+"""Where the files of a data set are looked for, and the message when they are not there."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _receive(url: str, path: Path, sha256: str) -> str | None:
 
 
 def _write(file: FileIO, content: bytes) -> None:
-    # Told apart here from failures of the network, which are OSErrors as well.
+    # Distinguished here from failures of the network, which are OSErrors as well.
     try:
         while content:
             content = content[file.write(content) :]

@@ -92,7 +92,7 @@ class Unit:
 
 
 class LedgerState(msgspec.Struct, frozen=True):
-    """Where a ledger is, to go on from there."""
+    """Where a ledger is, to continue from there."""
 
     committed_steps: int
     next_unit: int | None  # the first that was never handed out
@@ -103,7 +103,7 @@ class LedgerState(msgspec.Struct, frozen=True):
 
 @dataclass
 class Ledger:
-    """Hands out the units of a run and takes note of those that are done."""
+    """Hands out the units of a run and records those that are done."""
 
     exchanges: Exchanges
     num_shares: int
@@ -174,7 +174,7 @@ class Ledger:
         return unit
 
     def commit(self, number: int) -> bool:
-        """Take note that a unit is done, whoever did it; False if it was known already."""
+        """Record that a unit is done, whoever did it; False if it was known already."""
         if number in self._committed or number // self.num_shares < self.committed_steps:
             return False
         self.taken.pop(number, None)

@@ -78,7 +78,7 @@ FASHION_MNIST = FileSet(
 )
 
 
-# The two sets have files of the same names. Told apart by the SHA-256 of their training labels.
+# The two sets have files of the same names. Distinguished by the SHA-256 of their training labels.
 _TRAIN_LABELS = {
     "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13": MNIST,
     "657fbd221bfc9f4198cc14b5619cc33ec57c58dd0e47af4d99d6650759e869a7": FASHION_MNIST,
@@ -141,7 +141,7 @@ _ADVICE = "get the file again, or delete it and set data.download = true"
 
 
 def read_idx(path: Path, num_dimensions: int) -> Tensor:
-    """Return the uint8 array of an IDX file, plain or gzipped (told by its first bytes, not by its name).
+    """Return the uint8 array of an IDX file, plain or gzipped (seen by its first bytes, not by its name).
 
     Raises DataError for anything that is not a whole IDX file of unsigned bytes with so many dimensions.
     """

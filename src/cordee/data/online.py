@@ -78,7 +78,7 @@ class OnlineStream:
 
     @property
     def mark(self) -> int:
-        """A number that tells what is next in this stream; workers that see the same have the same."""
+        """A number that identifies what is next in this stream; workers that see the same have the same."""
         return zlib.crc32(self._feed.mark.encode())
 
     def take(self, num_samples: int) -> Taken:
@@ -145,7 +145,7 @@ class Feed(Protocol):
 
     @property
     def mark(self) -> str:
-        """What tells this place, and what `poll` found behind it, from others."""
+        """What distinguishes this place, and what `poll` found after it, from others."""
 
     def poll(self, num_wanted: int) -> int:
         """Return how many samples are there, without waiting; at least `num_wanted` if so many are."""
@@ -174,7 +174,7 @@ class GrowingSource:
         raise DataError(f"{self.what} grows: its samples can only be taken in order")
 
     def open(self, place: Place) -> Feed:
-        """Return a feed that goes on behind `place`."""
+        """Return a feed that continues after `place`."""
         return self._open_feed(self, place)
 
     def check(self, batch: Batch, what: str) -> Batch:
@@ -301,8 +301,8 @@ def endless(dataset: Any, what: str, num_classes: int | None, example: Batch) ->
 class IterableFeed:
     """Takes the samples of an iterable, which a thread reads ahead, so that waiting for them holds nothing up.
 
-    To go on in mid-stream, `dataset.seek(num_samples)` is called if there is such a method; otherwise as many samples
-    are read and dropped.
+    To continue in mid-stream, `dataset.seek(num_samples)` is called if there is such a method; otherwise as many
+    samples are read and dropped.
     """
 
     def __init__(self, dataset: Any, source: GrowingSource, place: Place) -> None:

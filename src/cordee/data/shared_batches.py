@@ -62,7 +62,7 @@ class Progress:
 
 
 class SharedBatches:
-    """Iterates over this worker's share of each batch. `share` tells about the one given last.
+    """Iterates over this worker's share of each batch. `share` describes the batch given last.
 
     A worker that has no sample of a batch (a last one that is smaller than the team) is given the batch's
     first sample, and its share says 0: it computes like the others, and its gradient weighs nothing.
@@ -234,14 +234,14 @@ def _loader_of(loader: DataLoader[Any], indices: _OwnIndices) -> DataLoader[Any]
 
 # What a batch may hold that belongs to no sample, and is left whole.
 _WITHOUT_ROWS = (str, bytes, int, float, complex, type(None), np.generic, Path, torch.dtype, torch.device, torch.Size)
-_SAMPLED = 64  # numbers of a tensor that are compared: telling batches apart must cost microseconds
+_SAMPLED = 64  # numbers of a tensor that are compared: distinguishing batches must cost microseconds
 
 
 class BatchCutter:
-    """Cuts batches of one loader. Refuses what it cannot tell to be, or not to be, one row for each sample."""
+    """Cuts batches of one loader. Refuses what it cannot determine to be, or not to be, one row for each sample."""
 
     def __init__(self) -> None:
-        self._is_by_sample: dict[str, bool] = {}  # of lists that could be told, by where they are in the batch
+        self._is_by_sample: dict[str, bool] = {}  # of lists that could be determined, by where they are in the batch
 
     def count(self, batch: Any) -> int:
         """Return how many samples a batch has: the rows of its tensors and arrays, which must be as many each."""

@@ -21,7 +21,7 @@ from cordee.data.arrays import check_classes, count_classes, find_missing, sourc
 from cordee.data.datasets import DatasetSource, IterableSource
 from cordee.data.source import ArraySource, Source, Splits
 
-# Counting the classes of a Dataset that does not tell them means reading it all.
+# Counting the classes of a Dataset that does not state them means reading it all.
 LARGEST_COUNTED = 10_000
 
 
@@ -158,7 +158,7 @@ def _count(source: Source, what: str, ignored: int | None) -> tuple[int, bool]:
     if isinstance(source, ArraySource):
         return count_classes(source.targets, what, ignored), _starts_at_one(source.targets)
     if not isinstance(source, (DatasetSource, IterableSource)):
-        raise DataError("a Source of your own does not tell its classes: return cordee.data.Splits, which does")
+        raise DataError("a Source of your own does not state its classes: return cordee.data.Splits, which does")
     declared = declared_classes(source.dataset)
     if declared is not None:
         targets = getattr(source.dataset, "targets", None)
@@ -166,7 +166,7 @@ def _count(source: Source, what: str, ignored: int | None) -> tuple[int, bool]:
         return declared, is_counted and _starts_at_one(torch.as_tensor(targets))
     if isinstance(source, IterableSource) or (source.num_samples or 0) > LARGEST_COUNTED:
         raise DataError(
-            f"{source.what} does not tell how many classes it has, and is too long to be read for it: "
+            f"{source.what} does not state how many classes it has, and is too long to be read for it: "
             f"give the {type(source.dataset).__name__} an attribute num_classes"
         )
     labels = source.gather(torch.arange(source.num_samples or 0)).targets

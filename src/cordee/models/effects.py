@@ -55,7 +55,7 @@ class WatchingTracer(fx.Tracer):
     ) -> Any:
         self._note_random()  # of the caller
         self._stack.append((m, _mode()))
-        result = super().call_module(m, forward, args, kwargs)  # after an error the stack tells where it was
+        result = super().call_module(m, forward, args, kwargs)  # after an error the stack shows where it was
         self._note_random()
         self._stack.pop()
         return result

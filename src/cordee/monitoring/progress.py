@@ -23,7 +23,7 @@ class ProgressSink:
 
     Everything it needs comes with the events; `Monitor.progress` moves the bar in between. The bar is gone
     after `run_ended` or `close`. Raises `StorageError` when the console is gone (a closed terminal or pipe),
-    so that the monitor leaves it out and training goes on.
+    so that the monitor leaves it out and training continues.
     """
 
     def __init__(self, console: Console, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -108,7 +108,7 @@ class Tracker:
         self._paused_s = 0.0
 
     def advance(self, step: int, loss: SupportsFloat | None, now_s: float) -> None:
-        """Take note that `step` optimizer steps are done."""
+        """Record that `step` optimizer steps are done."""
         self.step = step
         if loss is not None:
             self.loss = float(loss)

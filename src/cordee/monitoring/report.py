@@ -103,7 +103,7 @@ class _RunTable:
             table.add_row(*(column.cell(run) for column in columns))
         yield table
         if any(run.state in ("died", "interrupted") for run in self._runs):
-            yield Text("a run that died or was interrupted goes on with --run-dir and --resume", "bright_black")
+            yield Text("a run that died or was interrupted continues with --run-dir and --resume", "bright_black")
         for run in self._runs:
             if run.problem:
                 yield Text(f"{run.path.name}: {run.problem}", "bright_black")
@@ -170,7 +170,7 @@ def _recoveries(summary: Summary) -> str:
 
 
 def _staleness(summary: Summary) -> str:
-    """Return how old gradients were when they came in; nothing for a run in step, where none is."""
+    """Return how old gradients were when they came in; nothing for a synchronous run, where all are current."""
     ages = {int(age): count for age, count in (summary.staleness or {}).items() if count}
     if not any(ages):
         return ""
@@ -187,8 +187,8 @@ def _line(*parts: tuple[str, str]) -> Text:
 
 
 def _strategy(run: RunInfo) -> str:
-    crowd = f" x{run.workers}" if run.workers and run.workers > 1 else ""
-    return f"{run.strategy or ''}{crowd}"
+    count = f" x{run.workers}" if run.workers and run.workers > 1 else ""
+    return f"{run.strategy or ''}{count}"
 
 
 def _duration(seconds: float | None) -> str:

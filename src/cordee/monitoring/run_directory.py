@@ -78,7 +78,7 @@ class RunDirectory:
 
     @classmethod
     def open_existing(cls, path: str | Path) -> RunDirectory:
-        """Take hold of a run that ended or died, to go on with it.
+        """Take hold of a run that ended or died, to continue it.
 
         Raises `RunDirectoryError` when there is no run, it cannot be written, or a living process has it.
         """
@@ -213,7 +213,7 @@ def _refuse_existing_run(path: Path) -> None:
     for sign in _SIGNS_OF_A_RUN:
         if _exists(path / sign):
             raise RunDirectoryError(
-                f"{path} holds a run already (there is {sign}): go on with it by --resume, or choose another --run-dir"
+                f"{path} holds a run already (there is {sign}): continue it with --resume, or choose another --run-dir"
             )
 
 

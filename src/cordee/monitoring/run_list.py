@@ -59,7 +59,7 @@ class Trace(msgspec.Struct):
 
 
 class Traces(msgspec.Struct):
-    """What the end of an events file tells of a run that has no summary (yet)."""
+    """What the end of an events file says of a run that has no summary (yet)."""
 
     started: Trace = msgspec.field(default_factory=Trace)
     step: Trace = msgspec.field(default_factory=Trace)

@@ -27,7 +27,7 @@ _SCALARS = {
 class TensorBoardSink:
     """Writes the numbers of `step` and `evaluation` events as scalars by step.
 
-    A resumed run hides what was written after the step it goes on from. Raises `MissingExtraError` when
+    A resumed run hides what was written after the step that it continues from. Raises `MissingExtraError` when
     TensorBoard is not installed, `StorageError` when its files cannot be written.
     """
 
@@ -72,5 +72,5 @@ class TensorBoardSink:
 
     def _failure(self, error: OSError) -> StorageError:
         return StorageError(
-            f"cannot write TensorBoard files in {self._folder}: {reason(error)}; they end here, training goes on"
+            f"cannot write TensorBoard files in {self._folder}: {reason(error)}; they end here, training continues"
         )

@@ -137,7 +137,7 @@ def header_lines(run: Mapping[str, Any]) -> list[str]:
     if data:
         lines.append(", ".join(data))
     if run.get("start_step"):
-        lines.append(f"goes on after step {run['start_step']:,}")
+        lines.append(f"continues after step {run['start_step']:,}")
     if run.get("run_dir"):
         lines.append(f"run directory: {run['run_dir']}")
     return lines

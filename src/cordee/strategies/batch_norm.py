@@ -131,7 +131,7 @@ def synchronise_batch_norms(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def no_samples(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` takes note of nothing it computes, but its synced batch norms still meet the others'."""
+    """Inside, `model` records nothing of what it computes, but its synced batch norms still meet the others'."""
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     synced = [module for module in was_training if isinstance(module, SyncedBatchNorm)]

@@ -212,7 +212,7 @@ class FlatReducer:
 
 
 class DdpReducer:
-    """torch's DistributedDataParallel: buckets that are all-reduced while the backward pass goes on."""
+    """torch's DistributedDataParallel: buckets that are all-reduced while the backward pass continues."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class HybridSettings(Section, frozen=True, kw_only=True):
 
 
 def make_hybrid(job: Job, settings: HybridSettings, computation: Computation) -> Strategy:
-    """Return the strategy that computes, told of the other axes of the mesh."""
+    """Return the strategy that computes, given the other axes of the mesh."""
     mesh = read_mesh(settings.mesh, job.strategy.workers)
     given = {key: value for key, value in job.strategy.settings.items() if key != "mesh"}
     _refuse_without_axis(given, settings.mesh)

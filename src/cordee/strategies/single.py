@@ -35,7 +35,7 @@ class Replica:
 
     def _adopt(self, model: nn.Module, recipe: OptimizerRecipe) -> None:
         self.model = model
-        model.zero_grad()  # of a step that was dropped, when the team was formed anew
+        model.zero_grad()  # of a step that was dropped, when the team was formed again
         self._parameters = list(model.parameters())
         self._recipe = recipe
         self._optimizer = recipe.make(model.named_parameters())

@@ -25,7 +25,7 @@ class Requirements:
     # Whether a batch may be computed in parts, by several workers or one after the other, accumulation aside.
     cuts_batches: bool = True
 
-    # Every worker has all that is needed to go on, so that a team may lose and gain members. Other strategies
+    # Every worker has all that is needed to continue, so that a team may lose and gain members. Other strategies
     # start again from the last checkpoint, with as many workers.
     is_elastic: bool = False
 
@@ -56,7 +56,7 @@ class Strategy(Protocol):
     """One row of the strategy table: who has which data and parameters, and when they agree.
 
     A launcher calls `requirements` and `check`; the trainer calls `setup` once, and again with each team that is
-    formed anew, then `forward_backward` and `update` in turn. From `setup` on all are collective: every member
+    formed again, then `forward_backward` and `update` in turn. From `setup` on all are collective: every member
     of the team calls them in the same order.
     """
 
@@ -91,10 +91,10 @@ class Strategy(Protocol):
         """Make `model` what the team as a whole has learnt, before it is evaluated or saved."""
 
     def state_dict(self) -> State:
-        """Return everything that training goes on from; independent of how many workers there are.
+        """Return everything that training continues from; independent of how many workers there are.
 
         Complete on the first worker; what the others get they must not use.
         """
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from `state`, which any strategy may have made."""
+        """Continue from `state`, which any strategy may have made."""

@@ -1,4 +1,4 @@
-"""Calls through lanes and through channels, and what is refused in them."""
+"""Calls through shared-memory channels and through channels, and what is refused in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from cordee.communication.buffers import WireError, outgoing
 from cordee.communication.calls import Call, CallServer, Connection
-from cordee.communication.calls.shm_channel import DATA_AT, REQUEST_LENGTH, Lane
+from cordee.communication.calls.shm_channel import DATA_AT, REQUEST_LENGTH, ShmChannel
 from cordee.communication.channel import RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys
@@ -89,9 +89,9 @@ def test_calls_under_way_at_once_keep_their_own_replies(shared_memory: bool) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.int64])
-def test_the_kinds_of_numbers_survive_a_lane_twice(dtype: torch.dtype) -> None:
+def test_the_kinds_of_numbers_survive_a_channel_twice(dtype: torch.dtype) -> None:
     segment, _ = create_segment(DATA_AT + 4096, "a test")
-    client, server = Lane(segment, is_client=True), Lane(segment, is_client=False)
+    client, server = ShmChannel(segment, is_client=True), ShmChannel(segment, is_client=False)
     for sent in (torch.tensor([[1, 0, 1]]).to(dtype), torch.tensor([[0, 1, 1]]).to(dtype)):
         client.write(b"\x90", outgoing([sent]))
         _, (buffer,) = server.read()
@@ -100,13 +100,13 @@ def test_the_kinds_of_numbers_survive_a_lane_twice(dtype: torch.dtype) -> None:
 
 def test_a_frame_that_lies_about_its_size_is_refused() -> None:
     segment, _ = create_segment(DATA_AT + 4096, "a test")
-    client, server = Lane(segment, is_client=True), Lane(segment, is_client=False)
-    with pytest.raises(WireError, match="4160 bytes do not fit into a lane of 4096"):
+    client, server = ShmChannel(segment, is_client=True), ShmChannel(segment, is_client=False)
+    with pytest.raises(WireError, match="4160 bytes do not fit into a shared-memory channel of 4096"):
         client.write(b"\x90", outgoing([np.zeros(4097, np.uint8)]))
     client.write(b"\x90", outgoing([np.zeros(16, np.uint8)]))
     large = outgoing([np.zeros(1 << 20, np.uint8)])
     client.write(b"\x90", large._replace(views=[], extent=0))
-    with pytest.raises(WireError, match="describes 1048576 bytes in a lane of 4096"):
+    with pytest.raises(WireError, match="describes 1048576 bytes in a shared-memory channel of 4096"):
         server.read()
     client.words[REQUEST_LENGTH] = 1 << 40
     with pytest.raises(WireError, match="says that its header has 1099511627776 bytes"):

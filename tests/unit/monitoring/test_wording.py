@@ -136,7 +136,7 @@ def test_the_header_says_what_on_what_and_where():
     assert wording.header_lines(run) == [
         "lenet-fashion: 44,426 parameters, data_parallel, 2 workers on cpu with 1 thread each",
         "60,000 training and 10,000 test samples, batches of 128, 5 epochs, 2,345 steps",
-        "goes on after step 400",
+        "continues after step 400",
         "run directory: runs/x",
     ]
     assert wording.header_lines({"name": "x", "total_steps": None, "epochs": None}) == ["x: single, 1 worker on cpu"]

@@ -1,7 +1,7 @@
 """The client's end of calls: a connection to one server.
 
-A call takes a lane for itself, of shared memory where the server is on this host and a channel otherwise, so that
-one call may wait long at the server while others go through. Lanes are opened as needed and kept.
+A call takes a channel for itself, of shared memory where the server is on this host and of ZeroMQ otherwise, so that
+one call may wait long at the server while others go through. Channels are opened as needed and kept.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from cordee.communication.buffers import Buffer, outgoing
-from cordee.communication.calls.messages import CONNECTION, Greeting, HostCard, LaneOpened, OpenLane, Ping
-from cordee.communication.calls.shm_channel import DATA_AT, LIFE, REPLY_STAMP, Lane, RequestBoard, sleep_for_reply
+from cordee.communication.calls.messages import CONNECTION, Greeting, HostInfo, OpenShmChannel, Ping, ShmChannelOpened
+from cordee.communication.calls.shm_channel import DATA_AT, LIFE, REPLY_STAMP, RequestBoard, ShmChannel, sleep_for_reply
 from cordee.communication.channel import Asked, ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
@@ -40,7 +40,7 @@ _SPINS = 60
 _YIELD_S = 0.0005
 _NAP_S, _LONG_NAP_S = 0.004, 0.02
 _SAMPLE_S = 0.1
-_SMALLEST_LANE_BYTES = 1 << 16
+_SMALLEST_CHANNEL_BYTES = 1 << 16
 
 
 def _message_only(message: Message, buffers: tuple[Buffer, ...]) -> Message:
@@ -97,20 +97,20 @@ class Connection:
         # A server takes a second connection of the same speaker, opened when the first was lost, for a replay of it.
         self._token = secrets.token_hex(4)
         self._num_channels = 0
-        self._free: list[_SharedLane] = []
+        self._free: list[_ClientShmChannel] = []
         self._free_channels: list[ClientChannel] = []
         self._is_closed = False
-        self._porch: RequestBoard | None = None
+        self._board: RequestBoard | None = None
         self._watch: _ServerWatch | None = None
         self._control = self._open_channel()
         try:
             limit_s = failure_timeout_s if connect_timeout_s is None else connect_timeout_s
-            card = self._control.request(Greeting(), timeout_s=limit_s).message
-            assert isinstance(card, HostCard)
+            info = self._control.request(Greeting(), timeout_s=limit_s).message
+            assert isinstance(info, HostInfo)
             settings = BackendSettings(shared_memory=shared_memory)
-            if card.host_id == own_host_id(settings, os.getpid()):
-                self._porch = RequestBoard.attach(Address(card.porch_pid, card.porch_fd, card.porch_bytes))
-                self._watch = _ServerWatch(address, card, self._porch, failure_timeout_s)
+            if info.host_id == own_host_id(settings, os.getpid()):
+                self._board = RequestBoard.attach(Address(info.board_pid, info.board_fd, info.board_bytes))
+                self._watch = _ServerWatch(address, info, self._board, failure_timeout_s)
         except BaseException:
             self._control.close(0)
             raise
@@ -118,7 +118,7 @@ class Connection:
     @property
     def is_shared(self) -> bool:
         """Whether calls go through shared memory."""
-        return self._porch is not None
+        return self._board is not None
 
     def call(
         self,
@@ -141,27 +141,27 @@ class Connection:
 
         The buffers may change as soon as it returns.
         """
-        if self._porch is None:
+        if self._board is None:
             return self._begin_channel(message, buffers)
         parcel = outgoing(buffers)
         payload = self._codec.encode_message(message)
-        lane = self._take_lane(max(parcel.extent, reply_bytes))
+        shm_channel = self._take_shm_channel(max(parcel.extent, reply_bytes))
         try:
-            lane.lane.write(bytes(payload), parcel)
+            shm_channel.end.write(bytes(payload), parcel)
         except BaseException:
-            lane.close(self._porch)
+            shm_channel.close(self._board)
             raise
-        lane.show(self._porch)
-        return _LaneCall(self, lane)
+        shm_channel.show(self._board)
+        return _ShmCall(self, shm_channel)
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            lanes, self._free = self._free, []
+            shm_channels, self._free = self._free, []
             channels, self._free_channels = self._free_channels, []
-        if self._porch is not None:
-            for lane in lanes:
-                lane.close(self._porch)
+        if self._board is not None:
+            for shm_channel in shm_channels:
+                shm_channel.close(self._board)
         if self._watch is not None:
             self._watch.close()
         for channel in [self._control, *channels]:
@@ -185,22 +185,22 @@ class Connection:
             channel.close(0)
             raise
 
-    def _finish_lane(self, lane: _SharedLane, receive: Receive, timeout_s: float | None) -> Any:
-        assert self._porch is not None and self._watch is not None
+    def _finish_shm(self, shm_channel: _ClientShmChannel, receive: Receive, timeout_s: float | None) -> Any:
+        assert self._board is not None and self._watch is not None
         try:
-            lane.wait(self._watch, self._patience, timeout_s)
-            raw, answers = lane.lane.read()
+            shm_channel.wait(self._watch, self._patience, timeout_s)
+            raw, answers = shm_channel.end.read()
             reply = self._codec.decode_payload(raw, self.address)
             if type(reply) is Refused:
                 raise RefusedError(self.address, reply)
             result = receive(reply, answers)
         except RefusedError:
-            self._give_back(lane)
+            self._give_back(shm_channel)
             raise
-        except BaseException:  # the reply may still come: nobody else may use this lane
-            lane.close(self._porch)
+        except BaseException:  # the reply may still come: nobody else may use this shared-memory channel
+            shm_channel.close(self._board)
             raise
-        self._give_back(lane)
+        self._give_back(shm_channel)
         return result
 
     def _finish_channel(self, channel: ClientChannel, asked: Asked, receive: Receive, timeout_s: float | None) -> Any:
@@ -220,9 +220,9 @@ class Connection:
         self._give_channel_back(channel)
         return result
 
-    def _abandon_lane(self, lane: _SharedLane) -> None:
-        assert self._porch is not None
-        lane.close(self._porch)
+    def _abandon_shm(self, shm_channel: _ClientShmChannel) -> None:
+        assert self._board is not None
+        shm_channel.close(self._board)
 
     def _ping(self) -> bool:
         """Whether the server lives; raises CommunicationError if it does not."""
@@ -245,64 +245,66 @@ class Connection:
                 return
         channel.close(0)
 
-    def _take_lane(self, needed: int) -> _SharedLane:
+    def _take_shm_channel(self, needed: int) -> _ClientShmChannel:
         with self._lock:
             self._refuse_closed()
-            if self._free and self._free[-1].lane.capacity >= needed:
+            if self._free and self._free[-1].end.capacity >= needed:
                 return self._free.pop()
-            fitting = [lane for lane in self._free if lane.lane.capacity >= needed]
+            fitting = [shm_channel for shm_channel in self._free if shm_channel.end.capacity >= needed]
             if fitting:
-                lane = min(fitting, key=lambda lane: lane.lane.capacity)
-                self._free.remove(lane)
-                return lane
+                shm_channel = min(fitting, key=lambda shm_channel: shm_channel.end.capacity)
+                self._free.remove(shm_channel)
+                return shm_channel
             small = self._free.pop() if self._free else None
-        if small is not None:  # grows: a lane is kept for the sizes that are in use
-            assert self._porch is not None
-            small.close(self._porch)
-        return self._open_lane(max(needed, _SMALLEST_LANE_BYTES))
+        if small is not None:  # grows: a shared-memory channel is kept for the sizes that are in use
+            assert self._board is not None
+            small.close(self._board)
+        return self._open_shm_channel(max(needed, _SMALLEST_CHANNEL_BYTES))
 
-    def _open_lane(self, capacity: int) -> _SharedLane:
+    def _open_shm_channel(self, capacity: int) -> _ClientShmChannel:
         assert self._watch is not None
         self._watch.check(
             time.monotonic()
-        )  # a server that died would not answer, which takes until the timeout to tell
+        )  # a server that died would not answer, which takes until the timeout to notice
         num_bytes = -(-(DATA_AT + capacity) // 4096) * 4096
         segment, fd = create_segment(num_bytes, f"calls to {self.address}")
         try:
             with self._control_lock:
-                opened = self._control.request(OpenLane(os.getpid(), fd, num_bytes), timeout_s=self._timeout_s).message
+                opened = self._control.request(
+                    OpenShmChannel(os.getpid(), fd, num_bytes), timeout_s=self._timeout_s
+                ).message
         finally:
             os.close(fd)
-        assert isinstance(opened, LaneOpened)
-        return _SharedLane(Lane(segment, is_client=True), opened.slot)
+        assert isinstance(opened, ShmChannelOpened)
+        return _ClientShmChannel(ShmChannel(segment, is_client=True), opened.slot)
 
-    def _give_back(self, lane: _SharedLane) -> None:
+    def _give_back(self, shm_channel: _ClientShmChannel) -> None:
         with self._lock:
             if not self._is_closed:
-                self._free.append(lane)
+                self._free.append(shm_channel)
                 return
-        assert self._porch is not None
-        lane.close(self._porch)
+        assert self._board is not None
+        shm_channel.close(self._board)
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
             raise CommunicationError(f"the connection to {self.address} is closed")
 
 
-class _SharedLane:
-    """A lane of the client, and how far it is."""
+class _ClientShmChannel:
+    """A shared-memory channel of the client, and how far it is."""
 
-    def __init__(self, lane: Lane, slot: int) -> None:
-        self.lane, self.slot, self.stamp = lane, slot, 0
+    def __init__(self, shm_channel: ShmChannel, slot: int) -> None:
+        self.end, self.slot, self.stamp = shm_channel, slot, 0
 
     def show(self, board: RequestBoard) -> None:
-        """Tell the server of the request that was written."""
+        """Notify the server of the request that was written."""
         self.stamp += 1
         board.call(self.slot, self.stamp)
 
     def wait(self, watch: _ServerWatch, patience: Patience, timeout_s: float | None) -> None:
         """Wait for the reply."""
-        stamp, words = self.stamp, self.lane.words
+        stamp, words = self.stamp, self.end.words
         for _ in range(_SPINS):
             if words[REPLY_STAMP] >= stamp:
                 return
@@ -313,7 +315,7 @@ class _SharedLane:
                 watch.check(now)
                 if timeout_s is not None and waited_s > timeout_s:
                     raise CommunicationError(f"no reply from the server at {watch.address} within {timeout_s:g} s")
-                sleep_for_reply(self.lane, stamp, _NAP_S if waited_s < 0.1 else _LONG_NAP_S)
+                sleep_for_reply(self.end, stamp, _NAP_S if waited_s < 0.1 else _LONG_NAP_S)
             now = time.monotonic()
 
     def close(self, board: RequestBoard) -> None:
@@ -321,19 +323,19 @@ class _SharedLane:
         board.call(self.slot, -1)
 
 
-class _LaneCall:
-    """A request in a lane."""
+class _ShmCall:
+    """A request in a shared-memory channel."""
 
-    __slots__ = ("_connection", "_lane")
+    __slots__ = ("_connection", "_shm_channel")
 
-    def __init__(self, connection: Connection, lane: _SharedLane) -> None:
-        self._connection, self._lane = connection, lane
+    def __init__(self, connection: Connection, shm_channel: _ClientShmChannel) -> None:
+        self._connection, self._shm_channel = connection, shm_channel
 
     def finish(self, receive: Receive = _message_only, *, timeout_s: float | None = None) -> Any:
-        return self._connection._finish_lane(self._lane, receive, timeout_s)
+        return self._connection._finish_shm(self._shm_channel, receive, timeout_s)
 
     def abandon(self) -> None:
-        self._connection._abandon_lane(self._lane)
+        self._connection._abandon_shm(self._shm_channel)
 
 
 class _ChannelCall:
@@ -354,16 +356,16 @@ class _ChannelCall:
 class _ServerWatch:
     """Whether the server on this host lives."""
 
-    def __init__(self, address: str, card: HostCard, board: RequestBoard, failure_timeout_s: float) -> None:
+    def __init__(self, address: str, info: HostInfo, board: RequestBoard, failure_timeout_s: float) -> None:
         self.address = address
-        self._pid, self._words = card.porch_pid, board.words
+        self._pid, self._words = info.board_pid, board.words
         self._limit_s = failure_timeout_s
         self._silence = Silence()
         self._sampled_s = time.monotonic()
         self._lock = threading.Lock()
         try:
             self._pidfd = os.pidfd_open(self._pid)
-            is_same = read_stat(self._pid).started == card.started
+            is_same = read_stat(self._pid).started == info.started
         except OSError:
             is_same = False
         if not is_same:

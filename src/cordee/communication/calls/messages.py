@@ -6,25 +6,25 @@ from cordee.communication.messages import Count, Message, Name
 
 
 class Greeting(Message, frozen=True):
-    """A client wants to make calls. Answered by `HostCard`."""
+    """A client wants to make calls. Answered by `HostInfo`."""
 
     is_generational = False
 
 
-class HostCard(Message, frozen=True):
+class HostInfo(Message, frozen=True):
     """Where the server is: clients with the same host id may share memory with it."""
 
     is_generational = False
 
     host_id: Name
-    porch_pid: Count
-    porch_fd: Count
-    porch_bytes: Count
-    started: Count  # of the process, as /proc tells it
+    board_pid: Count
+    board_fd: Count
+    board_bytes: Count
+    started: Count  # of the process, as /proc has it
 
 
-class OpenLane(Message, frozen=True):
-    """The client has made a segment for calls. Answered by `LaneOpened`."""
+class OpenShmChannel(Message, frozen=True):
+    """The client has made a segment for calls. Answered by `ShmChannelOpened`."""
 
     is_generational = False
 
@@ -33,7 +33,7 @@ class OpenLane(Message, frozen=True):
     num_bytes: Count
 
 
-class LaneOpened(Message, frozen=True):
+class ShmChannelOpened(Message, frozen=True):
     """The server listens to the segment, at this place of its request board."""
 
     is_generational = False
@@ -55,4 +55,4 @@ class Pong(Message, frozen=True):
 
 UNAVAILABLE = "unavailable"  # why a request is refused that is to be made again, wherever the service then is
 
-CONNECTION: tuple[type[Message], ...] = (Greeting, HostCard, OpenLane, LaneOpened, Ping, Pong)
+CONNECTION: tuple[type[Message], ...] = (Greeting, HostInfo, OpenShmChannel, ShmChannelOpened, Ping, Pong)

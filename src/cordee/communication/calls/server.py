@@ -1,7 +1,8 @@
-"""The server's end of calls: hears lanes and the channel, and hands each request to one service.
+"""The server's end of calls: listens to shared-memory channels and the channel, and hands each request to one service.
 
-Two threads: `run` serves the lanes, one beside it the channel. A service is called by one of them at a time. It
-answers a call at once or keeps it and answers later; until then the buffers of the request stay as they are.
+Two threads: `run` serves the shared-memory channels, one beside it the ZeroMQ channel. A service is called by one of
+them at a time. It answers a call at once or keeps it and answers later; until then the buffers of the request stay as
+they are.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from cordee.communication.calls.messages import (
     CONNECTION,
     UNAVAILABLE,
     Greeting,
-    HostCard,
-    LaneOpened,
-    OpenLane,
+    HostInfo,
+    OpenShmChannel,
     Ping,
     Pong,
+    ShmChannelOpened,
 )
 from cordee.communication.calls.shm_channel import (
     FIRST_SLOT,
     LIFE,
-    MAX_LANES,
+    MAX_CHANNELS,
     REPLY_STAMP,
-    Lane,
     RequestBoard,
+    ShmChannel,
     wake_client,
 )
 from cordee.communication.channel import Received, ServerChannel
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 _SPIN_S = 5e-6  # looking again costs less than sleeping for as long as a client needs between two calls
 _YIELD_S = 0.0005
 _NAP_S, _IDLE_NAP_S = 0.004, 0.05  # a wake-up that is missed costs this much; idle: nothing came for a second
-_CENSUS_S = 0.5  # how often lanes are looked through for clients that died
+_LIVENESS_CHECK_S = 0.5  # how often shared-memory channels are looked through for clients that died
 
 
 class UnavailableError(CommunicationError):
@@ -88,9 +89,9 @@ class Call:
         self.reply(Refused(reason, detail))
 
 
-class _ServedLane:
-    def __init__(self, lane: Lane, slot: int, caller: str, incarnation: int, pid: int) -> None:
-        self.lane, self.slot, self.caller, self.incarnation, self.pid = lane, slot, caller, incarnation, pid
+class _ServerShmChannel:
+    def __init__(self, shm_channel: ShmChannel, slot: int, caller: str, incarnation: int, pid: int) -> None:
+        self.end, self.slot, self.caller, self.incarnation, self.pid = shm_channel, slot, caller, incarnation, pid
         self.started = read_stat(pid).started
         self.stamp = 0
 
@@ -122,23 +123,23 @@ class CallServer:
         self._channel = ServerChannel(address, speaker, self._codec, keys, curve=curve, public=public)
         self.address, self.public = self._channel.address, self._channel.public
         self._handle = handle
-        self._porch, porch_address = RequestBoard.create()
+        self._board, board_address = RequestBoard.create()
         settings = BackendSettings(shared_memory=shared_memory)
-        self._card = HostCard(
+        self._info = HostInfo(
             own_host_id(settings, os.getpid()),
-            porch_address.pid,
-            porch_address.fd,
-            porch_address.num_bytes,
+            board_address.pid,
+            board_address.fd,
+            board_address.num_bytes,
             read_stat(os.getpid()).started,
         )
-        self._porch_fd = porch_address.fd
+        self._board_fd = board_address.fd
         self.lock = threading.RLock()
         """Held while the service handles a call; take it to look at the service from another thread."""
-        self._lanes: list[_ServedLane | None] = []
+        self._shm_channels: list[_ServerShmChannel | None] = []
         self._fenced: dict[str, int] = {}
         self._is_closing = False
-        self._has_lanes = threading.Event()
-        self._beat = HEARTBEAT.add(self._porch.words, LIFE, 0.5)
+        self._has_shm_channels = threading.Event()
+        self._beat = HEARTBEAT.add(self._board.words, LIFE, 0.5)
         self._thread: threading.Thread | None = None
 
     def fence(self, caller: str, incarnation: int) -> None:
@@ -151,12 +152,12 @@ class CallServer:
         self._thread = threading.Thread(target=self._serve_channel, name="cordee-calls", daemon=True)
         self._thread.start()
         patience = Patience()
-        idle_since = census_at = time.monotonic()
+        idle_since = checked_at = time.monotonic()
         while not is_over():
-            if not self._has_lanes.is_set():
-                self._has_lanes.wait(_IDLE_NAP_S)
+            if not self._has_shm_channels.is_set():
+                self._has_shm_channels.wait(_IDLE_NAP_S)
                 continue
-            if self.serve_lanes():
+            if self.serve_shm_channels():
                 idle_since = time.monotonic()
                 continue
             now = time.monotonic()
@@ -165,18 +166,18 @@ class CallServer:
                 continue
             if idle_s < _YIELD_S and patience.yields(now):
                 continue
-            if now - census_at > _CENSUS_S:
-                census_at = now
-                self._take_census()
-            self._porch.sleep(self._has_request, _NAP_S if idle_s < 1.0 else _IDLE_NAP_S)
+            if now - checked_at > _LIVENESS_CHECK_S:
+                checked_at = now
+                self._drop_dead_clients()
+            self._board.sleep(self._has_request, _NAP_S if idle_s < 1.0 else _IDLE_NAP_S)
 
-    def serve_lanes(self) -> bool:
+    def serve_shm_channels(self) -> bool:
         """Handle the requests that are there; return whether there was one."""
-        words, found = self._porch.words, False
-        for served in self._lanes:
+        words, found = self._board.words, False
+        for served in self._shm_channels:
             if served is not None and words[FIRST_SLOT + served.slot] != served.stamp:
                 found = True
-                self._serve_lane(served, words[FIRST_SLOT + served.slot])
+                self._serve_shm_channel(served, words[FIRST_SLOT + served.slot])
         return found
 
     def close(self) -> None:
@@ -186,7 +187,7 @@ class CallServer:
             self._thread.join(timeout=2.0)
         HEARTBEAT.remove(self._beat)
         with contextlib.suppress(OSError):
-            os.close(self._porch_fd)
+            os.close(self._board_fd)
 
     def __enter__(self) -> CallServer:
         return self
@@ -195,27 +196,31 @@ class CallServer:
         self.close()
 
     def _has_request(self) -> bool:
-        words = self._porch.words
-        return any(served is not None and words[FIRST_SLOT + served.slot] != served.stamp for served in self._lanes)
+        words = self._board.words
+        return any(
+            served is not None and words[FIRST_SLOT + served.slot] != served.stamp for served in self._shm_channels
+        )
 
-    def _serve_lane(self, served: _ServedLane, stamp: int) -> None:
+    def _serve_shm_channel(self, served: _ServerShmChannel, stamp: int) -> None:
         served.stamp = stamp
         if stamp < 0:  # the client is done with it
             self._drop(served)
             return
-        lane = served.lane
+        shm_channel = served.end
 
         def send(message: Message, buffers: Sequence[Any]) -> None:
             payload = self._codec.encode_message(message)
             try:
-                lane.write(bytes(payload), outgoing(buffers))
+                shm_channel.write(bytes(payload), outgoing(buffers))
             except WireError as error:
-                lane.write(bytes(self._codec.encode_message(Refused("reply-too-large", str(error)))), outgoing(()))
-            lane.words[REPLY_STAMP] = stamp
-            wake_client(lane)
+                shm_channel.write(
+                    bytes(self._codec.encode_message(Refused("reply-too-large", str(error)))), outgoing(())
+                )
+            shm_channel.words[REPLY_STAMP] = stamp
+            wake_client(shm_channel)
 
         try:
-            payload, buffers = lane.read()
+            payload, buffers = shm_channel.read()
             message = self._codec.decode_payload(payload, served.caller)
         except WireError as error:
             log.warning("%s sent what is no request: %s", served.caller, error)
@@ -241,11 +246,11 @@ class CallServer:
         call = Call(caller, envelope.incarnation, received.message, received.buffers, send)
         match received.message:
             case Greeting():
-                call.reply(self._card)
+                call.reply(self._info)
             case Ping():
                 call.reply(Pong())
-            case OpenLane():
-                self._open_lane(call, received.message)
+            case OpenShmChannel():
+                self._open_shm_channel(call, received.message)
             case _:
                 self._dispatch(call)
 
@@ -264,36 +269,44 @@ class CallServer:
                 log.exception("%s of %s failed", type(call.message).__name__, call.caller)
                 call.refuse("failed", f"{type(error).__name__}: {error}")
 
-    def _open_lane(self, call: Call, asked: OpenLane) -> None:
+    def _open_shm_channel(self, call: Call, asked: OpenShmChannel) -> None:
         if asked.num_bytes > self._codec.limits.max_frame_bytes * 2 + (1 << 22):
-            call.refuse("malformed", f"a lane of {asked.num_bytes} bytes is larger than two of the largest messages")
+            call.refuse(
+                "malformed",
+                f"a shared-memory channel of {asked.num_bytes} bytes is larger than two of the largest messages",
+            )
             return
         try:
-            lane = Lane(attach_segment(Address(asked.pid, asked.fd, asked.num_bytes)), is_client=False)
+            shm_channel = ShmChannel(attach_segment(Address(asked.pid, asked.fd, asked.num_bytes)), is_client=False)
         except (CommunicationError, OSError) as error:
             call.refuse("no-shared-memory", str(error))
             return
         with self.lock:
-            slot = next((at for at, lane in enumerate(self._lanes) if lane is None), len(self._lanes))
-            if slot >= MAX_LANES:
-                call.refuse("too-many-lanes", f"this server has {MAX_LANES} lanes open")
+            slot = next(
+                (at for at, shm_channel in enumerate(self._shm_channels) if shm_channel is None),
+                len(self._shm_channels),
+            )
+            if slot >= MAX_CHANNELS:
+                call.refuse(
+                    "too-many-shared-memory channels", f"this server has {MAX_CHANNELS} shared-memory channels open"
+                )
                 return
-            self._porch.words[FIRST_SLOT + slot] = 0
-            served = _ServedLane(lane, slot, call.caller, call.incarnation, asked.pid)
-            if slot == len(self._lanes):
-                self._lanes.append(served)
+            self._board.words[FIRST_SLOT + slot] = 0
+            served = _ServerShmChannel(shm_channel, slot, call.caller, call.incarnation, asked.pid)
+            if slot == len(self._shm_channels):
+                self._shm_channels.append(served)
             else:
-                self._lanes[slot] = served
-        self._has_lanes.set()
-        call.reply(LaneOpened(slot))
+                self._shm_channels[slot] = served
+        self._has_shm_channels.set()
+        call.reply(ShmChannelOpened(slot))
 
-    def _take_census(self) -> None:
-        for served in list(self._lanes):
+    def _drop_dead_clients(self) -> None:
+        for served in list(self._shm_channels):
             if served is not None and served.has_ended():
                 self._drop(served)
 
-    def _drop(self, served: _ServedLane) -> None:
+    def _drop(self, served: _ServerShmChannel) -> None:
         with self.lock:
-            self._lanes[served.slot] = None
-            if not any(self._lanes):
-                self._has_lanes.clear()
+            self._shm_channels[served.slot] = None
+            if not any(self._shm_channels):
+                self._has_shm_channels.clear()

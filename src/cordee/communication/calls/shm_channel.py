@@ -1,14 +1,14 @@
-"""A lane: the shared memory of one client and one server, for one call at a time.
+"""A channel of shared memory between one client and one server, for one call at a time.
 
-The client writes a request and moves its stamp on the server's *request board*, a small segment in which every lane
-has a word; the server writes the reply to the same memory and moves the reply stamp of the lane. Whoever sleeps is
+The client writes a request and moves its stamp on the server's *request board*, a small segment in which every channel
+has a word; the server writes the reply to the same memory and moves the reply stamp of the channel. Whoever sleeps is
 woken by futex. As in `rounds.py` this relies on the store order of x86.
 
-    lane    line 0: reply stamp, bytes of the reply's header and of the first part of it / line 1: the same two of the
-            request / line 2: the client's bell, and whether it sleeps
+    channel line 0: reply stamp, bytes of the reply's header and of the first part of it / line 1: the same two of the
+            request / line 2: the client's futex, and whether it sleeps
             then the two headers, each the descriptions of the buffers and the message, and the buffers of the request
             or of the reply, each at a multiple of 64 bytes
-    request board   line 0: life, the server's bell, whether it sleeps; then a word per lane
+    request board   line 0: life, the server's futex, whether it sleeps; then a word per channel
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _REQUEST_AT = _PAGE
 _REPLY_AT = _REQUEST_AT + HEADER_BYTES
 DATA_AT = _REPLY_AT + HEADER_BYTES
 
-REPLY_STAMP, REPLY_LENGTH, REQUEST_LENGTH, CLIENT_BELL, CLIENT_SLEEPS = 0, 1, 8, 16, 17
+REPLY_STAMP, REPLY_LENGTH, REQUEST_LENGTH, CLIENT_FUTEX, CLIENT_SLEEPS = 0, 1, 8, 16, 17
 _SPECS = 1  # the word after each length
-LIFE, SERVER_BELL, SERVER_SLEEPS, FIRST_SLOT = 0, 1, 2, 8
-MAX_LANES = 4096
-PORCH_BYTES = _PAGE + 8 * MAX_LANES
+LIFE, SERVER_FUTEX, SERVER_SLEEPS, FIRST_SLOT = 0, 1, 2, 8
+MAX_CHANNELS = 4096
+BOARD_BYTES = _PAGE + 8 * MAX_CHANNELS
 
 # Below this NumPy's copy is quicker to start than torch's, which lets other threads run meanwhile.
 _SMALL_BYTES = 64 << 10
-_MAX_KNOWN = 64  # descriptions of buffers that a lane remembers
+_MAX_KNOWN = 64  # descriptions of buffers that a shared-memory channel remembers
 
 
 _decoder = msgspec.msgpack.Decoder(tuple[BufferSpec, ...])
 
 
-class Lane:
-    """One end of a lane: writes frames and reads the other end's."""
+class ShmChannel:
+    """One end of a shared-memory channel: writes frames and reads the other end's."""
 
     def __init__(self, segment: Segment, *, is_client: bool) -> None:
         if segment.num_bytes < DATA_AT:
-            raise WireError(f"a lane of {segment.num_bytes} bytes: at least {DATA_AT} are needed")
+            raise WireError(f"a shared-memory channel of {segment.num_bytes} bytes: at least {DATA_AT} are needed")
         self.segment = segment
         self.words = segment.words(0, 32)
         self._bytes = np.frombuffer(segment.memory, dtype=np.uint8)
@@ -62,9 +62,9 @@ class Lane:
         )
 
     def write(self, payload: bytes, parcel: Parcel) -> None:
-        """Put a frame into the lane. Raises WireError if it has no room for it."""
+        """Put a frame into the shared-memory channel. Raises WireError if it has no room for it."""
         if parcel.extent > self.capacity:
-            raise WireError(f"{parcel.extent} bytes do not fit into a lane of {self.capacity}")
+            raise WireError(f"{parcel.extent} bytes do not fit into a shared-memory channel of {self.capacity}")
         header = parcel.described + payload
         if len(header) > HEADER_BYTES:
             raise WireError(f"a header of {len(header)} bytes: at most {HEADER_BYTES} are allowed")
@@ -83,7 +83,7 @@ class Lane:
         self.words[self._own_length + _SPECS] = len(parcel.described)
 
     def read(self) -> tuple[bytes, tuple[Buffer, ...]]:
-        """Return the other end's frame; its buffers are views of the lane. Raises WireError if it is none."""
+        """Return the other end's frame; its buffers are views of the channel. Raises WireError if it is none."""
         length, num_described = self.words[self._other_length], self.words[self._other_length + _SPECS]
         if not 0 < num_described < length <= HEADER_BYTES:
             raise WireError(f"a frame says that its header has {length} bytes, {num_described} of them for buffers")
@@ -101,13 +101,13 @@ class Lane:
             raise WireError(f"a frame that is none: {error}") from error
         sizes = [spec.num_bytes for spec in specs]
         if (needed := sum(padded(size) for size in sizes)) > self.capacity:
-            raise WireError(f"a frame describes {needed} bytes in a lane of {self.capacity}")
+            raise WireError(f"a frame describes {needed} bytes in a shared-memory channel of {self.capacity}")
         found, at = [], DATA_AT
         for position, (spec, size) in enumerate(zip(specs, sizes, strict=True)):
             found.append(incoming(position, spec, memoryview(self.segment.memory)[at : at + size]))
             at += padded(size)
         buffers = tuple(found)
-        # Calls of one kind describe the same bytes of the lane each time. A bool must be looked at anew.
+        # Calls of one kind describe the same bytes of the channel each time. A bool must be looked at again.
         if all(spec.dtype != "bool" for spec in specs):
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
@@ -116,7 +116,7 @@ class Lane:
 
 
 class RequestBoard:
-    """The place of a server where lanes show that they have a request."""
+    """The place of a server where shared-memory channels show that they have a request."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -125,46 +125,46 @@ class RequestBoard:
     @classmethod
     def create(cls) -> tuple[RequestBoard, Address]:
         """Make one; the file behind the address stays open as long as the server lives, for clients to come."""
-        segment, fd = create_segment(PORCH_BYTES, "a server's request board")
-        return cls(segment), Address(os.getpid(), fd, PORCH_BYTES)
+        segment, fd = create_segment(BOARD_BYTES, "a server's request board")
+        return cls(segment), Address(os.getpid(), fd, BOARD_BYTES)
 
     @classmethod
     def attach(cls, address: Address) -> RequestBoard:
         return cls(attach_segment(address))
 
     def call(self, slot: int, stamp: int) -> None:
-        """Show the request `stamp` of a lane, and wake the server if it sleeps."""
+        """Show the request `stamp` of a shared-memory channel, and wake the server if it sleeps."""
         words = self.words
         words[FIRST_SLOT + slot] = stamp
         if words[SERVER_SLEEPS]:
-            words[SERVER_BELL] += 1
-            futex_wake(self.segment.address + 8 * SERVER_BELL)
+            words[SERVER_FUTEX] += 1
+            futex_wake(self.segment.address + 8 * SERVER_FUTEX)
 
     def sleep(self, is_ready: object, limit_s: float) -> None:
         """Sleep until a client calls; not at all if `is_ready()`."""
         words = self.words
-        heard = words[SERVER_BELL]
+        heard = words[SERVER_FUTEX]
         words[SERVER_SLEEPS] = 1
         try:
             if not is_ready():  # type: ignore[operator]
-                futex_wait(self.segment.address + 8 * SERVER_BELL, heard, limit_s)
+                futex_wait(self.segment.address + 8 * SERVER_FUTEX, heard, limit_s)
         finally:
             words[SERVER_SLEEPS] = 0
 
 
-def wake_client(lane: Lane) -> None:
-    words = lane.words
+def wake_client(shm_channel: ShmChannel) -> None:
+    words = shm_channel.words
     if words[CLIENT_SLEEPS]:
-        words[CLIENT_BELL] += 1
-        futex_wake(lane.segment.address + 8 * CLIENT_BELL)
+        words[CLIENT_FUTEX] += 1
+        futex_wake(shm_channel.segment.address + 8 * CLIENT_FUTEX)
 
 
-def sleep_for_reply(lane: Lane, stamp: int, limit_s: float) -> None:
-    words = lane.words
-    heard = words[CLIENT_BELL]
+def sleep_for_reply(shm_channel: ShmChannel, stamp: int, limit_s: float) -> None:
+    words = shm_channel.words
+    heard = words[CLIENT_FUTEX]
     words[CLIENT_SLEEPS] = 1
     try:
         if words[REPLY_STAMP] < stamp:
-            futex_wait(lane.segment.address + 8 * CLIENT_BELL, heard, limit_s)
+            futex_wait(shm_channel.segment.address + 8 * CLIENT_FUTEX, heard, limit_s)
     finally:
         words[CLIENT_SLEEPS] = 0

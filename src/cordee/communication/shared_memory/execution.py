@@ -294,7 +294,7 @@ class CordeeWork(Work):
         finally:
             _here.is_completing = was_completing
             if self._callbacks is not None:
-                self._callbacks.settle(self._future)
+                self._callbacks.run_pending(self._future)
 
     def _wait_quietly(self) -> None:
         """Block until done, well or not: for the future, which carries the error."""
@@ -357,7 +357,7 @@ class Callbacks:
                 self._thread.start()
             self._changed.notify_all()
 
-    def settle(self, future: CordeeFuture) -> None:
+    def run_pending(self, future: CordeeFuture) -> None:
         with self._changed:
             future.is_settled = True
             self._expected.discard(future)

@@ -1,7 +1,7 @@
-"""Sleeping until another process of the host rings, without a kernel object that could be left behind.
+"""Sleeping until another process of the host wakes this one, without a kernel object that could be left behind.
 
-Each member of a segment has a doorbell word, on which it sleeps with futex, and a byte that is set while it does, so
-that ringing costs one load when nobody sleeps. Sleeps are a few milliseconds at most: see `rounds.py` on the one
+Each member of a segment has a word on which it sleeps with futex, and a byte that is set while it does, so
+that a wake-up costs one load when nobody sleeps. Sleeps are a few milliseconds at most: see `rounds.py` on the one
 wake-up that can be missed.
 """
 
@@ -73,21 +73,21 @@ def futex_wake(address: int) -> None:
 
 
 class Futex:
-    """The doorbells of the members of a segment, for one purpose, as one member uses them."""
+    """The futex words of the members of a segment, for one purpose, as one member uses them."""
 
-    def __init__(self, segment: Segment, layout: Layout, member: int, *, sleepers_at: int, bell_word: int) -> None:
+    def __init__(self, segment: Segment, layout: Layout, member: int, *, sleepers_at: int, futex_word: int) -> None:
         self._words = segment.words()
         self._address = segment.address
         self._layout = layout
         self._member = member
-        self._bell_word = bell_word
+        self._futex_word = futex_word
         self._bytes = segment.bytes_at(sleepers_at, layout.num_members)
         self.sleepers = segment.words(sleepers_at, layout.sleeper_words)
         """One byte per member, eight to a word: all zero when nobody sleeps."""
 
     def sleep(self, is_ready: Callable[[], bool]) -> None:
         """Sleep until rung, at most a few milliseconds, and not at all if `is_ready()`."""
-        word = self._layout.member_word(self._member) + self._bell_word
+        word = self._layout.member_word(self._member) + self._futex_word
         heard = self._words[word]
         self._bytes[self._member] = 1
         try:
@@ -98,18 +98,18 @@ class Futex:
         finally:
             self._bytes[self._member] = 0
 
-    def ring_sleepers(self) -> None:
+    def wake_sleepers(self) -> None:
         """Wake every member that sleeps."""
         for member, sleeping in enumerate(self._bytes):
             if sleeping and member != self._member:
                 self._ring(member)
 
-    def ring(self, member: int) -> None:
+    def wake(self, member: int) -> None:
         """Wake one member if it sleeps."""
         if self._bytes[member]:
             self._ring(member)
 
     def _ring(self, member: int) -> None:
-        word = self._layout.member_word(member) + self._bell_word
+        word = self._layout.member_word(member) + self._futex_word
         self._words[word] += 1
         futex_wake(self._address + 8 * word)

@@ -1,6 +1,6 @@
 """The connections of this process's groups to other hosts, and cutting them.
 
-gloo waits for a peer for as long as its time limit says, and has no way to be told that the peer is lost: behind a
+gloo waits for a peer for as long as its time limit says, and cannot be notified that the peer is lost: behind a
 broken link a connection neither delivers nor fails. Shutting its sockets down makes every operation on them fail at
 once, in this process and, where they can be reached, in the others.
 """
@@ -21,7 +21,7 @@ _being_laid: list[tuple[dict[int, str], str | None]] = []  # what was open befor
 
 @contextlib.contextmanager
 def recording_gloo_sockets(address: str | None) -> Iterator[None]:
-    """Take note of the connections that are opened inside at this address of the host, or at any."""
+    """Record the connections that are opened inside at this address of the host, or at any."""
     before = _open_sockets()
     _being_laid.append((before, address))
     try:

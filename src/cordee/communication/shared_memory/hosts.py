@@ -29,7 +29,7 @@ _SEAL_BYTES = 64
 
 @dataclass(frozen=True)
 class MemberRecord:
-    """What a member tells the others of itself when a group is formed."""
+    """What a member reports of itself to the others when a group is formed."""
 
     host_id: str
     identity: Identity
@@ -87,7 +87,7 @@ class HostTeam:
         self._beat = HEARTBEAT.add(words, self.watch.life_word, min(timeout_s / 5, 1.0))
 
     def close(self) -> None:
-        """Tell the others that this member has left, and stop watching them."""
+        """Announce to the others that this member has left, and stop watching them."""
         HEARTBEAT.remove(self._beat)
         self.watch.close()
 

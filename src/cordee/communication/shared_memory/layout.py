@@ -2,7 +2,7 @@
 
 A segment belongs to the members of one process group that live on one host, numbered 0..n-1 in rank order:
 
-    control   per member four cache lines: stamp and signatures / life / doorbell / channels' doorbell
+    control   per member four cache lines: stamp and signatures / life / futex word / channels' futex word
     sleepers  one byte per member, set while it sleeps in a collective; then one byte per member for channels
     slots     per member two buffers of `slot_bytes`, used in turn
     channels  per ordered pair (source, target) one line of counters each way and a ring of pieces
@@ -25,8 +25,8 @@ SIGNATURE = 1  # two words, by the parity of the round
 LIFE = LINE_WORDS
 STATE = LINE_WORDS + 1
 CULPRIT = LINE_WORDS + 2
-DOORBELL = 2 * LINE_WORDS
-CHANNEL_DOORBELL = 3 * LINE_WORDS
+FUTEX = 2 * LINE_WORDS
+CHANNEL_FUTEX = 3 * LINE_WORDS
 
 # Each channel has four lines: what the source wrote, what the target took, and two piece headers.
 CHANNEL_LINES = 4

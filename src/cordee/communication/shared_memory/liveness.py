@@ -29,7 +29,7 @@ _MAX_STEP_S = 0.5  # a longer gap between samples means that we were not running
 
 @dataclass(frozen=True)
 class Identity:
-    """One process of a host; the start time tells it from a later one with the same pid."""
+    """One process of a host; the start time distinguishes it from a later one with the same pid."""
 
     rank: int  # in the whole job, for messages
     pid: int
@@ -148,7 +148,7 @@ class PeerWatch:
         return self._own + LIFE
 
     def close(self) -> None:
-        """Stop watching, and tell the peers that this member is gone in good order unless it failed."""
+        """Stop watching, and announce to the peers that this member has left in order unless it failed."""
         _watches.discard(self)
         if self._words[self._own + STATE] == ACTIVE:
             self._words[self._own + STATE] = LEFT

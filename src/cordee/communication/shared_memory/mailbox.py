@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cordee.communication.shared_memory.execution import CordeeWork
 from cordee.communication.shared_memory.futex import Futex, yield_core
-from cordee.communication.shared_memory.layout import CHANNEL_DOORBELL, LINE_WORDS, PIECES_PER_CHANNEL, Layout
+from cordee.communication.shared_memory.layout import CHANNEL_FUTEX, LINE_WORDS, PIECES_PER_CHANNEL, Layout
 from cordee.communication.shared_memory.liveness import PeerWatch
 from cordee.communication.shared_memory.segment import Segment
 from cordee.core.errors import CommunicationError
@@ -70,7 +70,7 @@ class Mailbox:
         self._member_word = layout.member_word
         self._ranks = ranks
         self._timeout_s = timeout_s
-        self._bell = Futex(segment, layout, member, sleepers_at=layout.channel_sleepers_at, bell_word=CHANNEL_DOORBELL)
+        self._futex = Futex(segment, layout, member, sleepers_at=layout.channel_sleepers_at, futex_word=CHANNEL_FUTEX)
         others = [other for other in range(layout.num_members) if other != member]
         self._anybody: list[Message] = []
         self._outboxes = {other: Outbox(segment, layout, member, other) for other in others}
@@ -110,7 +110,7 @@ class Mailbox:
             if waited_s > limit_s:
                 raise CommunicationError(f"no message came or went within {limit_s:g} s: is the other rank sending?")
             if not work.is_completed():
-                self._bell.sleep(self._can_move)
+                self._futex.sleep(self._can_move)
 
     def close(self) -> None:
         """Fail what is still on its way and end the thread."""
@@ -148,10 +148,10 @@ class Mailbox:
         with self._lock:
             for member, outbox in self._outboxes.items():
                 if outbox.advance() is not None:
-                    self._bell.ring(member)
+                    self._futex.wake(member)
             for member, inbox in self._inboxes.items():
                 if inbox.advance() is not None:
-                    self._bell.ring(member)
+                    self._futex.wake(member)
             for message in [message for message in self._posted if message.is_done]:
                 finished.append(self._posted.pop(message))
         for posted in finished:
@@ -206,7 +206,7 @@ class Mailbox:
             self._advance()
             if self._posted:
                 self._look_after_peers()
-                self._bell.sleep(self._can_move)
+                self._futex.sleep(self._can_move)
 
 
 # Messages from one process of a host to another: a ring of two pieces per direction, and matching by tag.

@@ -23,7 +23,7 @@ from enum import IntEnum
 import torch
 
 from cordee.communication.shared_memory.futex import Futex, yield_core
-from cordee.communication.shared_memory.layout import DOORBELL, SIGNATURE, Layout
+from cordee.communication.shared_memory.layout import FUTEX, SIGNATURE, Layout
 from cordee.communication.shared_memory.liveness import PeerWatch, Verdict
 from cordee.communication.shared_memory.segment import Segment
 
@@ -52,8 +52,8 @@ class Rounds:
         members = range(layout.num_members)
         self.member_words = tuple(layout.member_word(index) for index in members)
         self.peer_words = tuple(layout.member_word(index) for index in members if index != member)
-        self._bell = Futex(segment, layout, member, sleepers_at=layout.sleepers_at, bell_word=DOORBELL)
-        self._sleepers = self._bell.sleepers
+        self._futex = Futex(segment, layout, member, sleepers_at=layout.sleepers_at, futex_word=FUTEX)
+        self._sleepers = self._futex.sleepers
         self.stamp = 0
         self.parity = 0
         self._round_stamp = 0  # first stamp of the current round
@@ -82,7 +82,7 @@ class Rounds:
         words[own] = stamp
         for sleeping in self._sleepers:
             if sleeping:
-                self._bell.ring_sleepers()
+                self._futex.wake_sleepers()
                 break
         return stamp
 
@@ -135,7 +135,7 @@ class Rounds:
                 looks += 1
                 if looks > 1:
                     self._look_after_peers(need)
-                self._bell.sleep(lambda: self.ready(need))
+                self._futex.sleep(lambda: self.ready(need))
                 now = time.monotonic()
         self._patience.learn(peer_needed_core=has_switched, waited_s=now - started)
 
@@ -235,7 +235,7 @@ _COUNT_MASK = (1 << 35) - 1
 
 
 def sign(operation: Operation, *, reduction: int = 0, dtype_code: int = 0, root: int = 0, count: int = 0) -> int:
-    """Return the word for an operation; counts beyond 2**35 are told apart only by their low bits."""
+    """Return the word for an operation; counts beyond 2**35 differ only by their low bits."""
     return operation | reduction << 6 | dtype_code << 10 | (root & 0xFFF) << 16 | (count & _COUNT_MASK) << 28
 
 

@@ -78,7 +78,7 @@ def create_segment(num_bytes: int, purpose: str) -> tuple[Segment, int]:
             raise CommunicationError(
                 f"no room for shared memory: {purpose} needs {num_bytes / 2**20:.1f} MiB "
                 f"({os.strerror(error.errno)}). Free memory or raise the memory or file-size limit; lower "
-                "slot_bytes in BackendSettings; or go on without shared memory with "
+                "slot_bytes in BackendSettings; or continue without shared memory with "
                 "BackendSettings(shared_memory=False) or init_process_group('gloo')"
             ) from error
         raise
