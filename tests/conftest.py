@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -66,7 +67,10 @@ def nothing_outlives_the_test() -> Iterator[None]:
     """Fail a test that leaves a thread, a child process, shared memory or a changed environment behind."""
     threads, children = set(threading.enumerate()), child_processes()
     segments, environment = shared_memory(), dict(os.environ)
+    on_child = signal.getsignal(signal.SIGCHLD)
     yield
+    if on_child is not None:  # torch's loaders install one that raises in whatever comes later
+        signal.signal(signal.SIGCHLD, on_child)
 
     def left() -> list[str]:
         return [

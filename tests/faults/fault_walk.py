@@ -213,7 +213,7 @@ COMPARED = (
     of("resume", "worker-0", 1, 2),
     of("resume", "worker-1", 1, 2),
     of("resume over a damaged one", "worker-0", 2),
-    of("woken", "worker-0", 3),
+    of("woken", "worker-0", 4),
     of("woken", "worker-1", 2),
 )
 ENDING = (of("plain", "worker-0", 1), of("plain", "worker-1", 1), of("scale out", "worker-2", 1))

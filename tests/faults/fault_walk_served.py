@@ -228,7 +228,7 @@ WALK: dict[str, Walk] = {
     **{f"server.adopt.{what}": Walk(HANDING_OVER) for what in ("connect", "piece", "extras", "done")},
     **{point: Walk(NEW_SECOND) for point in _served("load", "loadextras")},
     **{
-        point: Walk((of("plain", PAIR, 1, 2, 7), of("plain", "server-1*", 3), of("second dropped", PAIR, 30)))
+        point: Walk((of("plain", PAIR, 1, 2, 7), of("plain", "server-1*", 3), of("second dropped", PAIR, 24)))
         for point in ("server.pass_on", "server.passed_on")
     },
     "dispatch.loss": Walk(
