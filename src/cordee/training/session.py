@@ -200,7 +200,7 @@ class Session:
                 raise lost from problem
             log.exception("training failed at step %d", self.step + 1)
             raise TrainingError(
-                f"step {self.step + 1} raised {type(problem).__name__}: {problem}{_advice(problem)} "
+                f"step {self.step + 1} raised {type(problem).__name__}: {_explain(problem)} "
                 f"(the traceback is in {log_file})"
             ) from problem
 
@@ -288,12 +288,23 @@ def _step_s(outcome: Outcome | None) -> float | None:
     return outcome.progress.samples / outcome.progress.step / outcome.samples_per_second
 
 
-def _advice(problem: Exception) -> str:
-    """Return what to do about an error of torch whose cause is in the job."""
-    if "Expected more than 1 value per channel" not in str(problem):
-        return ""
-    return (
-        ": a batch norm cannot train on a single sample, which is a worker's share, or a micro-batch, of the last, "
+# What to do about errors of torch whose cause is in the job.
+_ADVICE = {
+    "Expected more than 1 value per channel": (
+        "a batch norm cannot train on a single sample, which is a worker's share, or a micro-batch, of the last, "
         "smaller batch of an epoch: choose a training.batch_size that divides the samples, or fewer micro-batches or "
         "workers"
-    )
+    ),
+    "Expected to mark a variable ready only once": (
+        "torch's DDP cannot train a layer that is used twice under re-entrant checkpointing: pass "
+        "use_reentrant=False to torch.utils.checkpoint, or set strategy.reducer = 'flat'"
+    ),
+}
+
+
+def _explain(problem: Exception) -> str:
+    """Return an error in words: what it says, or its first sentence and what to do about it."""
+    for words, advice in _ADVICE.items():
+        if words in str(problem):
+            return f"{str(problem).partition('. ')[0]}: {advice}"
+    return str(problem)
