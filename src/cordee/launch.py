@@ -19,7 +19,8 @@ from rich.console import Console
 
 from cordee import checkpoint
 from cordee.cluster import Team
-from cordee.cluster.engines.local import LocalEngine
+from cordee.cluster.engine import Engine
+from cordee.cluster.engines import open_engine
 from cordee.communication.this_host import find_listening
 from cordee.compute.devices import MemoryWatch
 from cordee.core import Job
@@ -86,13 +87,13 @@ def train(
     num_workers = job.strategy.workers
     with contextlib.ExitStack() as stack:
         stack.enter_context(_leaving_torch_as_it_was())
-        engine: LocalEngine | None = None
+        engine: Engine | None = None
         if num_workers > 1 or STRATEGIES[strategy.name].is_served:
             _refuse_live_parts(job)
             if used := _used_of_this_script(job):
                 refuse_what_workers_miss(used)
             if not plans_first(asked):  # it imports torch while the job is looked at here
-                engine = stack.enter_context(LocalEngine(PROCESS_MODULES))
+                engine = stack.enter_context(open_engine(PROCESS_MODULES))
         team = Team(num_workers=num_workers, num_local_workers=num_workers)
         parts = assemble(job, team)
         decision = decide(asked, parts)
@@ -101,7 +102,7 @@ def train(
             parts = assemble(job, team)
         is_served = STRATEGIES[job.strategy.name].is_served
         if (num_workers > 1 or is_served) and engine is None:
-            engine = stack.enter_context(LocalEngine(PROCESS_MODULES))
+            engine = stack.enter_context(open_engine(PROCESS_MODULES))
         if is_served:
             check_dispatched(parts)
         if job.cluster.address:

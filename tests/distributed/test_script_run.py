@@ -13,7 +13,7 @@ import psutil
 import pytest
 from launching import Ended, run, started, wait_until
 
-from cordee.cluster.engines.fork_server import Exited
+from cordee.cluster.engine import Exited
 from cordee.tools.script_launcher import CONSEQUENCE, find_cause
 
 pytestmark = pytest.mark.timeout(200)
@@ -145,7 +145,7 @@ def test_a_killed_worker_is_named(tmp_path: Path) -> None:
 
 
 def exits(*statuses: tuple[int, int]) -> list[Exited]:
-    return [Exited(index, 1000 + index, status) for index, status in statuses]
+    return [Exited(index, 1, 1000 + index, status) for index, status in statuses]
 
 
 @pytest.mark.parametrize(

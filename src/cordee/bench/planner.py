@@ -28,7 +28,8 @@ from torch import nn
 
 from cordee.bench.planner_rows import PlanTimes, Trial, make_rows
 from cordee.bench.report import Report, describe_machine
-from cordee.cluster.engines.local import LocalEngine
+from cordee.cluster.engine import Engine
+from cordee.cluster.engines import open_engine
 from cordee.compute.devices import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CordeeError, JobError
@@ -144,7 +145,7 @@ def _try(
     is_new = not any(model == case.name for model, _, _ in done)
     made, work = _profile(case, workers, is_new=is_new, is_first=not earlier, budget_s=budget_s)
     profile_s = (before_s + reference_s()) / 2
-    with LocalEngine(PROCESS_MODULES) as engine:
+    with open_engine(PROCESS_MODULES) as engine:
         for prediction in _to_run(made, workers):
             way = (case.name, prediction.strategy, prediction.workers)
             name = "/".join(map(str, way))
@@ -250,7 +251,7 @@ class Run(NamedTuple):
     load: float  # the reference beside it over the one beside the profile
 
 
-def _run_calmly(engine: LocalEngine, case: Case, prediction: Prediction, run_s: float, profile_s: float) -> Run:
+def _run_calmly(engine: Engine, case: Case, prediction: Prediction, run_s: float, profile_s: float) -> Run:
     """Run, again where the machine was busier or less busy than beside the profile; return the calmest run."""
     attempts: list[Run] = []
     before_s = reference_s()
@@ -264,7 +265,7 @@ def _run_calmly(engine: LocalEngine, case: Case, prediction: Prediction, run_s: 
     return min(attempts, key=lambda run: abs(run.load - 1))
 
 
-def run_once(engine: LocalEngine, job: Job, prediction: Prediction, run_s: float) -> tuple[float, int]:
+def run_once(engine: Engine, job: Job, prediction: Prediction, run_s: float) -> tuple[float, int]:
     """Return the seconds of a step in a run of its own, and its peak of memory in bytes (0 where it is not known)."""
     steps = max(LEAST_STEPS, min(MOST_STEPS, round(run_s / prediction.step_s)))
     changes = {

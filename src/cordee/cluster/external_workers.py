@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from cordee.cluster.control import check_remote
-from cordee.cluster.engines.local import is_alive
+from cordee.cluster.processes import is_alive
 from cordee.communication.messages import JoinRequest
 from cordee.communication.this_host import host_id
 

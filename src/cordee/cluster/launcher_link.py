@@ -9,15 +9,14 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import msgspec
 
-from cordee.cluster.engines.fork_server import Exited, Report, Start, Started
-from cordee.cluster.engines.local import ProcessorWatch, is_stopped
+from cordee.cluster.engine import Action, Exited, ProcessSpec, Started
 from cordee.cluster.journal import JOURNAL_FILE, Journal
 from cordee.cluster.launcher_messages import (
     Alive,
@@ -33,6 +32,7 @@ from cordee.cluster.launcher_messages import (
     Unjournalled,
     connect,
 )
+from cordee.cluster.processes import ProcessorWatch, is_stopped
 from cordee.communication.channel import ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
@@ -68,6 +68,7 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     control_keys: str
     resume: bool
     launcher_pid: int
+    num_slots: int  # processes that have a core of their own
     launcher: LauncherSpec
 
 
@@ -150,15 +151,13 @@ class LauncherLink:
             self._next_show_s = now_s + SHOW_EVERY_S
             self._socket.send(Show(step, None if loss is None or math.isnan(loss) else loss))
 
-    def start(
-        self, index: int, target: str, argument: dict[str, Any], environment: Mapping[str, str], log: Path | None
-    ) -> None:
-        """Ask for process `index`; `reports` tells its pid."""
-        self._ask(Start(index, target, argument, dict(environment), str(log) if log else None))
+    def start(self, spec: ProcessSpec) -> None:
+        """Ask for a process; `reports` tells its pid."""
+        self._ask(spec)
 
-    def signal(self, index: int, number: signal.Signals) -> None:
+    def signal(self, index: int, action: Action) -> None:
         """Have a signal sent to a process that may have ended."""
-        self._ask(Signal(index, int(number)))
+        self._ask(Signal(index, action))
 
     def is_working(self, index: int) -> bool:
         """Whether a process has had processor time since this was last asked of it. A stopped one has not."""
@@ -168,7 +167,7 @@ class LauncherLink:
         """Whether a process was stopped by a signal, and does not run until another."""
         return index in self._pids and is_stopped(self._pids[index])
 
-    def reports(self) -> Iterator[Report]:
+    def reports(self) -> Iterator[Started | Exited]:
         """Yield what happened to processes. One that comes back hears of each process once more."""
         now_s = time.monotonic()
         if now_s >= self._next_alive_s:
@@ -181,10 +180,10 @@ class LauncherLink:
                 self._take(message)
                 yield message
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: Started | Exited) -> None:
         if isinstance(report, Started):
             self._pids[report.index] = report.pid
-        elif isinstance(report, Exited) and self._pids.get(report.index) == report.pid:
+        elif self._pids.get(report.index) == report.pid:
             del self._pids[report.index]
 
     def end(self, result: Any) -> None:

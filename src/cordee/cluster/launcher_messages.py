@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from cordee.cluster.engines.fork_server import Exited, Start, Started
+from cordee.cluster.engine import Action, Exited, ProcessSpec, Started
 
 _LENGTH = struct.Struct("<I")
 
@@ -25,7 +25,7 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
     """Send a signal to process `index`."""
 
     index: int
-    number: int
+    action: Action
 
 
 class Emit(msgspec.Struct, frozen=True, tag=True):
@@ -35,7 +35,7 @@ class Emit(msgspec.Struct, frozen=True, tag=True):
     fields: dict[str, Any]
 
 
-Command = Start | Signal | Emit
+Command = ProcessSpec | Signal | Emit
 
 
 class NumberedCommand(msgspec.Struct, frozen=True, tag=True):

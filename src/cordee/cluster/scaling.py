@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import statistics
 from collections.abc import Callable
 
@@ -20,13 +19,13 @@ log = logging.getLogger("cordee.scaling")
 class Scaling:
     """Looks at one run. `scale` is what `cordee scale` comes to; it raises JobError for what cannot be."""
 
-    def __init__(self, job: Job, scale: Callable[[int, int, str], str]) -> None:
+    def __init__(self, job: Job, num_slots: int, scale: Callable[[int, int, str], str]) -> None:
         self._scale = scale
         self._every_s = job.cluster.autoscale_every_s
         self._threads = job.training.threads  # 0: the cores are shared out
         self._is_fixed = job.training.reproducible
-        self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._autoscaler = Autoscaler(job.cluster.min_workers, job.cluster.max_workers or self._num_cores)
+        self._num_cores = num_slots
+        self._autoscaler = Autoscaler(job.cluster.min_workers, job.cluster.max_workers or num_slots)
         self._since: tuple[int, float] | None = None  # step and time at the start of what is measured
         self._own_s: dict[int, list[float]] = {}  # by worker: what its own part of a step took
 

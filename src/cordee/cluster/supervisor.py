@@ -15,14 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from signal import SIGKILL, Signals
 from typing import Any
 
 import msgspec
 
 from cordee.cluster.control import remove_control
-from cordee.cluster.engines.fork_server import Exited, Report, Start, Started
-from cordee.cluster.engines.local import LocalEngine, describe_exit
+from cordee.cluster.engine import AgentLost, CannotStart, Engine, Exited, ProcessSpec, Report, Started
 from cordee.cluster.journal import JOURNAL_FILE, remove_journal
 from cordee.cluster.launcher_link import CoordinatorSpec, LauncherSpec
 from cordee.cluster.launcher_messages import (
@@ -39,6 +37,7 @@ from cordee.cluster.launcher_messages import (
     Unjournalled,
     listen,
 )
+from cordee.cluster.processes import is_stopped
 from cordee.communication.keys import make_keys
 from cordee.core import errors
 from cordee.core.errors import CordeeError, TrainingError
@@ -58,16 +57,17 @@ class Supervisor:
     """Has a coordinator lead a run, through as many processes as it takes."""
 
     def __init__(
-        self, engine: LocalEngine, monitor: Monitor, should_stop: Callable[[], bool], *, failure_timeout_s: float
+        self, engine: Engine, monitor: Monitor, should_stop: Callable[[], bool], *, failure_timeout_s: float
     ) -> None:
         self._engine = engine
-        engine.on_lost = self._tell_fork_server_lost
         self._monitor = monitor
         self._should_stop = should_stop
         self._failure_timeout_s = failure_timeout_s
         self._socket: FramedSocket | None = None
         self._is_up = False  # the coordinator has said again what the one before it wanted, and may hear reports
-        self._reports: dict[int, list[Report]] = {}  # what is known of the newest process of each number
+        self._pid = 0  # of the coordinator
+        self._asked: dict[int, int] = {}  # index -> incarnation of the process that the coordinator asked for last
+        self._exited: dict[int, Exited] = {}  # of those that have ended
         self._num_done = 0  # commands
         self._deaths: deque[float] = deque(maxlen=MOST_DEATHS)
         self._num_deaths = 0
@@ -101,6 +101,7 @@ class Supervisor:
                 control_keys=control_keys.to_text(),
                 resume=resume,
                 launcher_pid=os.getpid(),
+                num_slots=self._engine.capacity().num_slots,
                 launcher=launcher,
             )
             self._order = {**msgspec.to_builtins(order), **more}
@@ -119,9 +120,9 @@ class Supervisor:
         return msgspec.convert(self._ended.result, Summary)
 
     def _start(self) -> None:
-        self._heard_s = time.monotonic()
+        self._heard_s, self._pid = time.monotonic(), 0
         reach("supervisor.start")
-        self._engine.start(COORDINATOR, self._target, self._order, {}, self._log)
+        self._engine.start(ProcessSpec.new(COORDINATOR, self._target, self._order, log=str(self._log)))
 
     def _turn(self, listener: socket.socket) -> None:
         waiting: list[Any] = [self._engine, self._socket or listener]
@@ -152,9 +153,12 @@ class Supervisor:
         then, and its end would be taken for the loss of the new one.
         """
         self._is_up = True
-        for reports in list(self._reports.values()):
-            for report in reports:
-                self._tell(report)
+        for started in self._engine.members():
+            if self._is_asked_for(started):
+                self._tell(started)
+        for exited in self._exited.values():
+            self._tell(Started(exited.index, exited.incarnation, exited.pid))
+            self._tell(exited)
 
     def _hear(self, connection: FramedSocket) -> None:
         try:
@@ -188,15 +192,16 @@ class Supervisor:
 
     def _do(self, command: Command) -> None:
         match command:
-            case Start(index=index, target=target, argument=argument, environment=environment, log=log_file):
-                self._reports.pop(index, None)
-                self._engine.start(index, target, argument, environment, Path(log_file) if log_file else None)
-            case Signal(index=index, number=number):
-                self._engine.signal(index, Signals(number))
+            case ProcessSpec(index=index, incarnation=incarnation):
+                self._asked[index] = incarnation
+                self._exited.pop(index, None)
+                self._engine.start(command)
+            case Signal(index=index, action=action):
+                self._engine.signal(index, action)
             case Emit(kind=kind, fields=fields):
                 self._monitor.emit(kind, **fields)
 
-    def _tell(self, message: Report | Stop) -> None:
+    def _tell(self, message: Started | Exited | Stop) -> None:
         if self._socket is None:
             return  # the next coordinator is told
         try:
@@ -204,13 +209,25 @@ class Supervisor:
         except OSError:
             log.info("the coordinator is gone: %s waits for the next", message)
 
+    def _is_asked_for(self, report: Started | Exited) -> bool:
+        """Whether a report is of the newest process of its number, and not of one that it replaces."""
+        return self._asked.get(report.index) == report.incarnation
+
     def _take_report(self, report: Report) -> None:
-        if report.index != COORDINATOR:
-            known = self._reports.get(report.index, [])
-            self._reports[report.index] = [report] if isinstance(report, Started) else [*known, report]
-            if self._is_up:
-                self._tell(report)
+        if isinstance(report, AgentLost):
+            self._heard_s = time.monotonic()  # a coordinator that was asked for has to wait for the next agent
+            self._monitor.emit("fork_server_lost", pid=report.pid, reason=report.how)
+            self._monitor.emit("warning", message=report.how)
+        elif isinstance(report, CannotStart):
+            raise TrainingError(f"a process of the run cannot be started: {report.reason}")
+        elif report.index != COORDINATOR:
+            if self._is_asked_for(report):
+                if isinstance(report, Exited):
+                    self._exited[report.index] = report
+                if self._is_up:
+                    self._tell(report)
         elif isinstance(report, Started):
+            self._pid = report.pid
             self._monitor.emit("coordinator_started", pid=report.pid)
         else:
             self._bring_back(report)
@@ -224,7 +241,7 @@ class Supervisor:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        how = describe_exit(exited)
+        how = exited.describe()
         if exited.status >= 0:
             raise TrainingError(f"the coordinator {how}; its log is {self._log}")
         self._num_deaths += 1
@@ -240,11 +257,6 @@ class Supervisor:
         self._monitor.emit("warning", message=f"the coordinator {how}: another takes up where it was")
         self._start()
 
-    def _tell_fork_server_lost(self, pid: int, how: str) -> None:
-        self._heard_s = time.monotonic()  # a coordinator that was asked for has to wait for the next fork server
-        self._monitor.emit("fork_server_lost", pid=pid, reason=how)
-        self._monitor.emit("warning", message=how)
-
     def _check_silence(self) -> None:
         """Kill a coordinator that has frozen: its exit then brings it back."""
         silent_s = time.monotonic() - self._heard_s
@@ -253,5 +265,5 @@ class Supervisor:
         if self._socket is None and silent_s > STARTUP_TIMEOUT_S:
             raise TrainingError(f"the coordinator did not start within {STARTUP_TIMEOUT_S:g} s; its log is {self._log}")
         # One that only waits, for a server that gives another everything, say, has its time.
-        if self._engine.is_stopped(COORDINATOR) or silent_s > STARTUP_TIMEOUT_S:
-            self._engine.signal(COORDINATOR, SIGKILL)
+        if is_stopped(self._pid) or silent_s > STARTUP_TIMEOUT_S:
+            self._engine.signal(COORDINATOR, "kill")

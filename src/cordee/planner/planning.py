@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from cordee.cluster.engines.local import LocalEngine
+from cordee.cluster.engines import open_engine
 from cordee.compute import usable_cores
 from cordee.core import Job
 from cordee.core.errors import CordeeError, JobError
@@ -266,7 +266,7 @@ def _measure(
     missing = [size for size in sizes if not (profile.has_timings(size) and machine.has_exchanges(size))]
     if missing and not is_live:
         is_cached = False
-        with LocalEngine(PROCESS_MODULES) as engine:
+        with open_engine(PROCESS_MODULES) as engine:
             is_new = not machine.knows_overhead("single") and not all(map(machine.has_exchanges, missing))
             alone_bytes = measure_alone() if is_new else 0  # now, while the engine imports torch
             for size in missing:

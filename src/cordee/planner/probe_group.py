@@ -8,8 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from cordee.cluster.engines.fork_server import Exited
-from cordee.cluster.engines.local import LocalEngine, describe_exit
+from cordee.cluster.engine import CannotStart, Engine, Exited, ProcessSpec
 from cordee.core import Job
 from cordee.core.errors import CordeeError
 from cordee.core.temporary import temporary_folder
@@ -20,7 +19,7 @@ from cordee.planner.profile import ModelProfile, Timing
 PATIENCE_S = 300.0  # for all that a crew measures
 
 
-def measure_group(engine: LocalEngine, num_processes: int, *, job: Job | None, budget_s: float) -> list[ProbeReport]:
+def measure_group(engine: Engine, num_processes: int, *, job: Job | None, budget_s: float) -> list[ProbeReport]:
     """Return what each of `num_processes` found of a job, or of the machine.
 
     Raises CordeeError with the log of a process that failed.
@@ -37,8 +36,8 @@ def measure_group(engine: LocalEngine, num_processes: int, *, job: Job | None, b
                 job_file=str(folder / "job.toml") if job is not None else None,
                 budget_s=budget_s,
             )
-            log = folder / f"log-{index}"
-            engine.start(index, "cordee.planner.probe_worker:main", msgspec.to_builtins(order), {}, log)
+            argument, log = msgspec.to_builtins(order), str(folder / f"log-{index}")
+            engine.start(ProcessSpec.new(index, "cordee.planner.probe_worker:main", argument, log=log))
         _await(engine, num_processes, folder)
         return [
             msgspec.json.decode((folder / f"report-{index}.json").read_bytes(), type=ProbeReport)
@@ -98,18 +97,20 @@ def _mean_timings(reports: Sequence[ProbeReport]) -> list[Timing]:
     return merged
 
 
-def _await(engine: LocalEngine, num_processes: int, folder: Path) -> None:
+def _await(engine: Engine, num_processes: int, folder: Path) -> None:
     left, deadline = num_processes, time.monotonic() + PATIENCE_S
     while left:
         if time.monotonic() > deadline:
             raise CordeeError(f"{left} of {num_processes} measuring processes did not end within {PATIENCE_S:g} s")
         for report in engine.reports(timeout_s=0.1):
+            if isinstance(report, CannotStart):
+                raise CordeeError(f"a measuring process cannot be started: {report.reason}")
             if not isinstance(report, Exited):
                 continue
             if report.status:
                 text = (folder / f"log-{report.index}").read_text(encoding="utf-8", errors="replace").strip()
                 last = text.splitlines()[-1] if text else "it left no word"
-                raise CordeeError(f"a measuring process {describe_exit(report)}: {last}")
+                raise CordeeError(f"a measuring process {report.describe()}: {last}")
             left -= 1
 
 

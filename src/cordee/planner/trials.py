@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cordee.cluster import Team
-from cordee.cluster.engines.local import LocalEngine
+from cordee.cluster.engine import Engine, stop_processes
 from cordee.core import Job
 from cordee.core.errors import CordeeError
 from cordee.monitoring import Event, Monitor, RunDirectory
@@ -54,7 +54,7 @@ _GROWS_WITH: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def measure_trials(engine: LocalEngine, num_workers: int, bare: Sequence[Bare], machine: Machine) -> list[Overhead]:
+def measure_trials(engine: Engine, num_workers: int, bare: Sequence[Bare], machine: Machine) -> list[Overhead]:
     """Return what each strategy of this version adds to a step of `num_workers`, and the memory a worker then takes.
 
     `bare` are the steps of the models of `overheads.KINDS` without any exchange, while as many workers take one each.
@@ -146,7 +146,7 @@ def _trials(num_workers: int) -> dict[str, tuple[_Trial, ...]]:
     }
 
 
-def run_trial(engine: LocalEngine, job: Job) -> Found:
+def run_trial(engine: Engine, job: Job) -> Found:
     """Run a job with its workers and servers in new processes of `engine`; return what it took."""
     size = job.strategy.workers
     parts = assemble(job, Team(num_workers=size, num_local_workers=size))
@@ -160,7 +160,7 @@ def run_trial(engine: LocalEngine, job: Job) -> Found:
         try:
             summary = kind(parts, directory, monitor, lambda: False).lead(engine, resume=False)
         finally:
-            engine.stop()  # so that nothing of it is heard of later
+            stop_processes(engine)  # so that nothing of it is heard of later
     step_s = step_of(rates.samples_per_second, job.training.batch_size)
     sizes = [parameter.nbytes for parameter in parts.model.parameters()]
     return Found(step_s, summary.peak_memory_bytes or 0, len(sizes), sum(sizes))

@@ -21,7 +21,7 @@ import msgspec
 import psutil
 
 from cordee.cluster.control import scale_run
-from cordee.cluster.engines.local import is_alive
+from cordee.cluster.processes import is_alive
 from cordee.core import Job, env, fault_points
 from cordee.core.errors import CordeeError, JobError, TrainingError, nearest
 from cordee.monitoring import read_events

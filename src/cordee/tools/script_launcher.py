@@ -5,15 +5,14 @@ Does without torch until the fork server has begun to import it: both take secon
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cordee.cluster.engines.fork_server import Exited
-from cordee.cluster.engines.local import LocalEngine, describe_exit
+from cordee.cluster.engine import AgentLost, CannotStart, Engine, Exited, ProcessSpec
+from cordee.cluster.engines import open_engine
 from cordee.core.env import Place, script_environment
 from cordee.core.errors import JobError, TrainingError
 from cordee.core.interrupts import InterruptFlag
@@ -35,8 +34,7 @@ def run_script(script: Path, args: list[str], num_workers: int) -> bool:
     if num_workers < 1:
         raise JobError(f"-n {num_workers} must be at least 1")
     flag = InterruptFlag(lambda: None)
-    with temporary_folder() as folder, LocalEngine(["cordee.loop"]) as engine, flag:
-        engine.on_lost = _tell_fork_server_lost
+    with temporary_folder() as folder, open_engine(["cordee.loop"]) as engine, flag:
         import torch.distributed as dist
 
         # The launcher keeps the meeting point, on a port of the system's choice, so that none can be taken. Left to
@@ -53,7 +51,8 @@ def run_script(script: Path, args: list[str], num_workers: int) -> bool:
         for rank, account in enumerate(accounts):
             environment = script_environment(Place(rank, num_workers, rank, num_workers), store.port)
             order = {"script": str(script), "args": args, "num_local_workers": num_workers, "account": str(account)}
-            engine.start(rank, "cordee.tools.script_worker:main", order, environment, None)
+            spec = ProcessSpec.new(rank, "cordee.tools.script_worker:main", order, environment=environment)
+            engine.start(spec)
         ended = _attend(engine, num_workers, flag)
         if flag():
             return False
@@ -66,17 +65,17 @@ def run_script(script: Path, args: list[str], num_workers: int) -> bool:
         return True
 
 
-def _tell_fork_server_lost(pid: int, how: str) -> None:
-    sys.stderr.write(f"warning: {how} (pid {pid})\n")
-
-
-def _attend(engine: LocalEngine, num_workers: int, was_interrupted: Callable[[], bool]) -> list[Exited]:
+def _attend(engine: Engine, num_workers: int, was_interrupted: Callable[[], bool]) -> list[Exited]:
     """Wait for the workers, or for the first failure; return those that ended, in the order they did."""
     ended: list[Exited] = []
     failed_s = interrupted_s = float("inf")
     while len(ended) < num_workers:
         for report in engine.reports(timeout_s=0.05):
-            if isinstance(report, Exited):
+            if isinstance(report, AgentLost):
+                sys.stderr.write(f"warning: {report.how} (pid {report.pid})\n")
+            elif isinstance(report, CannotStart):
+                raise TrainingError(f"worker {report.index} cannot be started: {report.reason}")
+            elif isinstance(report, Exited):
                 ended.append(report)
                 if report.status and failed_s == float("inf"):
                     failed_s = time.monotonic()
@@ -85,7 +84,7 @@ def _attend(engine: LocalEngine, num_workers: int, was_interrupted: Callable[[],
             if interrupted_s == float("inf"):
                 interrupted_s = now_s
                 for index in range(num_workers):
-                    engine.signal(index, signal.SIGINT)
+                    engine.signal(index, "interrupt")
             if now_s - interrupted_s > INTERRUPT_GRACE_S:
                 break
         elif any(r.status not in (0, CONSEQUENCE) for r in ended) or now_s - failed_s > SETTLING_S:
@@ -107,4 +106,4 @@ def _describe(failure: Exited, account: str) -> str:
         return f"worker {failure.index} lost the others: {account}; all were ended"
     if failure.status == 0:
         return f"worker {failure.index} came to its end while the others still needed it; they were ended"
-    return f"worker {failure.index} {describe_exit(failure)}; the others were ended"
+    return f"worker {failure.index} {failure.describe()}; the others were ended"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cordee.cluster.engines.fork_server import Exited, Started
+from cordee.cluster.engine import Exited, Started
 from cordee.cluster.journal import Journal, remove_journal
 from cordee.cluster.launcher_link import LauncherLink, LauncherSpec
 from cordee.cluster.launcher_messages import (
@@ -60,9 +60,9 @@ def test_what_was_said_before_the_end_is_heard(tmp_path: Path) -> None:
     with listen(folder) as listener:
         theirs = FramedSocket(connect(folder), ToCoordinator)
         ours = FramedSocket(listener.accept()[0], ToLauncher)
-        for report in (Started(0, 11), Exited(0, 11, -9), Stop()):
+        for report in (Started(0, 1, 11), Exited(0, 1, 11, -9), Stop()):
             ours.send(report)
-        assert list(theirs.receive()) == [Started(0, 11), Exited(0, 11, -9), Stop()]
+        assert list(theirs.receive()) == [Started(0, 1, 11), Exited(0, 1, 11, -9), Stop()]
         assert list(theirs.receive()) == []
         for message in said:
             theirs.send(message)

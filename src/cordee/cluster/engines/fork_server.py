@@ -2,8 +2,8 @@
 
 Run as `python -m cordee.cluster.engines.fork_server FD MODULE...` by the local engine, with one end of a socket pair as
 FD, and the modules that its processes will use. One JSON object per line: `Fork` in, `Forked` out, which each new
-process sends itself before it does anything else. It has no threads and never uses torch itself, which is what makes
-forking it safe.
+process sends itself before it does anything else. It has no threads and never uses torch itself, which is what
+makes forking it safe.
 
 It knows nothing of what it has forked: those are children of the launcher (forked twice, and adopted), which hears of
 their end from the kernel, and they die with the launcher. So another fork server can take its place at any moment.
@@ -28,52 +28,30 @@ from typing import Any
 
 import msgspec
 
+from cordee.cluster.engine import ProcessSpec
 from cordee.core.errors import CordeeError
 from cordee.core.fault_points import identify, reach
 
 PRELOADED = ("torch", "torch.distributed", "cordee.communication.shared_memory.backend")  # by every fork server
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
-    """Fork a process, in its own environment, that calls `target` ("module:function") with `argument`."""
-
-    index: int
-    target: str
-    argument: dict[str, Any]
-    environment: dict[str, str]
-    log: str | None  # file for its output; None keeps the launcher's terminal
-
-
-class Started(msgspec.Struct, frozen=True, tag=True):
-    index: int
-    pid: int
-
-
-class Exited(msgspec.Struct, frozen=True, tag=True):
-    index: int
-    pid: int
-    status: int  # as a shell shows it: the exit code, or minus the signal
-
-
-Report = Started | Exited
-
-
 class Fork(msgspec.Struct, frozen=True):
-    """A request, and the number that its answer has."""
+    """A request."""
 
-    number: int
-    start: Start
+    spec: ProcessSpec
     command_line: list[bytes]  # of the launcher: the user's modules, imported again, find the same `sys.argv`
 
 
 class Forked(msgspec.Struct, frozen=True):
-    """Request `number` is done: the process is a child of the launcher by now.
+    """The process that was asked for is a child of the launcher by now, or cannot be.
 
     Said twice, by the process and by the fork server: either may be killed or stopped before it does.
     """
 
-    number: int
-    pid: int
+    index: int
+    incarnation: int
+    pid: int = 0
+    problem: str = ""  # why there is none
 
 
 def serve(control: socket.socket, launcher_pid: int) -> None:
@@ -94,52 +72,62 @@ def serve(control: socket.socket, launcher_pid: int) -> None:
 
 
 def _fork(request: Fork, control: socket.socket, launcher_pid: int) -> None:
-    pid_in, pid_out = os.pipe()
-    between = os.fork()
+    spec = request.spec
+    answer_in, answer_out = os.pipe()
+    try:
+        between = os.fork()
+    except OSError as error:
+        os.write(answer_out, _answer(spec, problem=str(error)))
+        between = -1
     if between == 0:
         between = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
-            sys.stderr.write(f"cannot start a process: {error}\n")
-            os._exit(1)
+            os.write(answer_out, _answer(spec, problem=str(error)))
+            os._exit(0)
         if pid:
-            os.write(pid_out, b"%d" % pid)
+            os.write(answer_out, _answer(spec, pid))
             os._exit(0)  # and so the launcher is the parent of what it has forked
-        os.close(pid_in)
-        os.close(pid_out)
+        os.close(answer_in)
+        os.close(answer_out)
         _become_worker(request, control, between, launcher_pid)
-    os.close(pid_out)
-    _, status = os.waitpid(between, 0)
-    if os.WIFSIGNALED(status):  # whether it had forked nobody knows: end as it did, and the launcher sorts it out
-        os.kill(os.getpid(), signal.SIGKILL)
-    if status:
-        sys.exit(1)
+    os.close(answer_out)
+    if between > 0:
+        _, status = os.waitpid(between, 0)
+        if os.WIFSIGNALED(status):  # whether it had forked nobody knows: end as it did, and the launcher sorts it out
+            os.kill(os.getpid(), signal.SIGKILL)
+        if status:
+            sys.exit(1)
     reach("fork_server.forked")
-    control.sendall(msgspec.json.encode(Forked(request.number, int(os.read(pid_in, 32)))) + b"\n")
-    os.close(pid_in)
+    control.sendall(os.read(answer_in, 4096))
+    os.close(answer_in)
+
+
+def _answer(spec: ProcessSpec, pid: int = 0, problem: str = "") -> bytes:
+    return msgspec.json.encode(Forked(spec.index, spec.incarnation, pid, problem)) + b"\n"
 
 
 def _become_worker(request: Fork, control: socket.socket, between: int, launcher_pid: int) -> None:
     """Turn this fresh fork into the worker; never returns."""
-    code, start = 1, request.start
+    code, spec = 1, request.spec
     try:
         while os.getppid() == between:
             time.sleep(0.0005)
         die_with_parent(launcher_pid)
         identify("forked")
         reach("forked.alive")
-        control.sendall(msgspec.json.encode(Forked(request.number, os.getpid())) + b"\n")
+        control.sendall(_answer(spec, os.getpid()))
         control.close()
         reach("forked.reported")
-        os.environ.update(start.environment)
+        os.environ.update(spec.environment)
         sys.argv = [os.fsdecode(argument) for argument in request.command_line]
-        if start.log is not None:
-            _write_to(start.log)
+        if spec.log is not None:
+            _write_to(spec.log)
         if "numpy" in sys.modules:  # Python's own random numbers are seeded anew in a fork, NumPy's are not
             sys.modules["numpy"].random.seed()
-        module, _, name = start.target.partition(":")
-        code = getattr(importlib.import_module(module), name)(start.argument) or 0
+        module, _, name = spec.target.partition(":")
+        code = getattr(importlib.import_module(module), name)(spec.argument) or 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if isinstance(leaving.code, str):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import select
@@ -13,43 +12,47 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import psutil
 
-from cordee.cluster.engines.fork_server import Exited, Fork, Forked, Report, Start, Started, adopt_orphans
+from cordee.cluster.engine import (
+    GRACE_S,
+    SIGNALS,
+    Action,
+    AgentLost,
+    CannotStart,
+    Capacity,
+    Exited,
+    ProcessSpec,
+    Report,
+    Started,
+)
+from cordee.cluster.engines.fork_server import Fork, Forked, adopt_orphans
+from cordee.cluster.processes import describe_status, is_stopped
 from cordee.core import env
 from cordee.core.errors import CordeeError
 
-GRACE_S = 2.0  # between asking a worker to end and killing it
 FROZEN_S = 2.0  # that a fork server may be stopped while a process is asked of it
 SILENT_S = 5.0  # that a process may take to say that it was forked, once its fork server is dead
 MOST_DEATHS = 5  # of fork servers, one after the other, while the same process is asked for
 
-log = logging.getLogger("cordee.engine")
-
 
 class LocalEngine:
-    """Starts workers and tells when they end. Leaving the context ends all of them, and the fork server.
+    """The `Engine` of this host. Processes are children of the one that made it.
 
-    Workers are children of this process. A fork server that dies is replaced: they continue, and what was asked of
-    it and not done is asked of the next. `on_lost` is then called with its pid and what happened.
+    A fork server that dies is replaced: processes continue, and what was asked of it and not done is asked of the next.
     """
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         """`preload` are modules that processes will use: imported once, before anything is forked."""
-        self.on_lost: Callable[[int, str], None] = lambda pid, how: log.warning("%s (pid %d)", how, pid)
-        self._pids: dict[int, int] = {}  # index -> pid, of living workers
-        self._processes: dict[int, tuple[int, int]] = {}  # pidfd -> index and pid, of those that were not waited for
-        self._unanswered: dict[int, Start] = {}
-        self._num_asked = 0
+        self._living: dict[int, Started] = {}  # by index
+        self._processes: dict[int, Started] = {}  # by pidfd, those that were not waited for
+        self._unanswered: dict[tuple[int, int], ProcessSpec] = {}  # by index and incarnation
+        self._asked: dict[int, int] = {}  # index -> the newest incarnation
         self._num_deaths = 0  # since a process was last started
         self._frozen_since_s = self._dead_since_s = math.inf
-        self._watch = ProcessorWatch()
         self._poll = select.epoll()
         self._adoption = contextlib.ExitStack()
         self._adoption.enter_context(_adopting())
@@ -64,13 +67,15 @@ class LocalEngine:
         self._sessions.add(self._server.pid)
         self._poll.register(self._server.control.fileno(), select.EPOLLIN)
         self._dead_since_s = self._frozen_since_s = math.inf
-        for number, start in self._unanswered.items():
-            self._server.ask(Fork(number, start, self._command_line))
+        for spec in self._unanswered.values():
+            self._server.ask(Fork(spec, self._command_line))
 
-    @property
-    def pids(self) -> Mapping[int, int]:
-        """The living workers by index."""
-        return self._pids
+    def capacity(self) -> Capacity:
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return Capacity({socket.gethostname(): num_cores})
+
+    def members(self) -> Sequence[Started]:
+        return list(self._living.values())
 
     @property
     def server_pid(self) -> int:
@@ -78,23 +83,16 @@ class LocalEngine:
         return self._server.pid
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `reports` has news."""
         return self._poll.fileno()
 
-    def start(
-        self, index: int, target: str, argument: dict[str, Any], environment: Mapping[str, str], log: Path | None
-    ) -> None:
-        """Ask for worker `index`; `reports` tells its pid. Returns at once."""
-        start = Start(index, target, argument, dict(environment), str(log) if log else None)
-        self._num_asked += 1
-        self._unanswered[self._num_asked] = start
-        self._server.ask(Fork(self._num_asked, start, self._command_line))
+    def start(self, spec: ProcessSpec) -> None:
+        if self._asked.get(spec.index) == spec.incarnation:
+            return
+        self._asked[spec.index] = spec.incarnation
+        self._unanswered[spec.index, spec.incarnation] = spec
+        self._server.ask(Fork(spec, self._command_line))
 
     def reports(self, timeout_s: float = 0.0) -> Iterator[Report]:
-        """Return what happened to workers, waiting at most `timeout_s` for the first news.
-
-        Raises CordeeError if no fork server can be kept alive.
-        """
         self._server.flush()
         ready = {descriptor for descriptor, _ in self._poll.poll(max(timeout_s, 0.0))}
         found: list[Report] = []
@@ -104,44 +102,46 @@ class LocalEngine:
         exits = [self._bury(descriptor) for descriptor in ready if descriptor in self._processes]
         if exits:
             self._bury_strays()
-        self._check_server(is_over)
-        return iter([*found, *exits])
+        return iter([*found, *exits, *self._check_server(is_over)])
 
     def _read(self) -> tuple[list[Report], bool]:
         """Return which processes were started, and whether that is all that the fork server will ever say."""
         answers, is_over = self._server.receive()
         found: list[Report] = []
         for answer in answers:
-            start = self._unanswered.pop(answer.number, None)
-            if start is None:
+            spec = self._unanswered.pop((answer.index, answer.incarnation), None)
+            if spec is None:
                 continue  # said before
+            if answer.problem:
+                found.append(CannotStart(answer.index, answer.incarnation, answer.problem))
+                continue
             self._num_deaths = 0
-            found.append(Started(start.index, answer.pid))
+            started = Started(answer.index, answer.incarnation, answer.pid)
+            found.append(started)
             try:
                 descriptor = os.pidfd_open(answer.pid)
             except ProcessLookupError:  # somebody else waits for the children of this process
-                found.append(Exited(start.index, answer.pid, -signal.SIGKILL))
+                found.append(Exited(answer.index, answer.incarnation, answer.pid, -signal.SIGKILL))
                 continue
-            self._pids[start.index] = answer.pid
-            self._processes[descriptor] = start.index, answer.pid
+            self._living[answer.index] = self._processes[descriptor] = started
             self._poll.register(descriptor, select.EPOLLIN)
         return found, is_over
 
     def _bury(self, descriptor: int) -> Exited:
-        index, pid = self._processes.pop(descriptor)
+        started = self._processes.pop(descriptor)
         self._poll.unregister(descriptor)
         os.close(descriptor)
-        if self._pids.get(index) == pid:
-            del self._pids[index]
+        if self._living.get(started.index) == started:
+            del self._living[started.index]
         try:
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            status = os.waitstatus_to_exitcode(os.waitpid(started.pid, 0)[1])
         except ChildProcessError:  # somebody else has waited for it, and knows
             status = -signal.SIGKILL
-        return Exited(index, pid, status)
+        return Exited(started.index, started.incarnation, started.pid, status)
 
     def _bury_strays(self, *, kill: bool = False) -> None:
         """Wait for what workers have left behind when they died, and has ended; with `kill`, end it first."""
-        known = {self._server.pid, *(pid for _, pid in self._processes.values())}
+        known = {self._server.pid, *(started.pid for started in self._processes.values())}
         for child in psutil.Process().children():
             with contextlib.suppress(OSError, psutil.Error):
                 if child.pid in known or os.getsid(child.pid) not in self._sessions:
@@ -151,7 +151,7 @@ class LocalEngine:
                 if kill or child.status() == psutil.STATUS_ZOMBIE:
                     os.waitpid(child.pid, 0)
 
-    def _check_server(self, is_over: bool) -> None:
+    def _check_server(self, is_over: bool) -> list[AgentLost]:
         """Replace a fork server that is dead, and kill one that is stopped while it is needed."""
         now_s = time.monotonic()
         if not is_over and self._server.process.poll() is None:
@@ -159,12 +159,12 @@ class LocalEngine:
             self._frozen_since_s = min(self._frozen_since_s, now_s) if is_frozen else math.inf
             if now_s - self._frozen_since_s > FROZEN_S:
                 self._server.process.kill()
-            return
+            return []
         if not is_over:  # it is dead, but what it forked last has not said so
             self._dead_since_s = min(self._dead_since_s, now_s)
             if now_s - self._dead_since_s > SILENT_S:
                 self._bury_strays(kill=True)
-            return
+            return []
         lost = self._server
         self._poll.unregister(lost.control.fileno())
         how = f"the fork server {describe_status(lost.close())}"
@@ -174,61 +174,26 @@ class LocalEngine:
         if self._unanswered and self._num_deaths >= MOST_DEATHS:
             raise CordeeError(f"{how}, the {self._num_deaths}th time before it had started a process")
         self._serve()
-        self.on_lost(lost.pid, f"{how}: processes that run continue, and another is started")
+        return [AgentLost(lost.pid, f"{how}: processes that run continue, and another is started")]
 
-    def is_working(self, index: int) -> bool:
-        """Whether a worker has had processor time since this was last asked of it. A stopped one has not."""
-        return index in self._pids and self._watch.is_working(self._pids[index])
-
-    def is_stopped(self, index: int) -> bool:
-        """Whether a worker was stopped by a signal, and does not run until another."""
-        return index in self._pids and is_stopped(self._pids[index])
-
-    def signal(self, index: int, number: signal.Signals) -> None:
-        """Send a signal to a worker that may have ended."""
-        if index in self._pids:
+    def signal(self, index: int, action: Action) -> None:
+        if index in self._living:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pids[index], number)
-
-    def stop(self, grace_s: float = GRACE_S) -> None:
-        """End all workers: SIGTERM, then SIGKILL for those still there after `grace_s`."""
-        for index in list(self._pids):
-            self.signal(index, signal.SIGTERM)
-        deadline = time.monotonic() + grace_s
-        with contextlib.suppress(CordeeError):
-            while self._pids and time.monotonic() < deadline:
-                list(self.reports(timeout_s=0.05))
-            for index in list(self._pids):
-                self.signal(index, signal.SIGKILL)
-            deadline = time.monotonic() + grace_s
-            while self._pids and time.monotonic() < deadline:
-                list(self.reports(timeout_s=0.05))
+                os.kill(self._living[index].pid, SIGNALS[action])
 
     def close(self) -> None:
-        """End the fork server and whatever there still is of workers."""
         self._server.process.kill()
         deadline = time.monotonic() + GRACE_S
         while not self._read()[1] and time.monotonic() < deadline:  # one may just have been forked
             select.select([self._server.control], [], [], 0.1)
         self._server.close()
-        for descriptor, (_, pid) in list(self._processes.items()):
+        for descriptor, started in list(self._processes.items()):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(started.pid, signal.SIGKILL)
             self._bury(descriptor)
         self._bury_strays(kill=True)
         self._poll.close()
         self._adoption.close()
-
-    def __enter__(self) -> LocalEngine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.stop(GRACE_S if error is None else 0.2)
-        finally:
-            self.close()
 
 
 class _ForkServer:
@@ -315,55 +280,3 @@ def _adopting() -> Iterator[None]:
         with _lock:
             _num_adopting -= 1
             adopt_orphans(_num_adopting > 0 or _did_adopt)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process; one that has ended and was not buried is none."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process does not run until it gets a signal, or not any more."""
-    try:
-        status = psutil.Process(pid).status()
-    except psutil.Error:
-        return False
-    return status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
-
-
-class ProcessorWatch:
-    """Tells processes that are busy from those that are stopped."""
-
-    def __init__(self) -> None:
-        self._processor_s: dict[int, float] = {}  # what each had used when last asked
-
-    def is_working(self, pid: int) -> bool:
-        """Whether a process has had processor time since this was last asked of it. A stopped one has not."""
-        try:
-            if is_stopped(pid):
-                return False
-            times = psutil.Process(pid).cpu_times()
-        except psutil.Error:
-            return False
-        used_s = float(times.user + times.system)
-        before_s = self._processor_s.get(pid, 0.0)
-        self._processor_s[pid] = used_s
-        return used_s > before_s
-
-
-def describe_exit(report: Exited) -> str:
-    """Return how a worker ended, in words."""
-    return describe_status(report.status)
-
-
-def describe_status(status: int) -> str:
-    """Return what an exit code, or minus the number of a signal, means, in words."""
-    if status >= 0:
-        return f"exited with code {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"

@@ -30,7 +30,6 @@ from cordee.data import Ledger
 from cordee.monitoring import Summary
 from cordee.runs.dispatched.control_requests import ControlRequests
 from cordee.runs.dispatched.dispatcher import Dispatcher
-from cordee.runs.dispatched.link import END_SIGNAL
 from cordee.runs.dispatched.losses import Losses
 from cordee.runs.dispatched.messages import LIMITS, SERVED
 from cordee.runs.dispatched.plan import RunPlan
@@ -196,7 +195,7 @@ class DispatchedCoordinator:
         self._commit()
         for number, process in self._starter.processes.items():
             if process.role == "server":
-                self._launcher.signal(number, END_SIGNAL)
+                self._launcher.signal(number, "end")
         reach("dispatch.dismissed")
 
     def _plan(self) -> RunPlan:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -16,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from cordee.cluster.engines.local import is_alive
+from cordee.cluster.engine import SIGNALS
+from cordee.cluster.processes import is_alive
 from cordee.communication.calls import Connection
 from cordee.communication.channel import ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
@@ -31,7 +31,7 @@ from cordee.strategies.parameter_server.messages import PARAMETERS
 
 log = logging.getLogger(__name__)
 
-END_SIGNAL = signal.SIGUSR1  # to a server: the run is over. SIGTERM has it hand over and leave
+END_SIGNAL = SIGNALS["end"]  # to a server: the run is over. SIGTERM has it hand over and leave
 _AGAIN_S = 0.01
 LONGEST_ABSENCE_S = 30.0  # of the dispatcher, before a worker of another host ends
 

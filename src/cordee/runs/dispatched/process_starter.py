@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from cordee.cluster.engine import ProcessSpec
 from cordee.cluster.external_workers import ExternalWorkers
 from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
 from cordee.communication.this_host import own_address
@@ -92,7 +93,8 @@ class ProcessStarter:
         number = self._memory.num_started
         self.processes[number] = process
         order = msgspec.to_builtins(self._order_for(process, resume=resume, has_state=has_state))
-        self._launcher.start(number, _TARGETS[process.role], order, {}, self.log_file(process.name))
+        log = str(self.log_file(process.name))
+        self._launcher.start(ProcessSpec.new(number, _TARGETS[process.role], order, log=log))
         return process.name
 
     def _order_for(self, process: Process, *, resume: bool, has_state: bool = True) -> MemberSpec:

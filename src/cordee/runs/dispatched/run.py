@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from cordee.cluster.engines.local import LocalEngine
+from cordee.cluster.engine import Engine
 from cordee.cluster.supervisor import Supervisor
 from cordee.core.errors import JobError
 from cordee.data.source import fingerprint
@@ -39,7 +39,7 @@ class DispatchedRun:
         self._monitor = monitor
         self._should_stop = should_stop
 
-    def lead(self, engine: LocalEngine, *, resume: bool) -> Summary:
+    def lead(self, engine: Engine, *, resume: bool) -> Summary:
         """Train, and return the summary. Raises TrainingError that names the process that failed, and why."""
         parts = self._parts
         assert parts.splits.train.num_samples is not None and parts.total_steps is not None

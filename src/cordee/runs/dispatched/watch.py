@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import time
 
-from cordee.cluster.engines.fork_server import Exited
-from cordee.cluster.engines.local import describe_exit, is_stopped
+from cordee.cluster.engine import Exited
 from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
+from cordee.cluster.processes import is_stopped
 from cordee.core.errors import TrainingError
 from cordee.runs.dispatched.dispatcher import Dispatcher
 from cordee.runs.dispatched.losses import Losses
@@ -49,7 +48,7 @@ class Watch:
             if isinstance(report, Exited):
                 process = self._starter.processes.pop(report.index, None)
                 if process is not None and not self._has_left(process):
-                    self._losses.replace(process, describe_exit(report), report.status)
+                    self._losses.replace(process, report.describe(), report.status)
 
     def _has_left(self, process: Process) -> bool:
         """Whether a process ended in order: it said goodbye, and was heard, before."""
@@ -79,7 +78,7 @@ class Watch:
             )
             record.heard_s = now_s
             if self._losses.can_replace or process.role != "worker":
-                self._launcher.signal(number, signal.SIGKILL)
+                self._launcher.signal(number, "kill")
             else:
                 self._starter.away.append(name)
                 self._losses.give_up(process.index, "is frozen; if it wakes up it joins again")
@@ -93,7 +92,7 @@ class Watch:
         elif now_s - self._stopped_s.setdefault(number, now_s) > self._timeout_s:
             self._stopped_s[number] = now_s
             self._launcher.emit("warning", message=f"{name} is frozen: it was stopped before it had joined")
-            self._launcher.signal(number, signal.SIGKILL)
+            self._launcher.signal(number, "kill")
 
     def _drop_servers(self) -> None:
         """Kill servers that the one they followed has given up: their exit has another started."""
@@ -102,7 +101,7 @@ class Watch:
             is_joined = process.role == "server" and record is not None and not record.is_done
             if is_joined and number not in self._dropped and not self._dispatcher.servers.has_part(process.name):
                 self._dropped.add(number)
-                self._launcher.signal(number, signal.SIGKILL)
+                self._launcher.signal(number, "kill")
 
     def _check_remote_workers(self) -> None:
         """Continue without remote workers that are not heard of: all that is known of them is what they say."""

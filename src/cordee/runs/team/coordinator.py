@@ -66,7 +66,7 @@ class TeamCoordinator:
         self._membership = self._memory.membership
         self._recoveries = Recoveries(self._memory.recoveries)
         self._stragglers = Stragglers()  # not remembered: it is soon known again
-        self._scaling = Scaling(job, self._scale) if job.cluster.autoscale else None
+        self._scaling = Scaling(job, order.num_slots, self._scale) if job.cluster.autoscale else None
 
     def _begin(self) -> TeamState:
         job = self._job

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 
 from cordee.cluster.coordinator import Coordinator
@@ -82,7 +81,7 @@ class Generations:
     def _dismiss_late(self) -> None:
         membership = self._membership
         for index in membership.dismiss_late():
-            self._launcher.signal(index, signal.SIGKILL)
+            self._launcher.signal(index, "kill")
             if membership.records[index].is_external and index in self._coordinator.state.workers:
                 self._coordinator.direct("leave", [index])
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import signal
 import time
 
-from cordee.cluster.engines.fork_server import Exited, Started
-from cordee.cluster.engines.local import describe_exit
+from cordee.cluster.engine import Exited, Started
 from cordee.cluster.launcher_link import LauncherLink
 from cordee.cluster.members import ACTIVE, Membership, Trouble
 from cordee.cluster.shortage import Lack, Shortage
@@ -56,7 +54,7 @@ class Losses:
             if isinstance(report, Started):
                 workers.pids[report.index] = report.pid
             elif isinstance(report, Exited) and workers.pids.get(report.index) == report.pid:
-                membership.exit(report.index, describe_exit(report), now_s, is_killed=report.status < 0)
+                membership.exit(report.index, report.describe(), now_s, is_killed=report.status < 0)
         for index in workers.external_workers.take_ended():
             membership.exit(index, "ended without a word", now_s, is_killed=True)
         can_replace = self._recoveries.restarts.can_replace
@@ -64,7 +62,7 @@ class Losses:
             if membership.records[index].is_external or (membership.is_elastic and not can_replace):
                 workers.set_aside(index)
             else:
-                self._launcher.signal(index, signal.SIGKILL)
+                self._launcher.signal(index, "kill")
         if (culprit := membership.culprit(now_s)) is not None:
             self._fail(culprit)
         for loss in membership.take_losses():
@@ -101,7 +99,7 @@ class Losses:
         elif is_replaced:
             for index, other in list(membership.records.items()):
                 if other.state in ACTIVE:
-                    self._launcher.signal(index, signal.SIGKILL)
+                    self._launcher.signal(index, "kill")
                 self._workers.start(index)
             what = "the team starts again from the last checkpoint"
         elif membership.is_too_small:

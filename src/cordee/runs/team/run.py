@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cordee.cluster.engines.local import LocalEngine
+from cordee.cluster.engine import Engine
 from cordee.cluster.supervisor import Supervisor
 from cordee.core.temporary import temporary_folder
 from cordee.monitoring import Monitor, RunDirectory, Summary
@@ -22,7 +22,7 @@ class TeamRun:
         self._monitor = monitor
         self._should_stop = should_stop
 
-    def lead(self, engine: LocalEngine, *, resume: bool) -> Summary:
+    def lead(self, engine: Engine, *, resume: bool) -> Summary:
         """Train on the engine's workers and return the summary of the one that spoke for the last team.
 
         Raises TrainingError that names the worker that failed first, its step and its error. Ending the processes

@@ -11,10 +11,11 @@ import msgspec
 
 from cordee.cluster.control import NotYetError
 from cordee.cluster.coordinator import Coordinator
-from cordee.cluster.engines.local import ProcessorWatch, is_stopped
+from cordee.cluster.engine import ProcessSpec
 from cordee.cluster.external_workers import ExternalWorkers, check_join_request
 from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
 from cordee.cluster.members import Membership
+from cordee.cluster.processes import ProcessorWatch, is_stopped
 from cordee.communication.messages import JoinRequest
 from cordee.communication.this_host import own_address
 from cordee.core import Job
@@ -93,7 +94,8 @@ class Workers:
         """Start a process for a worker, and listen to no earlier one."""
         self._expect(index)
         own = msgspec.to_builtins(msgspec.structs.replace(self._order, worker_index=index))
-        self._launcher.start(index, "cordee.runs.team.worker:main", own, {}, self.log_file(index))
+        log = str(self.log_file(index))
+        self._launcher.start(ProcessSpec.new(index, "cordee.runs.team.worker:main", own, log=log))
 
     def scale(self, num_workers: int, threads: int = 0, reason: str = "") -> str:
         """Change the number of workers: start new ones, or let the last ones go. Returns at once what will happen.

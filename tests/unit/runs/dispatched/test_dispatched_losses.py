@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from test_dispatcher import Play, work_of
 
+from cordee.cluster.engine import ProcessSpec
 from cordee.cluster.launcher_link import LauncherSpec
 from cordee.core.settings import Cluster
 from cordee.runs.dispatched.losses import Losses
@@ -24,6 +24,7 @@ ORDER = DispatchedSpec(
     control_keys="",
     resume=False,
     launcher_pid=1,
+    num_slots=2,
     launcher=LauncherSpec(folder="", run_dir="run", run_id="id", alive_every_s=1.0),
     facts=RunFacts(
         num_samples=8, total_steps=6, counts_classes=True, has_test=True, lr=0.1, lr_factor=1.0, description={}
@@ -38,8 +39,8 @@ class Launcher:
         self.started: list[str] = []
         self.warnings: list[str] = []
 
-    def start(self, index: int, target: str, argument: dict[str, Any], environment: object, log: Path) -> None:
-        self.started.append(f"{argument['role']}-{argument['index']}")
+    def start(self, spec: ProcessSpec) -> None:
+        self.started.append(f"{spec.argument['role']}-{spec.argument['index']}")
 
     def emit(self, kind: str, **fields: Any) -> None:
         if kind == "warning":

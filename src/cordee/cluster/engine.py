@@ -1,0 +1,132 @@
+"""Where the processes of a run come from: the `Engine` protocol, the order to start one, and what is reported of it."""
+
+from __future__ import annotations
+
+import signal as signals
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from cordee.cluster.processes import describe_status
+from cordee.core.errors import CordeeError
+
+GRACE_S = 2.0  # between asking a process to end and killing it
+
+# leave: hand over what it has, and end. interrupt: the user's Ctrl-C. end: the run is over. freeze: for fault tests.
+Action = Literal["leave", "interrupt", "end", "kill", "freeze"]
+# What a process receives for each action.
+SIGNALS: Mapping[Action, signals.Signals] = {
+    "leave": signals.SIGTERM,
+    "interrupt": signals.SIGINT,
+    "end": signals.SIGUSR1,
+    "kill": signals.SIGKILL,
+    "freeze": signals.SIGSTOP,
+}
+
+
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The order to start a process that calls `target` ("module:function") with `argument`."""
+
+    index: int  # its number at the engine; a later process may have the same one
+    incarnation: int  # tells processes of one number apart
+    target: str
+    argument: dict[str, Any]
+    environment: dict[str, str] = {}  # beside the one that the engine was opened in
+    log: str | None = None  # file for its output; None keeps the launcher's terminal
+
+    @classmethod
+    def new(cls, index: int, target: str, argument: dict[str, Any], **more: Any) -> ProcessSpec:
+        """Return the order for a process that was not asked for before."""
+        return cls(index=index, incarnation=time.time_ns(), target=target, argument=argument, **more)
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """A process runs."""
+
+    index: int
+    incarnation: int
+    pid: int
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """A process has ended."""
+
+    index: int
+    incarnation: int
+    pid: int
+    status: int  # as a shell shows it: the exit code, or minus the signal
+
+    def describe(self) -> str:
+        """Return how it ended, in words."""
+        return describe_status(self.status)
+
+
+class CannotStart(msgspec.Struct, frozen=True, tag=True):
+    """A process that was asked for will not be there."""
+
+    index: int
+    incarnation: int
+    reason: str
+
+
+class AgentLost(msgspec.Struct, frozen=True, tag=True):
+    """A process of the engine's own was lost. Another takes its place, and the processes that run continue."""
+
+    pid: int
+    how: str
+
+
+Report = Started | Exited | CannotStart | AgentLost
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """How many processes have a core of their own."""
+
+    slots: dict[str, int]  # by host
+    may_grow: bool = False
+
+    @property
+    def num_slots(self) -> int:
+        return sum(self.slots.values())
+
+
+class Engine(Protocol):
+    """Starts processes, and reports what becomes of them. All methods return without waiting for processes."""
+
+    def capacity(self) -> Capacity: ...
+
+    def start(self, spec: ProcessSpec) -> None:
+        """Ask for a process; an order that was given before, by index and incarnation, is not carried out again."""
+
+    def reports(self, timeout_s: float = 0.0) -> Iterator[Report]:
+        """Return what happened since the last call, waiting at most `timeout_s` for the first news.
+
+        Raises CordeeError if no process can be started any more.
+        """
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `reports` has news."""
+
+    def signal(self, index: int, action: Action) -> None:
+        """Send a signal to the newest process of this index, which may have ended."""
+
+    def members(self) -> Sequence[Started]:
+        """Return the processes that run, the newest of each index."""
+
+    def close(self) -> None:
+        """Kill whatever runs, and release the engine."""
+
+
+def stop_processes(engine: Engine, grace_s: float = GRACE_S) -> None:
+    """End all processes: they are asked to leave, and killed if they are still there after `grace_s`."""
+    try:
+        for action in ("leave", "kill"):
+            for started in engine.members():
+                engine.signal(started.index, action)
+            deadline = time.monotonic() + grace_s
+            while engine.members() and time.monotonic() < deadline:
+                list(engine.reports(timeout_s=0.05))
+    except CordeeError:
+        return  # closing the engine ends them
