@@ -49,9 +49,8 @@ from cordee.planner.auto import Decision, decide, plans_first
 from cordee.planner.replanning import Replanner
 from cordee.run import Run
 from cordee.runs import PROCESS_MODULES
-from cordee.runs.dispatched import DispatchedRun, check_dispatched
-from cordee.runs.team import TeamRun
-from cordee.strategies import STRATEGIES, choose_strategy, refuse_others_settings
+from cordee.runs.kind import KINDS, kind_of, lead_run, needs_engine
+from cordee.strategies import choose_strategy, refuse_others_settings
 from cordee.training.components import Components, assemble
 from cordee.training.resuming import fit_to_run
 from cordee.training.session import Session
@@ -88,7 +87,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_leaving_torch_as_it_was())
         engine: Engine | None = None
-        if num_workers > 1 or STRATEGIES[strategy.name].is_served:
+        if needs_engine(job):
             _refuse_live_parts(job)
             if used := _used_of_this_script(job):
                 refuse_what_workers_miss(used)
@@ -100,11 +99,9 @@ def train(
         if decision.job is not parts.job:
             job = decision.job
             parts = assemble(job, team)
-        is_served = STRATEGIES[job.strategy.name].is_served
-        if (num_workers > 1 or is_served) and engine is None:
+        if needs_engine(job) and engine is None:
             engine = stack.enter_context(open_engine(PROCESS_MODULES))
-        if is_served:
-            check_dispatched(parts)
+        KINDS[kind_of(job)].check(parts)
         if job.cluster.address:
             find_listening(job.cluster.address)
         if resume:
@@ -131,10 +128,9 @@ def train(
                     if engine is None:
                         summary = _run_alone(parts, directory, monitor, flag, resume, decision, memory)
                     else:
-                        run_kind = DispatchedRun if is_served else TeamRun
-                        team_run = run_kind(parts, directory, monitor, flag)
                         with _telling_failure(parts, directory, monitor):
-                            summary = _with_prediction(team_run.lead(engine, resume=resume), decision)
+                            summary = lead_run(parts, directory, monitor, flag, engine, resume=resume)
+                            summary = _with_prediction(summary, decision)
                         _close_run(directory, monitor, summary)
                         reach("launch.closed")
                         _load_weights(parts, directory)

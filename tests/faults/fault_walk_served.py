@@ -237,8 +237,15 @@ WALK: dict[str, Walk] = {
     "dispatch.fence": Walk((of("worker lost", "coordinator", 1, 2),)),
     "dispatch.pair": Walk((of("plain", "coordinator", 1, 2), of("server lost", "coordinator", 3)), DEATHS),
     "dispatch.paired": Walk((of("plain", "coordinator", 1, 2), of("server lost", "coordinator", 3)), DEATHS),
-    **{point: Walk(TURNS, DEATHS) for point in ("dispatch.decided", "dispatch.written")},
+    "coordinator.back": Walk((of("coordinator", "coordinator"),), DEATHS),
+    **{
+        f"coordinator.{where}": Walk((of("plain", "coordinator"), of("coordinator", "coordinator", 2)), DEATHS)
+        for where in ("listening", "control_written")
+    },
+    "coordinator.heard": Walk((*TURNS, of("plain", "coordinator", 40)), DEATHS),
+    **{point: Walk(TURNS, DEATHS) for point in ("coordinator.decided", "coordinator.committed")},
     **{point: Walk(TURNS, DEATHS) for point in ("journal.written", "launcher_link.command")},
+    "coordinator.over": Walk((of("plain", "coordinator"),), DEATHS),
     # Without a journal, a coordinator that dies cannot be replaced.
     "journal.write": Walk(tuple(place for place in TURNS if place.scenario != "coordinator")),
     "dispatch.answer.joined": Walk(

@@ -1,275 +1,194 @@
-"""The coordinator's channel: registers workers, hears their heartbeats, gathers their events, tells them what to do.
+"""The coordinator of a run: leads it from its start, or from where another coordinator was, to its end.
 
-Nothing is sent before `flush`, so that what it follows from can be written down first. A coordinator that comes back is
-given its `State`; workers say again what was not noted, and ask again for what they did not hear.
+A process of its own. Each turn it hears what has come in, decides, writes down what it knows and what it is about to
+do, and does it. Killed at any moment, another continues from there (`cluster/journal.py`). What is decided is for the
+`Leader` of the kind of run.
 """
 
 from __future__ import annotations
 
-import contextlib
+import logging
+import signal
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 
-from cordee.cluster.control import CONTROL_NAME, NOT_YET, NotYetError
-from cordee.cluster.members import Membership, Trouble
-from cordee.communication.channel import Peer, Received, ServerChannel
-from cordee.communication.messages import (
-    Accepted,
-    Ask,
-    Directive,
-    Event,
-    Failure,
-    Goodbye,
-    Heartbeat,
-    Hello,
-    JoinRequest,
-    Leaving,
-    Member,
-    Message,
-    Noted,
-    Put,
-    Ready,
-    Refused,
-    Said,
-    Scale,
-    Welcome,
-)
-from cordee.core.errors import CommunicationError, JobError
-from cordee.core.fault_points import reach
+from cordee.cluster.control import Control, write_control
+from cordee.cluster.launcher_link import TICK_S, LauncherLink, LauncherSpec
+from cordee.communication.channel import ServerChannel
+from cordee.communication.endpoint import Speaker
+from cordee.communication.keys import ServerKeys
+from cordee.communication.this_host import find_listening
+from cordee.communication.wire import Codec
+from cordee.core import Job
+from cordee.core.errors import CommunicationError, CordeeError
+from cordee.core.fault_points import identify, reach
+from cordee.monitoring import Summary, setup_logging
 
-WORKER_PREFIX = "worker-"
-REPLACED = "replaced"  # why a process that was taken for lost is not let in again
+log = logging.getLogger("cordee.coordinator")
+
+REBIND_TIMEOUT_S = 10.0
 
 
-class WorkerState(msgspec.Struct):
-    """What is known of the present process of a worker."""
+class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher tells a coordinator. Travels through a private socket."""
 
-    incarnation: int
-    member: Member
-    num_noted: int = 0  # of its numbered messages
-    ready: int = 0  # the number of its last `Ready`
-    answer: Directive | None = None  # to the last `Ready` that was answered
+    kind: str  # of the run
+    run_dir: str
+    run_id: str
+    server_keys: str
+    client_keys: str
+    control_keys: str
+    resume: bool
+    launcher_pid: int
+    num_slots: int  # processes that have a core of their own
+    facts: dict[str, Any]  # what the kind of run has its coordinator told of the job's components
+    launcher: LauncherSpec
+
+    def load_job(self) -> Job:
+        return Job.load(Path(self.run_dir) / "job.toml")
 
 
-class State(msgspec.Struct):
-    """What a coordinator that comes back must know."""
+class Addresses(msgspec.Struct):
+    """Where the coordinator listens, and another in its place."""
 
-    workers: dict[int, WorkerState] = {}
-    least: dict[int, int] = {}  # worker -> incarnations below are refused
+    local: str  # for processes of this host
+    public: str = ""  # for those of other hosts; empty if they cannot join
+
+    @classmethod
+    def of(cls, job: Job) -> Addresses:
+        """Return those of a run that begins."""
+        return cls("tcp://127.0.0.1:*", find_listening(job.cluster.address).address if job.cluster.address else "")
 
 
-class Coordinator:
-    """Serves one run over a channel. Call `serve` again and again; it never blocks for longer than asked."""
+class Leader(Protocol):
+    """What a kind of run decides, and knows. Made from the job, or from what the coordinator before it wrote down.
 
-    def __init__(
-        self,
-        channel: ServerChannel,
-        membership: Membership,
-        on_event: Callable[[str, dict[str, Any]], None],
-        on_scale: Callable[[int, int], str] | None = None,
-        on_enlist: Callable[[JoinRequest], str] | None = None,
-        state: State | None = None,
-    ) -> None:
-        """`on_scale` takes a wish for numbers of workers and of threads and says what it does, `on_enlist` one to join
-        and returns what the new worker is told; both may raise JobError.
-        """
-        self._channel = channel
-        self.membership = membership
-        self._on_event = on_event
-        self._on_scale = on_scale
-        self._on_enlist = on_enlist
-        self._peers: dict[int, Peer] = {}
-        self._replies: list[tuple[Received, Message]] = []
-        self._directives: list[tuple[int, Directive]] = []
-        self._standing: dict[int, Directive] = {}  # to members, which do not ask for it: said until they halt
-        self._said: dict[str, bytes] = {}  # by the members of the generation that meets, if they are on several hosts
-        self.state = state or State()
-        channel.generation = membership.generation
-        for index, incarnation in self.state.least.items():
-            channel.fence(f"{WORKER_PREFIX}{index}", incarnation - 1)
+    Nothing that it wants is done before the next commit, so that what it follows from is written down first.
+    """
 
-    def serve(self, timeout_s: float) -> None:
-        """Handle what has come in, waiting at most `timeout_s` for the first message."""
-        received = self._channel.receive(timeout_s)
-        while received is not None:
-            self._handle(received)
-            received = self._channel.receive(0.0)
+    codec: Codec
+
+    @property
+    def addresses(self) -> Addresses: ...
+
+    @property
+    def step(self) -> int:
+        """How far the run is."""
+
+    def find_ended(self) -> Summary | None:
+        """Return the summary of a run that is resumed and has nothing left to do."""
+
+    def open(self, channel: ServerChannel) -> None:
+        """Take the channel that processes speak to. Called once, before everything below."""
+
+    def begin(self) -> None:
+        """Have the first processes started."""
+
+    def take_up(self) -> None:
+        """Say again what processes may not have heard of an earlier coordinator, and do not ask for by themselves."""
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def hear(self, timeout_s: float) -> None:
+        """Take what has come in, waiting at most `timeout_s` for the first message."""
+
+    def decide(self) -> None:
+        """Decide what follows from what is known by now. Raises TrainingError if the run cannot go on."""
+
+    def dismiss(self) -> bool:
+        """Tell those that are left that the run is over; return whether somebody is still waited for."""
 
     @property
     def has_pending(self) -> bool:
-        """Whether anything waits to be sent."""
-        return bool(self._replies or self._directives)
+        """Whether there is something to write down and to send."""
+
+    def encode(self) -> bytes:
+        """Return what another coordinator must know to take up here."""
 
     def flush(self) -> None:
-        """Send what is to be sent. One that is gone by now is passed over: its exit will be heard of."""
-        replies, self._replies = self._replies, []
-        directives, self._directives = self._directives, []
-        for received, message in replies:
-            with contextlib.suppress(CommunicationError):
-                reach("coordinator.reply")
-                self._channel.reply(received, message)
-        for index, directive in directives:
-            if index not in self._peers:  # not heard since this coordinator came back: it asks again when it does
-                continue
-            try:
-                reach("coordinator.directive")
-                self._channel.send(self._peers[index], directive)
-            except CommunicationError as error:
-                if directive.action == "disband":  # maybe it is the one that was lost
-                    continue
-                warning = f"worker {index} could not be told to {directive.action}: {error}"
-                self._on_event("warning", {"message": warning})
-            reach("coordinator.directed")
+        """Send what is to be sent."""
 
-    def direct(self, action: str, workers: Iterable[int], reason: str = "") -> None:
-        """Tell workers what to do."""
-        for index in workers:
-            directive = Directive(action, (), reason, self.membership.generation)  # type: ignore[arg-type]
-            if action in ("finish", "leave"):
-                directive = self._answer(index, directive)
-            elif action in ("pause", "stop"):
-                self._standing[index] = directive
-            self._directives.append((index, directive))
+    def summarise(self) -> Summary:
+        """Return what came of the run. Raises CordeeError if it ended well in vain."""
 
-    def form(self, members: list[int], threads: int = 0) -> None:
-        """Begin the next generation with these workers, in this order. Refuse what belongs to an earlier one."""
-        self.membership.form(members)
-        generation = self._channel.generation = self.membership.generation
-        self._said, self._standing = {}, {}
-        team = tuple(self.state.workers[index].member for index in members)
-        for index in members:
-            directive = self._answer(index, Directive("new_generation", team, "", generation, threads=threads))
-            self._directives.append((index, directive))
 
-    def _answer(self, index: int, directive: Directive) -> Directive:
-        """Make a directive the answer to what a worker asked, to be given again if it asks again."""
-        known = self.state.workers[index]
-        known.answer = msgspec.structs.replace(directive, answers=known.ready)
-        return known.answer
-
-    def fence(self, index: int) -> None:
-        """Refuse whatever the present process of a worker still says: another takes its place."""
-        known = self.state.workers.pop(index, None)
-        self._peers.pop(index, None)
-        if known is not None:
-            self.state.least[index] = known.incarnation + 1
-            self._channel.fence(f"{WORKER_PREFIX}{index}", known.incarnation)
-
-    def _handle(self, received: Received) -> None:
-        if received.envelope.sender == CONTROL_NAME and isinstance(received.message, Scale | JoinRequest):
-            self._handle_request(received, received.message)
-            return
-        if isinstance(received.message, Put | Ask):
-            self._pass_on(received, received.message)
-            return
-        index = self._index_of(received.envelope.sender)
-        if index is None:
-            self._reply(received, Refused("unknown-member", received.envelope.sender))
-            return
-        if isinstance(received.message, Hello):
-            self._welcome(received, index, received.message)
-            return
-        known = self.state.workers.get(index)
-        if known is None:
-            self._reply(received, Refused("unexpected", f"{type(received.message).__name__} before Hello"))
-            return
-        self._peers[index] = received.peer  # another one after each connection
-        now_s, membership = time.monotonic(), self.membership
-        membership.hear(index, now_s)
-        match received.message:
-            case Heartbeat(step=step):
-                membership.hear(index, now_s, step)
-                if membership.records[index].state == "member":  # again: it may not have heard
-                    if membership.why_broken:
-                        self.direct("disband", [index], membership.why_broken)
-                    elif index in self._standing:
-                        self._directives.append((index, self._standing[index]))
-                self._reply(received, Noted(known.num_noted))
-            case Ready() as ready:
-                self._take_ready(index, known, ready)
-            case Leaving():
-                membership.records[index].is_leaving = True
-            case Event(number=0, type=kind, fields=fields):
-                self._on_event(kind, dict(fields))
-            case Event() | Failure() | Goodbye() as told:
-                self._take_note(received, index, known, told)
-            case other:
-                self._reply(received, Refused("unexpected", type(other).__name__))
-
-    def _take_note(self, received: Received, index: int, known: WorkerState, told: Event | Failure | Goodbye) -> None:
-        """Take what must not be lost: once, and in order. The worker sends again what is missing."""
-        if told.number == known.num_noted + 1:
-            known.num_noted += 1
-            match told:
-                case Event(type=kind, fields=fields):
-                    self._on_event(kind, dict(fields))
-                case Failure(step=step, error=error, traceback=text, is_consequence=is_consequence):
-                    self.membership.report(Trouble(index, step, error, text, is_consequence, at_s=time.monotonic()))
-                case Goodbye():
-                    self.membership.finish(index)
-        if not isinstance(told, Event):  # the worker waits for it before it ends
-            self._reply(received, Noted(known.num_noted))
-
-    def _take_ready(self, index: int, known: WorkerState, ready: Ready) -> None:
-        if known.answer is not None and ready.number <= known.answer.answers:
-            if ready.number == known.answer.answers:  # it has not heard
-                self._directives.append((index, known.answer))
-            return
-        if ready.told > known.num_noted:
-            return  # what it did before comes first: it says both again
-        known.ready = ready.number
-        is_new = known.answer is None  # why one that comes back was given up is known
-        has_dropped, reason = (False, "") if is_new else (ready.has_dropped, ready.reason)
-        self.membership.wait(index, ready.step, has_dropped=has_dropped, reason=reason)
-
-    def _pass_on(self, received: Received, message: Put | Ask) -> None:
-        """Let members of the generation that meets find each other. Not written down: they say it again if need be."""
-        if message.meeting != self.membership.generation:
-            self._reply(received, Refused("stale-generation", f"generation {message.meeting} is over"))
-        elif isinstance(message, Ask):
-            self._reply(received, Said(self._said.get(message.key)))
-        else:
-            self._said[message.key] = message.value
-            self._reply(received, Accepted())
-
-    def _handle_request(self, received: Received, wish: Scale | JoinRequest) -> None:
-        """Do what somebody with the run's control file wants."""
+def run_coordinator(spec: CoordinatorSpec, make_leader: Callable[[CoordinatorSpec, LauncherLink], Leader]) -> int:
+    """Lead a run, tell the launcher how it ended, return the exit code. For the process of a coordinator."""
+    identify("coordinator")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher says when the user wants an end
+    with setup_logging(Path(spec.run_dir) / "logs" / "coordinator.log"), LauncherLink(spec.launcher) as launcher:
         try:
-            if isinstance(wish, Scale) and self._on_scale is not None:
-                self._reply(received, Accepted(self._on_scale(wish.num_workers, wish.threads)))
-            elif isinstance(wish, JoinRequest) and self._on_enlist is not None:
-                self._reply(received, Accepted(self._on_enlist(wish)))
-            else:
-                self._reply(received, Refused("unexpected", "this run cannot do that"))
-        except JobError as error:
-            reason = NOT_YET if isinstance(error, NotYetError) else "refused"
-            self._reply(received, Refused(reason, str(error)))
+            summary = _lead(spec, make_leader(spec, launcher), launcher)
+            launcher.flush()
+            reach("launcher_link.end")
+            launcher.end(msgspec.to_builtins(summary))
+            reach("launcher_link.ended")
+        except CordeeError as error:
+            launcher.flush()
+            launcher.fail(error)
+    return 0
 
-    def _welcome(self, received: Received, index: int, hello: Hello) -> None:
-        timeout_s = self.membership.failure_timeout_s
-        incarnation = received.envelope.incarnation
-        known = self.state.workers.get(index)
-        if known is not None and known.incarnation == incarnation:
-            self._reply(received, Welcome(failure_timeout_s=timeout_s, heartbeat_s=timeout_s / 5))
-            return  # it has not heard the first time
-        if not self.membership.may_register(index):
-            self._reply(received, Refused(REPLACED, f"another process is {received.envelope.sender} now"))
-            return
-        self._reply(received, Welcome(failure_timeout_s=timeout_s, heartbeat_s=timeout_s / 5))
-        self._peers[index] = received.peer
-        member = Member(received.envelope.sender, hello.role, hello.host, index, hello.host_id)
-        self.state.workers[index] = WorkerState(incarnation, member)
-        self.state.least[index] = incarnation
-        self.membership.register(index, time.monotonic())
-        self._on_event("worker_started", {"worker": index, "pid": hello.pid, "host": hello.host, "role": hello.role})
 
-    def _reply(self, received: Received, message: Message) -> None:
-        self._replies.append((received, message))
+def _lead(spec: CoordinatorSpec, leader: Leader, launcher: LauncherLink) -> Summary:
+    """Take the run from where it is to its end. Raises what it ends with instead."""
+    is_new = launcher.restored is None
+    if is_new and spec.resume and (ended := leader.find_ended()) is not None:
+        return ended
 
-    def _index_of(self, sender: str) -> int | None:
-        number = sender.removeprefix(WORKER_PREFIX)
-        is_known = sender.startswith(WORKER_PREFIX) and number.isdecimal()
-        return int(number) if is_known and int(number) in self.membership.records else None
+    def commit() -> None:
+        """Write down what is known and what follows, then do it."""
+        if launcher.has_pending or leader.has_pending:
+            reach("coordinator.decided")
+            launcher.commit(leader.encode())
+            reach("coordinator.committed")
+            leader.flush()
+
+    with open_channel(leader.addresses, spec.run_id, leader.codec, ServerKeys.from_text(spec.server_keys)) as channel:
+        leader.addresses.local, leader.addresses.public = channel.address, channel.public
+        leader.open(channel)
+        if is_new:
+            leader.begin()
+        else:
+            log.warning("taking up at step %d", leader.step)
+            reach("coordinator.back")
+            leader.take_up()
+        commit()
+        reach("coordinator.listening")
+        control = Control.of(channel.address, spec.run_id, spec.control_keys, channel.public)
+        if problem := write_control(Path(spec.run_dir), control):
+            launcher.emit("warning", message=problem)
+        reach("coordinator.control_written")
+        while not leader.is_over:
+            leader.hear(TICK_S)
+            reach("coordinator.heard")
+            commit()  # processes wait for their answers; nobody waits for what follows
+            leader.decide()
+            commit()
+        reach("coordinator.over")
+        while leader.dismiss():
+            commit()
+            leader.hear(TICK_S)
+        commit()
+    return leader.summarise()
+
+
+def open_channel(addresses: Addresses, run_id: str, codec: Codec, keys: ServerKeys) -> ServerChannel:
+    """Listen at the addresses of an earlier coordinator, or at new ones. Raises CommunicationError.
+
+    The port of one that was killed is free at once, unless somebody else took it meanwhile.
+    """
+    deadline_s = time.monotonic() + REBIND_TIMEOUT_S
+    speaker = Speaker(run=run_id, name="coordinator", incarnation=time.time_ns())
+    while True:
+        try:
+            reach("launcher_link.listen")
+            return ServerChannel(addresses.local, speaker, codec, keys, public=addresses.public)
+        except CommunicationError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.05)

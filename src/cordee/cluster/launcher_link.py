@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,43 +32,23 @@ from cordee.cluster.launcher_messages import (
     connect,
 )
 from cordee.cluster.processes import ProcessorWatch, is_stopped
-from cordee.communication.channel import ServerChannel
-from cordee.communication.endpoint import Speaker
-from cordee.communication.keys import ServerKeys
-from cordee.communication.wire import Codec
-from cordee.core.errors import CommunicationError, CordeeError, StorageError
+from cordee.core.errors import CordeeError, StorageError
 from cordee.core.fault_points import reach
-from cordee.monitoring import Summary, setup_logging
 
 log = logging.getLogger("cordee.coordinator")
 
 STARTUP_TIMEOUT_S = 120.0  # of a process: importing torch on a busy machine, and loading the data
 TICK_S = 0.02  # that a coordinator waits for messages in each turn
 SHOW_EVERY_S = 0.1
-REBIND_TIMEOUT_S = 10.0
 
 
 class LauncherSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher tells every coordinator alike."""
+    """What a coordinator needs for its line to the launcher."""
 
     folder: str  # where the launcher listens
     run_dir: str
     run_id: str
     alive_every_s: float
-
-
-class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher tells a coordinator of any kind of run; each kind adds its own."""
-
-    run_dir: str
-    run_id: str
-    server_keys: str
-    client_keys: str
-    control_keys: str
-    resume: bool
-    launcher_pid: int
-    num_slots: int  # processes that have a core of their own
-    launcher: LauncherSpec
 
 
 class _Effects(msgspec.Struct, frozen=True):
@@ -209,36 +188,3 @@ class LauncherLink:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def lead_run(order: CoordinatorSpec, lead: Callable[[LauncherLink], Summary]) -> int:
-    """Lead a run, tell the launcher how it ended, return the exit code. For the process of a coordinator."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher says when the user wants an end
-    with setup_logging(Path(order.run_dir) / "logs" / "coordinator.log"), LauncherLink(order.launcher) as launcher:
-        try:
-            summary = lead(launcher)
-            launcher.flush()
-            reach("launcher_link.end")
-            launcher.end(msgspec.to_builtins(summary))
-            reach("launcher_link.ended")
-        except CordeeError as error:
-            launcher.flush()
-            launcher.fail(error)
-    return 0
-
-
-def open_channel(address: str, run_id: str, codec: Codec, keys: ServerKeys, public: str = "") -> ServerChannel:
-    """Listen at the addresses of an earlier coordinator, or at new ones. Raises CommunicationError.
-
-    The port of one that was killed is free at once, unless somebody else took it meanwhile.
-    """
-    deadline_s = time.monotonic() + REBIND_TIMEOUT_S
-    speaker = Speaker(run=run_id, name="coordinator", incarnation=time.time_ns())
-    while True:
-        try:
-            reach("launcher_link.listen")
-            return ServerChannel(address, speaker, codec, keys, public=public)
-        except CommunicationError:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.05)

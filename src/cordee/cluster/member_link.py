@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cordee.cluster.coordinator import WORKER_PREFIX
+from cordee.cluster.members import WORKER_PREFIX
 from cordee.cluster.processes import is_alive
 from cordee.communication.channel import ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker

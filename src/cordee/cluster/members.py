@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+WORKER_PREFIX = "worker-"
 SETTLING_S = 1.0  # how long the first sign of a failure waits for what the workers themselves say of it
 
 # starting: a process was asked for. preparing: it has said hello and builds its parts. ready: it waits for a

@@ -20,9 +20,10 @@ from typing import Any
 import msgspec
 
 from cordee.cluster.control import remove_control
+from cordee.cluster.coordinator import CoordinatorSpec
 from cordee.cluster.engine import AgentLost, CannotStart, Engine, Exited, ProcessSpec, Report, Started
 from cordee.cluster.journal import JOURNAL_FILE, remove_journal
-from cordee.cluster.launcher_link import CoordinatorSpec, LauncherSpec
+from cordee.cluster.launcher_link import LauncherSpec
 from cordee.cluster.launcher_messages import (
     Alive,
     Command,
@@ -81,8 +82,8 @@ class Supervisor:
         """How often the coordinator was killed."""
         return self._num_deaths
 
-    def run(self, target: str, run_dir: Path, *, resume: bool, **more: Any) -> Summary:
-        """Have `target` lead the run; return its summary. `more` is what its order has beside a `CoordinatorSpec`.
+    def run(self, target: str, run_dir: Path, *, kind: str, facts: dict[str, Any], resume: bool) -> Summary:
+        """Have `target` lead a run of this kind; return its summary.
 
         Raises the error that it ends with, and TrainingError if it cannot be kept alive.
         """
@@ -94,6 +95,7 @@ class Supervisor:
                 folder=folder, run_dir=str(run_dir), run_id=run_id, alive_every_s=self._failure_timeout_s / 5
             )
             order = CoordinatorSpec(
+                kind=kind,
                 run_dir=str(run_dir),
                 run_id=run_id,
                 server_keys=server_keys.to_text(),
@@ -102,9 +104,10 @@ class Supervisor:
                 resume=resume,
                 launcher_pid=os.getpid(),
                 num_slots=self._engine.capacity().num_slots,
+                facts=facts,
                 launcher=launcher,
             )
-            self._order = {**msgspec.to_builtins(order), **more}
+            self._order = msgspec.to_builtins(order)
             self._target, self._log = target, run_dir / "logs" / "coordinator.log"
             try:
                 self._start()

@@ -74,8 +74,6 @@ _SERVED = {
     "dispatch.fence": "coordinator: about to report to a server a worker that was given up",
     "dispatch.pair": "coordinator: about to have a server give another everything",
     "dispatch.paired": "coordinator: a server has given another everything, that is not written",
-    "dispatch.decided": "coordinator: has decided, nothing is written",
-    "dispatch.written": "coordinator: has written what it decided, has answered nobody",
     **{
         f"dispatch.answer.{kind}": f"coordinator: about to answer with {kind}"
         for kind in ("joined", "servers", "work", "order", "leave", "accepted", "refused")
@@ -153,8 +151,8 @@ POINTS: dict[str, str] = {
     # the coordinator
     "launcher_link.listen": "coordinator: about to listen",
     "launcher_link.again": "coordinator: has come back, about to send a command of its last journal entry again",
-    "coordinator.back": "coordinator: has come back with its state, has sent nothing to the workers",
-    "coordinator.listening": "coordinator: has asked for the workers, the control file is not written",
+    "coordinator.back": "coordinator: has come back with its state, has sent nothing to the processes",
+    "coordinator.listening": "coordinator: has asked for the processes, the control file is not written",
     "coordinator.control_written": "coordinator: the control file is written",
     "coordinator.heard": "coordinator: has taken what came in, has decided nothing",
     "coordinator.decided": "coordinator: has decided, nothing is written",
@@ -173,7 +171,7 @@ POINTS: dict[str, str] = {
     "losses.replaced": "coordinator: has decided on a replacement",
     "staff.scaled": "coordinator: has taken a request for another number of workers",
     "staff.enlisted": "coordinator: has taken a worker that somebody else started",
-    "coordinator.over": "coordinator: all workers have ended well",
+    "coordinator.over": "coordinator: the run is over, processes may still be there",
     "launcher_link.end": "coordinator: about to send the launcher the result",
     "launcher_link.ended": "coordinator: has sent the launcher the result",
     # the launcher

@@ -20,8 +20,7 @@ from cordee.planner.exchanges import gathering_s, summing_s
 from cordee.planner.machine import Amount, Machine, Overhead
 from cordee.planner.overheads import DEEP, KINDS, LARGE, NUM_LAYERS, SMALL, Bare, trial_job
 from cordee.planner.site import ThisMachine
-from cordee.runs.dispatched import DispatchedRun
-from cordee.runs.team import TeamRun
+from cordee.runs.kind import lead_run
 from cordee.strategies import STRATEGIES
 from cordee.training.components import assemble
 
@@ -151,14 +150,13 @@ def run_trial(engine: Engine, job: Job) -> Found:
     size = job.strategy.workers
     parts = assemble(job, Team(num_workers=size, num_local_workers=size))
     rates = _Rates()
-    kind = DispatchedRun if STRATEGIES[job.strategy.name].is_served else TeamRun
     with (
         tempfile.TemporaryDirectory(prefix="cordee-profile-") as folder,
         RunDirectory.create(Path(folder) / "run", job.to_toml()) as directory,
         Monitor([rates]) as monitor,
     ):
         try:
-            summary = kind(parts, directory, monitor, lambda: False).lead(engine, resume=False)
+            summary = lead_run(parts, directory, monitor, lambda: False, engine, resume=False)
         finally:
             stop_processes(engine)  # so that nothing of it is heard of later
     step_s = step_of(rates.samples_per_second, job.training.batch_size)

@@ -2,9 +2,8 @@
 
 # The modules whose main functions are processes of a run, for a fork server to import beforehand.
 PROCESS_MODULES = (
+    "cordee.runs.kind",
     "cordee.runs.team.worker",
-    "cordee.runs.team.coordinator",
-    "cordee.runs.dispatched.coordinator",
     "cordee.runs.dispatched.worker",
     "cordee.runs.dispatched.server",
     "cordee.runs.dispatched.evaluator",

@@ -1,316 +1,121 @@
-"""The coordinator and the links of workers, over a real channel, in one process."""
+"""The turns of a coordinator: what it hears is written down with what follows, before anything is done."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from cordee.cluster.coordinator import Coordinator, State
-from cordee.cluster.member_link import Answer, CoordinatorLink
-from cordee.cluster.members import Membership
-from cordee.communication.channel import ClientChannel, RefusedError, ServerChannel
-from cordee.communication.endpoint import Speaker
+from cordee.cluster import coordinator
+from cordee.cluster.coordinator import Addresses, CoordinatorSpec
+from cordee.cluster.launcher_link import LauncherSpec
 from cordee.communication.keys import make_keys
-from cordee.communication.messages import COORDINATION, Directive, Hello, Welcome
+from cordee.communication.messages import COORDINATION
 from cordee.communication.wire import Codec
-from cordee.core.errors import CommunicationError
-
-pytestmark = pytest.mark.timeout(30)
-SERVER_KEYS, (CLIENT_KEYS,) = make_keys()
-TIMEOUT_S = 2.0
 
 
-class Served:
-    """A coordinator of two workers that is served by a thread; the next one knows what `before` knew."""
+class Launcher:
+    """Records what is written down, and when."""
 
-    def __init__(self, before: Served | None = None) -> None:
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        self.membership = Membership(2, TIMEOUT_S, startup_timeout_s=10.0, started_s=time.monotonic())
-        if before is not None:
-            self.membership = msgspec.convert(msgspec.to_builtins(before.membership), Membership)
-        speaker = Speaker(run="run", name="coordinator", incarnation=time.time_ns())
-        address = before.address if before else "tcp://127.0.0.1:*"
-        self._channel = ServerChannel(address, speaker, Codec(COORDINATION), SERVER_KEYS)
-        self.coordinator = Coordinator(
-            self._channel,
-            self.membership,
-            lambda kind, fields: self.events.append((kind, fields)),
-            state=msgspec.msgpack.decode(msgspec.msgpack.encode(before.coordinator.state), type=State)
-            if before
-            else None,
-        )
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
+    def __init__(self, story: list[str], restored: bytes | None) -> None:
+        self.story, self.restored, self.has_pending = story, restored, False
 
-    def _serve(self) -> None:
-        while not self._is_over.is_set():
-            self.coordinator.serve(0.01)
-            self.coordinator.flush()
+    def commit(self, state: bytes) -> None:
+        self.story.append(f"write {state.decode()}")
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        raise AssertionError(kind)
+
+
+class Leader:
+    """A run of two turns. Hearing changes what is known; deciding has something follow from it."""
+
+    codec = Codec(COORDINATION)
+
+    def __init__(self, story: list[str], ended: str | None = None) -> None:
+        self.story, self.ended = story, ended
+        self.addresses, self.step = Addresses("tcp://127.0.0.1:*"), 7
+        self.has_pending = False
+        self.num_turns, self.num_waits = 0, 1
+
+    def find_ended(self) -> Any:
+        return self.ended
+
+    def open(self, channel: object) -> None:
+        self.story.append("open")
+
+    def begin(self) -> None:
+        self._want("begin")
+
+    def take_up(self) -> None:
+        self._want("take up")
 
     @property
-    def address(self) -> str:
-        return self._channel.address
+    def is_over(self) -> bool:
+        return self.num_turns >= 2
 
-    def link(self, index: int) -> CoordinatorLink:
-        return CoordinatorLink(self.address, "run", index, CLIENT_KEYS)
+    def hear(self, timeout_s: float) -> None:
+        self._want("hear")
 
-    def channel(self, name: str) -> ClientChannel:
-        speaker = Speaker(run="run", name=name, incarnation=1)
-        return ClientChannel(self.address, speaker, Codec(COORDINATION), CLIENT_KEYS)
+    def decide(self) -> None:
+        self.num_turns += 1
+        self.story.append("decide")  # nothing follows from it
 
-    def kinds(self) -> list[str]:
-        return [kind for kind, _ in self.events]
+    def dismiss(self) -> bool:
+        self._want("dismiss")
+        self.num_waits -= 1
+        return self.num_waits >= 0
 
-    def close(self) -> None:
-        self._is_over.set()
-        self._thread.join(5)
-        self._channel.close()
+    def encode(self) -> bytes:
+        return b"state"
 
+    def flush(self) -> None:
+        self.has_pending = False
+        self.story.append("do")
 
-@pytest.fixture
-def served() -> Iterator[Served]:
-    served = Served()
-    yield served
-    served.close()
+    def summarise(self) -> Any:
+        return "summary"
 
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
+    def _want(self, what: str) -> None:
+        self.story.append(what)
+        self.has_pending = True
 
 
-def joined(served: Served, *links: CoordinatorLink) -> list[Answer]:
-    """Let all join and form a generation; return what each was told."""
-    for link in links:
-        link.join(10.0)
-    told: dict[int, Answer] = {}
-
-    def await_generation(at: int, link: CoordinatorLink) -> None:
-        told[at] = link.await_generation(-1, has_dropped=False)
-
-    threads = [threading.Thread(target=await_generation, args=(at, link)) for at, link in enumerate(links)]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: served.membership.next_members() is not None)
-    served.coordinator.form(served.membership.next_members() or [])
-    for thread in threads:
-        thread.join(15)
-    return [told[at] for at in range(len(links))]
-
-
-def test_all_learn_who_is_in_the_team(served: Served) -> None:
-    with served.link(0) as first, served.link(1) as second:
-        answers = joined(served, second, first)
-    for directive, generation in answers:
-        assert directive.action == "new_generation" and generation == 1
-        assert [(member.name, member.index) for member in directive.members] == [("worker-0", 0), ("worker-1", 1)]
-    assert sorted(served.kinds()) == ["worker_started", "worker_started"]
+def lead(folder: Path, restored: bytes | None = None, *, resume: bool = False, ended: str | None = None) -> list[str]:
+    story: list[str] = []
+    server, (client, control) = make_keys(2)
+    spec = CoordinatorSpec(
+        kind="team",
+        run_dir=str(folder),
+        run_id="run",
+        server_keys=server.to_text(),
+        client_keys=client.to_text(),
+        control_keys=control.to_text(),
+        resume=resume,
+        launcher_pid=1,
+        num_slots=1,
+        facts={},
+        launcher=LauncherSpec(folder=str(folder), run_dir=str(folder), run_id="run", alive_every_s=1.0),
+    )
+    summary = coordinator._lead(spec, Leader(story, ended), Launcher(story, restored))  # type: ignore[arg-type]
+    return [*story, str(summary)]
 
 
-def test_a_pause_is_over_with_the_next_generation(served: Served) -> None:
-    with served.link(0) as first, served.link(1) as second:
-        joined(served, first, second)
-        served.coordinator.direct("pause", [0, 1])
-        wait_until(lambda: first.is_pause_asked and second.is_pause_asked)
-        answers: list[Answer] = []
-        waiting = threading.Thread(target=lambda: answers.append(first.await_generation(5, has_dropped=False)))
-        waiting.start()
-        wait_until(lambda: served.membership.records[0].ready_step == 5)
-        served.membership.exit(1, "was killed by SIGKILL", time.monotonic(), is_killed=True)
-        served.membership.is_elastic = True
-        served.coordinator.form(served.membership.next_members() or [])
-        waiting.join(10)
-        assert answers[0].generation == 2 and [m.index for m in answers[0].directive.members] == [0]
-        assert not first.is_pause_asked
+DONE = ["write state", "do"]
+TURNS = [*("hear", *DONE, "decide") * 2, "dismiss", *DONE, "hear", "dismiss", *DONE, "summary"]
 
 
-@pytest.mark.parametrize("action", ["pause", "stop"])
-def test_a_directive_that_got_lost_is_said_again(served: Served, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lost: list[Directive] = []
-    send = ServerChannel.send
-
-    def lose_the_first(channel: ServerChannel, peer: Any, message: Any, *more: Any, **options: Any) -> Any:
-        if isinstance(message, Directive) and message.action == action and not lost:
-            lost.append(message)
-            raise CommunicationError("the connection is gone")
-        return send(channel, peer, message, *more, **options)
-
-    monkeypatch.setattr(ServerChannel, "send", lose_the_first)
-    with served.link(0) as first, served.link(1) as second:
-        joined(served, first, second)
-        served.coordinator.direct(action, [0, 1])
-        wait_until(lambda: all(link.is_pause_asked or link.is_stop_asked for link in (first, second)))
-    assert lost
+def test_nothing_is_done_before_it_is_written_down(tmp_path: Path) -> None:
+    assert lead(tmp_path) == ["open", "begin", *DONE, *TURNS]
+    assert (tmp_path / "control.json").exists()
 
 
-def test_a_worker_that_was_replaced_is_not_heard_any_more(served: Served) -> None:
-    with served.link(0) as first, served.link(1) as second:
-        joined(served, first, second)
-        served.coordinator.fence(1)
-        second.emit("step", {"step": 1})
-        first.emit("step", {"step": 2})
-        wait_until(lambda: "step" in served.kinds())
-    assert [fields for kind, fields in served.events if kind == "step"] == [{"step": 2}]
+def test_one_that_comes_back_takes_up_and_starts_nobody(tmp_path: Path) -> None:
+    assert lead(tmp_path, b"state") == ["open", "take up", *DONE, *TURNS]
+    assert lead(tmp_path, b"state", resume=True, ended="ended")[0] == "open", "the run had begun"
 
 
-def test_one_that_was_given_up_joins_again_where_it_may(served: Served) -> None:
-    with served.link(0) as first, served.link(1) as second:
-        joined(served, first, second)
-        second.emit("step", {"step": 1})
-        wait_until(lambda: "step" in served.kinds())
-        served.coordinator.fence(1)
-        served.membership.exit(1, "is frozen", time.monotonic(), is_killed=True)
-        served.membership.records[1].is_away = True
-        wait_until(lambda: served.membership.records[1].state == "preparing")
-        second.emit("step", {"step": 2})  # counts anew, and is heard
-        wait_until(lambda: served.kinds().count("step") == 2)
-        assert served.kinds().count("worker_started") == 3
-
-
-def test_one_whose_place_is_taken_leaves(served: Served) -> None:
-    with served.link(0) as first, served.link(1) as second:
-        joined(served, first, second)
-        served.coordinator.fence(1)
-        served.membership.exit(1, "is frozen", time.monotonic(), is_killed=True)
-        answer = second.await_generation(5, has_dropped=True)
-        assert answer.directive.action == "leave"
-        second.leave()  # nobody waits to hear it
-        assert served.kinds().count("worker_started") == 2
-
-
-def test_a_wish_to_leave_is_passed_on(served: Served) -> None:
-    with served.link(0) as first, served.link(1) as second:
-        joined(served, first, second)
-        second.ask_to_leave()
-        wait_until(lambda: served.membership.records[1].is_leaving)
-        assert served.membership.needs_pause
-
-
-def test_heartbeats_tell_how_far_a_worker_is(served: Served) -> None:
-    with served.link(0) as first, served.link(1) as second:
-        joined(served, first, second)
-        first.step = 12
-        wait_until(lambda: served.membership.records[0].step == 12)
-        before_s = served.membership.records[1].heard_s
-        wait_until(lambda: served.membership.records[1].heard_s > before_s)
-        assert served.membership.check_silence(time.monotonic()) == []
-
-
-def test_events_pass_through(served: Served) -> None:
-    with served.link(0) as first, served.link(1) as second:
-        joined(served, first, second)
-        first.emit("step", {"step": 3, "loss": 0.5, "nested": {"a": [1, None]}})
-        wait_until(lambda: "step" in served.kinds())
-    assert dict(served.events)["step"] == {"step": 3, "loss": 0.5, "nested": {"a": [1, None]}}
-
-
-def test_a_failure_is_a_cause_and_a_lost_peer_a_consequence(served: Served) -> None:
-    with served.link(0) as first, served.link(1) as second:
-        joined(served, first, second)
-        first.fail(CommunicationError("rank 1 died"), step=4)
-        wait_until(lambda: served.membership.troubles)
-        assert served.membership.culprit(time.monotonic()) is None
-        second.fail(ValueError("x" * 10_000), step=4)
-        wait_until(lambda: served.membership.culprit(time.monotonic()))
-        culprit = served.membership.culprit(time.monotonic())
-    assert culprit is not None and culprit.worker_index == 1
-    assert culprit.reason.startswith("raised ValueError: xxx") and len(culprit.reason) <= 4000
-    assert "ValueError" in culprit.traceback
-
-
-def test_a_stop_reaches_all_and_goodbyes_end_the_run(served: Served) -> None:
-    with served.link(0) as first, served.link(1) as second:
-        joined(served, first, second)
-        assert not first.is_stop_asked
-        served.coordinator.direct("stop", [0, 1], "interrupted")
-        wait_until(lambda: first.is_stop_asked and second.is_stop_asked)
-        first.leave()
-        second.leave()
-        wait_until(lambda: served.membership.is_over)
-
-
-def test_a_stop_for_a_worker_that_is_gone_is_told_and_no_error(served: Served) -> None:
-    with served.link(0) as first:
-        with served.link(1) as second:
-            joined(served, first, second)
-        wait_until(lambda: served.coordinator.direct("stop", [0, 1]) or "warning" in served.kinds())
-        wait_until(lambda: first.is_stop_asked)
-    assert "worker 1 could not be told to stop" in dict(served.events)["warning"]["message"]
-
-
-def test_another_coordinator_takes_up_where_one_was(served: Served) -> None:
-    with served.link(0) as first, served.link(1) as second:
-        joined(served, first, second)
-        first.emit("step", {"step": 1})
-        wait_until(lambda: "step" in served.kinds())
-        served.close()
-        # Nobody listens: what is said now waits, and who asks waits for the answer.
-        for step in (2, 3):
-            first.emit("step", {"step": step})
-        answers: list[Answer] = []
-        waiting = [
-            threading.Thread(target=lambda: answers.append(first.await_generation(3, has_dropped=False))),
-            threading.Thread(target=lambda: answers.append(second.await_generation(3, has_dropped=False))),
-        ]
-        for thread in waiting:
-            thread.start()
-        again = Served(served)
-        try:
-            wait_until(lambda: again.membership.next_members() is not None)
-            again.coordinator.form(again.membership.next_members() or [])
-            for thread in waiting:
-                thread.join(10)
-            assert [answer.generation for answer in answers] == [2, 2]
-            wait_until(lambda: len(again.events) == 2)
-            assert [fields["step"] for _, fields in again.events] == [2, 3], "each once, and in order"
-            leaving = threading.Thread(target=first.leave)
-            leaving.start()
-            second.leave()
-            leaving.join(10)
-            assert again.membership.is_over
-        finally:
-            again.close()
-
-
-def test_an_answer_that_was_lost_is_given_again(served: Served) -> None:
-    with served.link(0) as first, served.link(1) as second:
-        for link in (first, second):
-            link.join(10.0)
-        answers: list[Answer] = []
-        waiting = [
-            threading.Thread(target=lambda: answers.append(first.await_generation(-1, has_dropped=False))),
-            threading.Thread(target=lambda: answers.append(second.await_generation(-1, has_dropped=False))),
-        ]
-        for thread in waiting:
-            thread.start()
-        wait_until(lambda: served.membership.next_members() is not None)
-        served.close()  # decides, writes down, and dies before it has told anybody
-        served.coordinator.form(served.membership.next_members() or [])
-        again = Served(served)
-        try:
-            for thread in waiting:
-                thread.join(10)
-            assert [answer.generation for answer in answers] == [1, 1]
-            assert again.membership.members == [0, 1]
-        finally:
-            again.close()
-
-
-@pytest.mark.parametrize("name", ["worker-2", "worker-x", "worker--1", "server-0", "worker-"])
-def test_who_is_not_of_the_team_is_refused(served: Served, name: str) -> None:
-    with served.channel(name) as channel, pytest.raises(RefusedError, match="unknown-member"):
-        channel.request(Hello("worker", 1, "host"), timeout_s=5)
-    assert served.events == []
-
-
-def test_messages_that_only_the_coordinator_sends_are_refused(served: Served) -> None:
-    with served.channel("worker-0") as channel, pytest.raises(RefusedError, match="unexpected"):
-        channel.request(Welcome(1.0, 1.0), timeout_s=5)
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_has_nothing_left_to_do_is_not_begun(tmp_path: Path, resume: bool) -> None:
+    assert (lead(tmp_path, resume=resume, ended="ended") == ["ended"]) == resume

@@ -1,12 +1,7 @@
-"""The coordinator of a served run: leads it from its start, or from where another coordinator was, to its end.
-
-A process of its own. Each turn it hears what has come in, decides, writes down what it knows and what it is about to
-do, and does it; killed at any moment, another goes on from there (`cluster/journal.py`).
-"""
+"""Leads a run with work on demand: who is started, looked after and dismissed. Turns: `cluster/coordinator.py`."""
 
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -14,111 +9,168 @@ from typing import Any
 import msgspec
 
 from cordee import checkpoint
-from cordee.cluster.control import Control, write_control
-from cordee.cluster.launcher_link import TICK_S, LauncherLink, lead_run, open_channel
+from cordee.cluster.coordinator import Addresses, CoordinatorSpec
+from cordee.cluster.launcher_link import LauncherLink
 from cordee.communication.channel import ServerChannel
-from cordee.communication.keys import ServerKeys
 from cordee.communication.messages import JoinRequest, Scale
-from cordee.communication.this_host import find_listening
 from cordee.communication.wire import Codec
 from cordee.compute import make_schedule
-from cordee.core import Job
 from cordee.core.errors import StorageError, TrainingError
-from cordee.core.fault_points import identify, reach
+from cordee.core.fault_points import reach
 from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger
 from cordee.monitoring import Summary
 from cordee.runs.dispatched.control_requests import ControlRequests
 from cordee.runs.dispatched.dispatcher import Dispatcher
+from cordee.runs.dispatched.facts import RunFacts
 from cordee.runs.dispatched.losses import Losses
 from cordee.runs.dispatched.messages import LIMITS, SERVED
 from cordee.runs.dispatched.plan import RunPlan
 from cordee.runs.dispatched.process_starter import ProcessStarter
 from cordee.runs.dispatched.processes import RunState, StarterState
 from cordee.runs.dispatched.server_calls import ServerCalls
-from cordee.runs.dispatched.spec import DispatchedSpec
 from cordee.runs.dispatched.step_metrics import MOST_REFUSALS
 from cordee.runs.dispatched.summary import Summariser
 from cordee.runs.dispatched.watch import Watch
 from cordee.strategies.parameter_server.strategy import settings_of
 from cordee.training.progress import Progress
 
-log = logging.getLogger("cordee.served")
 
+class DispatchedLeader:
+    """The `Leader` of one run with workers, servers and an evaluator."""
 
-def main(argument: dict[str, Any]) -> int:
-    """Lead the run to its end; return the exit code. Called in a fresh fork of the fork server."""
-    order = msgspec.convert(argument, DispatchedSpec)
-    identify("coordinator")
-    return lead_run(order, lambda launcher: DispatchedCoordinator(order, launcher).lead())
-
-
-class DispatchedCoordinator:
-    """One run with local workers and servers. `lead` takes it from where it is to its end."""
-
+    codec = Codec(SERVED, LIMITS)
     _dispatcher: Dispatcher
     _starter: ProcessStarter
-    _wishes: ControlRequests
+    _requests: ControlRequests
+    _losses: Losses
+    _watch: Watch
 
-    def __init__(self, order: DispatchedSpec, launcher: LauncherLink) -> None:
-        self._order = order
+    def __init__(self, spec: CoordinatorSpec, launcher: LauncherLink) -> None:
+        self._spec = spec
         self._launcher = launcher
-        self._run_dir = Path(order.run_dir)
-        job = self._job = Job.load(self._run_dir / "job.toml")
+        self._run_dir = Path(spec.run_dir)
+        self._facts = facts = msgspec.convert(spec.facts, RunFacts)
+        job = self._job = spec.load_job()
         self._settings = settings_of(job)
-        self._schedule = make_schedule(job.schedule, order.facts.total_steps, job.python_path)
+        self._schedule = make_schedule(job.schedule, facts.total_steps, job.python_path)
+        self._servers = ServerCalls(spec.run_id, spec.client_keys)
+        self._has_changed = False  # what must be written down though nothing follows from it
+        self._dismissed_by_s: float | None = None
         if launcher.restored is not None:
             self._memory = msgspec.msgpack.decode(launcher.restored, type=RunState)
             assert self._memory.dispatcher is not None
             self._progress = self._memory.dispatcher.progress
         else:
-            progress = self._progress = self._load_progress(order.resume)
+            progress = self._progress = self._load_progress(spec.resume)
             self._memory = RunState(
-                address="tcp://127.0.0.1:*",
-                public=find_listening(job.cluster.address).address if job.cluster.address else "",
+                addresses=Addresses.of(job),
                 started=time.time(),
                 begun_s=time.perf_counter(),
                 base_s=progress.elapsed_s,
                 samples_before=progress.samples,
                 starter=StarterState(next_worker=job.strategy.workers),
             )
+        self._plan = self._make_plan()
+        self._summariser = Summariser(
+            self._run_dir, self._plan, facts, self._progress, self._memory, self._launcher.emit
+        )
 
-    def lead(self) -> Summary:
-        """Train, and return the summary. Raises TrainingError that names the process that failed, and why."""
-        memory, order = self._memory, self._order
-        plan = self._plan()
-        summariser = Summariser(self._run_dir, plan, order.facts, self._progress, memory, self._launcher.emit)
-        is_new = memory.dispatcher is None
-        if is_new and order.resume and (over := summariser.summarise_ended()) is not None:
-            return over
-        keys = ServerKeys.from_text(order.server_keys)
-        with open_channel(memory.address, order.run_id, Codec(SERVED, LIMITS), keys, memory.public) as channel:
-            memory.address, memory.public = channel.address, channel.public
-            dispatcher = self._dispatcher = self._make_dispatcher(channel, plan)
-            starter = ProcessStarter(order, self._job, self._launcher, memory.starter, channel.address, channel.public)
-            self._starter = starter
-            self._wishes = ControlRequests(self._job, self._launcher, dispatcher, starter, order.facts.data)
-            if is_new:
-                summariser.announce()
-                self._begin()
-            else:
-                log.warning("taking up at step %d", self._progress.step)
-            self._commit()
-            control = Control.of(channel.address, order.run_id, order.control_keys, channel.public)
-            if problem := write_control(self._run_dir, control):
-                self._launcher.emit("warning", message=problem)
-            self._attend()
-            self._dismiss()
-        self._progress.elapsed_s = self._elapsed_s()
-        if dispatcher.outcome.problem:
-            raise StorageError(
-                f"step {self._progress.step} was reached, but its weights could not be saved: "
-                f"{dispatcher.outcome.problem}"
+    @property
+    def addresses(self) -> Addresses:
+        return self._memory.addresses
+
+    @property
+    def step(self) -> int:
+        return self._progress.step
+
+    def find_ended(self) -> Summary | None:
+        return self._summariser.summarise_ended()
+
+    def open(self, channel: ServerChannel) -> None:
+        launcher, cluster, memory = self._launcher, self._job.cluster, self._memory
+        dispatcher = self._dispatcher = self._make_dispatcher(channel, self._plan)
+        starter = self._starter = ProcessStarter(self._spec, self._job, launcher, memory.starter, memory.addresses)
+        self._requests = ControlRequests(self._job, launcher, dispatcher, starter, self._facts.data)
+        losses = self._losses = Losses(cluster, launcher, dispatcher, starter, self._servers, memory.losses)
+        self._watch = Watch(cluster.failure_timeout_s, launcher, dispatcher, starter, losses)
+
+    def begin(self) -> None:
+        self._summariser.announce()
+        for index in range(self._settings.servers):
+            for _ in range(self._settings.replicas):
+                self._starter.start_server(index, resume=self._spec.resume)
+        self._starter.start("evaluator", 0)
+        for index in range(self._job.strategy.workers):
+            self._starter.start("worker", index)
+
+    def take_up(self) -> None:
+        pass  # whoever had no answer asks again
+
+    @property
+    def is_over(self) -> bool:
+        return self._dispatcher.is_over
+
+    def hear(self, timeout_s: float) -> None:
+        self._dispatcher.serve(timeout_s)
+
+    def decide(self) -> None:
+        dispatcher, losses, stop_s = self._dispatcher, self._losses, self._job.stop.time_s
+        self._watch.look()
+        losses.check_failures()
+        losses.start_seconds()
+        if self._servers.pair(dispatcher.servers):
+            self._has_changed = True  # a second that is not known to follow would not take over
+        losses.note_recoveries()
+        losses.check_shortage()
+        if self._launcher.should_stop():
+            dispatcher.stop("interrupt")
+        elif stop_s is not None and self._elapsed_s() >= stop_s:
+            dispatcher.stop("time")
+        if dispatcher.accounts.has_only_refusals:
+            step = self._progress.step + 1
+            raise TrainingError(
+                f"the servers refused {MOST_REFUSALS} gradients in a row at step {step}: none was finite. "
+                "Lower optimizer.lr, add a warm-up (schedule.warmup_steps), or set strategy.clip_norm = 1.0"
             )
-        if dispatcher.outcome.verdict:
-            saved = f"Step {self._progress.step} is saved: --resume goes on from it"
-            raise TrainingError(f"{dispatcher.outcome.verdict}. {saved}")
-        return summariser.summarise(dispatcher.outcome, dispatcher.accounts.training_s)
+
+    def dismiss(self) -> bool:
+        """Let everybody end in order; what is still there is ended by the engine."""
+        dispatcher = self._dispatcher
+        if self._dismissed_by_s is None:
+            reach("dispatch.dismiss")
+            self._dismissed_by_s = time.monotonic() + self._job.cluster.failure_timeout_s
+        others = [record for record in dispatcher.process_records.values() if record.role != "server"]
+        if time.monotonic() < self._dismissed_by_s and not all(record.is_done for record in others):
+            dispatcher.dismiss()
+            return True
+        for number, process in self._starter.processes.items():
+            if process.role == "server":
+                self._launcher.signal(number, "end")
+        reach("dispatch.dismissed")
+        return False
+
+    @property
+    def has_pending(self) -> bool:
+        return self._has_changed or self._dispatcher.has_pending
+
+    def encode(self) -> bytes:
+        self._memory.dispatcher = self._dispatcher.recall()
+        return msgspec.msgpack.encode(self._memory)
+
+    def flush(self) -> None:
+        self._has_changed = False
+        self._dispatcher.flush()
+
+    def summarise(self) -> Summary:
+        """Return the summary. Raises StorageError or TrainingError if what was trained is not saved, or not all."""
+        outcome, step = self._dispatcher.outcome, self._progress.step
+        self._progress.elapsed_s = self._elapsed_s()
+        if outcome.problem:
+            raise StorageError(f"step {step} was reached, but its weights could not be saved: {outcome.problem}")
+        if outcome.verdict:
+            raise TrainingError(f"{outcome.verdict}. Step {step} is saved: --resume goes on from it")
+        return self._summariser.summarise(outcome, self._dispatcher.accounts.training_s)
 
     def _make_dispatcher(self, channel: ServerChannel, plan: RunPlan) -> Dispatcher:
         num_shares = self._job.training.num_shards or self._job.strategy.workers
@@ -135,71 +187,8 @@ class DispatchedCoordinator:
             memory=self._memory.dispatcher,
         )
 
-    def _begin(self) -> None:
-        for index in range(self._settings.servers):
-            for _ in range(self._settings.replicas):
-                self._starter.start_server(index, resume=self._order.resume)
-        self._starter.start("evaluator", 0)
-        for index in range(self._job.strategy.workers):
-            self._starter.start("worker", index)
-
-    def _commit(self, *, has_changed: bool = False) -> None:
-        """Write down what is known and what follows, then do it."""
-        if has_changed or self._launcher.has_pending or self._dispatcher.has_pending:
-            self._memory.dispatcher = self._dispatcher.recall()
-            reach("dispatch.decided")
-            self._launcher.commit(msgspec.msgpack.encode(self._memory))
-            reach("dispatch.written")
-            self._dispatcher.flush()
-
-    def _attend(self) -> None:
-        """Look after the processes until the run is over."""
-        dispatcher, starter, cluster = self._dispatcher, self._starter, self._job.cluster
-        servers = ServerCalls(self._order.run_id, self._order.client_keys)
-        losses = Losses(cluster, self._launcher, dispatcher, starter, servers, self._memory.losses)
-        watch = Watch(cluster.failure_timeout_s, self._launcher, dispatcher, starter, losses)
-        stop_s = self._job.stop.time_s
-        while not dispatcher.is_over:
-            self._commit()
-            dispatcher.serve(TICK_S)
-            self._commit()  # workers wait for their answers; nobody waits for what follows
-            watch.look()
-            losses.check_failures()
-            losses.start_seconds()
-            if servers.pair(dispatcher.servers):
-                self._commit(has_changed=True)  # a second that is not known to follow would not take over
-            losses.note_recoveries()
-            losses.check_shortage()
-            if self._launcher.should_stop():
-                dispatcher.stop("interrupt")
-            elif stop_s is not None and self._elapsed_s() >= stop_s:
-                dispatcher.stop("time")
-            if dispatcher.accounts.has_only_refusals:
-                step = self._progress.step + 1
-                raise TrainingError(
-                    f"the servers refused {MOST_REFUSALS} gradients in a row at step {step}: none was finite. "
-                    "Lower optimizer.lr, add a warm-up (schedule.warmup_steps), or set strategy.clip_norm = 1.0"
-                )
-
-    def _dismiss(self) -> None:
-        """Let everybody end in order; what is still there is ended by the engine."""
-        reach("dispatch.dismiss")
-        dispatcher = self._dispatcher
-        deadline = time.monotonic() + self._job.cluster.failure_timeout_s
-        while time.monotonic() < deadline and any(
-            not record.is_done for record in dispatcher.process_records.values() if record.role != "server"
-        ):
-            dispatcher.dismiss()
-            self._commit()
-            dispatcher.serve(TICK_S)
-        self._commit()
-        for number, process in self._starter.processes.items():
-            if process.role == "server":
-                self._launcher.signal(number, "end")
-        reach("dispatch.dismissed")
-
-    def _plan(self) -> RunPlan:
-        facts = self._order.facts
+    def _make_plan(self) -> RunPlan:
+        facts = self._facts
         policy = StopPolicy(self._job.stop)
         policy.patience = self._progress.patience
         return RunPlan(
@@ -226,7 +215,7 @@ class DispatchedCoordinator:
         return Progress()
 
     def _handle_request(self, wish: Scale | JoinRequest) -> str:
-        return self._wishes.handle_request(wish)
+        return self._requests.handle_request(wish)
 
     def _take_event(self, kind: str, **fields: Any) -> None:
         if kind == "worker_ended":
@@ -238,5 +227,5 @@ class DispatchedCoordinator:
         return self._memory.base_s + time.perf_counter() - self._memory.begun_s
 
     def _rate(self, step: int) -> float:
-        facts = self._order.facts
+        facts = self._facts
         return facts.lr * self._schedule(step) * facts.lr_factor

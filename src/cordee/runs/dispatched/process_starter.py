@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from cordee.cluster.coordinator import Addresses, CoordinatorSpec
 from cordee.cluster.engine import ProcessSpec
 from cordee.cluster.external_workers import ExternalWorkers
 from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
@@ -13,24 +14,23 @@ from cordee.communication.this_host import own_address
 from cordee.core import Job
 from cordee.runs.dispatched.link import MemberSpec
 from cordee.runs.dispatched.processes import Process, StarterState
-from cordee.runs.dispatched.spec import DispatchedSpec
 
 _TARGETS = {role: f"cordee.runs.dispatched.{role}:main" for role in ("worker", "server", "evaluator")}
 
 
 class ProcessStarter:
-    """Those that take part in one run. The dispatcher listens at `address`, and for other hosts at `public`."""
+    """Those that take part in one run. The dispatcher listens at `addresses`."""
 
     def __init__(
-        self, order: DispatchedSpec, job: Job, launcher: LauncherLink, memory: StarterState, address: str, public: str
+        self, order: CoordinatorSpec, job: Job, launcher: LauncherLink, memory: StarterState, addresses: Addresses
     ) -> None:
         self.run_dir = Path(order.run_dir)
-        self.public = public
+        self.public = addresses.public
         self._order = order
         self._job = job
         self._launcher = launcher
         self._memory = memory
-        self._address = address
+        self._address = addresses.local
 
     @property
     def processes(self) -> dict[int, Process]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from cordee.cluster.coordinator import Addresses
 from cordee.cluster.external_workers import ExternalWorkers
 from cordee.cluster.shortage import Shortage
 from cordee.runs.dispatched.state import Memory
@@ -55,8 +56,7 @@ class LossState(msgspec.Struct, kw_only=True):
 class RunState(msgspec.Struct, kw_only=True):
     """What a coordinator must know to take up where another was."""
 
-    address: str
-    public: str = ""  # the address for other hosts, if there is one
+    addresses: Addresses
     started: float
     begun_s: float
     base_s: float  # of training time before this attempt

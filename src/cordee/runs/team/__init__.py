@@ -1,5 +1,1 @@
-"""Runs whose workers train as one team, generation by generation, led by a coordinator."""
-
-from cordee.runs.team.run import TeamRun
-
-__all__ = ["TeamRun"]
+"""Runs whose workers train as one team, in lockstep, generation by generation."""

@@ -1,76 +1,54 @@
-"""The coordinator of a team's run: leads it from its start, or from where another coordinator was, to its end.
-
-A process of its own. Each turn it hears what has come in, decides, writes down what it knows and what it is about to
-do, and does it; killed at any moment, another goes on from there (`cluster/journal.py`).
-"""
+"""Leads the run of a team: what each event, request and loss leads to. Turns: `cluster/coordinator.py`."""
 
 from __future__ import annotations
 
-import logging
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cordee.cluster.control import Control, write_control
-from cordee.cluster.coordinator import Coordinator
-from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, TICK_S, LauncherLink, lead_run, open_channel
+from cordee.cluster.coordinator import Addresses, CoordinatorSpec
+from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
 from cordee.cluster.members import Membership
 from cordee.cluster.restarts import Restarts
 from cordee.cluster.scaling import Scaling
 from cordee.cluster.stragglers import Stragglers
 from cordee.communication.channel import ServerChannel
-from cordee.communication.keys import ServerKeys
 from cordee.communication.messages import COORDINATION, JoinRequest
-from cordee.communication.this_host import find_listening
 from cordee.communication.wire import Codec
-from cordee.core import Job
 from cordee.core.errors import TrainingError
-from cordee.core.fault_points import identify, reach
 from cordee.monitoring import Summary
 from cordee.runs.team.generations import Generations
 from cordee.runs.team.losses import Losses
+from cordee.runs.team.member_channel import MemberChannel
 from cordee.runs.team.recoveries import Recoveries
-from cordee.runs.team.spec import TeamSpec
-from cordee.runs.team.state import RecoveryState, TeamState, WorkersState
+from cordee.runs.team.state import RecoveryState, TeamState
 from cordee.runs.team.workers import Workers
 from cordee.training.components import bare_strategy
 
-log = logging.getLogger("cordee.coordinator")
 
+class TeamLeader:
+    """The `Leader` of one team."""
 
-def main(argument: dict[str, Any]) -> int:
-    """Lead the run to its end; return the exit code. Called in a fresh fork of the fork server."""
-    identify("coordinator")
-    order = msgspec.convert(argument, TeamSpec)
-    return lead_run(order, lambda launcher: TeamCoordinator(order, launcher).lead())
-
-
-class TeamCoordinator:
-    """One run with local workers. `lead` takes it from where it is to its end."""
-
-    _coordinator: Coordinator
+    codec = Codec(COORDINATION)
+    _channel: MemberChannel
     _workers: Workers
     _losses: Losses
     _generations: Generations
 
-    def __init__(self, order: TeamSpec, launcher: LauncherLink) -> None:
-        self._order = order
+    def __init__(self, spec: CoordinatorSpec, launcher: LauncherLink) -> None:
+        self._spec = spec
         self._launcher = launcher
-        self._run_dir = Path(order.run_dir)
-        job = self._job = Job.load(self._run_dir / "job.toml")
+        job = self._job = spec.load_job()
         self._strategy = bare_strategy(job)
-        self._is_new = launcher.restored is None
         self._memory = self._begin() if launcher.restored is None else self._restore(launcher.restored)
         self._membership = self._memory.membership
         self._recoveries = Recoveries(self._memory.recoveries)
         self._stragglers = Stragglers()  # not remembered: it is soon known again
-        self._scaling = Scaling(job, order.num_slots, self._scale) if job.cluster.autoscale else None
+        self._scaling = Scaling(job, spec.num_slots, self._scale) if job.cluster.autoscale else None
 
     def _begin(self) -> TeamState:
         job = self._job
-        public = find_listening(job.cluster.address).address if job.cluster.address else ""
         return TeamState(
             membership=Membership(
                 num_workers=job.strategy.workers,
@@ -80,7 +58,7 @@ class TeamCoordinator:
                 min_workers=job.cluster.min_workers,
                 is_elastic=self._strategy.requirements(job).is_elastic,
             ),
-            workers=WorkersState(address="tcp://127.0.0.1:*", public=public),
+            addresses=Addresses.of(job),
             recoveries=RecoveryState(restarts=Restarts(job.cluster.max_restarts)),
         )
 
@@ -90,52 +68,45 @@ class TeamCoordinator:
             record.heard_s = time.monotonic()  # nobody could be heard meanwhile
         return memory
 
-    def lead(self) -> Summary:
-        """Return the summary of the worker that spoke for the last team.
+    @property
+    def addresses(self) -> Addresses:
+        return self._memory.addresses
 
-        Raises TrainingError that names the worker that failed first, its step and its error.
-        """
-        workers, order = self._memory.workers, self._order
-        keys = ServerKeys.from_text(order.server_keys)
-        with open_channel(workers.address, order.run_id, Codec(COORDINATION), keys, workers.public) as channel:
-            workers.address, workers.public = channel.address, channel.public
-            self._employ(channel)
-            if self._is_new:
-                for index in range(self._job.strategy.workers):
-                    self._workers.start(index)
-            else:
-                log.warning("taking up at step %d, generation %d", self._membership.step, self._membership.generation)
-                reach("coordinator.back")
-                self._generations.tell_again()
-            self._commit()
-            reach("coordinator.listening")
-            control = Control.of(channel.address, order.run_id, order.control_keys, channel.public)
-            if problem := write_control(self._run_dir, control):
-                self._launcher.emit("warning", message=problem)
-            reach("coordinator.control_written")
-            while not self._membership.is_over:
-                self._take_turn()
-                self._commit()
-            reach("coordinator.over")
-        return self._settle()
+    @property
+    def step(self) -> int:
+        return self._membership.step
 
-    def _employ(self, channel: ServerChannel) -> None:
-        """Make what the turns are taken with."""
+    def find_ended(self) -> Summary | None:
+        return None  # workers find out
+
+    def open(self, channel: ServerChannel) -> None:
         memory, launcher = self._memory, self._launcher
-        coordinator = self._coordinator = Coordinator(
-            channel, self._membership, self._take_event, self._scale, self._enlist, memory.registry
+        members = self._channel = MemberChannel(
+            channel, self._membership, self._take_event, self._scale, self._enlist, memory.channel
         )
         workers = self._workers = Workers(
-            self._order, self._job, launcher, coordinator, memory.workers, self._check_size
+            self._spec, self._job, launcher, members, memory.workers, memory.addresses, self._check_size
         )
         losses = self._losses = Losses(
             self._job.cluster, launcher, self._membership, workers, self._recoveries, memory.losses
         )
-        self._generations = Generations(launcher, coordinator, workers, losses, self._recoveries, memory.told)
+        self._generations = Generations(launcher, members, workers, losses, self._recoveries, memory.told)
 
-    def _take_turn(self) -> None:
-        self._coordinator.serve(TICK_S)
-        reach("coordinator.heard")
+    def begin(self) -> None:
+        for index in range(self._job.strategy.workers):
+            self._workers.start(index)
+
+    def take_up(self) -> None:
+        self._generations.tell_again()
+
+    @property
+    def is_over(self) -> bool:
+        return self._membership.is_over
+
+    def hear(self, timeout_s: float) -> None:
+        self._channel.serve(timeout_s)
+
+    def decide(self) -> None:
         self._losses.look_after()
         if self._generations.direct():
             self._stragglers.forget()
@@ -144,13 +115,18 @@ class TeamCoordinator:
         if self._scaling is not None:
             self._scaling.look(self._membership, self._workers.threads, time.monotonic())
 
-    def _commit(self) -> None:
-        """Write down what is known and what follows, then do it."""
-        if self._launcher.has_pending or self._coordinator.has_pending:
-            reach("coordinator.decided")
-            self._launcher.commit(msgspec.msgpack.encode(self._memory))
-            reach("coordinator.committed")
-            self._coordinator.flush()
+    def dismiss(self) -> bool:
+        return False  # all have said goodbye
+
+    @property
+    def has_pending(self) -> bool:
+        return self._channel.has_pending
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self._memory)
+
+    def flush(self) -> None:
+        self._channel.flush()
 
     def _scale(self, num_workers: int, threads: int = 0, reason: str = "") -> str:
         return self._workers.scale(num_workers, threads, reason)
@@ -206,8 +182,8 @@ class TeamCoordinator:
                 steps_redone=recovered.steps_redone,
             )
 
-    def _settle(self) -> Summary:
-        """Return the summary, having checked that all workers ended with the same weights."""
+    def summarise(self) -> Summary:
+        """Return the summary of the one that spoke for the last team, if all ended with the same weights."""
         summaries, recoveries = self._memory.summaries, self._memory.recoveries
         hashes = {summary.weights_sha256 for summary in summaries.values()}
         if len(hashes) > 1:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from cordee.cluster.coordinator import Coordinator
 from cordee.cluster.launcher_link import LauncherLink
 from cordee.cluster.members import Membership
 from cordee.cluster.rendezvous import COULD_NOT_FORM
 from cordee.core.errors import TrainingError
 from cordee.core.fault_points import reach
 from cordee.runs.team.losses import Losses
+from cordee.runs.team.member_channel import MemberChannel
 from cordee.runs.team.recoveries import Recoveries
 from cordee.runs.team.state import DirectiveState
 from cordee.runs.team.workers import Workers
@@ -22,14 +22,14 @@ class Generations:
     def __init__(
         self,
         launcher: LauncherLink,
-        coordinator: Coordinator,
+        channel: MemberChannel,
         workers: Workers,
         losses: Losses,
         recoveries: Recoveries,
         memory: DirectiveState,
     ) -> None:
         self._launcher = launcher
-        self._coordinator = coordinator
+        self._channel = channel
         self._workers = workers
         self._losses = losses
         self._recoveries = recoveries
@@ -54,7 +54,7 @@ class Generations:
         self._dismiss_late()
         if membership.why_broken and self._disbanded < membership.generation:
             self._disbanded = membership.generation
-            self._coordinator.direct("disband", membership.members, membership.why_broken)
+            self._channel.direct("disband", membership.members, membership.why_broken)
         leaving = membership.dispensable
         if leaving and not membership.is_complete:
             self._let_go(leaving)
@@ -66,24 +66,24 @@ class Generations:
             told.is_pause_told or membership.why_broken  # then they halt without being told
         ):
             told.is_pause_told = True
-            self._coordinator.direct("pause", membership.members)
+            self._channel.direct("pause", membership.members)
             reach("generations.pause")
         wants_stop = self._launcher.should_stop() or self._losses.verdict is not None
         if wants_stop and membership.is_complete and not told.is_stop_told:
             told.is_stop_told = True
-            self._coordinator.direct("stop", membership.members, "interrupted")
+            self._channel.direct("stop", membership.members, "interrupted")
         return is_formed
 
     @property
     def _membership(self) -> Membership:
-        return self._coordinator.membership
+        return self._channel.membership
 
     def _dismiss_late(self) -> None:
         membership = self._membership
         for index in membership.dismiss_late():
             self._launcher.signal(index, "kill")
-            if membership.records[index].is_external and index in self._coordinator.state.workers:
-                self._coordinator.direct("leave", [index])
+            if membership.records[index].is_external and index in self._channel.state.workers:
+                self._channel.direct("leave", [index])
 
     def _let_go(self, leaving: list[int]) -> None:
         membership = self._membership
@@ -93,7 +93,7 @@ class Generations:
             for index in leaving:
                 membership.records[index].is_leaving = False
             return
-        self._coordinator.direct("leave", leaving)
+        self._channel.direct("leave", leaving)
         reach("generations.leave")
         for index in leaving:
             membership.finish(index)
@@ -108,7 +108,7 @@ class Generations:
         )
         has_losses = recoveries.last_loss is not None
         if self._memory.is_stop_told and is_halt and not has_losses and not recoveries.is_under_way:
-            self._coordinator.direct("finish", members)
+            self._channel.direct("finish", members)
             reach("generations.finish")
             for index in members:
                 membership.records[index].state = "member"
@@ -121,7 +121,7 @@ class Generations:
             return False
         if has_losses or reason:
             self._recover(members[0], reason)
-        self._coordinator.form(members, self._workers.threads)
+        self._channel.form(members, self._workers.threads)
         reach("generations.formed")
         self._workers.note_formed()
         self._memory.is_pause_told = self._memory.is_stop_told = False
@@ -145,12 +145,12 @@ class Generations:
         membership = self._membership
         far = [i for i in membership.active if membership.records[i].is_remote]
         late = [i for i in far if i not in self._recoveries.met] or far
-        where = ", ".join(f"{self._coordinator.state.workers[i].member.host} (worker {i})" for i in late)
+        where = ", ".join(f"{self._channel.state.workers[i].member.host} (worker {i})" for i in late)
         message = (
             f"the run and {where} could not connect to each other: workers exchange gradients over TCP at ports that "
             "the system chooses, which a firewall between the hosts must let through"
         )
-        self._coordinator.direct("leave", late, message)
+        self._channel.direct("leave", late, message)
         for index in late:
             membership.records[index].is_leaving = True
             membership.finish(index)

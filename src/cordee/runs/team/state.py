@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
-from cordee.cluster.coordinator import State
+from cordee.cluster.coordinator import Addresses
 from cordee.cluster.external_workers import ExternalWorkers
 from cordee.cluster.members import Membership, Trouble
 from cordee.cluster.restarts import Restarts
 from cordee.cluster.shortage import Shortage
 from cordee.monitoring import Summary
+from cordee.runs.team.member_channel import ChannelState
 
 
 class WorkersState(msgspec.Struct, kw_only=True):
     """The processes of workers, and what they are told."""
 
-    address: str  # where the coordinator listens
-    public: str = ""  # the address for other hosts, if there is one
     data: str = ""  # what is known of the data, for workers of other hosts
     pids: dict[int, int] = {}  # of those that were started
     external_workers: ExternalWorkers = msgspec.field(default_factory=ExternalWorkers)
@@ -61,8 +60,9 @@ class TeamState(msgspec.Struct, kw_only=True):
     """What a coordinator must know to take up where another was."""
 
     membership: Membership
-    registry: State = msgspec.field(default_factory=State)
-    workers: WorkersState
+    channel: ChannelState = msgspec.field(default_factory=ChannelState)
+    addresses: Addresses
+    workers: WorkersState = msgspec.field(default_factory=WorkersState)
     recoveries: RecoveryState
     losses: LossState = msgspec.field(default_factory=LossState)
     told: DirectiveState = msgspec.field(default_factory=DirectiveState)

@@ -12,8 +12,8 @@ from typing import Any, SupportsFloat
 import msgspec
 
 from cordee.cluster import Team
-from cordee.cluster.coordinator import WORKER_PREFIX
 from cordee.cluster.member_link import Answer, CoordinatorLink
+from cordee.cluster.members import WORKER_PREFIX
 from cordee.cluster.rendezvous import BetweenHosts, meet
 from cordee.cluster.rendezvous_store import CoordinatorStore
 from cordee.communication.exchange import find_lost_peer

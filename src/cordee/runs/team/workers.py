@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from cordee.cluster.control import NotYetError
-from cordee.cluster.coordinator import Coordinator
+from cordee.cluster.coordinator import Addresses, CoordinatorSpec
 from cordee.cluster.engine import ProcessSpec
 from cordee.cluster.external_workers import ExternalWorkers, check_join_request
 from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
@@ -21,7 +21,7 @@ from cordee.communication.this_host import own_address
 from cordee.core import Job
 from cordee.core.errors import JobError
 from cordee.core.fault_points import reach
-from cordee.runs.team.spec import TeamSpec
+from cordee.runs.team.member_channel import MemberChannel
 from cordee.runs.team.state import WorkersState
 from cordee.runs.team.worker import WorkerSpec
 
@@ -31,18 +31,20 @@ class Workers:
 
     def __init__(
         self,
-        order: TeamSpec,
+        order: CoordinatorSpec,
         job: Job,
         launcher: LauncherLink,
-        coordinator: Coordinator,
+        channel: MemberChannel,
         memory: WorkersState,
+        addresses: Addresses,
         check_size: Callable[[int], None],
     ) -> None:
         self.run_dir = Path(order.run_dir)
         self._job = job
         self._launcher = launcher
-        self._coordinator = coordinator
+        self._channel = channel
         self._memory = memory
+        self._addresses = addresses
         self._check_size = check_size
         self._launcher_pid = order.launcher_pid
         self._watch = ProcessorWatch()  # over external workers
@@ -51,13 +53,13 @@ class Workers:
             run_id=order.run_id,
             worker_index=0,
             num_workers=job.strategy.workers,
-            address=memory.address,
+            address=addresses.local,
             keys=order.client_keys,
-            store=order.store,
+            store=order.launcher.folder,
             resume=order.resume,
             failure_timeout_s=job.cluster.failure_timeout_s,
             join_timeout_s=STARTUP_TIMEOUT_S,
-            host_address=own_address(memory.public) if memory.public else "",
+            host_address=own_address(addresses.public) if addresses.public else "",
         )
 
     @property
@@ -138,7 +140,7 @@ class Workers:
         membership, memory = self._membership, self._memory
         if not membership.is_elastic:
             raise JobError(f"strategy '{self._job.strategy.name}' has a fixed number of workers: nobody can join it")
-        is_remote = check_join_request(wish, memory.public)
+        is_remote = check_join_request(wish, self._addresses.public)
         if is_remote and not (memory.data and membership.generation):
             raise NotYetError("the run is still starting: try again when it trains")
         self._check_size(len(membership.active) + 1)
@@ -152,7 +154,7 @@ class Workers:
             own = msgspec.structs.replace(
                 own,
                 launcher_pid=0,
-                address=memory.public,
+                address=self._addresses.public,
                 resume=False,
                 job=(self.run_dir / "job.toml").read_text(encoding="utf-8"),
                 data=memory.data,
@@ -175,17 +177,17 @@ class Workers:
     def set_aside(self, index: int) -> None:
         """Go on without a frozen worker that nobody takes the place of; when it wakes up it may join again."""
         record = self._membership.records[index]
-        self._coordinator.fence(index)
+        self._channel.fence(index)
         self._membership.exit(index, record.fate, time.monotonic(), is_killed=True)
         record.is_away = True
 
     @property
     def _membership(self) -> Membership:
-        return self._coordinator.membership
+        return self._channel.membership
 
     def _expect(self, index: int) -> None:
         """Make room for another process of a worker."""
-        self._coordinator.fence(index)
+        self._channel.fence(index)
         self._membership.expect(index, time.monotonic())
         self.pids.pop(index, None)
         self.external_workers.remove(index)

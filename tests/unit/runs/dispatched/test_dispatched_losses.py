@@ -7,6 +7,7 @@ from typing import Any
 
 from test_dispatcher import Play, work_of
 
+from cordee.cluster.coordinator import Addresses, CoordinatorSpec
 from cordee.cluster.engine import ProcessSpec
 from cordee.cluster.launcher_link import LauncherSpec
 from cordee.core.settings import Cluster
@@ -14,9 +15,9 @@ from cordee.runs.dispatched.losses import Losses
 from cordee.runs.dispatched.messages import AskOrder, HandOver, Join, Leave, Order, TakeWork
 from cordee.runs.dispatched.process_starter import ProcessStarter
 from cordee.runs.dispatched.processes import LossState, Process, StarterState
-from cordee.runs.dispatched.spec import DispatchedSpec, RunFacts
 
-ORDER = DispatchedSpec(
+ORDER = CoordinatorSpec(
+    kind="dispatched",
     run_dir="run",
     run_id="id",
     server_keys="",
@@ -26,9 +27,7 @@ ORDER = DispatchedSpec(
     launcher_pid=1,
     num_slots=2,
     launcher=LauncherSpec(folder="", run_dir="run", run_id="id", alive_every_s=1.0),
-    facts=RunFacts(
-        num_samples=8, total_steps=6, counts_classes=True, has_test=True, lr=0.1, lr_factor=1.0, description={}
-    ),
+    facts={},
 )
 
 
@@ -64,7 +63,7 @@ class Scene:
         self.play = Play()
         self.launcher, self.servers = Launcher(), Servers()
         memory = StarterState(next_worker=1, newest_replica={0: 0})
-        starter = ProcessStarter(ORDER, self.play.dispatcher.plan.job, self.launcher, memory, "address", "")  # type: ignore[arg-type]
+        starter = ProcessStarter(ORDER, self.play.dispatcher.plan.job, self.launcher, memory, Addresses("address"))  # type: ignore[arg-type]
         self.losses = Losses(
             Cluster(max_restarts=1),
             self.launcher,  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from cordee.cluster.coordinator import Addresses
 from cordee.cluster.external_workers import ExternalWorkers
 from cordee.cluster.shortage import Shortage
 from cordee.compute import Metrics
@@ -26,7 +27,7 @@ def test_what_a_coordinator_knows_survives_being_written_down() -> None:
         outcome=Outcome(metrics=Metrics(1.0, 0.5, None, 4, 0.1), ages=(1, 2)),
     )
     memory = RunState(
-        address="tcp://127.0.0.1:1",
+        addresses=Addresses("tcp://127.0.0.1:1"),
         started=1.0,
         begun_s=2.0,
         base_s=0.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from cordee.cluster.coordinator import Addresses
 from cordee.cluster.external_workers import ExternalWorkers
 from cordee.cluster.members import Membership, Record, Trouble
 from cordee.cluster.restarts import Restarts
@@ -49,10 +50,9 @@ def test_a_team_that_is_lost_in_the_same_step_again_and_again_gives_up() -> None
 
 def test_what_a_coordinator_knows_survives_being_written_down() -> None:
     membership = Membership(2, 5.0, 120.0, 0.0, is_elastic=True)
-    staff = WorkersState(
-        address="tcp://127.0.0.1:1", pids={0: 10}, external_workers=ExternalWorkers({1: 11, 2: 12}, {2: 3.5}), threads=2
-    )
+    staff = WorkersState(pids={0: 10}, external_workers=ExternalWorkers({1: 11, 2: 12}, {2: 3.5}), threads=2)
     memory = TeamState(
+        addresses=Addresses("tcp://127.0.0.1:1"),
         membership=membership,
         workers=staff,
         recoveries=RecoveryState(restarts=Restarts(3, num_restarts=1), lost=[Trouble(1, 4, "was killed")]),

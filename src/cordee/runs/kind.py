@@ -1,0 +1,118 @@
+"""The kinds of run: how the processes of a run are led. A strategy's entry in the table names its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from cordee.cluster.coordinator import CoordinatorSpec, Leader, run_coordinator
+from cordee.cluster.engine import Engine
+from cordee.cluster.launcher_link import LauncherLink
+from cordee.cluster.supervisor import Supervisor
+from cordee.core import Job
+from cordee.monitoring import Monitor, RunDirectory, Summary
+from cordee.runs.dispatched.coordinator import DispatchedLeader
+from cordee.runs.dispatched.facts import RunFacts, check_dispatched
+from cordee.runs.team.coordinator import TeamLeader
+from cordee.strategies import STRATEGIES
+from cordee.strategies.parameter_server.strategy import settings_of
+from cordee.training.components import Components
+
+
+class Role(NamedTuple):
+    """What processes of a run do, and how many there are at its start."""
+
+    name: str
+    num_processes: int
+
+
+class RunKind(Protocol):
+    """How a run is led."""
+
+    def check(self, components: Components) -> None:
+        """Raise JobError for a job that cannot be run this way, before anything is started."""
+
+    def roles(self, job: Job) -> Sequence[Role]: ...
+
+    def facts(self, components: Components) -> dict[str, Any]:
+        """Return what the coordinator has to know of the components, so that it need not build them."""
+
+    def coordinate(self, spec: CoordinatorSpec, launcher: LauncherLink) -> Leader:
+        """Return what decides, in the process of the coordinator."""
+
+
+class _Team:
+    """Workers that train in lockstep, generation by generation."""
+
+    def check(self, components: Components) -> None:
+        pass
+
+    def roles(self, job: Job) -> Sequence[Role]:
+        return [Role("worker", job.strategy.workers)]
+
+    def facts(self, components: Components) -> dict[str, Any]:
+        return {}
+
+    def coordinate(self, spec: CoordinatorSpec, launcher: LauncherLink) -> Leader:
+        return TeamLeader(spec, launcher)
+
+
+class _Dispatched:
+    """Workers that get work on demand, servers of parameters, and an evaluator."""
+
+    def check(self, components: Components) -> None:
+        check_dispatched(components)
+
+    def roles(self, job: Job) -> Sequence[Role]:
+        settings = settings_of(job)
+        num_servers = settings.servers * settings.replicas
+        return [Role("worker", job.strategy.workers), Role("server", num_servers), Role("evaluator", 1)]
+
+    def facts(self, components: Components) -> dict[str, Any]:
+        facts: dict[str, Any] = msgspec.to_builtins(RunFacts.of(components))
+        return facts
+
+    def coordinate(self, spec: CoordinatorSpec, launcher: LauncherLink) -> Leader:
+        return DispatchedLeader(spec, launcher)
+
+
+KINDS: dict[str, RunKind] = {"team": _Team(), "dispatched": _Dispatched()}
+
+
+def kind_of(job: Job) -> str:
+    """Return the kind of run that the job's strategy has."""
+    return "dispatched" if STRATEGIES[job.strategy.name].is_served else "team"
+
+
+def needs_engine(job: Job) -> bool:
+    """Whether the run has several processes; a run of one is the launcher itself."""
+    return sum(role.num_processes for role in KINDS[kind_of(job)].roles(job)) > 1
+
+
+def lead_run(
+    components: Components,
+    directory: RunDirectory,
+    monitor: Monitor,
+    should_stop: Callable[[], bool],
+    engine: Engine,
+    *,
+    resume: bool,
+) -> Summary:
+    """Train on the engine's processes and return the summary.
+
+    Raises TrainingError that names the process that failed first, its step and its error. Ending the processes that are
+    left is the engine's part.
+    """
+    kind = kind_of(components.job)
+    timeout_s = components.job.cluster.failure_timeout_s
+    supervisor = Supervisor(engine, monitor, should_stop, failure_timeout_s=timeout_s)
+    facts = KINDS[kind].facts(components)
+    return supervisor.run("cordee.runs.kind:main", directory.path, kind=kind, facts=facts, resume=resume)
+
+
+def main(argument: dict[str, Any]) -> int:
+    """Be the coordinator of a run until its end; return the exit code. Called in a fresh process of the engine."""
+    spec = msgspec.convert(argument, CoordinatorSpec)
+    return run_coordinator(spec, KINDS[spec.kind].coordinate)
