@@ -31,7 +31,6 @@ from cordee.cluster.launcher_messages import (
     Unjournalled,
     connect,
 )
-from cordee.cluster.processes import ProcessorWatch, is_stopped
 from cordee.core.errors import CordeeError, StorageError
 from cordee.core.fault_points import reach
 
@@ -62,8 +61,6 @@ class LauncherLink:
     def __init__(self, order: LauncherSpec) -> None:
         self._order = order
         self._socket = FramedSocket(connect(Path(order.folder)), ToCoordinator)
-        self._pids: dict[int, int] = {}
-        self._watch = ProcessorWatch()
         self._pending: list[NumberedCommand] = []
         self._num_commands = 0
         self._is_stop_asked = False
@@ -138,14 +135,6 @@ class LauncherLink:
         """Have a signal sent to a process that may have ended."""
         self._ask(Signal(index, action))
 
-    def is_working(self, index: int) -> bool:
-        """Whether a process has had processor time since this was last asked of it. A stopped one has not."""
-        return index in self._pids and self._watch.is_working(self._pids[index])
-
-    def is_stopped(self, index: int) -> bool:
-        """Whether a process was stopped by a signal, and does not run until another."""
-        return index in self._pids and is_stopped(self._pids[index])
-
     def reports(self) -> Iterator[Started | Exited]:
         """Yield what happened to processes. One that comes back hears of each process once more."""
         now_s = time.monotonic()
@@ -156,14 +145,7 @@ class LauncherLink:
             if isinstance(message, Stop):
                 self._is_stop_asked = True
             else:
-                self._take(message)
                 yield message
-
-    def _take(self, report: Started | Exited) -> None:
-        if isinstance(report, Started):
-            self._pids[report.index] = report.pid
-        elif self._pids.get(report.index) == report.pid:
-            del self._pids[report.index]
 
     def end(self, result: Any) -> None:
         self._socket.send(Ended(result))

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
+
+import msgspec
+
+from cordee.cluster.control import check_remote
+from cordee.cluster.engine import Exited, Started
+from cordee.communication.messages import JoinRequest
+from cordee.communication.this_host import host_id
 
 WORKER_PREFIX = "worker-"
 SETTLING_S = 1.0  # how long the first sign of a failure waits for what the workers themselves say of it
@@ -140,23 +148,25 @@ class Membership:
         is_working: Callable[[int], bool] = lambda index: False,
         is_stopped: Callable[[int], bool] = lambda index: False,
     ) -> list[int]:
-        """Return the workers that were not heard of for too long: they are to be killed, which makes them a loss.
-
-        One that `is_working` says is getting processor time is too busy to speak, not frozen: it has as much
-        time again. One that starts has long, unless `is_stopped` says that a signal stopped it.
-        """
+        """Return the workers that were not heard of for too long: they are to be killed, which makes them a loss."""
         silent = []
         for index, record in self.records.items():
-            if record.state in ACTIVE and not record.fate and now_s - record.heard_s > self.failure_timeout_s:
-                is_late = record.state == "starting" and not is_stopped(index)
-                if is_late and now_s - record.heard_s <= self.startup_timeout_s:
-                    continue
-                if record.state != "starting" and is_working(index):
-                    record.heard_s = now_s
-                    continue
+            if record.state not in ACTIVE or record.fate:
+                continue
+            silent_s = now_s - record.heard_s
+            silence = judge_silence(
+                silent_s,
+                (self.failure_timeout_s, self.startup_timeout_s),
+                has_joined=record.state != "starting",
+                is_working=partial(is_working, index),
+                is_stopped=partial(is_stopped, index),
+            )
+            if silence == "busy":
+                record.heard_s = now_s
+            elif silence != "none":
                 what = "is out of reach: no sign of life" if record.is_remote else "is frozen: no sign of life"
-                what = "did not start" if is_late else what
-                record.fate = f"{what} for {now_s - record.heard_s:.1f} s"
+                what = "did not start" if silence == "late" else what
+                record.fate = f"{what} for {silent_s:.1f} s"
                 silent.append(index)
         return silent
 
@@ -294,3 +304,136 @@ class Membership:
         return all(
             index in known or record.state in ("finished", "left", "ready") for index, record in self.records.items()
         )
+
+
+@dataclass
+class ProcessRecord:
+    """What is known of one process."""
+
+    role: str
+    index: int
+    pid: int
+    incarnation: int
+    heard_s: float
+    address: str = ""  # of a server
+    public: str = ""  # the same, for workers of other hosts
+    step: int = 0
+    is_done: bool = False
+    num_events: int = 0  # heard of it
+    is_leaving: bool = False  # gets no more work: it was told to go, or the run is to have fewer
+    has_left: bool = False  # was let go
+
+
+class Process(msgspec.Struct, kw_only=True):
+    """A process of a run, from when it was asked for, or came by itself, until it has ended."""
+
+    role: str
+    index: int  # among those of its role
+    replica: int = 0  # of a server: those of one index have the same parameters
+    number: int = -1  # at the engine; -1 for an external worker, which somebody else started
+    incarnation: int = 0  # at the engine
+    pid: int = 0  # on its own host; 0 until it is known
+    since_s: float = 0.0  # when it was taken
+    is_remote: bool = False  # on another host: nothing is known of it but what it says
+    is_away: bool = False  # given up, but not killed: it may come back
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}" + (f".{self.replica}" if self.replica else "")
+
+    @property
+    def is_external(self) -> bool:
+        return self.number < 0
+
+
+class Roster(msgspec.Struct):
+    """The processes of a run: those that were asked for, and external workers. Written down by the coordinator.
+
+    An external worker of the run's own host is watched by its process. Nobody takes the place of one that is lost.
+    """
+
+    processes: dict[str, Process] = {}  # by name
+
+    def add(self, process: Process) -> None:
+        """Take note of a process, in the place of an earlier one of its name if there was."""
+        self.processes[process.name] = process
+
+    def remove(self, name: str) -> None:
+        """Forget a process, which may not be there."""
+        self.processes.pop(name, None)
+
+    def is_external(self, name: str) -> bool:
+        return name in self.processes and self.processes[name].is_external
+
+    def pid_of(self, name: str) -> int:
+        """Return the process on this host; 0 if there is none that is known."""
+        process = self.processes.get(name)
+        return process.pid if process is not None and not process.is_remote else 0
+
+    @property
+    def started(self) -> list[Process]:
+        """Those that were asked for, and have not ended."""
+        return [process for process in self.processes.values() if not process.is_external]
+
+    @property
+    def local_workers(self) -> list[Process]:
+        """The external workers of this host."""
+        return [process for process in self.processes.values() if process.is_external and not process.is_remote]
+
+    @property
+    def remote_workers(self) -> list[Process]:
+        """The external workers of other hosts."""
+        return [process for process in self.processes.values() if process.is_remote]
+
+    def take(self, report: Started | Exited) -> Process | None:
+        """Take a report of the engine; return the process that has ended, and forget it."""
+        for process in self.started:
+            if (process.number, process.incarnation) == (report.index, report.incarnation):
+                if isinstance(report, Exited):
+                    return self.processes.pop(process.name)
+                process.pid = report.pid
+        return None
+
+    def take_ended(self, is_alive: Callable[[int], bool]) -> list[Process]:
+        """Return the external workers of this host whose processes have ended, and forget them."""
+        ended = [process for process in self.local_workers if not is_alive(process.pid)]
+        for process in ended:
+            self.remove(process.name)
+        return ended
+
+
+Silence = Literal["none", "busy", "late", "frozen"]
+
+
+def judge_silence(
+    silent_s: float,
+    timeouts: tuple[float, float],
+    *,
+    has_joined: bool,
+    is_working: Callable[[], bool],
+    is_stopped: Callable[[], bool],
+) -> Silence:
+    """Return what it means that a process was not heard of for so long; `timeouts` are to fail, and to start.
+
+    One that gets processor time is too busy to speak, not frozen: it has as much time again. One that has not joined
+    has long, unless a signal stopped it.
+    """
+    failure_timeout_s, startup_timeout_s = timeouts
+    if silent_s <= failure_timeout_s:
+        return "none"
+    if has_joined:
+        return "busy" if is_working() else "frozen"
+    if is_stopped():
+        return "frozen"
+    return "late" if silent_s > startup_timeout_s else "none"
+
+
+def check_join_request(wish: JoinRequest, public: str) -> bool:
+    """Return whether who wants to join is on another host.
+
+    Raises JobError if it cannot take part in a run that listens for other hosts at `public`, or nowhere.
+    """
+    is_remote = wish.host_id != host_id()
+    if is_remote:
+        check_remote(wish, public)
+    return is_remote

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cordee.cluster.members import SETTLING_S, Membership, Trouble
-from cordee.cluster.restarts import Restarts
+from cordee.cluster.policies import Restarts
 
 TIMEOUT_S = 5.0
 LOST = "raised CommunicationError: rank 1 died"

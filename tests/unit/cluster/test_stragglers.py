@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cordee.cluster.stragglers import Stragglers
+from cordee.cluster.policies import Stragglers
 
 
 def named(*rounds: dict[str, float]) -> list[tuple[int, str]]:

@@ -6,8 +6,8 @@ import time
 
 import msgspec
 
-from cordee.cluster.external_workers import check_join_request
 from cordee.cluster.launcher_link import LauncherLink
+from cordee.cluster.members import check_join_request
 from cordee.communication.messages import JoinRequest, Scale
 from cordee.core import Job
 from cordee.core.errors import JobError

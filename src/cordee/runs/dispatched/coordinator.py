@@ -27,8 +27,8 @@ from cordee.runs.dispatched.losses import Losses
 from cordee.runs.dispatched.messages import LIMITS, SERVED
 from cordee.runs.dispatched.plan import RunPlan
 from cordee.runs.dispatched.process_starter import ProcessStarter
-from cordee.runs.dispatched.processes import RunState, StarterState
 from cordee.runs.dispatched.server_calls import ServerCalls
+from cordee.runs.dispatched.state import RunState, StarterState
 from cordee.runs.dispatched.step_metrics import MOST_REFUSALS
 from cordee.runs.dispatched.summary import Summariser
 from cordee.runs.dispatched.watch import Watch
@@ -116,7 +116,7 @@ class DispatchedLeader:
 
     def decide(self) -> None:
         dispatcher, losses, stop_s = self._dispatcher, self._losses, self._job.stop.time_s
-        self._watch.look()
+        self._watch.look(time.monotonic())
         losses.check_failures()
         losses.start_seconds()
         if self._servers.pair(dispatcher.servers):
@@ -144,9 +144,9 @@ class DispatchedLeader:
         if time.monotonic() < self._dismissed_by_s and not all(record.is_done for record in others):
             dispatcher.dismiss()
             return True
-        for number, process in self._starter.processes.items():
+        for process in self._starter.roster.started:
             if process.role == "server":
-                self._launcher.signal(number, "end")
+                self._launcher.signal(process.number, "end")
         reach("dispatch.dismissed")
         return False
 

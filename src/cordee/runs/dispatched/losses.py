@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 from cordee import checkpoint
 from cordee.cluster.launcher_link import LauncherLink
-from cordee.cluster.restarts import MOST_LOSSES_IN_ONE_STEP
-from cordee.cluster.shortage import Lack, Shortage
+from cordee.cluster.members import Process
+from cordee.cluster.policies import MOST_LOSSES_IN_ONE_STEP, Lack, Shortage
 from cordee.core.errors import TrainingError
 from cordee.core.fault_points import reach
 from cordee.core.settings import Cluster
 from cordee.data import Unit
 from cordee.runs.dispatched.dispatcher import Dispatcher
 from cordee.runs.dispatched.process_starter import ProcessStarter
-from cordee.runs.dispatched.processes import Loss, LossState, Process
 from cordee.runs.dispatched.server_calls import ServerCalls
+from cordee.runs.dispatched.state import Loss, LossState
 
 log = logging.getLogger("cordee.served")
 
@@ -107,12 +107,12 @@ class Losses:
 
     def check_failures(self) -> None:
         """Go on without external workers that failed; raise what the others say that went wrong."""
-        failures, external_workers = self._dispatcher.failures, self._starter.external_workers
+        failures, roster = self._dispatcher.failures, self._starter.roster
         for name, failure in list(failures):
-            index = int(name.removeprefix("worker-")) if name.startswith("worker-") else -1
-            if index in external_workers:  # its troubles are its own
+            if roster.is_external(name):  # its troubles are its own
                 failures.remove((name, failure))
-                external_workers.remove(index)
+                index = roster.processes[name].index
+                roster.remove(name)
                 self.give_up(index, failure.error)
         causes = [entry for entry in failures if not entry[1].is_consequence]
         for name, failure in causes or failures:
@@ -160,7 +160,7 @@ class Losses:
     def start_seconds(self) -> None:
         """Start a server where one is alone that should not be, unless another is there, or on its way."""
         for index, serving in self._dispatcher.servers.lacking_second():
-            others = [p.name for p in self._starter.processes.values() if (p.role, p.index) == ("server", index)]
+            others = [p.name for p in self._starter.roster.started if (p.role, p.index) == ("server", index)]
             process_records = self._dispatcher.process_records
             if all(name == serving or (name in process_records and process_records[name].is_done) for name in others):
                 self._starter.start_server(index, resume=False, has_state=False)

@@ -8,12 +8,12 @@ import msgspec
 
 from cordee.cluster.coordinator import Addresses, CoordinatorSpec
 from cordee.cluster.engine import ProcessSpec
-from cordee.cluster.external_workers import ExternalWorkers
 from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
+from cordee.cluster.members import Process, Roster
 from cordee.communication.this_host import own_address
 from cordee.core import Job
 from cordee.runs.dispatched.link import MemberSpec
-from cordee.runs.dispatched.processes import Process, StarterState
+from cordee.runs.dispatched.state import StarterState
 
 _TARGETS = {role: f"cordee.runs.dispatched.{role}:main" for role in ("worker", "server", "evaluator")}
 
@@ -33,28 +33,19 @@ class ProcessStarter:
         self._address = addresses.local
 
     @property
-    def processes(self) -> dict[int, Process]:
-        """Those that were started and have not ended, by their numbers at the engine."""
-        return self._memory.processes
-
-    @property
-    def external_workers(self) -> ExternalWorkers:
-        return self._memory.external_workers
-
-    @property
-    def away(self) -> list[str]:
-        """Frozen and given up, but not killed: they may come back."""
-        return self._memory.away
+    def roster(self) -> Roster:
+        return self._memory.roster
 
     @property
     def workers(self) -> list[str]:
         """All workers that have not ended, the oldest first."""
-        started = [process.index for process in self.processes.values() if process.role == "worker"]
-        return [f"worker-{index}" for index in sorted({*started, *self.external_workers.pids})]
+        workers = [process for process in self.roster.processes.values() if process.role == "worker"]
+        here = [process for process in workers if not (process.is_external and process.is_away)]
+        return [process.name for process in sorted(here, key=lambda process: process.index)]
 
     def start(self, role: str, index: int) -> str:
         """Have a worker or the evaluator started; return its name."""
-        return self._start(Process(role, index, 0), resume=False)
+        return self._start(Process(role=role, index=index), resume=False)
 
     def start_worker(self) -> str:
         """Have another worker started; return its name."""
@@ -68,13 +59,16 @@ class ProcessStarter:
         """
         replicas = self._memory.newest_replica
         replicas[index] = replicas.get(index, -1) + 1
-        return self._start(Process("server", index, replicas[index]), resume=resume, has_state=has_state)
+        return self._start(
+            Process(role="server", index=index, replica=replicas[index]), resume=resume, has_state=has_state
+        )
 
     def enlist(self, pid: int, now_s: float, data: str, *, is_remote: bool) -> MemberSpec:
         """Take a worker that somebody else started; return what it is told. `data` is what is known of the data."""
         index = self.take_number()
-        self.external_workers.add(index, pid, now_s, is_remote=is_remote)
-        order = self._order_for(Process("worker", index, 0), resume=False)
+        process = Process(role="worker", index=index, pid=pid, since_s=now_s, is_remote=is_remote)
+        self.roster.add(process)
+        order = self._order_for(process, resume=False)
         if not is_remote:
             return msgspec.structs.replace(order, launcher_pid=self._order.launcher_pid)
         job = (self.run_dir / "job.toml").read_text(encoding="utf-8")
@@ -90,11 +84,12 @@ class ProcessStarter:
 
     def _start(self, process: Process, *, resume: bool, has_state: bool = True) -> str:
         self._memory.num_started += 1
-        number = self._memory.num_started
-        self.processes[number] = process
         order = msgspec.to_builtins(self._order_for(process, resume=resume, has_state=has_state))
         log = str(self.log_file(process.name))
-        self._launcher.start(ProcessSpec.new(number, _TARGETS[process.role], order, log=log))
+        spec = ProcessSpec.new(self._memory.num_started, _TARGETS[process.role], order, log=log)
+        self._launcher.start(spec)
+        process.number, process.incarnation = spec.index, spec.incarnation
+        self.roster.add(process)
         return process.name
 
     def _order_for(self, process: Process, *, resume: bool, has_state: bool = True) -> MemberSpec:

@@ -1,4 +1,4 @@
-"""What a dispatcher knows of processes, steps and the end of the run: all that its successor needs."""
+"""What a coordinator of a dispatched run knows: all that its successor needs."""
 
 from __future__ import annotations
 
@@ -6,30 +6,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from cordee.cluster.coordinator import Addresses
+from cordee.cluster.members import ProcessRecord, Roster
+from cordee.cluster.policies import Shortage
 from cordee.compute import Metrics
 from cordee.data.ledger import LedgerState
-from cordee.runs.dispatched.server_slots import ServerSlots
+from cordee.runs.dispatched.server_registry import ServerSlots
 from cordee.training.progress import Progress
 
 Place = tuple[int, int, int, int]  # step, epoch, batches of it, samples in all
-
-
-@dataclass
-class ProcessRecord:
-    """What is known of one process."""
-
-    role: str
-    index: int
-    pid: int
-    incarnation: int
-    heard_s: float
-    address: str = ""  # of a server
-    public: str = ""  # the same, for workers of other hosts
-    step: int = 0
-    is_done: bool = False
-    num_events: int = 0  # heard of it
-    is_leaving: bool = False  # gets no more work: it was told to go, or the run is to have fewer
-    has_left: bool = False  # was let go
 
 
 @dataclass
@@ -98,3 +83,46 @@ class Memory(msgspec.Struct, kw_only=True):
     outcome: Outcome = msgspec.field(default_factory=Outcome)
     is_final: bool = False
     is_over: bool = False
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """A process that was lost, and when."""
+
+    role: str
+    name: str
+    at_s: float
+    step: int
+
+
+class StarterState(msgspec.Struct, kw_only=True):
+    """Who was started, and who came by itself."""
+
+    next_worker: int  # number of the next one
+    num_started: int = 0
+    newest_replica: dict[int, int] = {}  # of each server
+    roster: Roster = msgspec.field(default_factory=Roster)
+
+
+class LossState(msgspec.Struct, kw_only=True):
+    """What was lost, and what is done about it."""
+
+    num_replaced: int = 0
+    num_lost_over: dict[int, int] = {}  # workers lost over each unit of work
+    last: str = ""  # the last loss of a worker, in words
+    num_recoveries: int = 0
+    recovering: list[Loss] = []  # no step was committed since
+    shortage: Shortage | None = None  # too few are left, and others are waited for
+
+
+class RunState(msgspec.Struct, kw_only=True):
+    """What a coordinator must know to take up where another was."""
+
+    addresses: Addresses
+    started: float
+    begun_s: float
+    base_s: float  # of training time before this attempt
+    samples_before: int
+    peak_memory_bytes: int = 0  # of the worker that took most
+    starter: StarterState
+    losses: LossState = msgspec.field(default_factory=LossState)
+    dispatcher: Memory | None = None

@@ -13,8 +13,7 @@ from cordee.monitoring import Summary
 from cordee.monitoring.summary import Status
 from cordee.runs.dispatched.facts import RunFacts
 from cordee.runs.dispatched.plan import RunPlan
-from cordee.runs.dispatched.processes import RunState
-from cordee.runs.dispatched.state import Outcome
+from cordee.runs.dispatched.state import Outcome, RunState
 from cordee.training.progress import Progress
 from cordee.version import __version__
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import msgspec
 
+from cordee.cluster.autoscaling import Scaling
 from cordee.cluster.coordinator import Addresses, CoordinatorSpec
 from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
 from cordee.cluster.members import Membership
-from cordee.cluster.restarts import Restarts
-from cordee.cluster.scaling import Scaling
-from cordee.cluster.stragglers import Stragglers
+from cordee.cluster.policies import Restarts, Stragglers
 from cordee.communication.channel import ServerChannel
 from cordee.communication.messages import COORDINATION, JoinRequest
 from cordee.communication.wire import Codec

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 
-from cordee.cluster.engine import Exited, Started
+from cordee.cluster.engine import Exited
 from cordee.cluster.launcher_link import LauncherLink
 from cordee.cluster.members import ACTIVE, Membership, Trouble
-from cordee.cluster.shortage import Lack, Shortage
+from cordee.cluster.policies import Lack, Shortage
+from cordee.cluster.processes import is_alive
 from cordee.core.errors import TrainingError
 from cordee.core.fault_points import reach
 from cordee.core.settings import Cluster
@@ -51,12 +52,10 @@ class Losses:
         """Hear who ended, end who is frozen, replace who is lost."""
         now_s, membership, workers = time.monotonic(), self._membership, self._workers
         for report in self._launcher.reports():
-            if isinstance(report, Started):
-                workers.pids[report.index] = report.pid
-            elif isinstance(report, Exited) and workers.pids.get(report.index) == report.pid:
-                membership.exit(report.index, report.describe(), now_s, is_killed=report.status < 0)
-        for index in workers.external_workers.take_ended():
-            membership.exit(index, "ended without a word", now_s, is_killed=True)
+            if (process := workers.roster.take(report)) is not None and isinstance(report, Exited):
+                membership.exit(process.index, report.describe(), now_s, is_killed=report.status < 0)
+        for process in workers.roster.take_ended(is_alive):
+            membership.exit(process.index, "ended without a word", now_s, is_killed=True)
         can_replace = self._recoveries.restarts.can_replace
         for index in membership.check_silence(now_s, workers.is_working, workers.is_stopped):
             if membership.records[index].is_external or (membership.is_elastic and not can_replace):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cordee.cluster.members import Record, Trouble
-from cordee.cluster.restarts import Restarts
+from cordee.cluster.policies import Restarts
 from cordee.runs.team.state import Recovery, RecoveryState
 
 

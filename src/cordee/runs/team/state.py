@@ -5,10 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from cordee.cluster.coordinator import Addresses
-from cordee.cluster.external_workers import ExternalWorkers
-from cordee.cluster.members import Membership, Trouble
-from cordee.cluster.restarts import Restarts
-from cordee.cluster.shortage import Shortage
+from cordee.cluster.members import Membership, Roster, Trouble
+from cordee.cluster.policies import Restarts, Shortage
 from cordee.monitoring import Summary
 from cordee.runs.team.member_channel import ChannelState
 
@@ -17,8 +15,7 @@ class WorkersState(msgspec.Struct, kw_only=True):
     """The processes of workers, and what they are told."""
 
     data: str = ""  # what is known of the data, for workers of other hosts
-    pids: dict[int, int] = {}  # of those that were started
-    external_workers: ExternalWorkers = msgspec.field(default_factory=ExternalWorkers)
+    roster: Roster = msgspec.field(default_factory=Roster)
     threads: int = 0  # of each worker; 0 is what the job says
     is_reform_wanted: bool = False  # the same workers are to form another generation
 

@@ -14,8 +14,7 @@ import msgspec
 from cordee.cluster import Team
 from cordee.cluster.member_link import Answer, CoordinatorLink
 from cordee.cluster.members import WORKER_PREFIX
-from cordee.cluster.rendezvous import BetweenHosts, meet
-from cordee.cluster.rendezvous_store import CoordinatorStore
+from cordee.cluster.rendezvous import BetweenHosts, CoordinatorStore, meet
 from cordee.communication.exchange import find_lost_peer
 from cordee.communication.keys import ClientKeys
 from cordee.communication.shared_memory.gloo_sockets import shut_gloo_sockets

@@ -12,9 +12,8 @@ import msgspec
 from cordee.cluster.control import NotYetError
 from cordee.cluster.coordinator import Addresses, CoordinatorSpec
 from cordee.cluster.engine import ProcessSpec
-from cordee.cluster.external_workers import ExternalWorkers, check_join_request
 from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
-from cordee.cluster.members import Membership
+from cordee.cluster.members import WORKER_PREFIX, Membership, Process, Roster, check_join_request
 from cordee.cluster.processes import ProcessorWatch, is_stopped
 from cordee.communication.messages import JoinRequest
 from cordee.communication.this_host import own_address
@@ -47,7 +46,7 @@ class Workers:
         self._addresses = addresses
         self._check_size = check_size
         self._launcher_pid = order.launcher_pid
-        self._watch = ProcessorWatch()  # over external workers
+        self._watch = ProcessorWatch()
         self._order = WorkerSpec(
             run_dir=order.run_dir,
             run_id=order.run_id,
@@ -63,13 +62,8 @@ class Workers:
         )
 
     @property
-    def pids(self) -> dict[int, int]:
-        """The processes of those that were started, as far as they are known."""
-        return self._memory.pids
-
-    @property
-    def external_workers(self) -> ExternalWorkers:
-        return self._memory.external_workers
+    def roster(self) -> Roster:
+        return self._memory.roster
 
     @property
     def threads(self) -> int:
@@ -97,7 +91,9 @@ class Workers:
         self._expect(index)
         own = msgspec.to_builtins(msgspec.structs.replace(self._order, worker_index=index))
         log = str(self.log_file(index))
-        self._launcher.start(ProcessSpec.new(index, "cordee.runs.team.worker:main", own, log=log))
+        spec = ProcessSpec.new(index, "cordee.runs.team.worker:main", own, log=log)
+        self._launcher.start(spec)
+        self.roster.add(Process(role="worker", index=index, number=index, incarnation=spec.incarnation))
 
     def scale(self, num_workers: int, threads: int = 0, reason: str = "") -> str:
         """Change the number of workers: start new ones, or let the last ones go. Returns at once what will happen.
@@ -148,7 +144,7 @@ class Workers:
         self._expect(index)
         record = membership.records[index]
         record.is_external, record.is_remote = True, is_remote
-        self.external_workers.add(index, wish.pid, time.monotonic(), is_remote=is_remote)
+        self.roster.add(Process(role="worker", index=index, pid=wish.pid, is_remote=is_remote))
         own = msgspec.structs.replace(self._order, worker_index=index, launcher_pid=self._launcher_pid)
         if is_remote:
             own = msgspec.structs.replace(
@@ -164,15 +160,14 @@ class Workers:
 
     def is_working(self, index: int) -> bool:
         """Whether a worker is getting processor time. Of those on other hosts nobody can tell: they are not."""
-        if self._membership.records[index].is_remote:
-            return False
-        external_worker = self.external_workers.pids.get(index)
-        return self._launcher.is_working(index) if external_worker is None else self._watch.is_working(external_worker)
+        return self._watch.is_working(self._pid_of(index))
 
     def is_stopped(self, index: int) -> bool:
         """Whether a signal has stopped a process of this host."""
-        pid = self.external_workers.pids.get(index, self.pids.get(index))
-        return pid is not None and not self._membership.records[index].is_remote and is_stopped(pid)
+        return is_stopped(self._pid_of(index))
+
+    def _pid_of(self, index: int) -> int:
+        return self.roster.pid_of(f"{WORKER_PREFIX}{index}")
 
     def set_aside(self, index: int) -> None:
         """Go on without a frozen worker that nobody takes the place of; when it wakes up it may join again."""
@@ -189,8 +184,7 @@ class Workers:
         """Make room for another process of a worker."""
         self._channel.fence(index)
         self._membership.expect(index, time.monotonic())
-        self.pids.pop(index, None)
-        self.external_workers.remove(index)
+        self.roster.remove(f"{WORKER_PREFIX}{index}")
 
     def _unused_number(self) -> int:
         return next(index for index in itertools.count() if self._membership.is_free(index))

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from test_dispatcher import Play, work_of
 
 from cordee.cluster.coordinator import Addresses, CoordinatorSpec
-from cordee.cluster.engine import ProcessSpec
-from cordee.cluster.launcher_link import LauncherSpec
+from cordee.cluster.engine import Exited, ProcessSpec, Started
+from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherSpec
+from cordee.cluster.members import Process
+from cordee.core.errors import TrainingError
 from cordee.core.settings import Cluster
 from cordee.runs.dispatched.losses import Losses
 from cordee.runs.dispatched.messages import AskOrder, HandOver, Join, Leave, Order, TakeWork
 from cordee.runs.dispatched.process_starter import ProcessStarter
-from cordee.runs.dispatched.processes import LossState, Process, StarterState
+from cordee.runs.dispatched.state import LossState, StarterState
+from cordee.runs.dispatched.watch import Watch
 
 ORDER = CoordinatorSpec(
     kind="dispatched",
@@ -30,6 +34,8 @@ ORDER = CoordinatorSpec(
     facts={},
 )
 
+TIMEOUT_S = 5.0
+
 
 class Launcher:
     """Takes note of what is asked of it."""
@@ -37,6 +43,16 @@ class Launcher:
     def __init__(self) -> None:
         self.started: list[str] = []
         self.warnings: list[str] = []
+        self.killed: list[int] = []
+        self.news: list[Started | Exited] = []
+
+    def reports(self) -> list[Started | Exited]:
+        news, self.news = self.news, []
+        return news
+
+    def signal(self, index: int, action: str) -> None:
+        assert action == "kill"
+        self.killed.append(index)
 
     def start(self, spec: ProcessSpec) -> None:
         self.started.append(f"{spec.argument['role']}-{spec.argument['index']}")
@@ -59,22 +75,36 @@ class Servers:
 class Scene:
     """A run of one worker, about to lose it."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_restarts: int = 1) -> None:
         self.play = Play()
         self.launcher, self.servers = Launcher(), Servers()
         memory = StarterState(next_worker=1, newest_replica={0: 0})
-        starter = ProcessStarter(ORDER, self.play.dispatcher.plan.job, self.launcher, memory, Addresses("address"))  # type: ignore[arg-type]
+        starter = self.starter = ProcessStarter(
+            ORDER, self.play.dispatcher.plan.job, self.launcher, memory, Addresses("address")
+        )  # type: ignore[arg-type]
         self.losses = Losses(
-            Cluster(max_restarts=1),
+            Cluster(max_restarts=max_restarts),
             self.launcher,  # type: ignore[arg-type]
             self.play.dispatcher,
             starter,
             self.servers,  # type: ignore[arg-type]
             LossState(),
         )
+        self.watch = Watch(TIMEOUT_S, self.launcher, self.play.dispatcher, starter, self.losses)  # type: ignore[arg-type]
+
+    def take(self, number: int = -1, **known: Any) -> Process:
+        """Have worker 0 be a process that was started with this number, or one that joined by itself."""
+        process = Process(role="worker", index=0, number=number, incarnation=1, **known)
+        self.starter.roster.add(process)
+        return process
+
+    @property
+    def now_s(self) -> float:
+        """When worker 0 was heard of."""
+        return self.play.dispatcher.process_records["worker-0"].heard_s
 
     def kill(self, index: int) -> None:
-        self.losses.replace(Process("worker", index, 0), "was killed by SIGKILL", -9)
+        self.losses.replace(Process(role="worker", index=index), "was killed by SIGKILL", -9)
 
 
 def test_a_server_told_to_leave_stays_until_another_has_everything() -> None:
@@ -140,3 +170,69 @@ def test_a_replacement_lost_before_it_has_begun_is_replaced_although_the_run_end
     assert scene.launcher.started == ["worker-1"]
     scene.kill(1)
     assert "no replacement is left" in scene.launcher.warnings[-1], "the unit is still to be done"
+
+
+def test_a_worker_that_is_silent_and_idle_is_killed_and_then_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene()
+    scene.take(number=9)
+    scene.watch.look(scene.now_s + TIMEOUT_S)
+    assert scene.launcher.killed == []
+    monkeypatch.setattr("cordee.cluster.processes.ProcessorWatch.is_working", lambda self, pid: True)
+    scene.watch.look(scene.now_s + 1.1 * TIMEOUT_S)
+    assert scene.launcher.killed == [], "it is busy"
+    monkeypatch.setattr("cordee.cluster.processes.ProcessorWatch.is_working", lambda self, pid: False)
+    scene.watch.look(scene.now_s + 1.1 * TIMEOUT_S)
+    assert scene.launcher.killed == [9]
+    assert scene.launcher.warnings == ["worker-0 is frozen: no sign of life for 5.5 s"]
+    scene.launcher.news = [Exited(9, 1, 77, -9)]
+    scene.watch.look(scene.now_s)
+    assert scene.launcher.started == ["worker-1"]
+
+
+def test_a_frozen_worker_without_replacement_may_come_back_and_its_end_is_no_loss() -> None:
+    scene = Scene(max_restarts=0)
+    process = scene.take(number=9)
+    scene.watch.look(scene.now_s + 2 * TIMEOUT_S)
+    assert process.is_away and scene.launcher.killed == []
+    assert "worker-0" not in scene.play.dispatcher.process_records
+    scene.launcher.news = [Exited(9, 1, 77, -9)]
+    scene.watch.look(0.0)
+    assert scene.launcher.started == [] and scene.starter.roster.processes == {}
+
+
+def test_one_that_never_joins_ends_the_run_and_one_that_is_stopped_before_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene()
+    scene.starter.roster.add(Process(role="worker", index=5, number=3, incarnation=1))
+    stopped = {11}
+    monkeypatch.setattr("cordee.runs.dispatched.watch.is_stopped", lambda pid: pid in stopped)
+    scene.launcher.news = [Started(3, 1, 11)]
+    scene.watch.look(100.0)
+    scene.watch.look(100.0 + TIMEOUT_S)
+    assert scene.launcher.killed == []
+    scene.watch.look(100.1 + TIMEOUT_S)
+    assert scene.launcher.killed == [3]
+    with pytest.raises(TrainingError, match="worker-5 did not start within 120 s"):
+        scene.watch.look(100.1 + STARTUP_TIMEOUT_S)
+
+
+def test_external_workers_are_given_up_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, stopped = {11}, {11}
+    monkeypatch.setattr("cordee.runs.dispatched.watch.is_alive", lambda pid: pid in alive)
+    monkeypatch.setattr("cordee.runs.dispatched.watch.is_stopped", lambda pid: pid in stopped)
+    for is_remote, why in ((False, "is frozen; if it wakes up"), (True, "is out of reach; if it can be heard again")):
+        scene = Scene()
+        process = scene.take(pid=11, is_remote=is_remote)
+        scene.watch.look(scene.now_s + TIMEOUT_S)
+        assert scene.launcher.warnings == []
+        scene.watch.look(scene.now_s + 2 * TIMEOUT_S)
+        assert why in scene.launcher.warnings[0] and scene.launcher.started == scene.launcher.killed == []
+        assert process.is_away == is_remote and scene.starter.workers == ([] if is_remote else ["worker-0"])
+        scene.play.say("worker-0", Join("worker", 0, 1, "host"))  # it is back
+        scene.watch.look(scene.now_s)
+        assert not process.is_away and scene.starter.workers == ["worker-0"]
+    scene = Scene()
+    scene.take(pid=12)
+    scene.watch.look(scene.now_s)
+    assert "ended without a word" in scene.launcher.warnings[0] and scene.starter.workers == []

@@ -31,6 +31,9 @@ class Channel:
     def reply(self, received: Any, message: Message) -> None:
         self.answers.append((received.envelope.sender, message))
 
+    def fence(self, name: str, incarnation: int) -> None:
+        pass
+
 
 class Play:
     """One server, one evaluator, one worker, and the dispatcher between them."""
@@ -193,7 +196,7 @@ def test_a_server_that_nobody_followed_costs_whole_steps_and_says_how_many() -> 
 
 def test_a_unit_that_is_late_goes_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
-    monkeypatch.setattr("cordee.runs.dispatched.unit_timing.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("cordee.runs.dispatched.dispatcher.time.monotonic", lambda: now_s[0])
     play = Play(num_workers=2, drop_late=5.0)
     late = work_of(play.say("worker-0", TakeWork()))
     other = work_of(play.say("worker-1", TakeWork()))

@@ -5,13 +5,22 @@ from __future__ import annotations
 import msgspec
 
 from cordee.cluster.coordinator import Addresses
-from cordee.cluster.external_workers import ExternalWorkers
-from cordee.cluster.shortage import Shortage
+from cordee.cluster.members import Process, ProcessRecord, Roster
+from cordee.cluster.policies import Shortage
 from cordee.compute import Metrics
 from cordee.data.ledger import LedgerState
-from cordee.runs.dispatched.processes import Loss, LossState, Process, RunState, StarterState
-from cordee.runs.dispatched.server_slots import ServerSlot, ServerSlots
-from cordee.runs.dispatched.state import Memory, Outcome, ProcessRecord, SnapshotState, StepMetricsState, StepSum
+from cordee.runs.dispatched.server_registry import ServerSlot, ServerSlots
+from cordee.runs.dispatched.state import (
+    Loss,
+    LossState,
+    Memory,
+    Outcome,
+    RunState,
+    SnapshotState,
+    StarterState,
+    StepMetricsState,
+    StepSum,
+)
 from cordee.training.progress import Progress
 
 
@@ -32,9 +41,7 @@ def test_what_a_coordinator_knows_survives_being_written_down() -> None:
         begun_s=2.0,
         base_s=0.0,
         samples_before=0,
-        starter=StarterState(
-            next_worker=3, processes={1: Process("server", 0, 1)}, external_workers=ExternalWorkers({2: 5}, {2: 1.5})
-        ),
+        starter=StarterState(next_worker=3, roster=Roster({"server-0.1": Process(role="server", index=0, replica=1)})),
         losses=LossState(recovering=[Loss("worker", "worker-0", 1.0, 2)], shortage=Shortage("too few", 3.0)),
         dispatcher=dispatcher,
     )

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cordee.cluster.members import ProcessRecord
 from cordee.communication.calls import Call, UnavailableError
 from cordee.communication.messages import Message
 from cordee.compute import make_optimizer_recipe, make_schedule
@@ -30,9 +31,7 @@ from cordee.data import Ledger
 from cordee.data.ledger import Exchanges
 from cordee.runs.dispatched import server as server_module
 from cordee.runs.dispatched.server import ParameterService
-from cordee.runs.dispatched.server_registry import ServerRegistry
-from cordee.runs.dispatched.server_slots import ServerSlot, ServerSlots
-from cordee.runs.dispatched.state import ProcessRecord
+from cordee.runs.dispatched.server_registry import ServerRegistry, ServerSlot, ServerSlots
 from cordee.strategies.parameter_server.layout import make_layout
 from cordee.strategies.parameter_server.messages import Adopt, Pull, PullExtras, Push, Pushed, PushExtras
 from cordee.strategies.parameter_server.settings import ParameterServerSettings

@@ -5,10 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from cordee.cluster.coordinator import Addresses
-from cordee.cluster.external_workers import ExternalWorkers
-from cordee.cluster.members import Membership, Record, Trouble
-from cordee.cluster.restarts import Restarts
-from cordee.cluster.shortage import Shortage
+from cordee.cluster.members import Membership, Process, Record, Roster, Trouble
+from cordee.cluster.policies import Restarts, Shortage
 from cordee.runs.team.recoveries import Recovered, Recoveries
 from cordee.runs.team.state import LossState, RecoveryState, TeamState, WorkersState
 
@@ -50,7 +48,9 @@ def test_a_team_that_is_lost_in_the_same_step_again_and_again_gives_up() -> None
 
 def test_what_a_coordinator_knows_survives_being_written_down() -> None:
     membership = Membership(2, 5.0, 120.0, 0.0, is_elastic=True)
-    staff = WorkersState(pids={0: 10}, external_workers=ExternalWorkers({1: 11, 2: 12}, {2: 3.5}), threads=2)
+    staff = WorkersState(roster=Roster(), threads=2)
+    staff.roster.add(Process(role="worker", index=0, number=0, incarnation=7, pid=10))
+    staff.roster.add(Process(role="worker", index=2, pid=12, since_s=3.5, is_remote=True))
     memory = TeamState(
         addresses=Addresses("tcp://127.0.0.1:1"),
         membership=membership,
