@@ -207,3 +207,99 @@ def test_pushes_count_once_over_a_connection_that_breaks_again_and_again(monkeyp
     finally:
         proxy.close()
         servers.close()
+
+
+@pytest.mark.timeout(300)
+def test_what_a_killed_server_has_acknowledged_is_not_lost() -> None:
+    """Two clients push without a pause; processes of both servers are killed. Each acknowledged push counts, once."""
+    with cordee.KVStore.local(2, replicas=2, failure_timeout="15s") as store:
+        assert store._servers is not None
+        _, first, second, *_ = store._servers.pids  # before them the directory, after them their seconds
+        store.set_updater("sgd", lr=1.0, momentum=0.5)
+        keys = {"small": 1000, "large": 700_000}  # the large one is cut over both servers, and read in place
+        for key, length in keys.items():
+            store.init(key, np.zeros(length, np.float32))
+        acknowledged = dict.fromkeys(keys, 0)
+        is_over = threading.Event()
+        problems: list[BaseException] = []
+
+        def push(key: str) -> None:
+            try:
+                while not is_over.is_set():
+                    version = store.push_pull(key, np.ones(keys[key], np.float32)).version
+                    acknowledged[key] += 1
+                    assert version == acknowledged[key]
+            except BaseException as error:  # noqa: BLE001 - raised by the test
+                problems.append(error)
+
+        threads = [threading.Thread(target=push, args=(key,)) for key in keys]
+        for thread in threads:
+            thread.start()
+        for pid in (first, second):
+            before = dict(acknowledged)
+            time.sleep(0.5)
+            os.kill(pid, signal.SIGKILL)
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline and not problems:
+                if all(acknowledged[key] > before[key] + 20 for key in keys):
+                    break
+                time.sleep(0.05)
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        assert not problems, problems
+        for key, length in keys.items():
+            value, speed = np.float32(0), np.float32(0)
+            for _ in range(acknowledged[key]):
+                speed = np.float32(0.5) * speed + np.float32(1)
+                value = value - speed
+            found, version = store.pull(key)
+            assert version == acknowledged[key] > 40 and np.array_equal(found, np.full(length, value))
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_second_is_replaced_by_one_that_then_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = LocalServers(1, [], 15.0, replicas=2)
+    monkeypatch.setenv("CORDEE_STORE_KEY", servers.key.to_text())
+    ones = np.ones(100_000, np.float32)
+    new = None
+    try:
+        _, first, second = servers.pids
+        with cordee.KVStore(servers.address, failure_timeout="15s") as store:
+            store.set_updater("adam", lr=0.1)
+            store.init("w", np.zeros_like(ones))
+            for _ in range(3):
+                store.push("w", ones)
+            os.kill(second, signal.SIGKILL)
+            assert store.push("w", ones) == 4, "the first one continues alone"
+            command = [sys.executable, "-m", "cordee", "server", "--join", servers.address, "--failure-timeout", "15s"]
+            new = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert new.stdout is not None
+            assert "server 0 of 1 listens" in new.stdout.readline()
+            assert "can take its place" in new.stdout.readline()
+            before = store.pull("w")
+            os.kill(first, signal.SIGKILL)
+            after = store.pull("w")
+            assert after.version == before.version == 4 and np.array_equal(after.value, before.value)
+            # Adam moves by the rate at each push of the same gradient, if it has its state.
+            assert np.allclose(store.push_pull("w", ones).value, -0.5, rtol=1e-3)
+    finally:
+        if new is not None:
+            new.kill()
+            new.communicate()
+        servers.close()
+
+
+@pytest.mark.timeout(300)
+def test_a_frozen_server_has_its_second_take_over_and_does_not_answer_when_it_wakes_up() -> None:
+    with cordee.KVStore.local(1, replicas=2, failure_timeout="3s") as store:
+        assert store._servers is not None
+        _, first, _ = store._servers.pids
+        store.init("w", np.zeros(1000, np.float32))
+        store.push("w", np.ones(1000, np.float32))
+        os.kill(first, signal.SIGSTOP)
+        assert store.push("w", np.ones(1000, np.float32)) == 2
+        os.kill(first, signal.SIGCONT)
+        psutil.Process(first).wait(20)  # it ends: it was given up
+        value, version = store.pull("w")
+        assert version == 2 and np.unique(value).tolist() == [2]

@@ -45,6 +45,14 @@ def server(
         typer.Option(help="End when so many workers have come and left; 0: serve until Ctrl-C.", metavar="N", min=0),
     ] = 0,
     servers: Annotated[int, typer.Option(help="How many servers the store has, this one included.", min=1)] = 1,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            help="Processes of each server; 2: one may be killed and nothing is lost. This one has the directory then.",
+            min=1,
+            max=2,
+        ),
+    ] = 1,
     join: Annotated[
         str | None, typer.Option(help="Be one more server of the store at this address.", metavar="ADDRESS")
     ] = None,
@@ -78,6 +86,7 @@ def server(
         listen=listen,
         num_workers=workers,
         num_servers=servers,
+        replicas=replicas,
         join=join,
         key_file=key_file,
         updaters=updaters or [],

@@ -1,19 +1,26 @@
-"""Calls to the servers of a store: several under way at once, and again after a lost connection."""
+"""Calls to servers of parameters: several under way at once, and again after a lost connection.
+
+A server that died may come back under another address, or its second takes over: what was not acknowledged is sent
+again. Servers count each push once, so sending twice does no harm.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from cordee.communication.buffers import Buffer, WireError
-from cordee.communication.calls import Connection, Connections, Pending, ServerDiedError, ServerFrozenError
+from cordee.communication.calls import UNAVAILABLE, Connection, Connections, Pending, ServerDiedError, ServerFrozenError
 from cordee.communication.channel import RefusedError
 from cordee.communication.messages import Message
 from cordee.core.errors import CommunicationError, StoreError
+from cordee.core.fault_points import reach
 from cordee.parameters.messages import Bye, Cut
 from cordee.parameters.shared_values import BLOCK_BYTES
 
@@ -23,16 +30,32 @@ PIECE_BYTES = BLOCK_BYTES  # through shared memory
 FAR_PIECE_BYTES = 1 << 18  # through channels, where encrypting takes most of the time, at both ends at once
 DIRECTORY = -1  # in the place of a server's number
 WINDOW = 4  # calls under way at each server
-_RETRY_S = 0.05
+_RETRY_S = 0.02
 
 
-class StoreCalls:
-    """Calls to the servers of a store. Any thread may call."""
+class ServerCalls:
+    """Calls to servers by their numbers. Any thread may call.
 
-    def __init__(self, connect: Callable[[int], Connection], failure_timeout_s: float) -> None:
+    `connect` returns a connection to the process that serves now, and raises CommunicationError where there is none.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[int], Connection],
+        patience_s: float,
+        *,
+        is_replaced: bool = True,
+        lose_messages: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """`is_replaced`: a process that is gone has another in its place after a while; else it is given up at once."""
         self._connections = Connections(connect)
-        self._timeout_s = failure_timeout_s
-        self._dead: dict[int, ServerDiedError] = {}  # servers of this host whose process has ended: with their values
+        self._patience_s = patience_s
+        self._is_replaced = is_replaced
+        self._dead: dict[int, ServerDiedError] = {}  # whose process has ended, and with it what it held
+        self._lose = lose_messages
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()  # of the random numbers
 
     def call(
         self,
@@ -45,37 +68,37 @@ class StoreCalls:
     ) -> Any:
         """Make a call until it is answered.
 
-        Raises StoreError if the server refuses it, CommunicationError if the server died or does not answer in time.
+        Raises CommunicationError if no server answers in time, or what `refusal` makes of it if the server refuses.
         """
         deadline = 0.0
+        kind = type(message).__name__.lower()
         while True:
-            connection = None
+            connection: Connection | None = None
             try:
                 connection = self.connection(server)
-                return connection.call(message, buffers, receive=receive, reply_bytes=reply_bytes)
-            except RefusedError as error:
-                raise as_store_error(error) from error
+                reach(f"client.call.{kind}")
+                if self._lose and self._is_lost():  # the request
+                    time.sleep(_RETRY_S)
+                    continue
+                result = connection.call(message, buffers, receive=receive, reply_bytes=reply_bytes)
+                reach(f"client.answered.{kind}")
+                if self._lose and self._is_lost():  # the reply
+                    continue
+                return result
             except WireError:  # the message itself: no other attempt would do better
                 raise
             except CommunicationError as error:
-                deadline = deadline or time.monotonic() + self._timeout_s
+                if isinstance(error, RefusedError) and error.reason == "reply-too-large":
+                    reply_bytes = max(2 * reply_bytes, 1 << 20)
+                    continue
+                if isinstance(error, RefusedError) and error.reason != UNAVAILABLE:
+                    raise self.refusal(error) from error
+                deadline = deadline or time.monotonic() + self._patience_s
                 self._connections.drop(server, connection)
-                if isinstance(error, ServerDiedError):
-                    self._dead[server] = error
-                # Whoever is silent for the failure timeout has had its time.
-                if server in self._dead or isinstance(error, ServerFrozenError) or time.monotonic() > deadline:
-                    raise gone(server, error) from error
-                log.info("%s: %s; trying again", _describe_server(server), error)
+                if self._is_final(server, error) or time.monotonic() > deadline:
+                    raise self.gone(server, error) from error
+                log.info("%s: %s; trying again", describe_server(server), error)
                 time.sleep(_RETRY_S)
-
-    def piece_bytes(self, cuts: Sequence[Cut]) -> int:
-        """Return in how large pieces an array with these parts should travel."""
-        is_near = all(self.connection(cut.server).is_shared for cut in cuts)
-        return PIECE_BYTES if is_near else FAR_PIECE_BYTES
-
-    def ask(self, message: Message) -> Any:
-        """Make a call to the directory, as `call` does."""
-        return self.call(DIRECTORY, message)
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Make all calls, some at a time for each server; raises as `call` does, when none is under way any more."""
@@ -98,7 +121,7 @@ class StoreCalls:
                     connection = self.connection(task.server)
                     under_way.append((task, connection.begin(task.message, task.parcel, reply_bytes=task.reply_bytes)))
                 except RefusedError as error:
-                    raise as_store_error(error) from error
+                    raise self.refusal(error) from error
                 except CommunicationError:
                     self._connections.drop(task.server, connection)
                     lost.add(task.server)
@@ -112,18 +135,36 @@ class StoreCalls:
         for task in failed:
             self._again(task)
 
-    def close(self) -> None:
-        """Say goodbye to all servers that were called, and close the connections."""
-        for connection in self._connections.take_all():
-            with contextlib.suppress(CommunicationError):
-                connection.call(Bye(), timeout_s=1.0)
-            connection.close()
-
     def connection(self, server: int) -> Connection:
         """Return the connection to a server. Raises CommunicationError if there is none and none can be made."""
         if server in self._dead:
             raise self._dead[server]
         return self._connections.get(server)
+
+    def close(self) -> None:
+        for connection in self._connections.take_all():
+            self.leave(connection)
+            connection.close()
+
+    def leave(self, connection: Connection) -> None:
+        """Do what is to be done before a connection is closed."""
+
+    def refusal(self, error: RefusedError) -> Exception:
+        """Return what is raised where a server refuses."""
+        return error
+
+    def gone(self, server: int, error: CommunicationError) -> CommunicationError:
+        """Return what is raised where a server does not answer any more."""
+        return error
+
+    def _is_final(self, server: int, error: CommunicationError) -> bool:
+        """Whether nobody will answer however long one waits."""
+        if self._is_replaced:
+            return False
+        if isinstance(error, ServerDiedError):
+            self._dead[server] = error
+        # Whoever is silent for the failure timeout has had its time.
+        return server in self._dead or isinstance(error, ServerFrozenError)
 
     def _again(self, task: Task) -> None:
         self.call(task.server, task.message, task.parcel, receive=task.receive, reply_bytes=task.reply_bytes)
@@ -131,12 +172,52 @@ class StoreCalls:
     def _finish(self, task: Task, pending: Pending, failed: list[Task]) -> None:
         try:
             pending.finish(task.receive)
-        except RefusedError as error:
-            raise as_store_error(error) from error
-        except ServerFrozenError as error:
-            raise gone(task.server, error) from error
-        except CommunicationError:
+        except CommunicationError as error:
+            if isinstance(error, RefusedError) and error.reason not in (UNAVAILABLE, "reply-too-large"):
+                raise self.refusal(error) from error
+            if isinstance(error, ServerFrozenError) and not self._is_replaced:
+                raise self.gone(task.server, error) from error
             failed.append(task)
+
+    def _is_lost(self) -> bool:
+        with self._lock:
+            draw = self._random.random()
+        if draw < self._lose / 3:  # overtaken by others
+            time.sleep(draw / self._lose * 0.03)
+        return draw > 1 - self._lose * 2 / 3
+
+
+class StoreCalls(ServerCalls):
+    """Calls of a client of a store, to its servers and its directory; refusals are StoreErrors."""
+
+    def ask(self, message: Message) -> Any:
+        """Make a call to the directory, as `call` does."""
+        return self.call(DIRECTORY, message)
+
+    def piece_bytes(self, cuts: Sequence[Cut]) -> int:
+        """Return in how large pieces an array with these parts should travel."""
+        try:
+            is_near = all(self.connection(cut.server).is_shared for cut in cuts)
+        except CommunicationError:
+            if not self._is_replaced:
+                raise
+            is_near = False
+        return PIECE_BYTES if is_near else FAR_PIECE_BYTES
+
+    def leave(self, connection: Connection) -> None:
+        with contextlib.suppress(CommunicationError):
+            connection.call(Bye(), timeout_s=1.0)
+
+    def refusal(self, error: RefusedError) -> Exception:
+        return as_store_error(error)
+
+    def gone(self, server: int, error: CommunicationError) -> CommunicationError:
+        return CommunicationError(f"{describe_server(server)} of the store is gone: {error}")
+
+    def _is_final(self, server: int, error: CommunicationError) -> bool:
+        if server == DIRECTORY and isinstance(error, ServerDiedError):
+            return True  # nobody takes its place
+        return super()._is_final(server, error)
 
 
 class Task(NamedTuple):
@@ -149,11 +230,7 @@ class Task(NamedTuple):
     reply_bytes: int
 
 
-def gone(server: int, error: CommunicationError) -> CommunicationError:
-    return CommunicationError(f"{_describe_server(server)} of the store is gone: {error}")
-
-
-def _describe_server(server: int) -> str:
+def describe_server(server: int) -> str:
     return "the directory" if server == DIRECTORY else f"server {server}"
 
 

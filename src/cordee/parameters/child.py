@@ -31,6 +31,7 @@ def main() -> int:
 
     settings = ServerSettings(
         num_servers=order.num_servers,
+        replicas=order.replicas,
         updaters=order.updaters,
         failure_timeout_s=order.failure_timeout_s,
         key=StoreKey.from_text(order.key),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cordee.communication.buffers import ITEM_BYTES
 from cordee.core.errors import StoreError, nearest
 from cordee.parameters.messages import Cut, Role
 from cordee.parameters.placement import place
+from cordee.parameters.server_slots import ServerSlot, ServerSlots
 
 _DEAF_S = 1.0  # between two looks at who is silent: more means that nobody was listening
 
@@ -23,6 +24,7 @@ class Participant:
     host: str
     address: str
     heard_s: float
+    host_id: str = ""
     meetings: int = 0  # barriers it has passed
     has_left: bool = False
     is_lost: bool = False
@@ -50,32 +52,110 @@ class KeyRecord:
 
 
 class Directory:
-    """All decisions of the directory. `num_workers` 0: as many as come, and the store ends when it is told to."""
+    """All decisions of the directory. `num_workers` 0: as many as come, and the store ends when it is told to.
 
-    def __init__(self, *, num_workers: int, num_servers: int, failure_timeout_s: float) -> None:
-        self.num_workers, self.num_servers = num_workers, num_servers
+    With two `replicas` each server is two processes: one that serves, and its second, which has all that was
+    acknowledged and takes over when the first is lost. The directory alone decides that, and never undoes it: a
+    process that was given up is not heard any more.
+    """
+
+    def __init__(self, *, num_workers: int, num_servers: int, failure_timeout_s: float, replicas: int = 1) -> None:
+        self.num_workers, self.num_servers, self.replicas = num_workers, num_servers, replicas
+        self.slots = ServerSlots([ServerSlot() for _ in range(num_servers)])
         self.failure_timeout_s = failure_timeout_s
         self.participants: dict[str, Participant] = {}
         self.keys: dict[str, KeyRecord] = {}
         self._at_barrier: dict[str, int] = {}  # worker -> the number of its barrier
         self._looked_s: float | None = None
 
-    def enlist(self, name: str, role: Role, *, pid: int, host: str, address: str, now_s: float) -> Participant:
+    def enlist(
+        self, name: str, role: Role, *, pid: int, host: str, address: str, now_s: float, host_id: str = ""
+    ) -> Participant:
         """Register a process; again for one that is known. Raises StoreError if there is no place for it."""
         known = self.participants.get(name)
         if known is not None:
             return self.hear(name, now_s)
-        same = [participant for participant in self.participants.values() if participant.role == role]
-        if self.num_workers and role == "worker" and len(same) >= self.num_workers:
+        if role == "server":
+            index = self._free_slot()
+            self.participants[name] = Participant(role, index, pid, host, address, now_s, host_id)
+            self.slots.join(index, name)
+            return self.participants[name]
+        same = self.present("worker")
+        if self.num_workers and len(same) >= self.num_workers:
             raise StoreError(
                 f"the store was started for {self.num_workers} workers, and {len(same)} have come: start it with more"
             )
-        if role == "server" and len(same) >= self.num_servers:
-            raise StoreError(
-                f"the store was started for {self.num_servers} servers, and {len(same)} have come: start it with more"
-            )
         self.participants[name] = Participant(role, len(same), pid, host, address, now_s)
         return self.participants[name]
+
+    def _free_slot(self) -> int:
+        """Return which server a new process becomes: one that nobody has been yet, else one that has no second."""
+        slots, present = self.slots.slots, self.present("server")
+        known = {participant.index for participant in present}
+        for index in range(self.num_servers):
+            if index not in known:
+                return index
+        for index, _ in self.slots.without_follower() if self.replicas > 1 else ():
+            return index
+        if lost := [index for index, slot in enumerate(slots) if not slot.serving]:
+            raise StoreError(f"all processes of server {lost[0]} are lost, and its values with them")
+        raise StoreError(
+            f"the store was started for {self.num_servers} servers"
+            f"{f' of {self.replicas} processes each' if self.replicas > 1 else ''}, and {len(present)} have come: "
+            "start it with more"
+        )
+
+    @property
+    def num_missing_servers(self) -> int:
+        """How many processes of servers have yet to come, and to be given everything."""
+        if self.slots.is_ready(wants_followers=self.replicas > 1):
+            return 0
+        slots, wants = self.slots.slots, self.replicas > 1
+        return sum((not slot.serving) + (wants and not slot.is_following) for slot in slots)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the servers are, if all of them serve and at the start have their seconds."""
+        if self.replicas > 1 and self.num_missing_servers:
+            return ()
+        return tuple(self.participants[name].address for name in self.slots.serving)
+
+    def leader_of(self, name: str) -> tuple[str, str]:
+        """Return the name and the address of the server that `name` is to follow; both empty for one that serves."""
+        slot = self.slots.slots[self.participants[name].index]
+        if slot.follower != name or not slot.serving:
+            return "", ""
+        return slot.serving, self.participants[slot.serving].address
+
+    def follow(self, name: str, address: str) -> None:
+        """`name` has been given everything by the server at `address`. Raises StoreError if that serves no more."""
+        leader, its_address = self.leader_of(name)
+        if not leader or its_address != address:
+            raise StoreError(f"{self.describe(name)} is nobody's second: the server at {address} does not serve")
+        self.slots.note_following(self.participants[name].index, leader, name)
+        self.slots.is_ready(wants_followers=True)  # from the first time on it is, whoever follows
+
+    def drop_second(self, name: str, address: str, now_s: float) -> Participant | None:
+        """Have the second at `address` never take over from `name`. Raises StoreError if `name` itself was given up."""
+        participant = self.hear(name, now_s)
+        slot = self.slots.slots[participant.index]
+        if slot.serving != name:
+            raise StoreError(f"{participant} does not serve any more")
+        if not slot.follower or self.participants[slot.follower].address != address:
+            return None
+        second = self.participants[slot.follower]
+        self._lose(slot.follower)
+        return second
+
+    def _lose(self, name: str) -> None:
+        participant = self.participants[name]
+        participant.is_lost = True
+        if participant.role == "server" and self.replicas > 1:
+            self.slots.lose(name)
+
+    def is_served(self, participant: Participant) -> bool:
+        """Whether the part of a server that was lost is served by another."""
+        return participant.role == "server" and bool(self.slots.slots[participant.index].serving) and self.replicas > 1
 
     def hear(self, name: str, now_s: float) -> Participant:
         """Note a sign of life. Raises StoreError for a process that is not known, or was given up."""
@@ -91,6 +171,8 @@ class Directory:
         if name in self.participants:
             self.participants[name].has_left = True
             self._at_barrier.pop(name, None)
+            if self.replicas > 1:
+                self.slots.lose(name)
 
     def lose_silent(self, now_s: float) -> list[Participant]:
         """Give up those that have not been heard of for the failure timeout, and return them.
@@ -102,14 +184,19 @@ class Directory:
         if deaf_s > _DEAF_S:
             for participant in self.participants.values():
                 participant.heard_s += deaf_s
-        silent = [
-            participant
-            for participant in self.participants.values()
-            if participant.is_here and now_s - participant.heard_s > self.failure_timeout_s
-        ]
-        for participant in silent:
-            participant.is_lost = True
-        return silent
+        return self._give_up(lambda participant: now_s - participant.heard_s > self.failure_timeout_s)
+
+    def lose_dead(self, is_dead: Callable[[Participant], bool]) -> list[Participant]:
+        """Give up servers whose process has ended, and return them. Only where others can take their place."""
+        if self.replicas == 1:
+            return []
+        return self._give_up(lambda participant: participant.role == "server" and is_dead(participant))
+
+    def _give_up(self, is_lost: Callable[[Participant], bool]) -> list[Participant]:
+        lost = [name for name, one in self.participants.items() if one.is_here and is_lost(one)]
+        for name in lost:
+            self._lose(name)
+        return [self.participants[name] for name in lost]
 
     @property
     def lost_workers(self) -> list[str]:
@@ -121,7 +208,7 @@ class Directory:
     @property
     def is_complete(self) -> bool:
         """Whether everybody who is expected has come."""
-        return len(self.present("server")) >= self.num_servers and len(self.present("worker")) >= self.num_workers
+        return not self.num_missing_servers and len(self.present("worker")) >= self.num_workers
 
     @property
     def is_over(self) -> bool:

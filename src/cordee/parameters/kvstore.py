@@ -77,17 +77,19 @@ class KVStore:
         cls,
         num_servers: int = 1,
         *,
+        replicas: int = 1,
         updaters: Sequence[str] = (),
         failure_timeout: str | float = "30s",
         shared_memory: bool = True,
     ) -> KVStore:
         """Start servers on this host, which end with this process or `close`, and return a client of them.
 
-        Other processes join with the variables in `environment`.
+        With `replicas` = 2 each server is two processes: what it has acknowledged is not lost when one of them is
+        killed. Other processes join with the variables in `environment`.
         """
         stop_import("cordee.KVStore.local")
         timeout_s = _seconds(failure_timeout)
-        servers = LocalServers(num_servers, list(updaters), timeout_s)
+        servers = LocalServers(num_servers, list(updaters), timeout_s, replicas)
         store = cls.__new__(cls)
         try:
             membership = Membership(

@@ -29,6 +29,7 @@ class ChildOrder(msgspec.Struct, frozen=True, kw_only=True):
     parent: int
     root: str  # address of the first server; empty for that one itself
     num_servers: int
+    replicas: int
     updaters: list[str]
     failure_timeout_s: float
     python_path: list[str]
@@ -37,17 +38,20 @@ class ChildOrder(msgspec.Struct, frozen=True, kw_only=True):
 class LocalServers:
     """The servers of one store on this host."""
 
-    def __init__(self, num_servers: int, updaters: list[str], failure_timeout_s: float) -> None:
+    def __init__(self, num_servers: int, updaters: list[str], failure_timeout_s: float, replicas: int = 1) -> None:
         """Start them and wait until they serve. Raises StoreError that says what went wrong."""
         if not (isinstance(num_servers, int) and 1 <= num_servers <= MAX_SERVERS):
             raise StoreError(
                 f"num_servers = {num_servers!r} must be a whole number from 1 to {MAX_SERVERS}: "
                 "they are processes of this host"
             )
+        if replicas not in (1, 2):
+            raise StoreError(f"replicas = {replicas!r} must be 1 or 2: the processes of each server")
+        num_processes = num_servers if replicas == 1 else 1 + num_servers * replicas  # the first is the directory alone
         self.key = StoreKey.make()
         self._children: list[subprocess.Popen[bytes]] = []
         try:
-            for _ in range(num_servers):  # all at once: what takes long is importing torch
+            for _ in range(num_processes):  # all at once: what takes long is importing torch
                 self._children.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "cordee.parameters.child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -60,6 +64,7 @@ class LocalServers:
                     parent=os.getpid(),
                     root=self.address,
                     num_servers=num_servers,
+                    replicas=replicas,
                     updaters=updaters,
                     failure_timeout_s=failure_timeout_s,
                     python_path=sys.path,

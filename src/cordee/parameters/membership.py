@@ -16,6 +16,7 @@ from cordee.communication.calls import Connection
 from cordee.communication.channel import RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.sockets import check_address
+from cordee.communication.this_host import host_id
 from cordee.core.errors import CommunicationError, CordeeError, StoreError
 from cordee.parameters.calls import DIRECTORY, StoreCalls, as_store_error
 from cordee.parameters.keys import StoreKey, find_key
@@ -78,7 +79,9 @@ class Link:
         has_said = False
         while True:
             try:
-                enlisted = self.connection.call(JoinRequest(role, os.getpid(), socket.gethostname(), address))
+                enlisted = self.connection.call(
+                    JoinRequest(role, os.getpid(), socket.gethostname(), host_id(), address)
+                )
             except RefusedError as error:
                 raise as_store_error(error) from error
             assert isinstance(enlisted, Enlisted)
@@ -111,26 +114,32 @@ class Link:
 def describe_missing(enlisted: Enlisted) -> str:
     """Return who has not come yet, for people; empty if everybody has."""
     parts = []
-    for present, expected, name in (
-        (len(enlisted.addresses), enlisted.num_servers, "server"),
-        (enlisted.workers_present, enlisted.num_workers, "worker"),
+    for missing, expected, name in (
+        (enlisted.servers_missing, enlisted.num_servers * enlisted.replicas, "server"),
+        (max(0, enlisted.num_workers - enlisted.workers_present), enlisted.num_workers, "worker"),
     ):
-        if present < expected:
-            parts.append(f"{expected - present} of {expected} {name}{'s' if expected > 1 else ''}")
+        if missing:
+            parts.append(f"{missing} of {expected} {name}{'s' if expected > 1 else ''}")
     return " and ".join(parts)
 
 
 class Heartbeats:
     """Tells the directory now and then that this process lives; `is_over` once the store ends or its directory does."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, heard_s: float) -> None:
+        """The directory has heard this process after `heard_s`."""
         self._link = link
         self.is_over = False
         self.problem = ""
         self.lost: frozenset[str] = frozenset()  # workers that were given up, as the directory tells servers
+        self.heard_until_s = heard_s
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cordee-store-alive", daemon=True)
         self._thread.start()
+
+    def end(self, problem: str) -> None:
+        """Have the process end, for another reason."""
+        self.problem, self.is_over = problem, True
 
     def close(self) -> None:
         self._has_ended.set()
@@ -140,15 +149,16 @@ class Heartbeats:
         interval_s = min(1.0, self._link.failure_timeout_s / 5)
         heard_s = time.monotonic()
         while not self._has_ended.wait(interval_s):
+            asked_s = time.monotonic()
             try:
                 # A directory that lives may be busy for long, with an updater of its own shard say.
                 standing = self._link.connection.call(Alive())
                 assert isinstance(standing, Standing)
-                heard_s = time.monotonic()
-                self.is_over = standing.is_over
+                heard_s, self.heard_until_s = time.monotonic(), asked_s
+                self.is_over |= standing.is_over
                 self.lost = frozenset(standing.lost)
             except CommunicationError as error:
-                self.problem = str(error)
+                self.problem = self.problem or f"the directory of the store is gone: {error}"
                 # A connection to a directory that died stays broken; a refusal means that it has given this process up.
                 if isinstance(error, RefusedError) or time.monotonic() - heard_s > self._link.failure_timeout_s:
                     self.is_over = True
@@ -169,8 +179,13 @@ class Membership:
             raise
         self.index, self.num_workers, self.num_servers = enlisted.index, enlisted.num_workers, enlisted.num_servers
         self._addresses = enlisted.addresses
-        self.calls = StoreCalls(self._connect, failure_timeout_s)
-        self._heartbeats = Heartbeats(self._link)
+        has_seconds = enlisted.replicas > 1
+        # A frozen server is silent for the failure timeout before its client knows, and so it is for the directory.
+        patience_s = 3 * failure_timeout_s if has_seconds else failure_timeout_s
+        self.calls = StoreCalls(
+            self._connect_serving if has_seconds else self._connect, patience_s, is_replaced=has_seconds
+        )
+        self._heartbeats = Heartbeats(self._link, time.monotonic())
 
     @property
     def address(self) -> str:
@@ -186,6 +201,15 @@ class Membership:
         self.calls.close()
         self._link.leave()
 
-    def _connect(self, server: int) -> Connection:
+    def _connect_serving(self, server: int) -> Connection:
+        """Connect to the process that is a server now. Raises CommunicationError while there is none."""
+        if server != DIRECTORY:
+            self._addresses = self._link.enlist("worker", until_complete=False).addresses
+            if not self._addresses:
+                raise CommunicationError(f"no process is server {server} at the moment")
+        # The directory may not know yet that the process has died: not long for one attempt.
+        return self._connect(server, connect_timeout_s=min(1.0, self.failure_timeout_s))
+
+    def _connect(self, server: int, connect_timeout_s: float | None = None) -> Connection:
         address = self._addresses[server] if server != DIRECTORY else ""
-        return self._link.connect(address or self._link.address)
+        return self._link.connect(address or self._link.address, connect_timeout_s)

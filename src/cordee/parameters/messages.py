@@ -13,6 +13,7 @@ from cordee.communication.wire import Limits
 
 Shape: TypeAlias = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**48)], ...], Meta(max_length=MAX_DIMENSIONS)]
 Role: TypeAlias = Literal["worker", "server"]
+Client: TypeAlias = Annotated[str, Meta(max_length=128)]  # whose it is, where a server passes it on to its second
 
 
 class Cut(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -39,6 +40,7 @@ class JoinRequest(_StoreMessage, frozen=True):
     role: Role
     pid: Count
     host: Name
+    host_id: Name  # equal for processes that see each other's numbers
     address: Text = ""  # where a server listens
 
 
@@ -49,7 +51,12 @@ class Enlisted(_StoreMessage, frozen=True):
     num_workers: Count  # 0: as many as come
     num_servers: Count
     workers_present: Count
-    addresses: Annotated[tuple[Text, ...], Meta(max_length=4096)]  # of the servers present; "": the directory's own
+    servers_missing: Count  # processes
+    addresses: Annotated[tuple[Text, ...], Meta(max_length=4096)]  # of those that serve, or none; "": the directory's
+    replicas: Count = 1  # processes of each server
+    failure_timeout_s: float = 0.0  # of the directory: nobody is given up who was heard in this time
+    follows: Text = ""  # a server: the address of the one whose second it is to be
+    leader: Text = ""  # and its name
 
 
 class Alive(_StoreMessage, frozen=True):
@@ -61,6 +68,22 @@ class Standing(_StoreMessage, frozen=True):
 
     is_over: bool
     lost: Annotated[tuple[Name, ...], Meta(max_length=1 << 16)] = ()
+
+
+class Following(_StoreMessage, frozen=True):
+    """The sender has been given everything by the server at this address, and is its second. Answered by `Done`."""
+
+    address: Name
+
+
+class SecondLost(_StoreMessage, frozen=True):
+    """The sender's second, at this address, does not follow it any more. Answered by `Done`.
+
+    Nothing that the sender has done since is acknowledged to anybody before the answer.
+    """
+
+    address: Name
+    reason: Text
 
 
 class Place(_StoreMessage, frozen=True):
@@ -111,6 +134,8 @@ class Meet(_StoreMessage, frozen=True):
 class Bye(_StoreMessage, frozen=True):
     """The sender leaves in order; also to servers, which forget it. Answered by `Done`."""
 
+    client: Client = ""
+
 
 # To a server.
 
@@ -138,6 +163,8 @@ class Push(_StoreMessage, frozen=True):
     number: Count
     sequence: Count  # one for each push of a client; the pieces of a push share it
     start: Count
+    client: Client = ""
+    incarnation: Count = 0
 
 
 class Exchange(_StoreMessage, frozen=True):
@@ -146,7 +173,7 @@ class Exchange(_StoreMessage, frozen=True):
     number: Count
     sequence: Count
     start: Count
-    reads_memory: bool = False  # as in `Pull`
+    memory: Count = 0  # as in `Pull`
 
 
 class Pull(_StoreMessage, frozen=True):
@@ -157,7 +184,7 @@ class Pull(_StoreMessage, frozen=True):
     stop: Count
     min_version: Count = 0
     timeout_s: float = 0.0
-    reads_memory: bool = False  # the client has mapped the part: a stamp may stand for the elements
+    memory: Count = 0  # number of the shared memory that the client has mapped: a stamp stands for the elements
 
 
 class PushRows(_StoreMessage, frozen=True):
@@ -165,6 +192,8 @@ class PushRows(_StoreMessage, frozen=True):
 
     number: Count
     sequence: Count
+    client: Client = ""
+    incarnation: Count = 0
 
 
 class PullRows(_StoreMessage, frozen=True):
@@ -193,11 +222,12 @@ class Done(_StoreMessage, frozen=True):
 class Value(_StoreMessage, frozen=True):
     """Elements of a part; `version` counts the pushes that are in it.
 
-    With a stamp they are not sent: the client reads them in shared memory, where that stamp must stand.
+    With a stamp they are not sent: the client reads them in shared memory, where that stamp must stand. With neither
+    the client has to pull.
     """
 
     version: Count
-    stamp: Annotated[int, Meta(ge=-1)] = -1
+    stamp: Annotated[int, Meta(ge=-2)] = -1  # -2: the memory that the client has mapped is of another process
 
 
 class AskMemory(_StoreMessage, frozen=True):
@@ -207,16 +237,33 @@ class AskMemory(_StoreMessage, frozen=True):
 
 
 class Memory(_StoreMessage, frozen=True):
-    """The shared memory of a part; of 0 bytes if it has none."""
+    """The shared memory of a part; of 0 bytes if it has none. No two memories have the same number."""
 
     pid: Count
     fd: Count
     num_bytes: Count
+    number: Count
+
+
+# Of a server to its second, of a store or of a run.
+
+
+class Adopt(_StoreMessage, frozen=True):
+    """The server at this address is to be the receiver's second. Answered when that one has everything."""
+
+    address: Name
+
+
+class Load(_StoreMessage, frozen=True):
+    """All that a server knows of a part: tensors by name, and the rest as JSON bytes."""
+
+    number: Count
+    names: Annotated[tuple[Name, ...], Meta(max_length=65536)]
 
 
 STORE: tuple[type[Message], ...] = (
     JoinRequest, Enlisted, Alive, Standing, Place, Placed, Ready, Locate, Located, Meet, Bye,
     Create, Fill, Push, Exchange, Pull, PushRows, PullRows, SetUpdater, Done, Value,
-    AskMemory, Memory,
+    AskMemory, Memory, Adopt, Load, Following, SecondLost,
 )  # fmt: skip
-LIMITS = Limits(max_header_bytes=1 << 20, max_buffers=2, max_buffer_bytes=1 << 31)
+LIMITS = Limits(max_header_bytes=1 << 20, max_buffers=65536, max_buffer_bytes=1 << 31)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,14 +12,17 @@ from pathlib import Path
 
 import torch
 
-from cordee.communication.calls import CallServer
+from cordee.communication.calls import CallServer, UnavailableError
+from cordee.communication.channel import RefusedError
 from cordee.communication.endpoint import Speaker
+from cordee.communication.shared_memory.liveness import read_stat
+from cordee.communication.this_host import host_id
 from cordee.core import env
-from cordee.core.errors import StoreError
-from cordee.parameters.directory import Directory
+from cordee.core.errors import CommunicationError, StoreError
+from cordee.parameters.directory import Directory, Participant
 from cordee.parameters.keys import StoreKey, default_key_file, find_key, save_key
 from cordee.parameters.membership import Heartbeats, Link
-from cordee.parameters.messages import LIMITS, STORE
+from cordee.parameters.messages import LIMITS, STORE, Adopt, Enlisted, Following, SecondLost
 from cordee.parameters.service import StoreService
 from cordee.parameters.shard import Shard
 from cordee.parameters.signals import EndSignals
@@ -34,7 +38,8 @@ class ServerSettings:
 
     listen: str = "tcp://127.0.0.1:*"
     num_workers: int = 0  # that are expected; 0: as many as come, until it is told to end
-    num_servers: int = 1  # that are expected, this one included
+    num_servers: int = 1  # that are expected, this one included if it has a shard
+    replicas: int = 1  # processes of each server; with 2 the first process has the directory only
     updaters: Sequence[str] = ()  # modules with update functions
     failure_timeout_s: float = 30.0
     must_complete: bool = False  # end with an error when not everybody has come in that time
@@ -59,8 +64,10 @@ def serve_root(
         num_workers=settings.num_workers,
         num_servers=settings.num_servers,
         failure_timeout_s=settings.failure_timeout_s,
+        replicas=settings.replicas,
     )
-    shard = Shard(load_functions(settings.updaters)) if settings.has_shard else None
+    has_shard = settings.has_shard and settings.replicas == 1
+    shard = Shard(load_functions(settings.updaters)) if has_shard else None
     service = StoreService(directory, shard)
     speaker = Speaker(run=settings.key.run, name="server-0", incarnation=time.time_ns())
     with CallServer(
@@ -107,9 +114,9 @@ class _RootWatch:
     def look(self, now_s: float) -> bool:
         """Do what is due; return whether the process may end."""
         self.next_s = now_s + _TICK_S
-        for line in self._service.tick(now_s):
+        for line, is_served in self._service.tick(now_s, _has_died):
             self._say(line)
-            if self._settings.num_workers:
+            if self._settings.num_workers and not is_served:
                 self.problem = self.problem or line
         if self._is_told_to_end():
             self._begin_end(now_s)
@@ -128,15 +135,15 @@ class _RootWatch:
 
     def _await_everybody(self, now_s: float) -> None:
         directory = self._directory
-        num_workers, num_servers = len(directory.present("worker")), len(directory.present("server"))
+        num_workers, num_expected = len(directory.present("worker")), directory.num_servers * directory.replicas
         if directory.is_complete:
             self._was_complete = True
             if self._has_said:
                 self._say("everybody is there")
             return
         missing = []
-        if num_servers < directory.num_servers:
-            missing.append(f"{directory.num_servers - num_servers} of {directory.num_servers} servers")
+        if directory.num_missing_servers:
+            missing.append(f"{directory.num_missing_servers} of {num_expected} servers")
         if num_workers < directory.num_workers:
             missing.append(f"{directory.num_workers - num_workers} of {directory.num_workers} workers")
         text = " and ".join(missing)
@@ -162,10 +169,12 @@ def serve_member(
     service = StoreService(None, Shard(load_functions(settings.updaters)))
     speaker = Speaker(run=link.key.run, name=f"server-{os.getpid()}", incarnation=time.time_ns())
     with CallServer(settings.listen, speaker, STORE, link.key.server_keys(), service.handle, limits=LIMITS) as server:
+        asked_s = time.monotonic()
         enlisted = link.enlist("server", server.address, until_complete=False)
         say(f"server {enlisted.index} of {enlisted.num_servers} listens at {server.address} (process {os.getpid()})")
         ready(server.address)
-        heartbeats = Heartbeats(link)
+        heartbeats = Heartbeats(link, asked_s)
+        following = _follow(link, service, heartbeats, server.address, enlisted, say) if enlisted.replicas > 1 else None
         next_s = 0.0
 
         def is_over() -> bool:
@@ -175,15 +184,70 @@ def serve_member(
                 return False
             next_s = now_s + _TICK_S
             with server.lock:
-                service.tick(now_s)
+                service.tick(now_s, _has_died)
                 service.lost = heartbeats.lost
             return heartbeats.is_over or is_told_to_end()
 
         server.run(is_over)
         heartbeats.close()
+        if following is not None:
+            with server.lock:
+                service.end()  # the second serves as soon as the directory knows
+            following.join()
         link.leave()
     if heartbeats.problem and not is_told_to_end():
-        raise StoreError(f"the directory of the store is gone: {heartbeats.problem}")
+        raise StoreError(heartbeats.problem)
+
+
+def _follow(
+    link: Link,
+    service: StoreService,
+    heartbeats: Heartbeats,
+    own_address: str,
+    enlisted: Enlisted,
+    say: Callable[[str], None],
+) -> threading.Thread:
+    """Prepare a server to lose its second or to take its first one's place; begin to follow if it is a second."""
+    service.name = f"server {enlisted.index} (process {os.getpid()})"
+    service.connect = link.connect
+    # The directory gives nobody up that it has heard in this time; later another may serve beside this one.
+    service.may_serve = lambda: time.monotonic() - heartbeats.heard_until_s < enlisted.failure_timeout_s
+    service.leader = enlisted.leader
+
+    def report_lost(address: str, message: str) -> None:
+        try:
+            link.connection.call(SecondLost(address, message))
+        except RefusedError as error:  # this server was given up, and its second may serve by now
+            heartbeats.end(str(error))
+            raise UnavailableError(f"{message}, and was given up itself: {error}") from error
+        except CommunicationError as error:
+            raise UnavailableError(f"{message}, and the directory could not be told: {error}") from error
+
+    def follow() -> None:
+        if not enlisted.follows:
+            return
+        try:
+            with link.connect(enlisted.follows) as connection:
+                connection.call(Adopt(own_address))
+            link.connection.call(Following(enlisted.follows))
+            say(f"has all that the server at {enlisted.follows} has, and can take its place")
+        except CommunicationError as error:  # it may have been given everything or not: it is of no use
+            heartbeats.end(f"the server at {enlisted.follows} could not give it everything: {error}")
+
+    service.report_lost = report_lost
+    thread = threading.Thread(target=follow, name="cordee-store-follow", daemon=True)
+    thread.start()
+    return thread
+
+
+def _has_died(server: Participant) -> bool:
+    """Whether the process of a server of this host has ended. Of one of another host only silence tells."""
+    if server.host_id != host_id():
+        return False
+    try:
+        return read_stat(server.pid).state in ("Z", "X")
+    except OSError:
+        return True
 
 
 def run_role(role: env.StoreRole, failure_timeout_s: float) -> int:

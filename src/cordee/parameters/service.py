@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from cordee.communication.calls import Call
-from cordee.communication.messages import Message
+import msgspec
+
+from cordee.communication.calls import Call, UnavailableError
+from cordee.communication.messages import Message, Refused
 from cordee.core.errors import StoreError
-from cordee.parameters.directory import Directory, join
+from cordee.parameters.directory import Directory, Participant, join
 from cordee.parameters.messages import (
+    Adopt,
     Alive,
     AskMemory,
     Bye,
@@ -21,7 +24,9 @@ from cordee.parameters.messages import (
     Enlisted,
     Exchange,
     Fill,
+    Following,
     JoinRequest,
+    Load,
     Locate,
     Located,
     Meet,
@@ -33,10 +38,12 @@ from cordee.parameters.messages import (
     Push,
     PushRows,
     Ready,
+    SecondLost,
     SetUpdater,
     Standing,
     Value,
 )
+from cordee.parameters.replication import Answer, ReplicatedService
 from cordee.parameters.shard import Part, Shard
 
 
@@ -47,17 +54,29 @@ class _Waiting:
     problem: Callable[[], str]
 
 
-class StoreService:
+class Loss(NamedTuple):
+    """A participant that was given up, in words, and whether another has its part."""
+
+    line: str
+    is_served: bool
+
+
+class StoreService(ReplicatedService):
     """Called by one thread at a time. `tick` must be called a few times a second, under the same lock."""
 
     def __init__(self, directory: Directory | None, shard: Shard | None) -> None:
+        super().__init__()
         self.directory, self.shard = directory, shard
         self.is_over = False
         self.lost: frozenset[str] = frozenset()  # workers that were given up: what they say is too late
+        self.may_serve: Callable[[], bool] = lambda: True
+        """Whether nobody can have taken this server's place yet."""
+        self.leader = ""  # name of the server that this one follows
+        self._has_taken_over = False
         self._pulls: dict[int, list[_Waiting]] = {}  # part -> pulls that want a later version
         self._meets: dict[str, _Waiting] = {}
         self._places: dict[str, list[tuple[Call, Place]]] = {}
-        self._handlers: dict[type[Message], Callable[[Call, Any], None]] = {}
+        self._handlers: dict[type[Message], Callable[[Call, Any], Answer | None]] = {}
         if shard is not None:
             self._handlers |= {
                 Push: self._push,
@@ -69,11 +88,15 @@ class StoreService:
                 Fill: self._fill,
                 SetUpdater: self._set_updater,
                 AskMemory: self._memory,
+                Adopt: self._adopt,
+                Load: self._load,
             }
         if directory is not None:
             self._handlers |= {
                 JoinRequest: self._enlist,
                 Alive: self._alive,
+                Following: self._following,
+                SecondLost: self._second_lost,
                 Place: self._place,
                 Ready: self._ready,
                 Locate: self._locate,
@@ -81,74 +104,106 @@ class StoreService:
             }
         self._handlers[Bye] = self._bye
 
-    def handle(self, call: Call) -> None:
+    def carry_out(self, call: Call) -> Answer | None:
+        if not self.may_serve():
+            raise UnavailableError(f"{self.name} has not heard of the directory: another may have taken its place")
+        if self.leader and call.caller != self.leader:
+            self._has_taken_over = True
+        elif self._has_taken_over:  # it was given up, and what it passes on now may be older than what is here
+            raise UnavailableError(f"{self.name} does not follow any more: it serves")
         if call.caller in self.lost and type(call.message) is not Bye:
-            call.refuse("failed", "this worker was given up: it was silent for longer than the failure timeout")
-            return
+            return Refused("failed", "this worker was given up: it was silent for longer than the failure timeout"), ()
         handler = self._handlers.get(type(call.message))
         if handler is None:
             what = "the directory" if self.shard is None else "a server"
-            call.refuse("unexpected", f"{type(call.message).__name__} is nothing for {what} of a store")
-            return
-        handler(call, call.message)
+            return Refused("unexpected", f"{type(call.message).__name__} is nothing for {what} of a store"), ()
+        return handler(call, call.message)
 
-    def tick(self, now_s: float) -> list[str]:
-        """End waits that are late, give up silent participants; return what there is to say."""
+    def dump(self) -> Iterator[tuple[Message, Sequence[Any]]]:
+        shard = self._shard()
+        yield SetUpdater(*shard.chosen), ()
+        for number in shard.parts:
+            names, buffers = shard.dump_part(number)
+            yield Load(number, names), buffers
+
+    def tick(self, now_s: float, is_dead: Callable[[Participant], bool]) -> list[Loss]:
+        """End waits that are late, give up participants that are silent or dead; return those."""
         self._expire(now_s)
-        if self.directory is None:
+        directory = self.directory
+        if directory is None:
             return []
-        lost = self.directory.lose_silent(now_s)
-        if lost:
-            self.lost = frozenset(self.directory.lost_workers)
+        dead, silent = directory.lose_dead(is_dead), directory.lose_silent(now_s)
+        if dead or silent:
+            self.lost = frozenset(directory.lost_workers)
             for name in list(self._meets):
                 self._try_meet(name)
+        losses = [(one, "it died") for one in dead]
+        losses += [(one, f"it was silent for {directory.failure_timeout_s:g} s") for one in silent]
         return [
-            f"{participant} is lost: it was silent for {self.directory.failure_timeout_s:g} s" for participant in lost
+            Loss(f"{one} is lost: {why}{'; another process serves its values' * is_served}", is_served)
+            for one, why in losses
+            for is_served in [directory.is_served(one)]
         ]
 
     # Of a shard.
 
-    def _push(self, call: Call, push: Push) -> None:
-        call.reply(Done(self._apply(call, push).version))
+    def _push(self, call: Call, push: Push) -> Answer:
+        return self._apply(call, push), ()
 
-    def _exchange(self, call: Call, push: Exchange) -> None:
-        part = self._apply(call, push)
-        assert self.shard is not None
-        if self.shard.is_whole(part, call.caller, push.sequence):
+    def _exchange(self, call: Call, push: Exchange) -> Answer:
+        done = self._apply(call, Push(push.number, push.sequence, push.start))
+        shard = self._shard()
+        part = shard.part(push.number)
+        if shard.is_whole(part, call.caller, push.sequence):
             count = call.buffers[0].spec.shape[0]
-            _send(call, part, push.start, push.start + count, push.reads_memory)
-        else:
-            call.reply(Value(part.version))
+            return _value(part, push.start, push.start + count, push.memory)
+        return Value(done.version), ()
 
-    def _apply(self, call: Call, push: Push | Exchange) -> Part:
-        assert self.shard is not None
+    def _apply(self, call: Call, push: Push) -> Done:
         (pushed,) = call.buffers
-        part = self.shard.push(push.number, call.caller, call.incarnation, push.sequence, push.start, pushed.torch())
+        client, incarnation = _sender(call, push)
+
+        def act() -> Done:
+            part = self._shard().push(push.number, client, incarnation, push.sequence, push.start, pushed.torch())
+            return Done(part.version)
+
+        done = self._both(call, push, act)
         if self._pulls:
-            self._serve_waiting(push.number, part)
-        return part
+            self._serve_waiting(push.number)
+        return done
 
-    def _push_rows(self, call: Call, push: PushRows) -> None:
-        assert self.shard is not None
+    def _push_rows(self, call: Call, push: PushRows) -> Answer:
         rows, values = call.buffers
-        part = self.shard.push_rows(
-            push.number, call.caller, call.incarnation, push.sequence, rows.torch(), values.torch()
-        )
-        self._serve_waiting(push.number, part)
-        call.reply(Done(part.version))
+        client, incarnation = _sender(call, push)
 
-    def _pull_rows(self, call: Call, pull: PullRows) -> None:
-        assert self.shard is not None
+        def act() -> Done:
+            shard = self._shard()
+            part = shard.push_rows(push.number, client, incarnation, push.sequence, rows.torch(), values.torch())
+            return Done(part.version)
+
+        done = self._both(call, push, act)
+        self._serve_waiting(push.number)
+        return done, ()
+
+    def _both(self, call: Call, message: Push | PushRows, act: Callable[[], Done]) -> Done:
+        """Do it, after the second has, if there is one."""
+        if self._second is None:
+            return act()
+        client, incarnation = _sender(call, message)
+        relayed = msgspec.structs.replace(message, client=client, incarnation=incarnation)
+        done = self.mirrored(relayed, call.buffers, act)
+        assert isinstance(done, Done)
+        return done
+
+    def _pull_rows(self, call: Call, pull: PullRows) -> Answer:
         (rows,) = call.buffers
-        part, values = self.shard.pull_rows(pull.number, rows.torch())
-        call.reply(Value(part.version), [values])
+        part, values = self._shard().pull_rows(pull.number, rows.torch())
+        return Value(part.version), [values]
 
-    def _pull(self, call: Call, pull: Pull) -> None:
-        assert self.shard is not None
-        part = self.shard.part(pull.number)
+    def _pull(self, call: Call, pull: Pull) -> Answer | None:
+        part = self._shard().part(pull.number)
         if part.version >= pull.min_version:
-            _send(call, part, pull.start, pull.stop, pull.reads_memory)
-            return
+            return _value(part, pull.start, pull.stop, pull.memory)
 
         def problem() -> str:
             return (
@@ -158,96 +213,134 @@ class StoreService:
 
         waiting = _Waiting(call, time.monotonic() + pull.timeout_s, problem)
         self._pulls.setdefault(pull.number, []).append(waiting)
+        return None
 
-    def _serve_waiting(self, number: int, part: Part) -> None:
+    def _serve_waiting(self, number: int) -> None:
+        part = self._shard().part(number)
         for waiting in self._pulls.pop(number, []):
             pull = waiting.call.message
             assert isinstance(pull, Pull)
             if part.version >= pull.min_version:
-                _send(waiting.call, part, pull.start, pull.stop, pull.reads_memory)
+                waiting.call.reply(*_value(part, pull.start, pull.stop, pull.memory))
             else:
                 self._pulls.setdefault(number, []).append(waiting)
 
-    def _create(self, call: Call, create: Create) -> None:
-        assert self.shard is not None
-        self.shard.create(create.number, create.key, create.dtype, create.shape, create.is_cut)
-        call.reply(Done())
+    def _create(self, call: Call, create: Create) -> Answer:
+        def act() -> Done:
+            self._shard().create(create.number, create.key, create.dtype, create.shape, create.is_cut)
+            return Done()
 
-    def _fill(self, call: Call, fill: Fill) -> None:
-        assert self.shard is not None
+        return self.mirrored(create, (), act), ()
+
+    def _fill(self, call: Call, fill: Fill) -> Answer:
         (values,) = call.buffers
-        self.shard.fill(fill.number, fill.start, values.torch())
-        call.reply(Done())
 
-    def _set_updater(self, call: Call, chosen: SetUpdater) -> None:
-        assert self.shard is not None
-        self.shard.set_updater(chosen.name, chosen.settings, chosen.numbers)
-        call.reply(Done())
+        def act() -> Done:
+            self._shard().fill(fill.number, fill.start, values.torch())
+            return Done()
 
-    def _memory(self, call: Call, asked: AskMemory) -> None:
-        assert self.shard is not None
-        memory = self.shard.part(asked.number).memory
-        fd, num_bytes = (0, 0) if memory is None else memory.address
-        call.reply(Memory(os.getpid(), fd, num_bytes))
+        return self.mirrored(fill, call.buffers, act), ()
 
-    def _bye(self, call: Call, bye: Bye) -> None:
+    def _set_updater(self, call: Call, chosen: SetUpdater) -> Answer:
+        def act() -> Done:
+            self._shard().set_updater(chosen.name, chosen.settings, chosen.numbers)
+            return Done()
+
+        return self.mirrored(chosen, (), act), ()
+
+    def _memory(self, call: Call, asked: AskMemory) -> Answer:
+        memory = self._shard().part(asked.number).memory
+        if memory is None:
+            return Memory(os.getpid(), 0, 0, 0), ()
+        return Memory(os.getpid(), *memory.address, memory.number), ()
+
+    def _adopt(self, call: Call, adopt: Adopt) -> Answer:
+        self.adopt(adopt.address)
+        return Done(), ()
+
+    def _load(self, call: Call, load: Load) -> Answer:
+        self._shard().restore_part(load.number, load.names, [buffer.torch() for buffer in call.buffers])
+        return Done(), ()
+
+    def _bye(self, call: Call, bye: Bye) -> Answer:
         if self.shard is not None:
-            self.shard.forget(call.caller)
+            client = bye.client or call.caller
+            self.pass_on(Bye(client))
+            self.shard.forget(client)
         if self.directory is not None:
             self.directory.leave(call.caller)
             for name in list(self._meets):
                 self._try_meet(name)
-        call.reply(Done())
+        return Done(), ()
+
+    def _shard(self) -> Shard:
+        assert self.shard is not None
+        return self.shard
 
     # Of the directory.
 
-    def _enlist(self, call: Call, enlist: JoinRequest) -> None:
+    def _enlist(self, call: Call, enlist: JoinRequest) -> Answer:
         directory = self._directory()
         participant = directory.enlist(
             call.caller,
             enlist.role,
             pid=enlist.pid,
             host=enlist.host,
+            host_id=enlist.host_id,
             address=enlist.address,
             now_s=time.monotonic(),
         )
-        call.reply(
-            Enlisted(
-                index=participant.index,
-                num_workers=directory.num_workers,
-                num_servers=directory.num_servers,
-                workers_present=len(directory.present("worker")),
-                addresses=tuple(server.address for server in directory.present("server")),
-            )
+        leader, follows = directory.leader_of(call.caller) if participant.role == "server" else ("", "")
+        enlisted = Enlisted(
+            index=participant.index,
+            num_workers=directory.num_workers,
+            num_servers=directory.num_servers,
+            workers_present=len(directory.present("worker")),
+            servers_missing=directory.num_missing_servers,
+            addresses=directory.addresses,
+            replicas=directory.replicas,
+            failure_timeout_s=directory.failure_timeout_s,
+            follows=follows,
+            leader=leader,
         )
+        return enlisted, ()
 
-    def _alive(self, call: Call, alive: Alive) -> None:
+    def _following(self, call: Call, following: Following) -> Answer:
+        self._directory().hear(call.caller, time.monotonic())
+        self._directory().follow(call.caller, following.address)
+        return Done(), ()
+
+    def _second_lost(self, call: Call, lost: SecondLost) -> Answer:
+        self._directory().drop_second(call.caller, lost.address, time.monotonic())
+        return Done(), ()
+
+    def _alive(self, call: Call, alive: Alive) -> Answer:
         participant = self._directory().hear(call.caller, time.monotonic())
         if self.is_over and participant.role == "server":
             participant.has_left = True
-        call.reply(Standing(self.is_over, tuple(self.lost) if participant.role == "server" else ()))
+        return Standing(self.is_over, tuple(self.lost) if participant.role == "server" else ()), ()
 
-    def _place(self, call: Call, place: Place) -> None:
+    def _place(self, call: Call, place: Place) -> Answer | None:
         record, is_owner = self._directory().declare(
             call.caller, place.key, place.dtype, place.shape, place.sequence, time.monotonic()
         )
         if is_owner or record.is_ready:
-            call.reply(Placed(is_owner, record.number, record.cuts))
-        else:
-            self._places.setdefault(place.key, []).append((call, place))
+            return Placed(is_owner, record.number, record.cuts), ()
+        self._places.setdefault(place.key, []).append((call, place))
+        return None
 
-    def _ready(self, call: Call, ready: Ready) -> None:
+    def _ready(self, call: Call, ready: Ready) -> Answer:
         record = self._directory().keys[ready.key]
         self._directory().finish(ready.key)
-        call.reply(Done())
         for waiting, _ in self._places.pop(ready.key, []):
             waiting.reply(Placed(False, record.number, record.cuts))
+        return Done(), ()
 
-    def _locate(self, call: Call, locate: Locate) -> None:
+    def _locate(self, call: Call, locate: Locate) -> Answer:
         record = self._directory().locate(locate.key)
-        call.reply(Located(record.number, record.kind, record.shape, record.cuts))  # type: ignore[arg-type]
+        return Located(record.number, record.kind, record.shape, record.cuts), ()  # type: ignore[arg-type]
 
-    def _meet(self, call: Call, meet: Meet) -> None:
+    def _meet(self, call: Call, meet: Meet) -> Answer | None:
         directory = self._directory()
         directory.hear(call.caller, time.monotonic())
 
@@ -256,6 +349,7 @@ class StoreService:
 
         self._meets[call.caller] = _Waiting(call, time.monotonic() + meet.timeout_s, problem)
         self._try_meet(call.caller)
+        return None
 
     def _try_meet(self, name: str) -> None:
         waiting = self._meets.get(name)
@@ -317,9 +411,15 @@ class StoreService:
         return self.directory
 
 
-def _send(call: Call, part: Part, start: int, stop: int, reads_memory: bool) -> None:
-    """Answer with elements of a part, or with the stamp at which the client finds them in shared memory."""
-    if reads_memory and (stamp := part.stamp(start, stop)) >= 0:
-        call.reply(Value(part.version, stamp))
-    else:
-        call.reply(Value(part.version), part.piece(start, stop))
+def _sender(call: Call, push: Push | PushRows) -> tuple[str, int]:
+    """Return whose push it is: the caller's, unless a server passes it on."""
+    return (push.client, push.incarnation) if push.client else (call.caller, call.incarnation)
+
+
+def _value(part: Part, start: int, stop: int, memory: int) -> Answer:
+    """Return elements of a part, or the stamp at which a client that has mapped this memory finds them there."""
+    if not memory:
+        return Value(part.version), part.piece(start, stop)
+    if part.memory is None or memory != part.memory.number:  # of a process that served before this one
+        return Value(part.version, -2), ()
+    return Value(part.version, part.stamp(start, stop)), ()

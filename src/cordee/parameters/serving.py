@@ -20,6 +20,7 @@ def serve(
     listen: str | None,
     num_workers: int,
     num_servers: int,
+    replicas: int,
     join: str | None,
     key_file: Path | None,
     updaters: Sequence[str],
@@ -31,12 +32,14 @@ def serve(
     timeout_s = parse_duration(failure_timeout, "--failure-timeout")
     if timeout_s < 0.5:
         raise JobError(f"--failure-timeout {failure_timeout} must be at least 0.5 s")
-    if must_complete and not (num_workers or num_servers > 1):
+    if must_complete and not (num_workers or num_servers > 1 or replicas > 1):
         raise JobError("--require-all needs --workers or --servers: who should come?")
     with EndSignals() as is_ended:
         if join is not None:
-            if num_workers or num_servers > 1 or must_complete:
-                raise JobError("--workers, --servers and --require-all are for the first server, not one with --join")
+            if num_workers or num_servers > 1 or replicas > 1 or must_complete:
+                raise JobError(
+                    "--workers, --servers, --replicas and --require-all are for the first server, not one with --join"
+                )
             host, _, port = join.removeprefix("tcp://").rpartition(":")
             if not join.startswith("tcp://") or not port.isdecimal():
                 raise JobError(f"--join {join}: give the address that the first server printed, tcp://HOST:PORT")
@@ -52,6 +55,7 @@ def serve(
             listen or "tcp://127.0.0.1:*",
             num_workers,
             num_servers,
+            replicas,
             key_file,
             updaters,
             timeout_s,
@@ -65,6 +69,7 @@ def _serve_first(
     listen: str,
     num_workers: int,
     num_servers: int,
+    replicas: int,
     key_file: Path | None,
     updaters: Sequence[str],
     timeout_s: float,
@@ -78,6 +83,7 @@ def _serve_first(
         listen=listen,
         num_workers=num_workers,
         num_servers=num_servers,
+        replicas=replicas,
         updaters=updaters,
         failure_timeout_s=timeout_s,
         must_complete=must_complete,
@@ -86,7 +92,8 @@ def _serve_first(
     left: list[Path] = []
 
     def ready(address: str) -> None:
-        say(f"server 0 of {num_servers} listens at {address} (process {os.getpid()})")
+        who = f"server 0 of {num_servers}" if replicas == 1 else "the directory"
+        say(f"{who} listens at {address} (process {os.getpid()})")
         option = ""
         if text:
             say(f"key: that in {KEY_VARIABLE}")
@@ -97,7 +104,9 @@ def _serve_first(
             option = f" --key-file {place}" if key_file else ""
             say(f"key: {place} (workers on other hosts need a copy)")
         say(f"start workers with: cordee worker --servers {address}{option} SCRIPT")
-        if num_servers > 1:
+        if replicas > 1:
+            say(f"start the {num_servers * replicas} servers with: cordee server --join {address}{option}")
+        elif num_servers > 1:
             say(f"start the other servers with: cordee server --join {address}{option}")
 
     try:

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cordee.checkpoint import State
 from cordee.communication.buffers import Parcel, outgoing
 from cordee.communication.messages import Json
 from cordee.core.errors import CommunicationError, StoreError
+from cordee.parameters.push_log import PushLog
+from cordee.parameters.replication import decode_plain, encode_plain
 from cordee.parameters.shared_values import SMALLEST_BYTES, SharedValues
 from cordee.parameters.updaters import Add, UpdateFunction, Updater, make_updater
 
@@ -23,9 +26,8 @@ class Journal:
     """How far one client's pushes to a part have come."""
 
     incarnation: int
-    sequence: int = -1  # of its newest push
-    starts: set[int] = field(default_factory=set)  # of the pieces of it that came
-    num_elements: int = 0  # in those
+    log: PushLog = field(default_factory=PushLog)  # its watermark is the number of the newest push
+    num_elements: int = 0  # that came of the newest push
     staged: Tensor | None = None  # those, until the push is whole
 
 
@@ -82,7 +84,7 @@ class Shard:
         self.parts: dict[int, Part] = {}
         self._functions = dict(functions or {})
         self._updater: Updater = Add()
-        self._chosen: Choice = ("add", {})
+        self.chosen: Choice = ("add", {})
         self._spare: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def set_updater(self, name: str, settings: Mapping[str, Json], numbers: Sequence[int] = ()) -> None:
@@ -93,7 +95,7 @@ class Shard:
         chosen: Choice = (name, dict(settings))
         if numbers:
             parts = [part for part in map(self.part, numbers) if part.chosen != chosen]
-        elif chosen == self._chosen:
+        elif chosen == self.chosen:
             return
         else:
             parts = [part for part in self.parts.values() if part.updater is None]
@@ -105,22 +107,13 @@ class Shard:
             if numbers:
                 part.updater, part.chosen = updater, chosen
         if not numbers:
-            self._updater, self._chosen = updater, chosen
+            self._updater, self.chosen = updater, chosen
 
     def create(self, number: int, key: str, kind: str, shape: Sequence[int], is_cut: bool) -> None:
         """Make room for a part; again for one that is there does nothing."""
         if number in self.parts:
             return
-        dtype: torch.dtype = getattr(torch, kind)
-        num_bytes = prod(shape) * dtype.itemsize
-        memory = None
-        try:
-            if num_bytes >= SMALLEST_BYTES:
-                memory = SharedValues(num_bytes, f"key '{key}'")
-            values = torch.zeros(tuple(shape), dtype=dtype) if memory is None else memory.tensor(tuple(shape), dtype)
-        except (RuntimeError, CommunicationError) as error:
-            raise StoreError(f"no memory for key '{key}' on this server: it needs {num_bytes} bytes") from error
-        part = Part(key, values, is_cut, memory)
+        part = _make_part(key, kind, shape, is_cut)
         self._updater.check(part)
         self.parts[number] = part
 
@@ -141,7 +134,7 @@ class Shard:
         part = self.part(number)
         _check_piece(part, start, pushed)
         journal = self._open(part, client, incarnation, sequence)
-        if journal is None or start in journal.starts:
+        if journal is None or journal.log.has(sequence, start):
             return part
         count = pushed.numel()
         updater = part.updater or self._updater
@@ -153,7 +146,7 @@ class Shard:
                 updater.apply(part, 0, pushed.view(part.values.shape))
         else:
             self._stage(part, journal, start, pushed)
-        journal.starts.add(start)
+        journal.log.add(sequence, start)
         journal.num_elements += count
         if journal.num_elements >= part.length:
             part.version += 1
@@ -170,11 +163,11 @@ class Shard:
         part = self.part(number)
         _check_rows(part, rows, pushed)
         journal = self._open(part, client, incarnation, sequence)
-        if journal is None or journal.starts:
+        if journal is None or journal.log.has(sequence):
             return part
         with part.changing(0, part.length):
             (part.updater or self._updater).apply_rows(part, rows, pushed)
-        journal.starts.add(0)
+        journal.log.add(sequence)
         journal.num_elements = part.length
         part.version += 1
         return part
@@ -189,16 +182,57 @@ class Shard:
         for part in self.parts.values():
             part.journals.pop(client, None)
 
+    def dump_part(self, number: int) -> tuple[tuple[str, ...], list[Tensor]]:
+        """Return all there is of a part, as named tensors and one of JSON. Tensors share the part's memory."""
+        part = self.part(number)
+        tensors = {"values": part.flat}
+        journals = []
+        for client, journal in part.journals.items():
+            if journal.staged is not None:
+                tensors[f"staged.{client}"] = journal.staged
+            journals.append((client, journal.incarnation, journal.log.dump(), journal.num_elements))
+        kept = (part.updater or self._updater).dump(part)
+        plain = {
+            "key": part.key,
+            "kind": str(part.flat.dtype).removeprefix("torch."),
+            "shape": list(part.values.shape),
+            "is_cut": part.is_cut,
+            "version": part.version,
+            "chosen": part.chosen,
+            "journals": journals,
+            "state": kept.values,
+        }
+        tensors |= {f"state.{name}": tensor for name, tensor in kept.tensors.items()}
+        return tuple(tensors), [*tensors.values(), encode_plain(plain)]
+
+    def restore_part(self, number: int, names: Sequence[str], buffers: Sequence[Tensor]) -> None:
+        """Have the part that `dump_part` saw."""
+        tensors, plain = dict(zip(names, buffers[:-1], strict=True)), decode_plain(buffers[-1])
+        part = self.parts[number] = _make_part(plain["key"], plain["kind"], plain["shape"], plain["is_cut"])
+        with part.changing(0, part.length):
+            part.flat.copy_(tensors["values"])
+        part.version = plain["version"]
+        if plain["chosen"] is not None:
+            name, settings = plain["chosen"]
+            self.set_updater(name, settings, [number])
+        for client, incarnation, log, num_elements in plain["journals"]:
+            staged = tensors.get(f"staged.{client}")
+            part.journals[client] = Journal(
+                incarnation, PushLog.restored(log), num_elements, None if staged is None else staged.clone()
+            )
+        kept = {name.removeprefix("state."): value for name, value in tensors.items() if name.startswith("state.")}
+        (part.updater or self._updater).restore(part, State(kept, plain["state"]))
+
     def _open(self, part: Part, client: str, incarnation: int, sequence: int) -> Journal | None:
         """Return the journal of a push that is new or under way; None for one that is past."""
         journal = part.journals.get(client)
         if journal is None or journal.incarnation < incarnation:
             journal = part.journals[client] = Journal(incarnation)
-        if journal.incarnation > incarnation or sequence < journal.sequence:
+        if journal.incarnation > incarnation or sequence < journal.log.below:
             return None
-        if sequence > journal.sequence:
-            journal.sequence, journal.num_elements = sequence, 0
-            journal.starts.clear()
+        if sequence > journal.log.below:
+            journal.log.forget_below(sequence)
+            journal.num_elements = 0
         return journal
 
     def _stage(self, part: Part, journal: Journal, start: int, pushed: Tensor) -> None:
@@ -212,6 +246,19 @@ class Shard:
             with part.changing(0, part.length):
                 (part.updater or self._updater).apply(part, 0, staged.view(part.values.shape))
             self._spare[part.flat.dtype, part.length] = staged
+
+
+def _make_part(key: str, kind: str, shape: Sequence[int], is_cut: bool) -> Part:
+    dtype: torch.dtype = getattr(torch, kind)
+    num_bytes = prod(shape) * dtype.itemsize
+    memory = None
+    try:
+        if num_bytes >= SMALLEST_BYTES:
+            memory = SharedValues(num_bytes, f"key '{key}'")
+        values = torch.zeros(tuple(shape), dtype=dtype) if memory is None else memory.tensor(tuple(shape), dtype)
+    except (RuntimeError, CommunicationError) as error:
+        raise StoreError(f"no memory for key '{key}' on this server: it needs {num_bytes} bytes") from error
+    return Part(key, values, is_cut, memory)
 
 
 def _check_piece(part: Part, start: int, values: Tensor) -> None:

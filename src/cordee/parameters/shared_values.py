@@ -9,6 +9,8 @@ that the server told: if it is the same, so are the values. As in `rounds.py` th
 from __future__ import annotations
 
 import contextlib
+import logging
+import secrets
 from collections.abc import Iterator
 from math import prod
 
@@ -19,6 +21,8 @@ from torch import Tensor
 
 from cordee.communication.shared_memory.segment import Address, create_segment, map_for_reading
 from cordee.core.errors import CommunicationError
+
+log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
 SMALLEST_BYTES = 1 << 18  # below, a copy costs less than the care
@@ -36,6 +40,7 @@ class SharedValues:
             raise CommunicationError(f"{purpose} needs {num_bytes} bytes of memory, and {free} are free")
         self._segment, fd = create_segment(_values_at(num_bytes) + num_bytes, purpose)
         self.address = (fd, self._segment.num_bytes)  # the file stays open as long as the server lives
+        self.number = secrets.randbits(62) + 1  # a client that has mapped it says so by this
         self._num_bytes = num_bytes
         self._counters = self._segment.words(0, _num_blocks(num_bytes))
 
@@ -56,16 +61,27 @@ class SharedValues:
                 self._counters[block] += 1
 
     def stamp(self, first: int, last: int) -> int:
-        """Return what a client must find to read these bytes as they are now; -1 if they are in several blocks."""
-        block = first // BLOCK_BYTES
-        return self._counters[block] if last <= (block + 1) * BLOCK_BYTES else -1
+        """Return what a client must find to read these bytes as they are now."""
+        return _stamp(self._counters, first, last)
+
+
+def make_shared(num_bytes: int, purpose: str) -> SharedValues | None:
+    """Return shared memory for values that are large enough, if there is any."""
+    if num_bytes < SMALLEST_BYTES:
+        return None
+    try:
+        return SharedValues(num_bytes, purpose)
+    except CommunicationError as error:
+        log.info("%s is not in shared memory: %s", purpose, error)
+        return None
 
 
 class ValuesView:
     """A client's side."""
 
-    def __init__(self, pid: int, fd: int, num_bytes: int, num_value_bytes: int) -> None:
+    def __init__(self, pid: int, fd: int, num_bytes: int, num_value_bytes: int, number: int = 0) -> None:
         """Map the values of a server. Raises CommunicationError if that is not possible."""
+        self.number = number
         if num_bytes != _values_at(num_value_bytes) + num_value_bytes:
             raise CommunicationError(f"{num_bytes} bytes of shared memory for {num_value_bytes} bytes of values")
         memory = map_for_reading(Address(pid, fd, num_bytes))
@@ -74,11 +90,19 @@ class ValuesView:
 
     def read(self, first: int, target: memoryview, stamp: int) -> bool:
         """Copy bytes from `first` on into `target`; False if they are no longer those of the stamp."""
-        block = first // BLOCK_BYTES
-        if self._counters[block] != stamp:
+        last = first + target.nbytes
+        if _stamp(self._counters, first, last) != stamp:
             return False
-        np.frombuffer(target, np.uint8)[:] = self._values[first : first + target.nbytes]
-        return self._counters[block] == stamp
+        np.frombuffer(target, np.uint8)[:] = self._values[first:last]
+        return _stamp(self._counters, first, last) == stamp
+
+
+def _stamp(counters: memoryview, first: int, last: int) -> int:
+    """Return the sum of the counters of the blocks: they only grow, so none has changed where the sum has not."""
+    block = first // BLOCK_BYTES
+    if last <= (block + 1) * BLOCK_BYTES:
+        return int(counters[block])
+    return sum(counters[block : _num_blocks(last)])
 
 
 def _num_blocks(num_bytes: int) -> int:

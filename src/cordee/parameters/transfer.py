@@ -138,7 +138,7 @@ def pull(calls: StoreCalls, entry: Entry, target: memoryview, min_version: int, 
         [
             Task(
                 piece.server,
-                Pull(entry.number, piece.start, piece.stop, min_version, timeout_s, memories[piece.part] is not None),
+                Pull(entry.number, piece.start, piece.stop, min_version, timeout_s, _number(memories[piece.part])),
                 (),
                 _write(entry, piece, target, versions, late, memories[piece.part]),
                 0 if memories[piece.part] is not None else piece.empty.extent,
@@ -160,7 +160,7 @@ def push_pull(calls: StoreCalls, entry: Entry, view: memoryview, target: memoryv
         [
             Task(
                 piece.server,
-                Exchange(entry.number, sequence, piece.start, memories[piece.part] is not None),
+                Exchange(entry.number, sequence, piece.start, _number(memories[piece.part])),
                 _parcel(piece, view),
                 _write(entry, piece, target, versions, late, memories[piece.part]),
                 piece.empty.extent,
@@ -183,17 +183,23 @@ def _memories(calls: StoreCalls, entry: Entry) -> list[ValuesView | None]:
 
 def _map(calls: StoreCalls, entry: Entry, cut: Cut) -> ValuesView | None:
     num_bytes = (cut.stop - cut.start) * ITEM_BYTES[entry.kind]
-    if num_bytes < SMALLEST_BYTES or not calls.connection(cut.server).is_shared:
-        return None
-    memory = calls.call(cut.server, AskMemory(entry.number))
-    assert isinstance(memory, Memory)
-    if not memory.num_bytes:
+    if num_bytes < SMALLEST_BYTES:
         return None
     try:
-        return ValuesView(memory.pid, memory.fd, memory.num_bytes, num_bytes)
+        if not calls.connection(cut.server).is_shared:
+            return None
+        memory = calls.call(cut.server, AskMemory(entry.number))
+        assert isinstance(memory, Memory)
+        if not memory.num_bytes:
+            return None
+        return ValuesView(memory.pid, memory.fd, memory.num_bytes, num_bytes, memory.number)
     except CommunicationError as error:
         log.debug("key '%s' is not read in shared memory: %s", entry.key, error)
         return None
+
+
+def _number(memory: ValuesView | None) -> int:
+    return 0 if memory is None else memory.number
 
 
 def _pull_pieces(
@@ -249,6 +255,8 @@ def _write(
                 return
         if not buffers:
             late.append(piece)
+            if message.stamp < -1:
+                entry.memories = None
             return
         data = buffers[0].data
         if data.nbytes != piece.last - piece.first:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from cordee.checkpoint import State, load_optimizer_state, optimizer_state
 from cordee.communication.messages import Json
 from cordee.compute.optimizers import builtin_optimizers, constant, make_optimizer_recipe
 from cordee.core.errors import JobError, StoreError, nearest
@@ -45,14 +46,30 @@ class Updater(Protocol):
     def apply_rows(self, part: Part, rows: Tensor, pushed: Tensor) -> None:
         """Apply a push of some rows; a row that comes twice counts twice."""
 
+    def dump(self, part: Part) -> State:
+        """Return what is kept of the part, for a server that is to continue exactly here."""
 
-class Add:
-    """The default, as in ps-lite: values are summed."""
+    def restore(self, part: Part, kept: State) -> None:
+        """Keep of the part what another did."""
+
+
+class _Stateless:
+    """Keeps nothing of a part, and can work on any."""
 
     is_immediate = True
 
     def check(self, part: Part) -> None:
         pass
+
+    def dump(self, part: Part) -> State:
+        return State({}, {})
+
+    def restore(self, part: Part, kept: State) -> None:
+        pass
+
+
+class Add(_Stateless):
+    """The default, as in ps-lite: values are summed."""
 
     def apply(self, part: Part, start: int, pushed: Tensor) -> None:
         if part.values.dtype == torch.bool:
@@ -66,13 +83,8 @@ class Add:
         part.values.index_add_(0, rows, pushed)
 
 
-class Assign:
+class Assign(_Stateless):
     """The last push is the value."""
-
-    is_immediate = True
-
-    def check(self, part: Part) -> None:
-        pass
 
     def apply(self, part: Part, start: int, pushed: Tensor) -> None:
         part.flat[start : start + pushed.numel()].copy_(pushed)
@@ -114,13 +126,26 @@ class OptimizerUpdater:
         gradient = torch.sparse_coo_tensor(rows.unsqueeze(0), pushed, part.values.shape, check_invariants=True)
         self._step(part, gradient, is_dense=False)
 
-    def _step(self, part: Part, gradient: Tensor, *, is_dense: bool) -> None:
-        optimizer = part.state.get("optimizer")
+    def dump(self, part: Part) -> State:
+        if "optimizer" not in part.state:
+            return State({}, {})
+        return optimizer_state(part.state["optimizer"], _Named(part))
+
+    def restore(self, part: Part, kept: State) -> None:
+        if kept.values:
+            load_optimizer_state(self._optimizer(part), _Named(part), kept)
+
+    def _optimizer(self, part: Part) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer | None = part.state.get("optimizer")
         if optimizer is None:
             part.values.requires_grad_()  # the recipe takes only those; nothing is ever derived from it here
             optimizer = part.state["optimizer"] = self._recipe.make([(part.key, part.values)])
             part.values.requires_grad_(False)
             part.state["fused"] = [group.get("fused") for group in optimizer.param_groups]
+        return optimizer
+
+    def _step(self, part: Part, gradient: Tensor, *, is_dense: bool) -> None:
+        optimizer = self._optimizer(part)
         for group, fused in zip(optimizer.param_groups, part.state["fused"], strict=True):
             if fused:  # the fused kernels know no sparse gradients
                 group["fused"] = is_dense
@@ -134,6 +159,16 @@ class OptimizerUpdater:
             raise StoreError(f"updater '{self._name}' cannot apply the push to key '{part.key}': {error}") from error
         finally:
             part.values.grad = None
+
+
+class _Named:
+    """A part as its optimizer's state names it."""
+
+    def __init__(self, part: Part) -> None:
+        self._named = [(part.key, part.values)]
+
+    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, Any]]:
+        return iter(self._named)
 
 
 class FunctionUpdater:
@@ -161,6 +196,21 @@ class FunctionUpdater:
             raise StoreError(
                 f"updater '{self._name}' raised {type(error).__name__} on key '{part.key}': {error}"
             ) from error
+
+    def dump(self, part: Part) -> State:
+        tensors: dict[str, Tensor] = {}
+        for name, value in part.state.items():
+            if isinstance(value, Tensor):
+                tensors[name] = value
+            elif not isinstance(name, str) or not isinstance(value, (bool, int, float, str, type(None))):
+                raise StoreError(
+                    f"updater '{self._name}' keeps {name!r}, a {type(value).__name__}, of key '{part.key}': a second "
+                    "server can be given numbers, texts and tensors only"
+                )
+        return State(tensors, {name: value for name, value in part.state.items() if name not in tensors})
+
+    def restore(self, part: Part, kept: State) -> None:
+        part.state = {**kept.values, **{name: tensor.clone() for name, tensor in kept.tensors.items()}}
 
     def apply_rows(self, part: Part, rows: Tensor, pushed: Tensor) -> None:
         whole = torch.zeros_like(part.values)

@@ -93,3 +93,66 @@ def test_the_barrier() -> None:
     directory.leave("w1")
     directory.leave("w2")
     assert directory.meet("w0", 2), "those that left are not waited for"
+
+
+def with_seconds() -> Directory:
+    directory = Directory(num_workers=0, num_servers=2, failure_timeout_s=5, replicas=2)
+    for index in range(4):
+        directory.enlist(f"s{index}", "server", pid=index, host="h", address=f"tcp://h:{index}", now_s=0)
+    return directory
+
+
+def followed() -> Directory:
+    directory = with_seconds()
+    directory.follow("s2", "tcp://h:0")
+    directory.follow("s3", "tcp://h:1")
+    return directory
+
+
+def test_a_store_with_replicas_is_complete_when_all_seconds_follow() -> None:
+    directory = with_seconds()
+    assert [directory.participants[f"s{at}"].index for at in range(4)] == [0, 1, 0, 1]
+    leaders = [("", ""), ("", ""), ("s0", "tcp://h:0"), ("s1", "tcp://h:1")]
+    assert [directory.leader_of(f"s{at}") for at in range(4)] == leaders
+    assert directory.num_missing_servers == 2 and directory.addresses == () and not directory.is_complete
+    with pytest.raises(StoreError, match="started for 2 servers of 2 processes each, and 4 have come"):
+        directory.enlist("s4", "server", pid=4, host="h", address="tcp://h:4", now_s=0)
+    directory.follow("s2", "tcp://h:0")
+    directory.follow("s3", "tcp://h:1")
+    assert directory.is_complete and directory.addresses == ("tcp://h:0", "tcp://h:1")
+
+
+def test_a_second_takes_over_and_a_new_process_follows_it() -> None:
+    directory = followed()
+    (lost,) = directory.lose_dead(lambda one: one.pid == 0)
+    assert directory.is_served(lost) and directory.addresses == ("tcp://h:2", "tcp://h:1")
+    with pytest.raises(StoreError, match="was given up"):
+        directory.hear("s0", 1)
+    with pytest.raises(StoreError, match="was given up"):
+        directory.drop_second("s0", "tcp://h:2", 1)
+    directory.enlist("s4", "server", pid=4, host="h", address="tcp://h:4", now_s=1)
+    assert directory.leader_of("s4") == ("s2", "tcp://h:2") and directory.is_complete, "the store goes on meanwhile"
+    with pytest.raises(StoreError, match=r"is nobody's second: the server at tcp://h:0 does not serve"):
+        directory.follow("s4", "tcp://h:0")
+    directory.lose_dead(lambda one: one.pid == 2)
+    assert directory.addresses == (), "the new one was not given everything before its first one died"
+    with pytest.raises(StoreError, match="all processes of server 0 are lost, and its values with them"):
+        directory.enlist("s5", "server", pid=5, host="h", address="tcp://h:5", now_s=1)
+
+
+def test_a_second_that_was_dropped_never_takes_over() -> None:
+    directory = followed()
+    assert str(directory.drop_second("s1", "tcp://h:3", 1)) == "server 1 (process 3 on h)"
+    assert directory.drop_second("s1", "tcp://h:3", 1) is None, "said again"
+    with pytest.raises(StoreError, match="was given up"):
+        directory.hear("s3", 1)
+    with pytest.raises(StoreError, match="is nobody's second"):
+        directory.follow("s3", "tcp://h:1")
+    directory.lose_dead(lambda one: one.pid == 1)
+    assert directory.addresses == (), "nobody has what server 1 acknowledged alone"
+
+
+def test_servers_without_replicas_stay_where_they_are() -> None:
+    directory = made(servers=2)
+    assert directory.lose_dead(lambda one: True) == []
+    assert len(directory.lose_silent(6)) == 4 and directory.addresses == ("tcp://h:0", "tcp://h:1")

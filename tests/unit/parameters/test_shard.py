@@ -174,3 +174,49 @@ def test_what_does_not_fit_is_refused() -> None:
         shard.part(0).piece(2, 9)
     with pytest.raises(StoreError, match="no memory for key 'huge'"):
         shard.create(1, "huge", "float64", (2**46,), False)
+
+
+@pytest.mark.parametrize(
+    ("updater", "options"),
+    [("add", {}), ("sgd", {"lr": 0.5, "momentum": 0.5}), ("adam", {}), ("updates_of_test:decay", {})],
+)
+def test_a_second_that_was_given_everything_continues_exactly_there(
+    updater: str, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("updates_of_test")
+    exec(UPDATES, module.__dict__)
+    monkeypatch.setitem(sys.modules, "updates_of_test", module)
+    functions = load_functions(["updates_of_test"])
+    first, second = Shard(functions), Shard(functions)
+    first.set_updater(updater, options)
+    first.create(0, "w", "float32", (2, 3), True)
+    first.create(1, "n", "float32", (4,), True)
+    first.set_updater("assign", {}, [1])
+    first.fill(0, 0, torch.arange(6.0))
+    push_all(first, torch.ones(2, 3), 1)
+    first.push(0, "c", 1, 2, 0, torch.ones(3))  # half of a push
+    second.set_updater(*first.chosen)
+    for number in first.parts:
+        names, buffers = first.dump_part(number)
+        second.restore_part(number, names, [buffer.clone() for buffer in buffers])
+    for shard in (first, second):
+        shard.push(0, "c", 1, 2, 0, torch.ones(3))  # sent again
+        shard.push(0, "c", 1, 2, 3, torch.full((3,), 2.0))
+        push_all(shard, torch.ones(2, 3), 3)
+        push_all(shard, torch.ones(2, 3), 1)  # long past
+        shard.push(1, "c", 1, 4, 0, torch.full((4,), 7.0))
+    assert torch.equal(first.part(0).values, second.part(0).values)
+    assert first.part(0).version == second.part(0).version == 3
+    assert second.part(1).values.tolist() == [7] * 4, "its own updater went along"
+
+
+def test_state_that_cannot_be_given_to_a_second_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("updates_of_test")
+    exec("def remember(value, pushed, state):\n    state['seen'] = [pushed]\n", module.__dict__)
+    monkeypatch.setitem(sys.modules, "updates_of_test", module)
+    shard = Shard(load_functions(["updates_of_test"]))
+    shard.set_updater("updates_of_test:remember", {})
+    shard.create(0, "w", "float32", (2,), False)
+    shard.push(0, "c", 1, 1, 0, torch.ones(2))
+    with pytest.raises(StoreError, match="keeps 'seen', a list, of key 'w': a second server can be given numbers"):
+        shard.dump_part(0)

@@ -21,11 +21,11 @@ def test_values_are_read_where_they_are() -> None:
     memory, values, view = made()
     with memory.changing(0, NUM_BYTES):
         values.copy_(torch.arange(len(values)))
-    for first, last in ((0, BLOCK_BYTES), (BLOCK_BYTES, 2 * BLOCK_BYTES), (2 * BLOCK_BYTES, NUM_BYTES)):
+    blocks = ((0, BLOCK_BYTES), (BLOCK_BYTES, 2 * BLOCK_BYTES), (2 * BLOCK_BYTES, NUM_BYTES))
+    for first, last in (*blocks, (0, NUM_BYTES), (400, BLOCK_BYTES + 800)):
         out = np.zeros((last - first) // 4, np.float32)
         assert view.read(first, out.data.cast("B"), memory.stamp(first, last))
         assert np.array_equal(out, np.arange(first // 4, last // 4))
-    assert memory.stamp(0, BLOCK_BYTES + 1) == -1, "in two blocks"
 
 
 def test_values_that_have_changed_are_not_taken() -> None:
@@ -37,6 +37,15 @@ def test_values_that_have_changed_are_not_taken() -> None:
     assert not view.read(0, out, stamps[0]), "it has changed"
     assert view.read(0, out, memory.stamp(0, 40))
     assert view.read(BLOCK_BYTES, out, stamps[1]), "another block"
+
+
+def test_values_in_several_blocks_are_not_taken_if_one_of_them_has_changed() -> None:
+    memory, _, view = made()
+    out = np.zeros(NUM_BYTES // 4, np.float32).data.cast("B")
+    stamp = memory.stamp(0, NUM_BYTES)
+    with memory.changing(2 * BLOCK_BYTES, NUM_BYTES):
+        assert not view.read(0, out, stamp)
+    assert not view.read(0, out, stamp) and view.read(0, out, memory.stamp(0, NUM_BYTES))
 
 
 def test_memory_of_another_size_is_refused() -> None:

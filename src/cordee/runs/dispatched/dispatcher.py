@@ -22,6 +22,7 @@ from cordee.communication.messages import Accepted, Event, Failure, Heartbeat, J
 from cordee.core.errors import CommunicationError, JobError
 from cordee.core.fault_points import reach
 from cordee.data import Ledger, Unit
+from cordee.parameters.server_slots import ServerSlot, ServerSlots
 from cordee.runs.dispatched.messages import (
     AskOrder,
     AskServers,
@@ -37,7 +38,7 @@ from cordee.runs.dispatched.messages import (
     Work,
 )
 from cordee.runs.dispatched.plan import RunPlan
-from cordee.runs.dispatched.server_registry import ServerRegistry, ServerSlot, ServerSlots
+from cordee.runs.dispatched.server_registry import ServerRegistry
 from cordee.runs.dispatched.snapshot_scheduler import SnapshotScheduler
 from cordee.runs.dispatched.state import Memory, Outcome, StepMetricsState
 from cordee.runs.dispatched.step_metrics import Emit, StepMetrics

@@ -29,12 +29,13 @@ from cordee.core.fault_points import identify, reach
 from cordee.core.shards import sum_shards
 from cordee.core.stopping import StopPolicy
 from cordee.monitoring import setup_logging
+from cordee.parameters.calls import ServerCalls
+from cordee.parameters.replication import decode_plain
 from cordee.runs.dispatched.link import DispatchLink, MemberSpec
 from cordee.runs.dispatched.messages import AskOrder, Leave, Order, OrderDone, SnapshotTaken
-from cordee.strategies.parameter_server.client import RetriedCalls
 from cordee.strategies.parameter_server.layout import make_layout
 from cordee.strategies.parameter_server.messages import Extras, Snapped, Snapshot, SnapshotExtras
-from cordee.strategies.parameter_server.state import adopt_flat, decode_plain, flatten_parameters, join_pieces
+from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters, join_pieces
 from cordee.strategies.parameter_server.strategy import can_split, settings_of
 from cordee.training.components import Components, assemble
 from cordee.training.progress import Progress
@@ -74,7 +75,7 @@ class Evaluator:
         self._parts = parts
         self._link = link
         self._checkpoints = checkpoints
-        self._calls = RetriedCalls(link, patience_s)
+        self._calls = ServerCalls(link.connect, patience_s)
         self._layout = make_layout(parts.model, settings_of(parts.job).servers, can_split=can_split(parts.job))
         self._flat = flatten_parameters(parts.model, self._layout)
         adopt_flat(parts.model, self._layout, self._flat, torch.zeros_like(self._flat))

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ import torch
 
 from cordee import checkpoint
 from cordee.cluster import Team
-from cordee.communication.buffers import Buffer
-from cordee.communication.calls import Call, CallServer, Connection, UnavailableError
+from cordee.communication.calls import Call, CallServer, UnavailableError
 from cordee.communication.channel import RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
@@ -27,17 +26,17 @@ from cordee.core import Job
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import identify, reach
 from cordee.monitoring import setup_logging
+from cordee.parameters.compression import Tracker, make_codec
+from cordee.parameters.messages import Adopt, Load, Memory
+from cordee.parameters.replication import Answer, ReplicatedService, decode_plain, encode_plain
 from cordee.runs.dispatched.link import END_SIGNAL, DispatchLink, MemberSpec
 from cordee.runs.dispatched.messages import HandOver, Leave, SecondLost
-from cordee.strategies.parameter_server.compression import Tracker, make_codec
 from cordee.strategies.parameter_server.layout import Layout, Piece, make_layout
 from cordee.strategies.parameter_server.messages import (
     LIMITS,
     PARAMETERS,
-    Adopt,
     Extras,
     Fence,
-    Load,
     LoadExtras,
     Pull,
     Pulled,
@@ -53,9 +52,7 @@ from cordee.strategies.parameter_server.messages import (
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 from cordee.strategies.parameter_server.shard import ParameterShard, UnitPush
 from cordee.strategies.parameter_server.state import (
-    decode_plain,
     dump_piece,
-    encode_plain,
     flatten_parameters,
     load_piece,
     piece_state,
@@ -69,64 +66,41 @@ log = logging.getLogger("cordee.server")
 _LEAVING_S = 0.1  # between two attempts to hand over
 
 
-class ParameterService:
+class ParameterService(ReplicatedService):
     """Answers calls with what the shard does. Called by one thread at a time."""
 
     def __init__(
         self, shard: ParameterShard, layout: Layout, settings: ParameterServerSettings, *, is_fixed: bool
     ) -> None:
+        super().__init__()
         self._shard = shard
         self._is_fixed = is_fixed
         self._codecs = {
-            index: make_codec(settings, state.piece.length, layout.dtype) for index, state in shard.pieces.items()
+            index: make_codec(settings.compression, settings.topk, state.piece.length, layout.dtype)
+            for index, state in shard.pieces.items()
         }
         self._settings = settings
         self._trackers: dict[tuple[str, int], Tracker] = {}
-        self._second: Connection | None = None  # does all that this server does, to take its place
-        self._has_retired = False  # the second may have taken its place
-        self.connect: Callable[[str], Connection]
         self.fence: Callable[[str, int], None] = lambda worker, incarnation: None
-        self.report_lost: Callable[[str, str], None] = lambda address, message: None
-        self.name = "server"
         self.step = 0  # of the job, that its parameters were of when it started
 
-    def handle(self, call: Call) -> None:
-        if self._has_retired:
-            raise UnavailableError(f"{self.name} has handed over")
-        kind = type(call.message).__name__.lower()
-        reach(f"server.received.{kind}", UnavailableError)
-        message, buffers = self._handle(call)
-        reach(f"server.answering.{kind}", UnavailableError)
-        call.reply(message, buffers)
-
-    def retire(self) -> bool:
-        """Answer nobody any more, if the second has everything; return whether it has. Called under the server's lock.
-
-        Callers that come are to find out where the server is, and to try again.
-        """
-        if self._second is not None and not self._has_retired:
-            self._pass_on(Settle(-1, -1))  # changes nothing: the second is there
-        self._has_retired = self._second is not None
-        return self._has_retired
-
-    def resume(self) -> None:
-        """Answer again, after all. Called under the server's lock."""
-        self._has_retired = False
-
-    def _handle(self, call: Call) -> tuple[Message, Sequence[torch.Tensor]]:
-        """Do what a call asks for; return the answer."""
+    def carry_out(self, call: Call) -> Answer:
         shard = self._shard
         match call.message:
             case Push() as push:
                 return self._push(call, push), ()
-            case Pull(piece=index, has=has, settles=settles, scale=scale):
+            case Pull(piece=index, has=has, settles=settles, scale=scale, memory=memory):
                 state = shard.piece(index)
                 if state.waits_for(settles) or self._settings.delay_compensation:
-                    self._pass_on(Settle(index, settles, scale, call.caller))
+                    self.pass_on(Settle(index, settles, scale, call.caller))
                 values = state.pull(call.caller, settles, scale)
+                own = state.memory
+                if own is not None and memory == own.number:
+                    return Pulled(state.version, read_at=own.stamp(0, values.nbytes)), ()
                 tracker = self._trackers.setdefault((call.caller, index), Tracker(self._codecs[index]))
                 sent = tracker.compress(values, has)
-                return Pulled(state.version, tracker.stamp), sent
+                place = None if own is None or memory < 0 else Memory(os.getpid(), *own.address, own.number)
+                return Pulled(state.version, tracker.stamp, memory=place), sent
             case PushExtras() as pushed:
                 self._push_extras(call, pushed)
             case PullExtras(settles=settles):
@@ -136,7 +110,7 @@ class ParameterService:
             case Snapshot(piece=index, settles=settles, scale=scale):
                 state = shard.piece(index)
                 if state.waits_for(settles):
-                    self._pass_on(Settle(index, settles, scale))
+                    self.pass_on(Settle(index, settles, scale))
                 state.settle(settles, scale)
                 saved = piece_state(state)
                 buffers = [state.values, *saved.tensors.values(), encode_plain(saved.values)]
@@ -153,14 +127,14 @@ class ParameterService:
                 else:
                     shard.piece(index).settle(settles, scale)
             case Fence(worker=worker, incarnation=incarnation):
-                self._pass_on(call.message)
+                self.pass_on(call.message)
                 self.fence(worker, incarnation)
                 shard.forget(worker)
                 for key in [key for key in self._trackers if key[0] == worker]:
                     del self._trackers[key]
             case Adopt(address=address):
-                self._adopt(address)
-            case Load(piece=index, names=names):
+                self.adopt(address)
+            case Load(number=index, names=names):
                 restore_piece(shard.piece(index), names, [buffer.torch() for buffer in call.buffers])
             case LoadExtras():
                 *tensors, plain = [buffer.torch() for buffer in call.buffers]
@@ -169,7 +143,7 @@ class ParameterService:
                 return Refused("unexpected", type(other).__name__), ()
         return Pushed("applied"), ()
 
-    def _push(self, call: Call, push: Push) -> Pushed:
+    def _push(self, call: Call, push: Push) -> Message:
         gradient = self._codecs[push.piece].decode([buffer.torch() for buffer in call.buffers])
         worker = push.worker or call.caller
         unit = UnitPush(
@@ -183,16 +157,16 @@ class ParameterService:
             push.floor,
             frozenset(push.unused),
         )
-        seconds = self._pass_on(msgspec.structs.replace(push, worker=worker), call.buffers)
-        outcome = self._shard.push(push.piece, unit, gradient)
-        answer = Pushed(outcome.kind, outcome.norms, outcome.detail)
-        if seconds is not None and seconds != answer:
-            self._lose_second(f"it answered {seconds} where this server answers {answer}")
-        return answer
+
+        def act() -> Pushed:
+            outcome = self._shard.push(push.piece, unit, gradient)
+            return Pushed(outcome.kind, outcome.norms, outcome.detail)
+
+        return self.mirrored(msgspec.structs.replace(push, worker=worker), call.buffers, act)
 
     def _push_extras(self, call: Call, pushed: PushExtras) -> None:
         worker = pushed.worker or call.caller
-        self._pass_on(msgspec.structs.replace(pushed, worker=worker), call.buffers)
+        self.pass_on(msgspec.structs.replace(pushed, worker=worker), call.buffers)
         buffers = {name: buffer.torch() for name, buffer in zip(pushed.names, call.buffers, strict=True)}
         if self._is_fixed:
             self._shard.agree_on_extras(pushed.step, pushed.share, pushed.num_shares, buffers)
@@ -201,51 +175,17 @@ class ParameterService:
 
     def _settle_extras(self, settles: int) -> None:
         if self._shard.waits_for_extras(settles):
-            self._pass_on(Settle(-1, settles))
+            self.pass_on(Settle(-1, settles))
             self._shard.settle_extras(settles)
 
-    def _pass_on(self, message: Message, buffers: Sequence[Buffer] = ()) -> Message | None:
-        """Have the second do the same, before anybody is told that it is done; return the answer of the second."""
-        if self._second is None:
-            return None
-        try:
-            reach("server.pass_on")
-            answer: Message = self._second.call(message, [buffer.torch() for buffer in buffers])
-            reach("server.passed_on")
-        except CommunicationError as error:
-            self._lose_second(str(error))
-            return None
-        return answer
-
-    def _lose_second(self, why: str) -> None:
-        """Continue alone. The dispatcher knows it before any caller is answered: that second may not take over.
-
-        Raises UnavailableError where the dispatcher cannot be told, or has given this very server up.
-        """
-        assert self._second is not None
-        self.report_lost(self._second.address, f"{self.name} has lost its second server ({why})")
-        self._second.close()
-        self._second = None
-
-    def _adopt(self, address: str) -> None:
-        """Give another server everything, and have it follow from here."""
-        reach("server.adopt.connect", UnavailableError)
-        connection = self.connect(address)
-        try:
-            for index, state in self._shard.pieces.items():
-                names, buffers = dump_piece(state)
-                reach("server.adopt.piece", UnavailableError)
-                connection.call(Load(index, names), buffers)
-            tensors, plain = self._shard.dump_extras()
-            reach("server.adopt.extras", UnavailableError)
-            connection.call(LoadExtras(), [*tensors, encode_plain(plain)])
-            reach("server.adopt.done", UnavailableError)
-        except BaseException:
-            connection.close()
-            raise
-        if self._second is not None:
-            self._second.close()
-        self._second = connection
+    def dump(self) -> Iterator[tuple[Message, Sequence[torch.Tensor]]]:
+        for index, state in self._shard.pieces.items():
+            names, buffers = dump_piece(state)
+            reach("server.adopt.piece", UnavailableError)
+            yield Load(index, names), buffers
+        tensors, plain = self._shard.dump_extras()
+        reach("server.adopt.extras", UnavailableError)
+        yield LoadExtras(), [*tensors, encode_plain(plain)]
 
 
 def main(argument: dict[str, Any]) -> int:
@@ -297,7 +237,7 @@ def _leave_when_asked(
     while not is_over.is_set():
         try:
             with server.lock:
-                has_retired = service.retire()
+                has_retired = service.retire(Settle(-1, -1))
             if isinstance(link.ask(HandOver(has_retired)), Leave):
                 is_over.set()
             else:

@@ -15,8 +15,9 @@ from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
 from cordee.core.errors import CommunicationError, TrainingError
 from cordee.core.fault_points import reach
+from cordee.parameters.messages import Adopt
 from cordee.runs.dispatched.server_registry import ServerRegistry
-from cordee.strategies.parameter_server.messages import LIMITS, PARAMETERS, Adopt, Fence
+from cordee.strategies.parameter_server.messages import LIMITS, PARAMETERS, Fence
 
 log = logging.getLogger("cordee.served")
 

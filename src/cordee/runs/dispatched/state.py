@@ -11,7 +11,7 @@ from cordee.cluster.members import ProcessRecord, Roster
 from cordee.cluster.policies import Shortage
 from cordee.compute import Metrics
 from cordee.data.ledger import LedgerState
-from cordee.runs.dispatched.server_registry import ServerSlots
+from cordee.parameters.server_slots import ServerSlots
 from cordee.training.progress import Progress
 
 Place = tuple[int, int, int, int]  # step, epoch, batches of it, samples in all

@@ -27,10 +27,11 @@ from cordee.core.seeds import derive_seed
 from cordee.data.order import count_batches
 from cordee.data.source import check_same
 from cordee.monitoring import setup_logging
+from cordee.parameters.calls import ServerCalls
 from cordee.runs.dispatched.link import DispatchLink, MemberSpec
 from cordee.runs.dispatched.messages import Leave, TakeWork, Work
 from cordee.runs.dispatched.plan import is_due
-from cordee.strategies.parameter_server.client import ParameterClient, RetriedCalls
+from cordee.strategies.parameter_server.client import ParameterClient
 from cordee.strategies.parameter_server.layout import Piece, make_layout
 from cordee.strategies.parameter_server.messages import Push, Pushed
 from cordee.strategies.parameter_server.push_watch import PushWatch
@@ -116,10 +117,13 @@ class DispatchedWorker:
         self._gradient = torch.zeros_like(self._flat)
         adopt_flat(self._model, self._layout, self._flat, self._gradient)
         patience_s = 6 * order.failure_timeout_s
-        calls = RetriedCalls(
-            link, patience_s, self._settings.lose_messages, derive_seed(parts.job.seed, "wire", order.index)
+        calls = ServerCalls(
+            link.connect,
+            patience_s,
+            lose_messages=self._settings.lose_messages,
+            seed=derive_seed(parts.job.seed, "wire", order.index),
         )
-        self._client = ParameterClient(self._layout, self._settings, calls, order.name)
+        self._client = ParameterClient(self._layout, self._settings, calls)
         self._fixed = fixed_of(parts.job)
         self._clip_norm = self._settings.clip_norm
         # Only its groups and their rates are used: the state is the servers'.

@@ -1,118 +1,44 @@
-"""A worker's side of the servers: pushes while it still computes, pulls the first layers first, tries again.
+"""A worker's side of the servers: pushes while it still computes, pulls the first layers first.
 
-A server that died comes back under another address, or its second takes over: what was not acknowledged is sent again.
-Each unit counts once at the servers, so sending twice does no harm.
+Large pieces of servers on this host are read where they are: the server answers with a stamp instead of the bytes.
 """
 
 from __future__ import annotations
 
 import logging
-import random
-import threading
-import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from cordee.communication.buffers import Buffer
-from cordee.communication.calls import UNAVAILABLE, Connection, Connections
-from cordee.communication.channel import RefusedError
 from cordee.communication.messages import Message
 from cordee.core.errors import CommunicationError
-from cordee.core.fault_points import reach
-from cordee.strategies.parameter_server.compression import Feedback, Follower, make_codec
+from cordee.parameters.calls import ServerCalls
+from cordee.parameters.compression import Feedback, Follower, make_codec
+from cordee.parameters.messages import Memory
+from cordee.parameters.shared_values import ValuesView
 from cordee.strategies.parameter_server.layout import Layout, Piece
 from cordee.strategies.parameter_server.messages import Extras, Pull, Pulled, PullExtras, Push, Pushed, PushExtras
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 
 log = logging.getLogger(__name__)
 
-_RETRY_S = 0.02
-
-
-class Directory(Protocol):
-    """Where servers are; asked again when one does not answer."""
-
-    def connect(self, server: int) -> Connection:
-        """Return a connection to a server that is up. Raises CommunicationError when there is none in time."""
-
-
-class RetriedCalls:
-    """Calls to servers that may go away and come back. Any thread may call."""
-
-    def __init__(self, directory: Directory, patience_s: float, lose_messages: float = 0.0, seed: int = 0) -> None:
-        self._connections = Connections(directory.connect)
-        self._patience_s = patience_s
-        self._lose = lose_messages
-        self._random = random.Random(seed)
-        self._lock = threading.Lock()  # of the random numbers
-
-    def call(
-        self,
-        server: int,
-        message: Message,
-        buffers: Sequence[Any] = (),
-        *,
-        receive: Callable[[Message, tuple[Buffer, ...]], Any] = lambda message, buffers: message,
-        reply_bytes: int = 0,
-    ) -> Any:
-        """Make a call until it is answered. Raises CommunicationError when no server answers in time."""
-        deadline = time.monotonic() + self._patience_s
-        kind = type(message).__name__.lower()
-        while True:
-            connection: Connection | None = None
-            try:
-                connection = self._connections.get(server)
-                reach(f"client.call.{kind}")
-                if self._is_lost():  # the request
-                    time.sleep(_RETRY_S)
-                    continue
-                result = connection.call(message, buffers, receive=receive, reply_bytes=reply_bytes)
-                reach(f"client.answered.{kind}")
-                if self._is_lost():  # the reply
-                    continue
-                return result
-            except CommunicationError as error:
-                if isinstance(error, RefusedError) and error.reason == "reply-too-large":
-                    reply_bytes = max(2 * reply_bytes, 1 << 20)
-                    continue
-                if isinstance(error, RefusedError) and error.reason != UNAVAILABLE:
-                    raise
-                self._connections.drop(server, connection)
-                if time.monotonic() > deadline:
-                    raise
-                log.info("server %d: %s; trying again", server, error)
-                time.sleep(_RETRY_S)
-
-    def close(self) -> None:
-        for connection in self._connections.take_all():
-            connection.close()
-
-    def _is_lost(self) -> bool:
-        if not self._lose:
-            return False
-        with self._lock:
-            draw = self._random.random()
-        if draw < self._lose / 3:  # overtaken by others
-            time.sleep(draw / self._lose * 0.03)
-        return draw > 1 - self._lose * 2 / 3
-
 
 class ParameterClient:
     """Pushes a worker's flat gradient and pulls its flat parameters, piece by piece."""
 
-    def __init__(self, layout: Layout, settings: ParameterServerSettings, calls: RetriedCalls, name: str) -> None:
+    def __init__(self, layout: Layout, settings: ParameterServerSettings, calls: ServerCalls) -> None:
         self.layout = layout
-        self._settings = settings
         self._calls = calls
-        self._name = name
         self._versions = [0] * len(layout.pieces)
-        codecs = [make_codec(settings, piece.length, layout.dtype) for piece in layout.pieces]
+        codecs = [
+            make_codec(settings.compression, settings.topk, piece.length, layout.dtype) for piece in layout.pieces
+        ]
         self._feedback = [Feedback(codec) for codec in codecs]
         self._followers = [Follower(codec, piece.length) for codec, piece in zip(codecs, layout.pieces, strict=True)]
+        self._views: list[ValuesView | None] = [None] * len(layout.pieces)  # of the memory of servers on this host
+        self._can_map = settings.compression == "none"
         self._pool: ThreadPoolExecutor | None = None
         if len(layout.pieces) > 1:
             self._pool = ThreadPoolExecutor(min(len(layout.pieces), layout.num_servers * 2, 8), "cordee-push")
@@ -170,17 +96,50 @@ class ParameterClient:
         return reply
 
     def _pull_piece(self, piece: Piece, flat: Tensor, settles: int, scale: float) -> None:
-        target, follower = flat[piece.start : piece.stop], self._followers[piece.index]
+        follower = self._followers[piece.index]
+        target = flat[piece.start : piece.stop]
+        room = piece.length * flat.element_size() + 4096
 
-        def receive(message: Message, buffers: tuple[Buffer, ...]) -> None:
+        def receive(message: Message, buffers: tuple[Buffer, ...]) -> bool:
             assert isinstance(message, Pulled)
-            with torch.no_grad():
-                follower.take(target, [buffer.torch() for buffer in buffers], message.stamp)
+            if message.read_at >= 0:
+                view = self._views[piece.index]
+                assert view is not None
+                if not view.read(0, target.view(torch.uint8).numpy().data, message.read_at):
+                    return False
+            else:
+                with torch.no_grad():
+                    follower.take(target, [buffer.torch() for buffer in buffers], message.stamp)
+                self._map(piece, message.memory, target.nbytes)
             self._versions[piece.index] = message.version
+            return True
 
-        self._calls.call(
-            piece.server,
-            Pull(piece.index, follower.stamp, settles, scale),
-            receive=receive,
-            reply_bytes=piece.length * flat.element_size() + 4096,
-        )
+        memory = self._memory(piece)
+        pull = Pull(piece.index, follower.stamp, settles, scale, memory)
+        if not self._calls.call(piece.server, pull, receive=receive, reply_bytes=room):
+            # They have changed since the server answered: have them sent.
+            pull = Pull(piece.index, follower.stamp, settles, scale, min(memory, 0))
+            self._calls.call(piece.server, pull, receive=receive, reply_bytes=room)
+
+    def _memory(self, piece: Piece) -> int:
+        """Return the number of the shared memory of a piece that is mapped; 0 if there may be some, -1 if none."""
+        view = self._views[piece.index]
+        if view is not None:
+            return view.number
+        if not self._can_map:
+            return -1
+        try:
+            return 0 if self._calls.connection(piece.server).is_shared else -1
+        except CommunicationError:
+            return -1  # the call that follows waits for the server
+
+    def _map(self, piece: Piece, memory: Memory | None, num_bytes: int) -> None:
+        """Map what the server that answers now has of a piece, to read it there from now on."""
+        view = self._views[piece.index]
+        if memory is None or (view is not None and view.number == memory.number):
+            return
+        try:
+            self._views[piece.index] = ValuesView(memory.pid, memory.fd, memory.num_bytes, num_bytes, memory.number)
+        except CommunicationError as error:
+            self._views[piece.index], self._can_map = None, False
+            log.info("parameters are not read in shared memory: %s", error)

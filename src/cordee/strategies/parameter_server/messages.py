@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from cordee.communication.messages import Count, Message, Name, Text
 from cordee.communication.wire import Limits
+from cordee.parameters.messages import Adopt, Load, Memory
 
 Number = Annotated[int, Meta(ge=-1, le=2**62)]
 
@@ -50,15 +51,21 @@ class Pull(Message, frozen=True):
     has: Count = 0  # stamp of what this worker got last
     settles: Number = -1
     scale: float = 1.0
+    memory: Number = -1  # number of the shared memory that the worker has mapped; 0: it could map some; -1: it cannot
 
 
 class Pulled(Message, frozen=True):
-    """The parameters of a piece, or their change since the last; `version` counts the updates in them."""
+    """The parameters of a piece, or their change since the last; `version` counts the updates in them.
+
+    With `read_at` they are not sent: the worker reads them in the memory that it has mapped, where this stamp must be.
+    """
 
     is_generational = False
 
     version: Count
     stamp: Count = 0
+    read_at: Number = -1
+    memory: Memory | None = None  # where the worker finds the parameters next time
 
 
 class PushExtras(Message, frozen=True):
@@ -136,23 +143,6 @@ class Settle(Message, frozen=True):
     settles: Number
     scale: float = 1.0
     seen_by: Annotated[str, Meta(max_length=128)] = ""  # the worker that is given the parameters
-
-
-class Adopt(Message, frozen=True):
-    """The server at this address is to be the receiver's second. Answered by `Pushed` when it has everything."""
-
-    is_generational = False
-
-    address: Name
-
-
-class Load(Message, frozen=True):
-    """All that a server knows of a piece: tensors by name, and the rest as JSON bytes. Answered by `Pushed`."""
-
-    is_generational = False
-
-    piece: Count
-    names: Annotated[tuple[Name, ...], Meta(max_length=65536)]
 
 
 class LoadExtras(Message, frozen=True):

@@ -7,6 +7,7 @@ from typing import Literal
 
 from cordee.core.errors import JobError
 from cordee.core.settings import Section
+from cordee.parameters.compression import Compression
 
 UNBOUNDED = "unbounded"
 MAX_SERVERS = 64
@@ -23,7 +24,7 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
     aggregate: Literal["weighted", "mean", "sum"] = "weighted"  # of the gradients of one step; weighted by samples
     staleness_lr: Literal["none", "inverse"] = "none"  # inverse: the rate is divided by the age of the gradient
     delay_compensation: float = 0.0  # the lambda of DC-ASGD; 0 is off
-    compression: Literal["none", "fp16", "int8", "topk"] = "none"  # of what travels, both ways
+    compression: Compression = "none"  # of what travels, both ways
     topk: float = DEFAULT_TOPK  # share of the values that `topk` sends
     weight_decay: float = 0.0  # added to the gradients on the servers
     clip_norm: float = 0.0  # largest norm of a gradient on the servers; 0 leaves it alone

@@ -7,9 +7,9 @@ comes. Each unit counts once for each piece, whoever sends it and however often.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from cordee.compute import OptimizerRecipe
 from cordee.core.errors import CommunicationError
 from cordee.core.shards import Block, add_up
+from cordee.parameters.push_log import PushLog
+from cordee.parameters.shared_values import make_shared
 from cordee.strategies.parameter_server.layout import Piece
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 
@@ -66,26 +68,6 @@ class PushOutcome(NamedTuple):
     detail: str = ""
 
 
-@dataclass
-class Applied:
-    """Which units have counted: all below a watermark, and some above."""
-
-    below: int = 0
-    above: set[int] = field(default_factory=set)
-
-    def add(self, unit: int) -> None:
-        self.above.add(unit)
-
-    def forget_below(self, floor: int) -> None:
-        """All units below `floor` are committed: none of them will be handed out again."""
-        if floor > self.below:
-            self.below = floor
-            self.above = {number for number in self.above if number >= floor}
-
-    def __contains__(self, unit: int) -> bool:
-        return unit < self.below or unit in self.above
-
-
 class Staged(NamedTuple):
     """One share of a step that waits for the others."""
 
@@ -107,6 +89,9 @@ class PieceState:
     ) -> None:
         assert values.numel() == piece.length
         self.piece = piece
+        self.memory = None if settings.compression != "none" else make_shared(values.nbytes, f"piece {piece.index}")
+        if self.memory is not None:
+            values = self.memory.tensor(tuple(values.shape), values.dtype).copy_(values)
         self.values = values
         self.version = 0
         self._settings = settings
@@ -124,7 +109,7 @@ class PieceState:
             self._parameters.append((one.name, nn.Parameter(view)))
             self._gradients.append(gradient)
         self.optimizer: Optimizer = recipe.make(self._parameters)
-        self.applied = Applied()
+        self.applied = PushLog()  # the units
         self._staged: dict[int, dict[int, Staged]] = {}  # step -> share
         self._waiting: int | None = None  # step that is complete here, and waits to be settled
         self._completed: tuple[int, tuple[float, ...]] = (-1, ())  # (unit, norms) of the last completion
@@ -142,7 +127,7 @@ class PieceState:
                 f"{gradient.numel()}: the model of the worker is another one"
             )
         self.applied.forget_below(push.floor)
-        if push.unit in self.applied:
+        if self.applied.has(push.unit):
             unit, norms = self._completed
             return PushOutcome("known", norms if unit == push.unit else ())
         is_finite = math.isfinite(float(gradient.sum()))  # the sum of finite numbers may overflow: look closer then
@@ -192,8 +177,7 @@ class PieceState:
                     tensors[f"staged.{step}.{share}"] = part.gradient
         plain = {
             "version": self.version,
-            "below": self.applied.below,
-            "above": sorted(self.applied.above),
+            "applied": self.applied.dump(),
             "staged": staged,
             "waiting": self._waiting,
             "unused": sorted(self._unused),
@@ -203,13 +187,14 @@ class PieceState:
 
     def restore(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
         """Become what another was when it made a dump."""
-        self.values.copy_(tensors["values"])
+        with self._changing():
+            self.values.copy_(tensors["values"])
         self._gradient.copy_(tensors["gradient"])
         self._seen = {
             name.removeprefix("seen."): tensor.clone() for name, tensor in tensors.items() if name.startswith("seen.")
         }
         self.version = plain["version"]
-        self.applied = Applied(plain["below"], set(plain["above"]))
+        self.applied = PushLog.restored(plain["applied"])
         self._staged = {}
         for step, share, items, has_gradient, unused in plain["staged"]:
             gradient = tensors[f"staged.{step}.{share}"].clone() if has_gradient else None
@@ -301,8 +286,12 @@ class PieceState:
         if factor != 1.0:
             for group in self.optimizer.param_groups:
                 group["lr"] *= factor
-        self.optimizer.step()
+        with self._changing():
+            self.optimizer.step()
         self.version += 1
+
+    def _changing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.memory is None else self.memory.changing(0, self.values.nbytes)
 
 
 class ParameterShard:

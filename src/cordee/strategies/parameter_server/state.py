@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
 from cordee.checkpoint import State, load_optimizer_state, optimizer_state
+from cordee.parameters.replication import decode_plain, encode_plain
 from cordee.strategies.parameter_server.layout import Layout, Piece, Slice
 from cordee.strategies.parameter_server.shard import PieceState
 
@@ -65,15 +65,6 @@ def join_pieces(layout: Layout, states: Sequence[State]) -> State:
             if reference in collected:
                 tensors[reference] = tensors[reference].view(shapes[name])
     return State(tensors, {**states[0].values, "groups": groups, "state": merged_state})
-
-
-def encode_plain(values: Any) -> Tensor:
-    """Return plain values as a buffer of JSON, which may be longer than a header."""
-    return torch.frombuffer(bytearray(msgspec.json.encode(values)), dtype=torch.uint8)
-
-
-def decode_plain(buffer: Tensor) -> Any:
-    return msgspec.json.decode(buffer.numpy().tobytes())
 
 
 def dump_piece(state: PieceState) -> tuple[tuple[str, ...], list[Tensor]]:

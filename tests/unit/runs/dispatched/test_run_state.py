@@ -9,7 +9,7 @@ from cordee.cluster.members import Process, ProcessRecord, Roster
 from cordee.cluster.policies import Shortage
 from cordee.compute import Metrics
 from cordee.data.ledger import LedgerState
-from cordee.runs.dispatched.server_registry import ServerSlot, ServerSlots
+from cordee.parameters.server_slots import ServerSlot, ServerSlots
 from cordee.runs.dispatched.state import (
     Loss,
     LossState,

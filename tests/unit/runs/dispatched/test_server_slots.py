@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from test_dispatcher import Play
 
+from cordee.parameters.server_slots import ServerSlot, ServerSlots
 from cordee.runs.dispatched.messages import Join, SecondLost
-from cordee.runs.dispatched.server_registry import ServerSlot, ServerSlots
 
 
 def test_a_replacement_without_the_parameters_does_not_serve() -> None:

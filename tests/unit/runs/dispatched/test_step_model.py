@@ -29,11 +29,14 @@ from cordee.core.errors import CommunicationError
 from cordee.core.references import Use
 from cordee.data import Ledger
 from cordee.data.ledger import Exchanges
+from cordee.parameters import replication
+from cordee.parameters.messages import Adopt
+from cordee.parameters.server_slots import ServerSlot, ServerSlots
 from cordee.runs.dispatched import server as server_module
 from cordee.runs.dispatched.server import ParameterService
-from cordee.runs.dispatched.server_registry import ServerRegistry, ServerSlot, ServerSlots
+from cordee.runs.dispatched.server_registry import ServerRegistry
 from cordee.strategies.parameter_server.layout import make_layout
-from cordee.strategies.parameter_server.messages import Adopt, Pull, PullExtras, Push, Pushed, PushExtras
+from cordee.strategies.parameter_server.messages import Pull, PullExtras, Push, Pushed, PushExtras
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 from cordee.strategies.parameter_server.shard import FixedSum, ParameterShard
 from cordee.strategies.parameter_server.state import dump_piece, restore_piece
@@ -403,7 +406,8 @@ class Explored(NamedTuple):
 def explore(num_steps: int, num_faults: int, monkeypatch: pytest.MonkeyPatch) -> Explored:
     """Make all states that can be reached, and check each; from each the end can be reached."""
     current: list[World] = []
-    monkeypatch.setattr(server_module, "reach", lambda point, error=CommunicationError: current[-1].reach(point, error))
+    for module in (server_module, replication):
+        monkeypatch.setattr(module, "reach", lambda point, error=CommunicationError: current[-1].reach(point, error))
     expected = sequential(num_steps)
     first = _begin(num_steps, num_faults, current)
     todo, known = [first], {first.key(): 0}

@@ -7,14 +7,14 @@ Rounding and leaving out are made good later: what a sender could not send of a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from cordee.core.errors import CommunicationError
-from cordee.strategies.parameter_server.settings import ParameterServerSettings
 
+Compression: TypeAlias = Literal["none", "fp16", "int8", "topk"]
 _BLOCK = 1024  # values that share a scale
 
 
@@ -28,9 +28,9 @@ class Codec(Protocol):
         """Return what was sent, as far as it came through. Raises CommunicationError for what cannot be it."""
 
 
-def make_codec(settings: ParameterServerSettings, length: int, dtype: torch.dtype) -> Codec:
-    """Return what the settings ask for, for vectors of `length`."""
-    match settings.compression:
+def make_codec(compression: Compression, topk: float, length: int, dtype: torch.dtype) -> Codec:
+    """Return the codec of this name for vectors of `length`; `topk` is the share of the values that `topk` sends."""
+    match compression:
         case "none":
             return Plain(length, dtype)
         case "fp16":
@@ -38,7 +38,7 @@ def make_codec(settings: ParameterServerSettings, length: int, dtype: torch.dtyp
         case "int8":
             return Bytes(length, dtype)
         case "topk":
-            return Largest(length, dtype, max(1, round(settings.topk * length)))
+            return Largest(length, dtype, max(1, round(topk * length)))
 
 
 class Plain:

@@ -6,17 +6,14 @@ import pytest
 import torch
 
 from cordee.core.errors import CommunicationError
-from cordee.strategies.parameter_server.compression import Feedback, Follower, Tracker, make_codec
-from cordee.strategies.parameter_server.settings import ParameterServerSettings
+from cordee.parameters.compression import Feedback, Follower, Tracker, make_codec
 
 LENGTH = 3000
 KINDS = ["none", "fp16", "int8", "topk"]
 
 
 def codec(kind: str):  # type: ignore[no-untyped-def]
-    return make_codec(
-        ParameterServerSettings(compression=kind, **({"topk": 0.1} if kind == "topk" else {})), LENGTH, torch.float32
-    )  # type: ignore[arg-type]
+    return make_codec(kind, 0.1, LENGTH, torch.float32)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("kind", "share"), [("none", 1.0), ("fp16", 0.5), ("int8", 0.26), ("topk", 0.21)])

@@ -1,0 +1,140 @@
+"""A server and its second: one state in two processes (decision 0022).
+
+What changes the state goes to the second first, then to the server itself, then the caller is answered. A server that
+cannot reach its second has that written down by whoever decides who takes over, before it answers anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from cordee.communication.buffers import Buffer
+from cordee.communication.calls import Call, Connection, UnavailableError
+from cordee.communication.channel import RefusedError
+from cordee.communication.messages import Message, Refused
+from cordee.core.errors import CommunicationError, CordeeError
+from cordee.core.fault_points import reach
+
+Answer = tuple[Message, Sequence[Any]]
+
+
+class ReplicatedService:
+    """Answers calls with what `carry_out` does. Called by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._second: Connection | None = None  # does all that this server does, to take its place
+        self._has_retired = False  # the second may have taken its place
+        self.connect: Callable[[str], Connection]
+        self.report_lost: Callable[[str, str], None] = lambda address, message: None
+        self.name = "server"
+
+    def carry_out(self, call: Call) -> Answer | None:
+        """Do what a call asks for; return the answer, or None where it is answered later."""
+        raise NotImplementedError
+
+    def dump(self) -> Iterable[tuple[Message, Sequence[Any]]]:
+        """Return the calls that give another server everything, whatever it had before."""
+        raise NotImplementedError
+
+    def handle(self, call: Call) -> None:
+        if self._has_retired:
+            raise UnavailableError(f"{self.name} has handed over")
+        kind = type(call.message).__name__.lower()
+        reach(f"server.received.{kind}", UnavailableError)
+        answer = self.carry_out(call)
+        reach(f"server.answering.{kind}", UnavailableError)
+        if answer is not None:
+            call.reply(*answer)
+
+    def retire(self, changes_nothing: Message) -> bool:
+        """Answer nobody any more, if the second has everything; return whether it has. Called under the server's lock.
+
+        Callers that come are to find out where the server is, and to try again.
+        """
+        if self._second is not None and not self._has_retired:
+            self.pass_on(changes_nothing)  # the second is there
+        self._has_retired = self._second is not None
+        return self._has_retired
+
+    def end(self) -> None:
+        """Answer nobody any more. Called under the server's lock."""
+        self._has_retired = True
+
+    def resume(self) -> None:
+        """Answer again, after all. Called under the server's lock."""
+        self._has_retired = False
+
+    def mirrored(self, message: Message, buffers: Sequence[Buffer], act: Callable[[], Message]) -> Message:
+        """Have the second do what `act` does here; return the answer. A second that answers otherwise is dropped."""
+        if self._second is None:
+            return act()
+        seconds = self.pass_on(message, buffers, may_refuse=True)
+        try:
+            answer = act()
+        except Exception as error:
+            refused = str(error) if isinstance(error, CordeeError) else f"{type(error).__name__}: {error}"
+            self._compare(seconds, Refused("failed", refused))
+            raise
+        self._compare(seconds, answer)
+        return answer
+
+    def pass_on(self, message: Message, buffers: Sequence[Buffer] = (), *, may_refuse: bool = False) -> Message | None:
+        """Have the second do the same, before anybody is told that it is done; return the answer of the second.
+
+        A second that does not answer is dropped, and so is one that refuses, unless it `may_refuse`.
+        """
+        if self._second is None:
+            return None
+        try:
+            reach("server.pass_on")
+            answer: Message = self._second.call(message, [buffer.torch() for buffer in buffers])
+            reach("server.passed_on")
+        except CommunicationError as error:
+            if may_refuse and isinstance(error, RefusedError) and error.reason == "failed":
+                return Refused("failed", error.detail)
+            self._lose_second(str(error))
+            return None
+        return answer
+
+    def adopt(self, address: str) -> None:
+        """Give another server everything, and have it follow from here. Can fail anywhere, and be done again."""
+        reach("server.adopt.connect", UnavailableError)
+        connection = self.connect(address)
+        try:
+            for message, buffers in self.dump():
+                connection.call(message, buffers)
+            reach("server.adopt.done", UnavailableError)
+        except BaseException:
+            connection.close()
+            raise
+        if self._second is not None:
+            self._second.close()
+        self._second = connection
+
+    def _compare(self, seconds: Message | None, answer: Message) -> None:
+        if seconds is not None and seconds != answer:
+            self._lose_second(f"it answered {seconds} where this server answers {answer}")
+
+    def _lose_second(self, why: str) -> None:
+        """Continue alone. Who decides knows it before any caller is answered: that second may not take over.
+
+        Raises UnavailableError where that one cannot be told, or has given this very server up.
+        """
+        assert self._second is not None
+        self.report_lost(self._second.address, f"{self.name} has lost its second server ({why})")
+        self._second.close()
+        self._second = None
+
+
+def encode_plain(values: Any) -> Tensor:
+    """Return plain values as a buffer of JSON, which may be longer than a header."""
+    return torch.frombuffer(bytearray(msgspec.json.encode(values)), dtype=torch.uint8)
+
+
+def decode_plain(buffer: Tensor) -> Any:
+    return msgspec.json.decode(buffer.numpy().tobytes())
