@@ -124,7 +124,8 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "data.train_limit": Changes(16, started("train_samples")),
     "data.test_limit": Changes(4, evaluations),
     "data.test_fraction": Changes(0.25, evaluations, base={"data.test_size": 0}),
-    "data.prefetch": Elsewhere("unit/data/test_loader.py"),
+    "data.prefetch": Elsewhere("unit/data/test_loader.py"),  # of parameter_server: in test_reading_processes.py too
+    # Of parameter_server, whose workers read what they are handed out: distributed/test_parameter_server_settings.py.
     "data.processes": Elsewhere("unit/data/test_reading_processes.py"),
     "data.online": ONLINE,
     "data.holdout": ONLINE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 NUM_CLASSES, WIDTH = 4, 12
 IGNORED = 3
@@ -74,3 +74,23 @@ def by_name(named_parameters: list[tuple[str, nn.Parameter]], lr: float = 0.1) -
     weights = [parameter for name, parameter in named_parameters if name.endswith("weight")]
     assert len(biases) == len(weights) > 0, [name for name, _ in named_parameters]
     return torch.optim.AdamW([{"params": weights, "weight_decay": 0.5}, {"params": biases, "weight_decay": 0.0}], lr=lr)
+
+
+class Recording(Dataset[tuple[Tensor, int]]):
+    """Appends to a file which reading process a sample was read by; -1 is none."""
+
+    def __init__(self, file: str, size: int = 60) -> None:
+        self._file, self._size = file, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        reader = get_worker_info()
+        with open(self._file, "a") as file:  # noqa: PTH123
+            file.write(f"{-1 if reader is None else reader.id}\n")
+        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index)), index % NUM_CLASSES
+
+
+def recording(*, file: str) -> Recording:
+    return Recording(file)

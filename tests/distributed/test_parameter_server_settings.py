@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from test_parameter_server import events, go, largest_difference, served, weights
 
+from cordee.core.errors import JobError
 from cordee.run import Run
 
 pytestmark = pytest.mark.timeout(150)
@@ -141,3 +142,27 @@ def test_settings_that_approximate_change_the_outcome(tmp_path: Path) -> None:
     assert hashes.pop("free") == hashes["plain"], "one worker alone is never late"
     assert len(set(hashes.values())) == len(hashes)
     assert largest_difference(runs["fp16"], runs["plain"]) < 0.01
+
+
+def test_processes_read_what_a_worker_is_handed_out(tmp_path: Path) -> None:
+    runs = []
+    for processes in (0, 2):
+        file = tmp_path / f"readers-{processes}"
+        data = {"use": "odd_data:recording", "file": str(file), "processes": processes}
+        sections = {**EXACT, "data": data, "python_path": [HERE]}
+        runs.append(go(tmp_path / f"run-{processes}", strategy=served(2), **sections))
+        readers = file.read_text().split()
+        num_steps = EXACT["training"]["steps"]
+        if processes:  # what is read before the first step is read without them
+            assert readers.count("0") == readers.count("1") == num_steps * 12 // 2
+        else:
+            assert set(readers) == {"-1"}
+    assert runs[0].summary.weights_sha256 == runs[1].summary.weights_sha256
+
+
+def test_prefetching_is_refused_where_there_is_no_next_batch(tmp_path: Path) -> None:
+    sections = {**EXACT, "data": {**EXACT["data"], "prefetch": 5}}
+    with pytest.raises(JobError, match=r"data.prefetch = 5 .* with strategy.push_every = 1 there is no next one"):
+        go(tmp_path / "refused", strategy=served(1), **sections)
+    run = go(tmp_path / "run", strategy=served(1, staleness=1, push_every=4), **sections)
+    assert run.summary.steps == 18

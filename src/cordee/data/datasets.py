@@ -60,7 +60,7 @@ class DatasetSource:
         samples = self.numbers(indices)
         seeds = hash_positions(positions, seed).tolist()
         with preserved_generators():
-            pairs = self._read_at_once(samples, seeds[0]) if self._reads_at_once() else self._read(samples, seeds)
+            pairs = self._read_at_once(samples, seeds[0]) if self.reads_at_once else self._read(samples, seeds)
         return stacked(pairs, samples, self.what, self.num_classes, self.ignored)
 
     def numbers(self, indices: Tensor) -> list[int]:
@@ -68,7 +68,9 @@ class DatasetSource:
         numbers: list[int] = (indices if self._kept is None else self._kept.index_select(0, indices)).tolist()
         return numbers
 
-    def _reads_at_once(self) -> bool:
+    @property
+    def reads_at_once(self) -> bool:
+        """Whether samples that are read together are drawn from one seed: reading them apart gives others."""
         # torch's Subset has `__getitems__` too, but over a plain dataset it only reads one by one.
         return hasattr(self.dataset, "__getitems__") and not isinstance(self.dataset, TorchSubset)
 

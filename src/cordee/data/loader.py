@@ -9,28 +9,25 @@ four times the memory.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import queue
-import signal
 import threading
-import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from cordee.core.batch import Batch
 from cordee.core.errors import DataError, JobError
 from cordee.core.seeds import derive_seed
 from cordee.core.shards import Shards
 from cordee.data.augment import Augmentation
-from cordee.data.datasets import DatasetSource, IterableSource, stacked
+from cordee.data.datasets import DatasetSource, IterableSource
 from cordee.data.online import GrowingSource
-from cordee.data.order import EpochOrder, batch_part, count_batches, part_of, positions_of
-from cordee.data.randomness import preserved_generators, seed_generators
+from cordee.data.order import EpochOrder, batch_part, count_batches, positions_of
+from cordee.data.reading import OnDemandReader, PlacedBatch, ReadJob, StreamPlan, read_batches, read_stream
 from cordee.data.source import ArraySource, Source
 
 # Inputs gathered at once, as float32 bytes. Gather and conversion alone took, per batch of the above on two
@@ -90,6 +87,7 @@ class Loader:
         self._prefetch = prefetch
         self._processes = processes
         self._read_order: tuple[int, EpochOrder] | None = None  # of the epoch that was read last
+        self._on_demand: tuple[int, OnDemandReader] | None = None  # the same, where processes read
 
     @property
     def num_batches(self) -> int | None:
@@ -141,24 +139,61 @@ class Loader:
         numbers: list[int] = source.numbers(indices) if isinstance(source, DatasetSource) else indices.tolist()
         return numbers
 
-    def read(self, epoch: int, start: int, stop: int) -> Batch:
-        """Return the samples at the positions [start, stop) of an epoch: the same whoever reads them, and when.
+    def read(self, epoch: int, parts: Sequence[tuple[int, int]]) -> Generator[Batch, None, None]:
+        """Return the samples at the positions [start, stop) of an epoch, for each of the parts, in order.
 
-        Not for streams, whose samples have no positions.
+        They are the same whoever reads them, and when. Processes read them side by side, and stay for the next call;
+        parts after the first are made ready in the background where `prefetch` allows. Not for streams, whose samples
+        have no positions.
         """
         source = self._source
         assert not isinstance(source, IterableSource) and source.num_samples is not None
         if self._read_order is None or self._read_order[0] != epoch:
             order = EpochOrder(source.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
             self._read_order = (epoch, order)
-        positions = torch.arange(start, stop)
-        indices = self._read_order[1].samples_at(positions)
+        order = self._read_order[1]
         if isinstance(source, DatasetSource):
-            seed = derive_seed(self._seed, "samples", epoch)
-            return next(
-                self._finished(read_batches(source, [ReadJob(start, indices)], seed, processes=0, ahead=0), epoch)
-            )
-        return self._read_array(indices, positions, derive_seed(self._seed, "augment", epoch))
+            jobs = [ReadJob(start, order.samples_at(torch.arange(start, stop))) for start, stop in parts]
+            return self._finished(self._read_jobs(source, jobs, epoch), epoch)
+        augment_seed = derive_seed(self._seed, "augment", epoch)
+
+        def gather() -> Iterator[Batch]:
+            for positions in (torch.arange(start, stop) for start, stop in parts):
+                yield self._read_array(order.samples_at(positions), positions, augment_seed)
+
+        if len(parts) > 1 and self._uses_thread():
+            return in_background(gather, self._prefetch)
+        return (batch for batch in gather())
+
+    def close(self) -> None:
+        """End the processes that `read` has started."""
+        if self._on_demand is not None:
+            self._on_demand[1].close()
+            self._on_demand = None
+
+    def _read_jobs(
+        self, source: DatasetSource, jobs: Sequence[ReadJob], epoch: int
+    ) -> Generator[PlacedBatch, None, None]:
+        seed = derive_seed(self._seed, "samples", epoch)
+        if self._processes == 0:
+            yield from read_batches(source, jobs, seed, processes=0, ahead=0)
+            return
+        if self._on_demand is None or self._on_demand[0] != epoch:
+            self.close()
+            reader = OnDemandReader(source, seed, processes=self._processes, ahead=self._prefetch)
+            self._on_demand = (epoch, reader)
+        num_cuts = 1 if source.reads_at_once else -(-self._processes // len(jobs))
+        cut = [
+            ReadJob(job.first + first, job.indices[first:last])
+            for job in jobs
+            for first, last in _cut_evenly(len(job.indices), num_cuts)
+        ]
+        placed = self._on_demand[1].read(cut)
+        try:
+            yield from _joined(placed, jobs, num_cuts)
+        except BaseException:  # also of one who does not want the rest: what is under way would come first next time
+            self.close()
+            raise
 
     def _read_array(self, indices: Tensor, positions: Tensor, augment_seed: int) -> Batch:
         source = self._source
@@ -223,6 +258,21 @@ class Loader:
         )
 
 
+def _cut_evenly(length: int, count: int) -> list[tuple[int, int]]:
+    """Cut [0, length) into `count` parts of nearly equal size, none of them empty; into one if that is empty."""
+    count = max(1, min(count, length))
+    bounds = [length * part // count for part in range(count + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+def _joined(placed: Iterator[PlacedBatch], jobs: Sequence[ReadJob], num_cuts: int) -> Iterator[PlacedBatch]:
+    """Put together what was read of each job in pieces."""
+    for job in jobs:
+        pieces = [next(placed) for _ in _cut_evenly(len(job.indices), num_cuts)]
+        whole = [torch.cat(tensors) if len(pieces) > 1 else tensors[0] for tensors in zip(*(p[1:] for p in pieces))]
+        yield PlacedBatch(job.first, *whole)
+
+
 def _flattened(groups: Iterator[Iterator[Batch]]) -> Generator[Batch, None, None]:
     try:
         for group in groups:
@@ -230,161 +280,6 @@ def _flattened(groups: Iterator[Iterator[Batch]]) -> Generator[Batch, None, None
     finally:
         if isinstance(groups, Generator):
             groups.close()
-
-
-# Reading user datasets, in the calling thread or in processes of their own.
-#
-# Processes are those of torch's DataLoader, which are given our index lists, so that order, cut and random
-# draws are the same with any number of them. They end when the generator is closed, and when this process dies.
-
-
-class ReadJob(NamedTuple):
-    """The part of a batch to read: which samples, and where in the epoch the first of them stands."""
-
-    first: int
-    indices: Tensor
-
-
-class PlacedBatch(NamedTuple):
-    """A batch whose first sample stands at the position `first` of the epoch; the others follow it."""
-
-    first: int
-    inputs: Tensor
-    targets: Tensor
-
-
-class StreamPlan(NamedTuple):
-    """Which part of which batches of a stream to keep."""
-
-    epoch: int
-    seed: int
-    first_batch: int
-    batch_size: int
-    shards: Shards
-
-
-def read_batches(
-    source: DatasetSource, jobs: Iterable[ReadJob], seed: int, *, processes: int, ahead: int
-) -> Generator[PlacedBatch, None, None]:
-    """Yield one batch per job, in order. Raises DataError as soon as a sample cannot be read."""
-    if processes == 0:
-        return (_read(source, job, seed) for job in jobs)
-    per_process = max(1, -(-ahead // processes))
-    return _from_processes(_JobReader(source, seed), jobs, num_processes=processes, ahead=per_process)
-
-
-def read_stream(
-    source: IterableSource, plan: StreamPlan, *, processes: int, ahead: int
-) -> Generator[PlacedBatch, None, None]:
-    """Yield the shard's part of each global batch of a stream. Batches before the first are read and dropped."""
-    if processes == 0:
-        return _stream_batches(source, plan)
-    assert processes == 1
-    return _from_processes(_StreamReader(source, plan), None, num_processes=1, ahead=max(1, ahead))
-
-
-def _read(source: DatasetSource, job: ReadJob, seed: int) -> PlacedBatch:
-    positions = torch.arange(job.first, job.first + len(job.indices))
-    return PlacedBatch(job.first, *source.read(job.indices, positions, seed))
-
-
-def _stream_batches(source: IterableSource, plan: StreamPlan) -> Generator[PlacedBatch, None, None]:
-    stream = source.stream(plan.epoch)
-    try:
-        batch = 0
-        while True:
-            with preserved_generators():
-                seed_generators(derive_seed(plan.seed, "stream", plan.epoch, batch))
-                samples = stream.take(plan.batch_size)
-            if not samples:
-                return
-            if batch >= plan.first_batch:
-                start, stop = part_of(len(samples), plan.shards)
-                first = batch * plan.batch_size + start
-                if start == stop:
-                    part = Batch(source.example.inputs[:0], source.example.targets[:0])
-                else:
-                    names = range(first, first + stop - start)
-                    part = stacked(samples[start:stop], names, source.what, source.num_classes, source.ignored)
-                yield PlacedBatch(first, *part)
-            batch += 1
-    finally:
-        stream.close()
-
-
-class _Failure(NamedTuple):
-    """An error that happened in a process, as text: exceptions of user code may not survive the journey."""
-
-    message: str
-    details: str
-
-
-class _JobReader(Dataset[Any]):
-    def __init__(self, source: DatasetSource, seed: int) -> None:
-        self._source = source
-        self._seed = seed
-
-    def __getitem__(self, job: ReadJob) -> PlacedBatch | _Failure:
-        try:
-            return _read(self._source, job, self._seed)
-        except DataError as error:
-            return _failure(error)
-
-
-class _StreamReader(IterableDataset[Any]):
-    def __init__(self, source: IterableSource, plan: StreamPlan) -> None:
-        self._source = source
-        self._plan = plan
-
-    def __iter__(self) -> Iterator[PlacedBatch | _Failure]:
-        try:
-            yield from _stream_batches(self._source, self._plan)
-        except DataError as error:
-            yield _failure(error)
-
-
-def _from_processes(
-    reader: Dataset[Any], jobs: Iterable[ReadJob] | None, *, num_processes: int, ahead: int
-) -> Generator[PlacedBatch, None, None]:
-    loader: DataLoader[Any] = DataLoader(
-        reader,
-        batch_size=None,
-        sampler=jobs,
-        num_workers=num_processes,
-        prefetch_factor=ahead,
-        collate_fn=_as_it_is,
-        worker_init_fn=_ignore_interrupt,
-        generator=torch.Generator().manual_seed(0),  # or it would draw from the process's own generator
-    )
-    # Begun by the main thread, torch would have a signal handler raise in whatever that does when a process dies.
-    with ThreadPoolExecutor(1) as thread:
-        iterator = thread.submit(iter, loader).result()
-    try:
-        while True:
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            except (RuntimeError, ConnectionError, EOFError) as error:  # it was killed, or has no shared memory
-                raise DataError(f"a process that reads the data ended: {error}; try data.processes = 0") from error
-            if isinstance(item, _Failure):
-                raise DataError(item.message) from RuntimeError(item.details)
-            yield item
-    finally:
-        del iterator  # the last reference: this stops and joins the processes
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
-
-
-def _ignore_interrupt(_: int) -> None:
-    # Ctrl-C reaches the whole group; the trainer still finishes its step, and ends the processes itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _failure(error: DataError) -> _Failure:
-    return _Failure(str(error), "".join(traceback.format_exception(error)))
 
 
 # A thread that makes things ready while they are not yet asked for.

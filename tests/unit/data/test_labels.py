@@ -19,7 +19,7 @@ from cordee.core.settings import Data
 from cordee.core.shards import Shards
 from cordee.data import GrowingSource, Place, Splits, load_data
 from cordee.data.datasets import IterableSource
-from cordee.data.loader import StreamPlan, read_stream
+from cordee.data.reading import StreamPlan, read_stream
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 

@@ -95,3 +95,41 @@ def test_process_that_dies_while_it_hands_a_batch_over_is_the_same_error(monkeyp
     with pytest.raises(DataError, match=r"a process that reads the data ended.*data.processes = 0"):
         list(loader(Slow(20, num_classes=20), processes=1).batches(0))
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("processes", [0, 1, 2])
+@pytest.mark.parametrize("prefetch", [0, 2, 7])
+def test_samples_that_are_asked_for_are_the_same_whoever_reads_them(processes, prefetch):
+    """As workers of `parameter_server` read the units that they are handed out."""
+    dataset = Drawing(20)
+    whole = [list(loader(dataset).batches(epoch)) for epoch in (0, 1)]
+    on_demand = loader(dataset, processes=processes, prefetch=prefetch)
+    started = set()
+    for epoch, first in ((0, 0), (0, 2), (1, 1), (0, 1)):
+        parts = [(6 * batch, min(20, 6 * batch + 6)) for batch in range(first, 4)]
+        read = list(on_demand.read(epoch, parts))
+        assert len(read) == len(parts)
+        for one, other in zip(read, whole[epoch][first:], strict=True):
+            assert torch.equal(one.inputs, other.inputs) and torch.equal(one.targets, other.targets)
+        started |= {child.pid for child in multiprocessing.active_children()}
+    assert len(started) == 3 * processes, "they stay for an epoch"
+    on_demand.close()
+    assert multiprocessing.active_children() == []
+
+
+def test_processes_that_read_on_demand_begin_again_after_one_did_not_want_the_rest():
+    on_demand = loader(Drawing(20), processes=2)
+    expected = list(loader(Drawing(20)).batches(0))
+    batches = on_demand.read(0, [(0, 6), (6, 12)])
+    next(batches)
+    batches.close()
+    (batch,) = on_demand.read(0, [(12, 18)])
+    assert torch.equal(batch.inputs, expected[2].inputs)
+    on_demand.close()
+
+
+def test_a_failing_sample_is_named_where_processes_read_on_demand():
+    on_demand = loader(Failing(20, num_classes=20), processes=2)
+    with pytest.raises(DataError, match=r"reading sample 13 of the training set raised OSError: cannot open"):
+        list(on_demand.read(0, [(0, 20)]))
+    assert multiprocessing.active_children() == []

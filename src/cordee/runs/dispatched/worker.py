@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -20,7 +21,7 @@ from torch import Tensor
 from cordee.cluster import Team
 from cordee.compute import Loss, find_unsound, split_batch
 from cordee.compute.devices import MemoryWatch
-from cordee.core import Job
+from cordee.core import Batch, Job
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import identify, reach
 from cordee.core.seeds import derive_seed
@@ -70,7 +71,7 @@ def work(order: MemberSpec) -> Exception | None:
 
 def _work(order: MemberSpec, leave_asked: threading.Event, memory: MemoryWatch) -> Exception | None:
     """Join and work; return why this worker could not go on, or that it was given up and may join again."""
-    with DispatchLink(order) as link:
+    with DispatchLink(order) as link, contextlib.ExitStack() as stack:
         try:
             job = Job.load(Path(order.run_dir) / "job.toml")
             team = Team(
@@ -79,6 +80,7 @@ def _work(order: MemberSpec, leave_asked: threading.Event, memory: MemoryWatch) 
                 num_local_workers=order.num_local,
             )
             parts = assemble(job, team)
+            stack.callback(parts.train.close)
             if order.is_remote:
                 check_same(order.data, parts.splits)
             loop = DispatchedWorker(parts, link, order, leave_asked, memory)
@@ -220,12 +222,15 @@ class DispatchedWorker:
         self._watch.begin()
         losses = []
         total = torch.zeros_like(self._gradient) if work.num_batches > 1 else None
-        for step, start, stop in self._parts_of_batches(work):
-            self._gradient.zero_()
-            losses.append(self._compute_batch(work, step, start, stop))
-            if total is not None:
-                total.add_(self._gradient)
-                self._step_locally(step)
+        parts = self._parts_of_batches(work)
+        places = [(start, stop) for _, start, stop in parts]
+        with contextlib.closing(self._parts.train.read(work.epoch, places)) as batches:
+            for (step, start, stop), batch in zip(parts, batches, strict=True):
+                self._gradient.zero_()
+                losses.append(self._compute_batch(work, step, batch, start, stop))
+                if total is not None:
+                    total.add_(self._gradient)
+                    self._step_locally(step)
         if total is not None:
             self._gradient.copy_(total)
         self._count = sum(loss.count for loss in losses)
@@ -244,7 +249,7 @@ class DispatchedWorker:
         parts = cut_like(work.start, work.stop, sizes)
         return [(work.first_batch + i, start, stop) for i, (start, stop) in enumerate(parts) if start < stop]
 
-    def _compute_batch(self, work: Work, step: int, start: int, stop: int) -> Loss:
+    def _compute_batch(self, work: Work, step: int, batch: Batch, start: int, stop: int) -> Loss:
         parts = self._parts
         measure = is_due(work.first_batch, work.first_batch + work.num_batches, self._job.monitoring.every_steps)
         if self._fixed is None:
@@ -252,7 +257,6 @@ class DispatchedWorker:
         else:
             seed = derive_seed(derive_seed(self._job.seed, "step", step), "shard", work.share)
         torch.default_generator.manual_seed(seed)
-        batch = parts.train.read(work.epoch, start, stop)
         pieces = [part for part in split_batch(batch, self._job.training.accumulate) if part.num_samples]
         self._count = sum(parts.computation.loss.count(part.targets) for part in pieces)
         total = self._count if self._fixed is None else self._fixed.nominal

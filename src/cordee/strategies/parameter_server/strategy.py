@@ -9,6 +9,7 @@ from cordee.compute import Computation, OptimizerRecipe
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError
 from cordee.core.job import read_section
+from cordee.core.settings import Data
 from cordee.strategies.parameter_server.layout import ELEMENTWISE, make_layout
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 from cordee.strategies.parameter_server.shard import FixedSum
@@ -30,6 +31,12 @@ class ParameterServer:
             raise JobError("training.clip_norm and strategy.clip_norm are both set: keep one of them")
         if self._computation.device.type != "cpu":
             raise JobError("strategy 'parameter_server' trains on CPUs: set training.device = 'cpu'")
+        if self.settings.push_every == 1 and job.data.prefetch not in (0, Data(use=job.data.use).prefetch):
+            raise JobError(
+                f"data.prefetch = {job.data.prefetch} makes batches ready ahead, and a worker of 'parameter_server' "
+                "hears of a batch when it is handed out: with strategy.push_every = 1 there is no next one to make "
+                "ready. Leave data.prefetch out; data.processes read the samples of a batch side by side"
+            )
         if job.training.reproducible and not self.settings.is_in_step:
             raise JobError(
                 f"training.reproducible = true needs workers in step, and strategy.staleness = "
