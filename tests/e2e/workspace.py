@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 import warm_launch
+from cordee.monitoring.events import check_event
 from warm_launch import WarmProcess
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -195,11 +196,14 @@ def wait_until(condition: Callable[[], bool], process: Running) -> None:
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the events recorded so far. The last line may be on its way; all others must be whole."""
+    """Return the events recorded so far, all of known types. The last line may be on its way; others must be whole."""
     path = run_dir / "events.jsonl"
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    found = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+    for event in found:
+        check_event(event["type"], {name: value for name, value in event.items() if name != "type"})
+    return found
 
 
 def warnings_of(run_dir: Path) -> list[str]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from cordee.compute.schedules import constant
+from cordee.compute.optimizers import constant
 from torch import Tensor, nn
 
 from cordee.communication.calls import CallServer, Connection
