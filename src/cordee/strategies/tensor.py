@@ -252,15 +252,15 @@ def check_plan(
     if not given or not open_styles:
         return
     expected = compute_whole(model, inputs, computation)
-    meeting = _Meeting(num_slices)
+    barrier = _SumBarrier(num_slices)
     found: list[Tensor | Exception | None] = [None] * num_slices
 
     def rehearse(index: int) -> None:
         try:
-            found[index] = compute_whole(_sliced(model, open_styles, index, meeting), inputs, computation)
+            found[index] = compute_whole(_sliced(model, open_styles, index, barrier), inputs, computation)
         except Exception as error:  # noqa: BLE001 - a user's model may raise anything for shapes it does not expect
             found[index] = error
-            meeting.abort()
+            barrier.abort()
 
     threads = [threading.Thread(target=rehearse, args=(index,), daemon=True) for index in range(num_slices)]
     for thread in threads:
@@ -275,7 +275,7 @@ def check_plan(
         refuse_difference(expected, outputs, computation)
 
 
-class _Meeting:
+class _SumBarrier:
     """Where the threads of all slices exchange tensors."""
 
     def __init__(self, num_slices: int) -> None:
@@ -300,7 +300,7 @@ def _gives_slices(model: nn.Module, name: str, style: Style) -> bool:
     return style in ("column", "row") and isinstance(model.get_submodule(name), nn.Linear)
 
 
-def _sliced(model: nn.Module, plan: Mapping[str, Style], index: int, meeting: _Meeting) -> nn.Module:
+def _sliced(model: nn.Module, plan: Mapping[str, Style], index: int, barrier: _SumBarrier) -> nn.Module:
     """Return a copy of the model as the worker `index` along 'tensor' has it."""
     shared: Sequence[Tensor] = [*model.parameters(), *model.buffers()]
     sliced = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
@@ -309,13 +309,13 @@ def _sliced(model: nn.Module, plan: Mapping[str, Style], index: int, meeting: _M
         assert isinstance(layer, nn.Linear)
         weight, bias = layer.weight, layer.bias
         if style == "column":
-            layer.weight = _part(weight, 0, index, meeting.num_slices)
+            layer.weight = _part(weight, 0, index, barrier.num_slices)
             if bias is not None:
-                layer.bias = _part(bias, 0, index, meeting.num_slices)
+                layer.bias = _part(bias, 0, index, barrier.num_slices)
         else:
-            layer.weight = _part(weight, 1, index, meeting.num_slices)
+            layer.weight = _part(weight, 1, index, barrier.num_slices)
             layer.register_parameter("bias", None)
-            layer.register_forward_hook(_adding(meeting, index, bias))
+            layer.register_forward_hook(_adding(barrier, index, bias))
     return sliced
 
 
@@ -323,9 +323,9 @@ def _part(tensor: Tensor, side: int, index: int, num_slices: int) -> nn.Paramete
     return nn.Parameter(tensor.detach().chunk(num_slices, side)[index], requires_grad=False)
 
 
-def _adding(meeting: _Meeting, index: int, bias: Tensor | None) -> Any:
+def _adding(barrier: _SumBarrier, index: int, bias: Tensor | None) -> Any:
     def add(layer: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> Tensor:
-        total = meeting.add(index, outputs)
+        total = barrier.add(index, outputs)
         return total if bias is None else total + bias
 
     return add

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from cordee.communication.shared_memory.execution import Conductor
+from cordee.communication.shared_memory.execution import CollectiveExecutor
 from cordee.communication.shared_memory.gloo_sockets import recording_gloo_sockets
 from cordee.communication.shared_memory.hosts import (
     HostTeam,
@@ -65,12 +65,12 @@ def create_group(options: Any, settings: BackendSettings | None) -> CordeeProces
 
     host_index = next(index for index, ranks in enumerate(hosts) if rank in ranks)
     team = form_host_team(store, rank, hosts[host_index], records, settings)
-    conductor = Conductor(team.host.rounds, timeout.total_seconds(), settings.patience_s, options.group_id)
+    executor = CollectiveExecutor(team.host.rounds, timeout.total_seconds(), settings.patience_s, options.group_id)
     if len(hosts) > 1:
         leaders = _form_leaders(PrefixStore("leaders", store), hosts, rank, timeout, settings)
         two_level = TwoLevel(team.host, hosts, host_index, leaders)
-        return CordeeProcessGroup(rank, size, gloo, team, conductor, None, two_level)
-    return CordeeProcessGroup(rank, size, gloo, team, conductor, _form_mailbox(team, size, timeout), None)
+        return CordeeProcessGroup(rank, size, gloo, team, executor, None, two_level)
+    return CordeeProcessGroup(rank, size, gloo, team, executor, _form_mailbox(team, size, timeout), None)
 
 
 def _form_mailbox(team: HostTeam, size: int, timeout: timedelta) -> Mailbox:
@@ -90,13 +90,13 @@ def _form_leaders(
 
 def _form_wide(store: Any, rank: int, size: int, timeout: timedelta, settings: BackendSettings) -> ProcessGroupGloo:
     """Form a gloo group across hosts."""
-    meeting = timedelta(seconds=settings.meeting_timeout_s) if settings.meeting_timeout_s else timeout
+    connecting = timedelta(seconds=settings.meeting_timeout_s) if settings.meeting_timeout_s else timeout
     with recording_gloo_sockets(settings.address):
         if settings.address is None:
-            group = ProcessGroupGloo(store, rank, size, timeout=meeting)
+            group = ProcessGroupGloo(store, rank, size, timeout=connecting)
         else:
             device = ProcessGroupGloo.create_device(hostname=settings.address)
-            group = ProcessGroupGloo(store, rank, size, _gloo_options(device, meeting))
+            group = ProcessGroupGloo(store, rank, size, _gloo_options(device, connecting))
     group.set_timeout(timeout)
     return group
 

@@ -32,7 +32,7 @@ class _Job:
     timeout_s: float
 
 
-class Conductor:
+class CollectiveExecutor:
     """Runs the collectives of one group in order."""
 
     def __init__(self, rounds: Rounds, timeout_s: float, patience_s: float, name: str) -> None:
@@ -324,7 +324,7 @@ class CordeeFuture(torch.futures.Future[Any]):
 class Callbacks:
     """Completes the futures of one group that were taken before their work was done, in the order of the works.
 
-    In a thread of its own: a callback may wait for another collective, which the conductor's thread must be free to
+    In a thread of its own: a callback may wait for another collective, which the executor's thread must be free to
     run.
     """
 

@@ -28,7 +28,7 @@ from cordee.communication.shared_memory.collectives import (
     is_supported,
     write_back,
 )
-from cordee.communication.shared_memory.execution import Conductor, CordeeWork
+from cordee.communication.shared_memory.execution import CollectiveExecutor, CordeeWork
 from cordee.communication.shared_memory.hosts import HostTeam
 from cordee.communication.shared_memory.mailbox import Mailbox
 from cordee.communication.shared_memory.rounds import Steps
@@ -81,7 +81,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         size: int,
         gloo: GlooGroup,
         team: HostTeam | None,
-        conductor: Conductor | None,
+        executor: CollectiveExecutor | None,
         mailbox: Mailbox | None,
         two_level: TwoLevel | None,
     ) -> None:
@@ -94,7 +94,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         self._own_rank = rank
         self._team = team
         self._two_level = two_level
-        self._conductor = conductor
+        self._executor = executor
         self._mailbox = mailbox
         # The host, if all members are on it: member numbers are group ranks then.
         self._host = team.host if team is not None and two_level is None else None
@@ -170,11 +170,11 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
             flat = flatten(tensor)
             after = write_back(tensors, (flat,))
         steps = collectives.all_reduce(host, flat, plan)
-        conductor = self._conductor
-        assert conductor is not None
+        executor = self._executor
+        assert executor is not None
         if opts.asyncOp:
-            return conductor.start(steps, tensors, after, _limit_s(opts))
-        conductor.run(steps, _limit_s(opts))
+            return executor.start(steps, tensors, after, _limit_s(opts))
+        executor.run(steps, _limit_s(opts))
         if after is not None:
             after()
         return self._done
@@ -198,7 +198,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         if isinstance(tensors, Tensor):  # the form broadcast(tensor, root, timeout)
             tensors, opts = [tensors], _options(c10d.BroadcastOptions, timeout, rootRank=opts or 0)
         opts = c10d.BroadcastOptions() if opts is None else opts
-        if self._conductor is None or len(tensors) != 1 or not is_plain(tensors[0]):
+        if self._executor is None or len(tensors) != 1 or not is_plain(tensors[0]):
             return self._gloo.broadcast(tensors, opts)
         data = as_bytes(tensors[0])
         if self._host is not None:
@@ -319,7 +319,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         opts = _options(c10d.BarrierOptions, timeout) if opts is None else opts
-        if self._conductor is None:
+        if self._executor is None:
             return self._gloo.barrier(opts)
         if self._host is not None:
             return self._submit(collectives.barrier(self._host), [], opts, None)
@@ -355,8 +355,8 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the group: local; peers that still wait for this rank get an error that names it."""
-        if self._conductor is not None:
-            self._conductor.close()
+        if self._executor is not None:
+            self._executor.close()
         if self._mailbox is not None:
             self._mailbox.close()
         if self._team is not None:
@@ -421,11 +421,11 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         return steps(), write_back(outputs, flats)
 
     def _submit(self, steps: Steps, result: Any, opts: Any, after: AfterWork) -> Work:
-        conductor = self._conductor
-        assert conductor is not None
+        executor = self._executor
+        assert executor is not None
         if opts.asyncOp:
-            return conductor.start(steps, result, after, _limit_s(opts), inline=self._two_level is None)
-        conductor.run(steps, _limit_s(opts))
+            return executor.start(steps, result, after, _limit_s(opts), inline=self._two_level is None)
+        executor.run(steps, _limit_s(opts))
         if after is not None:
             after()
         return self._done

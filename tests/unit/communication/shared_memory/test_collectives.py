@@ -10,7 +10,7 @@ from segment_members import make_teams, run_members
 
 from cordee.communication.shared_memory import collectives
 from cordee.communication.shared_memory.collectives import Reduction
-from cordee.communication.shared_memory.execution import Conductor
+from cordee.communication.shared_memory.execution import CollectiveExecutor
 from cordee.communication.shared_memory.hosts import HostTeam
 from cordee.core.errors import CommunicationError
 
@@ -23,8 +23,8 @@ def teams(request: pytest.FixtureRequest) -> Iterator[list[HostTeam]]:
         team.close()
 
 
-def conduct(team: HostTeam) -> Conductor:
-    return Conductor(team.host.rounds, timeout_s=20, patience_s=0.01, name="test")
+def conduct(team: HostTeam) -> CollectiveExecutor:
+    return CollectiveExecutor(team.host.rounds, timeout_s=20, patience_s=0.01, name="test")
 
 
 @pytest.mark.parametrize("count", [0, 1, 1000, 1024, 1025, 50_000])
@@ -44,25 +44,25 @@ def test_operations_follow_each_other_in_any_mixture(teams: list[HostTeam]) -> N
     num_members = len(teams)
 
     def work(team: HostTeam) -> None:
-        host, conductor = team.host, conduct(team)
+        host, executor = team.host, conduct(team)
         for turn in range(30):
             root = turn % num_members
             data = torch.full((5000,), host.member + turn, dtype=torch.uint8)
-            conductor.run(collectives.broadcast(host, data, root))
+            executor.run(collectives.broadcast(host, data, root))
             assert data.eq(root + turn).all()
             mine = torch.full((3000,), host.member, dtype=torch.uint8)
             outputs = [torch.zeros(3000, dtype=torch.uint8) for _ in range(num_members)]
-            conductor.run(collectives.all_gather(host, outputs, mine))
+            executor.run(collectives.all_gather(host, outputs, mine))
             assert all(output.eq(member).all() for member, output in enumerate(outputs))
             total = torch.full((2000,), float(host.member))
-            conductor.run(collectives.reduce(host, total, Reduction.SUM, root))
+            executor.run(collectives.reduce(host, total, Reduction.SUM, root))
             if host.member == root:
                 assert total.eq(sum(range(num_members))).all()
             parts = [torch.full((900,), float(member)) for member in range(num_members)]
             share = torch.zeros(900)
-            conductor.run(collectives.reduce_scatter(host, share, parts, Reduction.MAX))
+            executor.run(collectives.reduce_scatter(host, share, parts, Reduction.MAX))
             assert share.eq(host.member).all()
-            conductor.run(collectives.barrier(host))
+            executor.run(collectives.barrier(host))
 
     run_members(teams, work)
 
@@ -84,13 +84,13 @@ def test_scatter_and_gather(teams: list[HostTeam]) -> None:
     num_members = len(teams)
 
     def work(team: HostTeam) -> None:
-        me, conductor = team.host.member, conduct(team)
+        me, executor = team.host.member, conduct(team)
         parts = [torch.full((9000,), other, dtype=torch.uint8) for other in range(num_members)] if me == 0 else []
         output = torch.zeros(9000, dtype=torch.uint8)
-        conductor.run(collectives.scatter(team.host, output, parts, 0))
+        executor.run(collectives.scatter(team.host, output, parts, 0))
         assert output.eq(me).all()
         outputs = [torch.zeros(9000, dtype=torch.uint8) for _ in range(num_members)] if me == 0 else []
-        conductor.run(collectives.gather(team.host, outputs, output, 0))
+        executor.run(collectives.gather(team.host, outputs, output, 0))
         assert all(kept.eq(other).all() for other, kept in enumerate(outputs))
 
     run_members(teams, work)
@@ -117,11 +117,11 @@ def test_members_that_disagree_are_told_what_each_is_doing() -> None:
 
 def test_a_group_that_failed_refuses_further_calls() -> None:
     teams = make_teams(2)
-    conductor = conduct(teams[0])
+    executor = conduct(teams[0])
     with pytest.raises(CommunicationError, match=r"rank 1 did not come to barrier within the timeout of 0\.05 s"):
-        conductor.run(collectives.barrier(teams[0].host), timeout_s=0.05)
+        executor.run(collectives.barrier(teams[0].host), timeout_s=0.05)
     with pytest.raises(CommunicationError, match="can not be used any more after: rank 1 did not come"):
-        conductor.run(collectives.barrier(teams[0].host))
+        executor.run(collectives.barrier(teams[0].host))
     for team in teams:
         team.close()
 
@@ -148,6 +148,6 @@ def test_an_asynchronous_operation_is_taken_over_by_a_thread() -> None:
     conductors[1].run(collectives.barrier(teams[1].host))
     assert second.wait()
     assert second.is_success()
-    for team, conductor in zip(teams, conductors, strict=True):
-        conductor.close()
+    for team, executor in zip(teams, conductors, strict=True):
+        executor.close()
         team.close()
