@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from cordee.compute.optimizers import constant
 from torch import Tensor, nn
 
 from cordee.communication.calls import CallServer, Connection
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys
 from cordee.compute import make_optimizer_recipe
+from cordee.compute.optimizers import constant
 from cordee.core.references import Use
 from cordee.parameters.calls import ServerCalls
 from cordee.parameters.shared_values import ValuesView
