@@ -21,6 +21,7 @@ from cordee.communication.shared_memory.segment import create_segment
 from cordee.communication.wire import Limits
 from cordee.core.errors import CommunicationError
 
+WAITING = 99  # for a call that takes as long as a test wants
 LIMITS = Limits(max_buffers=4, max_buffer_bytes=1 << 24)
 
 
@@ -30,8 +31,13 @@ class Double(Message, frozen=True):
     number: int
 
 
+gate = threading.Event()
+
+
 def double(call: Call) -> None:
     assert isinstance(call.message, Double)
+    if call.message.number == WAITING:
+        gate.wait(10)
     if call.message.number < 0:
         call.refuse("negative", f"{call.message.number} is below zero")
         return
@@ -122,3 +128,18 @@ def test_a_closed_connection_says_so() -> None:
         connection.close()
         with pytest.raises(CommunicationError, match=r"the connection to tcp://.* is closed"):
             connection.call(Double(1))
+
+
+def test_a_connection_that_another_thread_closes_ends_the_calls_under_way() -> None:
+    """Of several threads that wait for a server that dies, the first to notice closes the connection of all."""
+    gate.clear()
+    with connected(shared_memory=True) as connection:
+        under_way = connection.begin(Double(WAITING))
+        closing = threading.Timer(0.3, connection.close)
+        closing.start()
+        try:
+            with pytest.raises(CommunicationError, match="clos"):
+                under_way.finish()
+        finally:
+            gate.set()
+            closing.join()

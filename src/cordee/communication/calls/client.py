@@ -6,7 +6,6 @@ one call may wait long at the server while others go through. Channels are opene
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -360,6 +359,7 @@ class _ServerWatch:
         self.address = address
         self._pid, self._words = info.board_pid, board.words
         self._limit_s = failure_timeout_s
+        self._is_closed = False
         self._silence = Silence()
         self._sampled_s = time.monotonic()
         self._lock = threading.Lock()
@@ -374,8 +374,10 @@ class _ServerWatch:
         self._poll.register(self._pidfd, select.POLLIN)
 
     def check(self, now: float) -> None:
-        """Raise CommunicationError if the server died or froze."""
+        """Raise CommunicationError if the server died or froze, or is not watched any more."""
         with self._lock:
+            if self._is_closed:  # by another thread, which may have noticed that the server died
+                raise CommunicationError(f"the connection to {self.address} was closed while a reply was awaited")
             if self._poll.poll(0):
                 raise ServerDiedError(f"the server at {self.address} (process {self._pid}) died")
             step_s = now - self._sampled_s
@@ -394,9 +396,10 @@ class _ServerWatch:
             )
 
     def close(self) -> None:
-        with self._lock, contextlib.suppress(OSError):
-            self._poll = select.poll()
-            os.close(self._pidfd)
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._pidfd)
 
 
 # Connections to several servers: one to each, made when it is first needed, and again after it was dropped.
