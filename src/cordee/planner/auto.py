@@ -106,10 +106,10 @@ def _as_asked(job: Job, work: Work) -> Prediction | None:
     if name not in MODELS or (name == "hybrid" and "mesh" not in settings):
         return None
     mesh = mesh_of(Candidate(strategy=name, workers=workers, settings=settings))
-    if mesh.num_stages > 1:
-        share_size = max(1, work.batch_size // mesh.num_data)
-        settings["microbatches"] = settings.get("microbatches") or min(4 * mesh.num_stages, share_size)
-        if num_chunks_of(settings.get("schedule", "1f1b"), mesh.num_stages) > len(work.profile.blocks):
+    if mesh.pipeline > 1:
+        share_size = max(1, work.batch_size // mesh.num_shares)
+        settings["microbatches"] = settings.get("microbatches") or min(4 * mesh.pipeline, share_size)
+        if num_chunks_of(settings.get("schedule", "1f1b"), mesh.pipeline) > len(work.profile.blocks):
             return None
     return predict(Candidate(strategy=name, workers=workers, settings=settings), work)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from cordee.core.mesh import Mesh
 from cordee.planner.amounts import in_time
 from cordee.planner.exchanges import num_sums, ring_traffic, sharded_amount
 from cordee.planner.footprint import part_bytes
@@ -17,87 +18,48 @@ from cordee.planner.profile import Block
 WORTH_SAYING = 0.01  # share of a step
 
 
-class Mesh(NamedTuple):
-    """How many workers of a strategy there are along each axis."""
-
-    num_data: int = 1
-    num_stages: int = 1
-    num_slices: int = 1
-    num_sharded: int = 1  # of those along the data axis, that have slices of the optimizer and the gradients
-
-    @property
-    def is_sharded(self) -> bool:
-        return self.num_sharded > 1
-
-    @property
-    def replica_size(self) -> int:
-        """How many workers have one copy of the model between them: they are neighbours, slices of a stage nearest."""
-        return self.num_stages * self.num_slices
-
-    def stage_members(self, stage: int) -> list[int]:
-        """Return the workers that have a slice of a stage, in all replicas."""
-        firsts = [replica * self.replica_size + stage * self.num_slices for replica in range(self.num_data)]
-        return [first + number for first in firsts for number in range(self.num_slices)]
-
-    def rings(self) -> list[range]:
-        """Return the workers that sum their gradients: those that have the same part of the model."""
-        workers = self.num_data * self.replica_size
-        return [range(part, workers, self.replica_size) for part in range(self.replica_size)]
-
-    def slices(self) -> list[range]:
-        """Return the workers that have a stage between them."""
-        workers = self.num_data * self.replica_size
-        return [range(first, first + self.num_slices) for first in range(0, workers, self.num_slices)]
-
-
 def mesh_of(candidate: Candidate) -> Mesh:
     """Return the axes that a candidate's workers are on."""
     workers = candidate.workers
     if candidate.strategy == "pipeline":
-        return Mesh(num_stages=workers)
+        return Mesh(pipeline=workers)
     if candidate.strategy == "tensor":
-        return Mesh(num_slices=workers)
-    if candidate.strategy != "hybrid":
-        return Mesh(num_data=workers)
-    axes: Mapping[str, int] = candidate.settings["mesh"]
-    return Mesh(
-        num_data=axes.get("data", 1) * axes.get("sharded", 1),
-        num_stages=axes.get("pipeline", 1),
-        num_slices=axes.get("tensor", 1),
-        num_sharded=axes.get("sharded", 1),
-    )
+        return Mesh(tensor=workers)
+    if candidate.strategy == "sharded":
+        return Mesh(sharded=workers)
+    return Mesh(**candidate.settings["mesh"]) if candidate.strategy == "hybrid" else Mesh(data=workers)
 
 
 def predict_mesh(candidate: Candidate, work: Work) -> Prediction:
     """Return what stages, slices and replicas of both take: the slices of a stage are neighbours, then the stages."""
     site, mesh = work.site, mesh_of(candidate)
     parts = _split(candidate, work, mesh)
-    pipeline, optimizer_s = parts.pipeline, parts.optimizer_s / (mesh.num_stages * mesh.num_slices)
-    per_stage = mesh.num_data * mesh.num_slices
+    pipeline, optimizer_s = parts.pipeline, parts.optimizer_s / (mesh.pipeline * mesh.tensor)
+    per_stage = mesh.num_shares * mesh.tensor
     # Of one pipeline, a slice of a stage on each.
-    num_lanes = site.num_lanes(candidate.workers) / per_stage if mesh.num_stages > 1 else 1.0
+    num_lanes = site.num_lanes(candidate.workers) / per_stage if mesh.pipeline > 1 else 1.0
     passes_s = last_pass_s(pipeline, num_lanes)
-    largest = max(sum(block.parameter_bytes for block in blocks) for blocks in parts.blocks(work)) / mesh.num_slices
+    largest = max(sum(block.parameter_bytes for block in blocks) for blocks in parts.blocks(work)) / mesh.tensor
     gradient_s = _gradient_s(work, mesh, largest)
     overhead_s = _overhead_s(candidate, work, mesh, pipeline.num_micro, largest)
     step_s = passes_s + parts.other_s + optimizer_s + gradient_s + overhead_s
     busy = [
-        (sum(pipeline.forward_s[stage :: mesh.num_stages]) + sum(pipeline.backward_s[stage :: mesh.num_stages]))
+        (sum(pipeline.forward_s[stage :: mesh.pipeline]) + sum(pipeline.backward_s[stage :: mesh.pipeline]))
         * pipeline.num_micro
-        for stage in range(mesh.num_stages)
+        for stage in range(mesh.pipeline)
     ]
-    is_idle = passes_s > 0 and mesh.num_stages > 1
-    idle = 1 - sum(busy) / (min(mesh.num_stages, num_lanes) * passes_s) if is_idle else 0.0
+    is_idle = passes_s > 0 and mesh.pipeline > 1
+    idle = 1 - sum(busy) / (min(mesh.pipeline, num_lanes) * passes_s) if is_idle else 0.0
     memory = part_bytes(
         candidate,
         work,
         parts.bounds_of_stages,
         parts.kept(),
-        num_slices=mesh.num_slices,
-        num_data=mesh.num_data,
-        num_sharded=mesh.num_sharded,
+        num_slices=mesh.tensor,
+        num_data=mesh.num_shares,
+        num_sharded=mesh.sharded,
     )
-    sends_s = 2 * pipeline.send_s * pipeline.num_micro if mesh.num_stages > 1 else 0.0
+    sends_s = 2 * pipeline.send_s * pipeline.num_micro if mesh.pipeline > 1 else 0.0
     return make_prediction(
         candidate,
         work,
@@ -145,10 +107,10 @@ class _Parts(NamedTuple):
 
 def _split(candidate: Candidate, work: Work, mesh: Mesh) -> _Parts:
     """Cut the model so that the longest stage is as short as can be."""
-    site, profile, num_stages = work.site, work.profile, mesh.num_stages
+    site, profile, num_stages = work.site, work.profile, mesh.pipeline
     num_micro = int(candidate.settings.get("microbatches", 1)) if num_stages > 1 else 1
     schedule = str(candidate.settings.get("schedule", "1f1b"))
-    samples = work.batch_size / mesh.num_data / num_micro
+    samples = work.batch_size / mesh.num_shares / num_micro
     slowest = [
         min(mesh.stage_members(stage), key=lambda member: site.devices[member].speed) for stage in range(num_stages)
     ]
@@ -158,7 +120,7 @@ def _split(candidate: Candidate, work: Work, mesh: Mesh) -> _Parts:
     weights = [[(f + b) for f, b in zip(timing.forward_s, timing.backward_s, strict=True)] for timing in timings]
     num_chunks = num_chunks_of(schedule, num_stages)  # of the model, one after the other on the stages
     bounds = cut([weights[chunk % num_stages] for chunk in range(num_chunks)], num_chunks)
-    shrink = [_sliced(block.splittable, mesh.num_slices) for block in profile.blocks]
+    shrink = [_sliced(block.splittable, mesh.tensor) for block in profile.blocks]
     forward, backward, send_s, exchanged_s = [], [], 0.0, 0.0
     for chunk, (start, end) in enumerate(bounds):
         stage, own = chunk % num_stages, slice(start, end)
@@ -183,22 +145,22 @@ def _split(candidate: Candidate, work: Work, mesh: Mesh) -> _Parts:
 
 def _inner_s(work: Work, mesh: Mesh, blocks: Sequence[Block], samples: float) -> float:
     """Return the seconds that slices of some blocks sum their outputs in a pass."""
-    if mesh.num_slices == 1:
+    if mesh.tensor == 1:
         return 0.0
-    widest = _widest(work, mesh.slices())
+    widest = _widest(work, mesh.same_stages())
     return sum(num_sums(block) * work.site.all_reduce_s(block.output_bytes * samples, widest) for block in blocks)
 
 
 def _gradient_s(work: Work, mesh: Mesh, num_bytes: float) -> float:
     """Return the seconds that replicas sum their gradients; rings that leave a host share its network."""
-    if mesh.num_data == 1:
+    if mesh.num_shares == 1:
         return 0.0
-    devices, rings = work.site.devices, mesh.rings()
+    devices, rings = work.site.devices, mesh.same_parts()
     widest = _widest(work, rings)
     leaving = [ring for ring in rings if len({devices[member].host for member in ring}) > 1]
     per_host = Counter(host for ring in leaving for host in {devices[member].host for member in ring})
     gradient_s = work.site.all_reduce_s(num_bytes * max(per_host.values(), default=1), widest)
-    return gradient_s * (1.5 if mesh.is_sharded else 1.0)
+    return gradient_s * (1.5 if mesh.sharded > 1 else 1.0)
 
 
 def _widest(work: Work, groups: Sequence[range]) -> range:
@@ -209,26 +171,26 @@ def _widest(work: Work, groups: Sequence[range]) -> range:
 def _overhead_s(candidate: Candidate, work: Work, mesh: Mesh, num_micro: int, largest: float) -> float:
     """Return what the strategies themselves take; `largest` is the bytes of parameters that a worker has at most."""
     site, profile, workers = work.site, work.profile, candidate.workers
-    overhead_s = site.overhead_s("pipeline", workers, Amount(num_micro)) if mesh.num_stages > 1 else 0.0
-    if mesh.num_slices > 1:
+    overhead_s = site.overhead_s("pipeline", workers, Amount(num_micro)) if mesh.pipeline > 1 else 0.0
+    if mesh.tensor > 1:
         num_layers = sum(block.sliceable for block in profile.blocks)
-        amount = Amount(num_layers * num_micro, num_bytes=largest * mesh.num_slices)
+        amount = Amount(num_layers * num_micro, num_bytes=largest * mesh.tensor)
         overhead_s += site.overhead_s("tensor", workers, amount)
-    if mesh.is_sharded:
+    if mesh.sharded > 1:
         overhead_s += site.overhead_s("sharded", workers, sharded_amount(profile))
-    elif mesh.num_data > 1:
+    elif mesh.num_shares > 1:
         overhead_s += site.copy_s(largest, workers)  # into one flat buffer
     return overhead_s
 
 
 def _traffic(work: Work, mesh: Mesh, parts: _Parts, largest: float) -> float:
     """Return the bytes that a worker sends at most: to the next stage, to other replicas, to other slices."""
-    blocks, samples = work.profile.blocks, work.batch_size / mesh.num_data
+    blocks, samples = work.profile.blocks, work.batch_size / mesh.num_shares
     traffic = 2 * samples * max((blocks[end - 1].output_bytes for _, end in parts.bounds[:-1]), default=0.0)
-    traffic += ring_traffic(largest, mesh.num_data) * (1.5 if mesh.is_sharded else 1)
-    if mesh.num_slices > 1:
+    traffic += ring_traffic(largest, mesh.num_shares) * (1.5 if mesh.sharded > 1 else 1)
+    if mesh.tensor > 1:
         outputs = sum(block.output_bytes for block in blocks if block.splittable)
-        traffic += 2 * ring_traffic(outputs * samples, mesh.num_slices)
+        traffic += 2 * ring_traffic(outputs * samples, mesh.tensor)
     return traffic
 
 
@@ -239,11 +201,11 @@ def _sliced(splittable: float, num_slices: int) -> float:
 def _note(mesh: Mesh, idle: float, gradient_s: float, exchanged_s: float, overhead_s: float, step_s: float) -> str:
     """Return what takes time beside computing, the largest first."""
     spent = {
-        "all-reduces inside the layers take": exchanged_s if mesh.num_slices > 1 else 0.0,
+        "all-reduces inside the layers take": exchanged_s if mesh.tensor > 1 else 0.0,
         "summing gradients over the replicas takes": gradient_s,
         "the strategy itself takes": overhead_s,
     }
-    parts = [f"stages idle {idle:.0%} of the time"] if mesh.num_stages > 1 else []
+    parts = [f"stages idle {idle:.0%} of the time"] if mesh.pipeline > 1 else []
     ordered = sorted(spent.items(), key=lambda item: -item[1])
     parts += [f"{what} {in_time(seconds)}" for what, seconds in ordered if seconds >= WORTH_SAYING * step_s]
-    return "; ".join(parts) + (f" of a {in_time(step_s)} step" if len(parts) > (mesh.num_stages > 1) else "")
+    return "; ".join(parts) + (f" of a {in_time(step_s)} step" if len(parts) > (mesh.pipeline > 1) else "")

@@ -1,66 +1,13 @@
-"""The axes of a team: who computes other samples, and who splits a model between them.
-
-Workers are numbered along the last axis first. Along `data` and `sharded` they compute different samples, along
-`pipeline` and `tensor` the same: of {data = 2, pipeline = 3}, workers 0, 1, 2 split one copy of the model and 3, 4, 5
-another; 0 and 3 hold the same part.
-"""
+"""The groups of a team along the axes of its mesh."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from cordee.cluster import Team
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """How many workers there are along each axis; also a worker's place on each."""
-
-    data: int = 1
-    sharded: int = 1
-    pipeline: int = 1
-    tensor: int = 1
-
-    @property
-    def num_workers(self) -> int:
-        return math.prod(self)
-
-    @property
-    def num_shares(self) -> int:
-        """Parts a batch is cut into."""
-        return self.data * self.sharded
-
-    def __iter__(self) -> itertools.chain[int]:
-        return itertools.chain(astuple(self))
-
-    def place_of(self, worker_index: int) -> Mesh:
-        """Return where a worker is on each axis."""
-        place = []
-        for size in reversed(list(self)):
-            worker_index, at = divmod(worker_index, size)
-            place.append(at)
-        return Mesh(*reversed(place))
-
-    def worker_at(self, place: Mesh) -> int:
-        """Return which worker is there."""
-        index = 0
-        for size, at in zip(self, place, strict=True):
-            index = index * size + at
-        return index
-
-    def rosters(self, axes: Sequence[str]) -> list[list[int]]:
-        """Return the workers that differ in their places on these axes only, group by group."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for worker_index in range(self.num_workers):
-            place = self.place_of(worker_index)
-            rest = tuple(getattr(place, one.name) for one in fields(self) if one.name not in axes)
-            groups.setdefault(rest, []).append(worker_index)
-        return list(groups.values())
+from cordee.core.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from cordee.compute import Computation
 from cordee.core import Job
 from cordee.core.errors import JobError, nearest
 from cordee.core.job import read_section
+from cordee.core.mesh import AXES, Mesh
 from cordee.core.settings import Section
-from cordee.strategies.axes import Mesh
 from cordee.strategies.pipeline import Pipeline, PipelineSettings
 from cordee.strategies.sharded import Sharded, ShardedSettings
 from cordee.strategies.strategy import Strategy
@@ -24,6 +24,7 @@ _SETTINGS: Mapping[str, type[Section]] = {
     "sharded": ShardedSettings,
     "tensor": TensorSettings,
 }
+SPLITTING_AXES = tuple(_SETTINGS)
 
 
 class HybridSettings(Section, frozen=True, kw_only=True):
@@ -74,12 +75,6 @@ def _read(given: Mapping[str, Any], settings: type[Section]) -> Any:
     """Return those of the keys that are the section's own."""
     own = {key: value for key, value in given.items() if key in settings.__struct_fields__}
     return read_section("strategy", own, settings)
-
-
-# `strategy.mesh`: how many workers along which axis. Pure.
-
-SPLITTING_AXES = ("pipeline", "sharded", "tensor")
-AXES = ("data", *SPLITTING_AXES)
 
 
 def read_mesh(sizes: Mapping[str, int], workers: int) -> Mesh:

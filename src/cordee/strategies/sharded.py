@@ -19,9 +19,10 @@ from cordee.communication.exchange import broadcast
 from cordee.compute import Computation, Loss, OptimizerRecipe
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, ModelError
+from cordee.core.mesh import Mesh
 from cordee.core.settings import Section
 from cordee.models.slicing import choose_slicing
-from cordee.strategies.axes import Mesh, form_axes
+from cordee.strategies.axes import form_axes
 from cordee.strategies.batch_norm import SyncedBatchNorm, synchronise_batch_norms
 from cordee.strategies.data_parallel import EmptyShardPass
 from cordee.strategies.shared_buffers import SharedBuffers, buffers_of

@@ -17,7 +17,7 @@ from cordee.communication.exchange import GradientExchange
 from cordee.compute import Computation, Loss, OptimizerRecipe, Votes
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, TrainingError
-from cordee.strategies.axes import Mesh
+from cordee.core.mesh import Mesh
 from cordee.strategies.shared_buffers import SharedBuffers
 from cordee.strategies.slices import Holdings, square_norm
 from cordee.strategies.strategy import Update

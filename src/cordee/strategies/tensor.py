@@ -19,10 +19,11 @@ from cordee.communication.exchange import broadcast
 from cordee.compute import Computation, Loss, OptimizerRecipe
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError
+from cordee.core.mesh import Mesh
 from cordee.core.seeds import derive_seed
 from cordee.core.settings import Section
 from cordee.models.slicing import Style, choose_slicing
-from cordee.strategies.axes import Axes, Mesh, form_axes
+from cordee.strategies.axes import Axes, form_axes
 from cordee.strategies.shared_buffers import SharedBuffers
 from cordee.strategies.slices import Holdings, hold
 from cordee.strategies.split import (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cordee.cluster import Team
 from cordee.core.errors import CordeeError
 from cordee.core.job import Job
-from cordee.strategies.axes import Mesh
+from cordee.core.mesh import Mesh
 from cordee.strategies.hybrid import read_mesh
 from cordee.training.components import assemble
 
@@ -21,17 +21,6 @@ def test_meshes() -> None:
     assert read_mesh({"data": 2, "pipeline": 3}, 6) == Mesh(data=2, pipeline=3)
     assert read_mesh({"tensor": 2, "data": 2, "pipeline": 2}, 8) == Mesh(data=2, pipeline=2, tensor=2)
     assert read_mesh({"sharded": 4}, 4) == Mesh(sharded=4)
-
-
-def test_places_on_a_mesh() -> None:
-    mesh = Mesh(data=2, sharded=3, pipeline=2, tensor=2)
-    assert [mesh.worker_at(mesh.place_of(index)) for index in range(24)] == list(range(24))
-    assert mesh.place_of(1) == Mesh(0, 0, 0, 1)
-    # Who shares a model's layers out is next to each other; who computes other samples is further away.
-    small = Mesh(data=2, pipeline=2, tensor=2)
-    assert small.rosters(["tensor"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert small.rosters(["pipeline"]) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert small.rosters(["data"]) == small.rosters(["data", "sharded"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 def test_pairs_of_sliced_layers_are_not_cut_apart() -> None:

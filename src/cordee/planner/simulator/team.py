@@ -54,15 +54,15 @@ def simulate_team(
 def _orders(candidate: Candidate, work: Work, drawn: Callable[[float], float]) -> tuple[list[list[Task]], float]:
     """Return every worker's tasks of one step, and how many can compute at once."""
     mesh = mesh_of(candidate)
-    if mesh.num_stages > 1:
+    if mesh.pipeline > 1:
         return _in_stages(candidate, work, drawn)
     site, profile, size = work.site, work.profile, candidate.workers
     num_lanes = site.num_lanes(size)
     members = range(size)
-    timings = [site.step(profile, work.batch_size / mesh.num_data, member, num_lanes) for member in members]
-    if candidate.strategy == "sharded" or mesh.is_sharded:
+    timings = [site.step(profile, work.batch_size / mesh.num_shares, member, num_lanes) for member in members]
+    if mesh.sharded > 1:
         return [_sharded(worker, timings[worker], candidate, work, drawn) for worker in members], num_lanes
-    if mesh.num_slices > 1:
+    if mesh.tensor > 1:
         return [_sliced(worker, timings[worker], candidate, work, drawn) for worker in members], num_lanes
     exchange_s = 0.0
     if candidate.strategy == "data_parallel":
@@ -121,17 +121,17 @@ def _sliced(
     passes += [(f"backward {i}", i, timing.backward_s[i]) for i in reversed(range(len(profile.blocks)))]
     for name, index, seconds in passes:
         block = profile.blocks[index]
-        share = 1 - block.splittable * (1 - 1 / mesh.num_slices)
+        share = 1 - block.splittable * (1 - 1 / mesh.tensor)
         tasks.append(Task((name, worker), drawn(seconds * share)))
         if block.splittable:
-            output_bytes = block.output_bytes * work.batch_size / mesh.num_data
-            summed_s = num_sums(block) * site.all_reduce_s(output_bytes, range(mesh.num_slices))
+            output_bytes = block.output_bytes * work.batch_size / mesh.num_shares
+            summed_s = num_sums(block) * site.all_reduce_s(output_bytes, range(mesh.tensor))
             before = f"sum {name}"
             tasks.append(_meeting(before, worker, members, name, summed_s + block.sliceable * part_s / 2))
-    tasks.append(Task(("other", worker), drawn(timing.other_s + timing.optimizer_s / mesh.num_slices)))
-    if mesh.num_data > 1:
-        share_bytes = profile.parameter_bytes / mesh.num_slices
-        seconds = site.copy_s(share_bytes, candidate.workers) + site.all_reduce_s(share_bytes, range(mesh.num_data))
+    tasks.append(Task(("other", worker), drawn(timing.other_s + timing.optimizer_s / mesh.tensor)))
+    if mesh.num_shares > 1:
+        share_bytes = profile.parameter_bytes / mesh.tensor
+        seconds = site.copy_s(share_bytes, candidate.workers) + site.all_reduce_s(share_bytes, range(mesh.num_shares))
         tasks.append(_meeting("gradients", worker, members, "other", seconds))
     return tasks
 
@@ -143,28 +143,28 @@ def _in_stages(candidate: Candidate, work: Work, drawn: Callable[[float], float]
     num_micro = int(candidate.settings.get("microbatches", 1))
     schedule = str(candidate.settings.get("schedule", "1f1b"))
     lanes = site.num_lanes(candidate.workers)
-    samples = work.batch_size / mesh.num_data / num_micro
+    samples = work.batch_size / mesh.num_shares / num_micro
     timing = site.step(profile, samples, 0, lanes)
-    num_chunks = num_chunks_of(schedule, mesh.num_stages)
+    num_chunks = num_chunks_of(schedule, mesh.pipeline)
     weights = [f + b for f, b in zip(timing.forward_s, timing.backward_s, strict=True)]
     bounds = cut([weights] * num_chunks, num_chunks)
     forward = [sum(timing.forward_s[a:b]) for a, b in bounds]
     backward = [sum(timing.backward_s[a:b]) for a, b in bounds]
     sizes = [profile.blocks[end - 1].output_bytes * samples for _, end in bounds[:-1]]
     send_s = max(site.send_s(size, 0, 1) for size in sizes)
-    passes = tasks_of(Pipeline(forward, backward, send_s, num_micro, schedule, mesh.num_stages))
-    members = range(mesh.num_stages)
+    passes = tasks_of(Pipeline(forward, backward, send_s, num_micro, schedule, mesh.pipeline))
+    members = range(mesh.pipeline)
     last_s = site.overhead_s("pipeline", candidate.workers, Amount(num_micro))
     last_s += site.step(profile, samples * num_micro, 0, candidate.workers).other_s
-    if mesh.num_data > 1:
+    if mesh.num_shares > 1:
         chunk_bytes = [sum(block.parameter_bytes for block in profile.blocks[a:b]) for a, b in bounds]
-        largest = max(sum(chunk_bytes[stage :: mesh.num_stages]) for stage in members)
-        last_s += site.copy_s(largest, candidate.workers) + site.all_reduce_s(largest, range(mesh.num_data))
+        largest = max(sum(chunk_bytes[stage :: mesh.pipeline]) for stage in members)
+        last_s += site.copy_s(largest, candidate.workers) + site.all_reduce_s(largest, range(mesh.num_shares))
     orders = []
     for worker, tasks in enumerate(passes):
         order = [task._replace(seconds=drawn(task.seconds)) for task in tasks]
         order.append(Task(("passes", worker), 0.0))
         order.append(_meeting("agree", worker, members, "passes", last_s))
-        order.append(Task(("update", worker), drawn(timing.optimizer_s / mesh.num_stages)))
+        order.append(Task(("update", worker), drawn(timing.optimizer_s / mesh.pipeline)))
         orders.append(order)
-    return orders, lanes / mesh.num_data
+    return orders, lanes / mesh.num_shares

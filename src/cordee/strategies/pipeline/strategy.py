@@ -20,13 +20,14 @@ from cordee.compute.computation import count_correct
 from cordee.compute.losses import require_even_parts
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, ModelError
+from cordee.core.mesh import Mesh
 from cordee.core.seeds import derive_seed
 from cordee.core.settings import Section
 from cordee.models.cutting import Chain, cut_by_hand, cut_by_time, listed, make_chain, repeat_to
 from cordee.models.effects import unchanged
 from cordee.models.slicing import check_called, choose_slicing, keep_pairs
 from cordee.models.tracing import CUT_ADVICE
-from cordee.strategies.axes import Axes, Mesh, form_axes
+from cordee.strategies.axes import Axes, form_axes
 from cordee.strategies.pipeline.modules import StageModule, collect_states
 from cordee.strategies.pipeline.schedules import (
     Ownership,
