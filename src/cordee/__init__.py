@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cordee.launch import train
     from cordee.loop import join
     from cordee.parameters import KVStore
-    from cordee.planner import Plan
+    from cordee.planner.plan import Plan
     from cordee.planner.planning import plan
     from cordee.run import Run
 
@@ -31,7 +31,7 @@ _HOMES = {
     "Job": "cordee.core",
     "KVStore": "cordee.parameters",
     "Monitoring": "cordee.core.settings",
-    "Plan": "cordee.planner",
+    "Plan": "cordee.planner.plan",
     "Run": "cordee.run",
     "Splits": "cordee.data",
     "Stop": "cordee.core.settings",

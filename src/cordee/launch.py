@@ -50,7 +50,7 @@ from cordee.planner.replanning import Replanner
 from cordee.run import Run
 from cordee.runs import PROCESS_MODULES
 from cordee.runs.kind import KINDS, kind_of, lead_run, needs_engine
-from cordee.strategies import choose_strategy, refuse_others_settings
+from cordee.strategies.choice import choose_strategy, refuse_others_settings
 from cordee.training.components import Components, assemble
 from cordee.training.resuming import fit_to_run
 from cordee.training.session import Session

@@ -15,7 +15,7 @@ import msgspec
 
 from cordee.core.job import Job
 from cordee.core.settings import Checkpoint, Cluster, Data, Evaluation, Monitoring, Stop, Strategy, Training
-from cordee.strategies.choice import STRATEGIES
+from cordee.strategies.table import STRATEGIES
 from differences.generator import PLAIN, Table, job_table
 from differences.running import Outcome
 
@@ -30,7 +30,7 @@ BASES: dict[str, Table] = {
     "hybrid": {"workers": 2, "mesh": {"pipeline": 2}, "microbatches": 2},
 }
 ALL = tuple(BASES)
-REPRODUCING = tuple(name for name, entry in STRATEGIES.items() if entry.can_reproduce)
+REPRODUCING = tuple(sorted(name for name, entry in STRATEGIES.items() if entry.can_reproduce))
 WITH_SHARES = ("data_parallel", "parameter_server", "sharded")  # workers compute other samples
 
 

@@ -27,7 +27,7 @@ def test_every_setting_is_in_the_table() -> None:
 
 
 def test_every_strategy_is_tried() -> None:
-    from cordee.strategies import STRATEGIES
+    from cordee.strategies.table import STRATEGIES
 
     assert set(ALL) == set(STRATEGIES)
 

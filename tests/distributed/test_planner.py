@@ -9,7 +9,7 @@ import pytest
 
 from cordee.bench.planner import CASES, job_of, measure
 from cordee.planner.planning import kept_machine, plan
-from cordee.strategies import STRATEGIES
+from cordee.strategies.table import STRATEGIES
 
 
 @pytest.mark.long

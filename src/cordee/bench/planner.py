@@ -34,9 +34,11 @@ from cordee.compute.devices import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CordeeError, JobError
 from cordee.launch import train
-from cordee.planner import Plan, Prediction, Work, search
 from cordee.planner.measuring import median_s
+from cordee.planner.plan import Plan
 from cordee.planner.planning import kept_machine, plan_and_work, profile_of
+from cordee.planner.prediction import Prediction, Work
+from cordee.planner.search import search
 from cordee.planner.simulator.team import simulate_team
 from cordee.planner.site import DescribedCluster, Device, Link
 from cordee.planner.trials import run_trial, step_of
@@ -235,10 +237,7 @@ def _to_run(made: Plan, workers: Sequence[int]) -> list[Prediction]:
     able = [
         p
         for p in made.predictions
-        if p.strategy in STRATEGIES
-        and p.strategy in made.available
-        and p.workers in workers
-        and p.settings.get("staleness", 0) == 0
+        if p.strategy in STRATEGIES and p.workers in workers and p.settings.get("staleness", 0) == 0
     ]
     return sorted(able, key=lambda p: (p.workers, p.strategy))
 

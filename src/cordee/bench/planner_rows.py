@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from cordee.planner import Prediction, choose
+from cordee.planner.prediction import Prediction
+from cordee.planner.search import choose
 
 NEAR = 0.05  # a choice this near to the best one measured is as good
 MB = 1e6
@@ -127,7 +128,7 @@ def _are_near(found: Sequence[Measured]) -> Iterable[bool]:
         crowds = sorted({one.prediction.workers for one in own if one.prediction.workers > 1})
         for among in [own, *([one for one in own if one.prediction.workers == size] for size in crowds)]:
             predictions = sorted((one.prediction for one in among), key=lambda p: p.step_s)
-            best, _ = choose(predictions, {p.strategy for p in predictions})
+            best, _ = choose(predictions)
             if best is not None and len(among) > 1:
                 chosen = next(one for one in among if one.prediction is best)
                 yield chosen.measured_s <= min(one.measured_s for one in among) * (1 + NEAR)

@@ -43,7 +43,7 @@ def plan(
 
     Job.load(job, settings or [])  # a mistake in it is told at once, before the two seconds that importing torch takes
     if cluster is not None:
-        from cordee.planner import load_cluster
+        from cordee.planner.cluster_file import load_cluster
 
         load_cluster(cluster)
 

@@ -232,7 +232,7 @@ def _frozen(value: Any) -> tuple[Any, ...]:
     if isinstance(value, _PLAIN):
         return "plain", value
     if isinstance(value, Tensor):
-        return "tensor", id(value), value._version
+        return "identity", id(value), value._version
     if isinstance(value, torch.Generator):
         return "generator", value.get_state().numpy().tobytes()
     if isinstance(value, random.Random):

@@ -22,6 +22,10 @@ _ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Dropout, nn.Identity)
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
 
+class CannotSliceError(ModelError):
+    """The model has layers for which there is no style."""
+
+
 def choose_slicing(model: nn.Module, num_slices: int, given: Mapping[str, Style]) -> dict[str, Style]:
     """Return the style of each layer that is split, by name; the others stay whole on every worker.
 
@@ -45,7 +49,7 @@ def check_called(chain: Chain, model: nn.Module, plan: Mapping[str, Style]) -> N
                     raise ModelError(
                         f"block '{block.name}' uses the weight of '{names[id(parameter)]}' without calling the layer, "
                         "as traced models may, so that it cannot be sliced: leave it out of strategy.plan, write the "
-                        "model as an nn.Sequential of blocks, or leave 'tensor' or 'pipeline' out of strategy.mesh"
+                        "model as an nn.Sequential of blocks, or use a strategy.mesh that cuts or slices it only"
                     )
 
 
@@ -89,10 +93,7 @@ def _by_patterns(model: nn.Module, given: Mapping[str, Style]) -> dict[str, Styl
 def _by_kind(model: nn.Module, num_slices: int) -> dict[str, Style]:
     for name, module in model.named_modules():
         if isinstance(module, _CONVOLUTIONS):
-            raise ModelError(
-                f"strategy 'tensor' splits linear layers, attention and embeddings, and '{name}' is a convolution: use "
-                "strategy.name = 'data_parallel', 'pipeline' or 'sharded', or name the layers to split in strategy.plan"
-            )
+            raise CannotSliceError(f"linear layers, attention and embeddings are split, and '{name}' is a convolution")
     if any(isinstance(module, CausalSelfAttention) for module in model.modules()):
         return _slice_gpt(model, num_slices)
     leaves = [module for module in model.modules() if not list(module.children())]
@@ -101,7 +102,7 @@ def _by_kind(model: nn.Module, num_slices: int) -> dict[str, Style]:
     )
     if not is_chain:
         raise ModelError(
-            f"strategy 'tensor' has no plan for models of the class {type(model).__name__}: give one by the names of "
+            f"Cordée has no plan for models of the class {type(model).__name__}: give one by the names of "
             'layers, as in strategy.plan = {"layers.*.expand" = "column", "layers.*.project" = "row"}'
         )
     return _slice_perceptron(model, num_slices)

@@ -24,7 +24,7 @@ from cordee.models.effects import (
 )
 
 LARGEST_BATCH = 1 << 20  # a graph that is for fewer samples than this has a branch for their number
-CUT_ADVICE = "write the model as an nn.Sequential of blocks, or use strategy.name = 'sharded' or 'data_parallel'"
+CUT_ADVICE = "write the model as an nn.Sequential of blocks, or use a strategy that does not cut models"
 
 
 def trace_chain(model: nn.Module, example: Tensor) -> tuple[list[tuple[str, nn.Module]], str]:

@@ -123,7 +123,7 @@ def header_lines(run: Mapping[str, Any]) -> list[str]:
         only = f" ({trained:,} of them trained)" if trained != run["parameters"] else ""
         model += f"{run['parameters']:,} parameters{only}, "
     servers = f", {plural(run['servers'], 'server')}" if run.get("servers") else ""
-    lines = [f"{model}{run.get('strategy', 'single')}, {plural(workers, 'worker')} {on}{servers}"]
+    lines = [f"{model}{run.get('strategy', 'no strategy')}, {plural(workers, 'worker')} {on}{servers}"]
     data = []
     if run.get("train_samples"):
         tests = f" and {run['test_samples']:,} test" if run.get("test_samples") else ""

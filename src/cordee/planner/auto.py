@@ -15,19 +15,18 @@ import msgspec
 from cordee.core import Job
 from cordee.core.references import LIVE_PREFIX
 from cordee.data.datasets import IterableSource
-from cordee.planner import Candidate, Prediction, Work, search
 from cordee.planner.amounts import in_time
 from cordee.planner.cache import keep, read_kept
-from cordee.planner.costs import MODELS, predict
+from cordee.planner.costs import predict
 from cordee.planner.machine import free_memory_bytes, is_busy
-from cordee.planner.meshes import mesh_of
 from cordee.planner.pipelines import num_chunks_of
 from cordee.planner.planning import job_as, kept_machine, refusal, refused_slices
+from cordee.planner.prediction import Candidate, Prediction, Work, mesh_of
 from cordee.planner.profile import ModelProfile
 from cordee.planner.profiling import assemble_alone, estimate_step_s, profile_key, take_profile
-from cordee.planner.search import CLOSE, is_candidate
+from cordee.planner.search import CLOSE, is_candidate, search
 from cordee.planner.site import ThisMachine
-from cordee.strategies import STRATEGIES
+from cordee.strategies.table import STRATEGIES, usual_strategy
 from cordee.training.components import Components
 
 QUICK_STEP_S = 0.05  # a model whose step takes no longer is profiled on the spot
@@ -101,9 +100,9 @@ def _work(parts: Components, *, may_measure: bool) -> tuple[Work | None, bool, s
 def _as_asked(job: Job, work: Work) -> Prediction | None:
     """Return the prediction for the strategy with the job's own numbers, or its defaults."""
     name, workers, settings = job.strategy.name, job.strategy.workers, dict(job.strategy.settings)
-    if workers == 1 and name == "data_parallel":  # what is left of a team
-        name = "single"
-    if name not in MODELS or (name == "hybrid" and "mesh" not in settings):
+    if workers == 1 and STRATEGIES[name].cost_model == "replicas":  # what is left of a team
+        name = usual_strategy(1)
+    if not STRATEGIES[name].axis and "mesh" not in settings:
         return None
     mesh = mesh_of(Candidate(strategy=name, workers=workers, settings=settings))
     if mesh.pipeline > 1:
@@ -137,9 +136,8 @@ def _profile(parts: Components, *, may_measure: bool) -> tuple[ModelProfile | No
 def _that_run(asked: Job, parts: Components, predictions: list[Prediction]) -> Iterator[tuple[Prediction, Job]]:
     """Yield what fits and would be accepted with the job's own settings, the fastest first."""
     for prediction in predictions:
-        # Strategies with servers take other processes and evaluate in another place: they are asked for by name.
-        is_known = prediction.strategy in STRATEGIES and not STRATEGIES[prediction.strategy].is_served
-        if is_known and is_candidate(prediction) and refusal(asked, parts, prediction) is None:
+        is_automatic = STRATEGIES[prediction.strategy].is_automatic
+        if is_automatic and is_candidate(prediction) and refusal(asked, parts, prediction) is None:
             yield prediction, job_as(asked, prediction)
 
 

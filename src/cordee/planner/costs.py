@@ -15,29 +15,28 @@ from cordee.planner.machine import Amount
 from cordee.planner.meshes import predict_mesh
 from cordee.planner.prediction import Candidate, Prediction, Work, make_prediction
 from cordee.planner.profile import Timing
-
-DEFAULT_EVERY = 16  # steps between two averagings of local_sgd
+from cordee.strategies.table import STRATEGIES, CostModel
 
 
 def predict(candidate: Candidate, work: Work) -> Prediction:
     """Return what `candidate` would take for `work`."""
-    return MODELS[candidate.strategy](candidate, work)
+    return MODELS[STRATEGIES[candidate.strategy].cost_model](candidate, work)
 
 
-def _single(candidate: Candidate, work: Work) -> Prediction:
+def _alone(candidate: Candidate, work: Work) -> Prediction:
     step = _passes(work, work.batch_size, 0, 1)
     memory = replica_bytes(candidate, work)
     return make_prediction(candidate, work, step.step_s, step.step_s, 0.0, 0.0, memory, 0.0, "no exchange")
 
 
-def _data_parallel(candidate: Candidate, work: Work) -> Prediction:
+def _replicas(candidate: Candidate, work: Work) -> Prediction:
     members, site = range(candidate.workers), work.site
     steps, _ = _shares(work, members)
     slowest = max(step.step_s for step in steps)
     gradient_bytes = work.profile.parameter_bytes
     exchange_s = site.all_reduce_s(gradient_bytes, members)
     exposed_s = summing_s(site, gradient_bytes, members)
-    exposed_s += site.overhead_s("data_parallel", candidate.workers, Amount(num_bytes=gradient_bytes))
+    exposed_s += site.overhead_s(candidate.strategy, candidate.workers, Amount(num_bytes=gradient_bytes))
     if site.overlaps:  # all but what the backward pass hides; the first layers' gradients come last
         hidden_s = max(sum(step.backward_s) for step in steps)
         exposed_s = max(exchange_s - hidden_s, exchange_s / 25)
@@ -50,7 +49,7 @@ def _data_parallel(candidate: Candidate, work: Work) -> Prediction:
     return make_prediction(candidate, work, slowest + exposed_s, slowest, exposed_s, idle, memory, traffic, note)
 
 
-def _sharded(candidate: Candidate, work: Work) -> Prediction:
+def _shards(candidate: Candidate, work: Work) -> Prediction:
     members, site, profile = range(candidate.workers), work.site, work.profile
     steps, _ = _shares(work, members)
     # The optimizer works on a slice of the parameters.
@@ -58,7 +57,7 @@ def _sharded(candidate: Candidate, work: Work) -> Prediction:
     units = sharded_units(profile)
     gather_s, scatter_s = gathering_s(site, units, members)
     exchange_s = 2 * gather_s + scatter_s  # gathered for both passes
-    exposed_s = exchange_s + site.overhead_s("sharded", candidate.workers, sharded_amount(profile))
+    exposed_s = exchange_s + site.overhead_s(candidate.strategy, candidate.workers, sharded_amount(profile))
     if site.overlaps:
         exposed_s = max(exchange_s - max(sum(s.forward_s) + sum(s.backward_s) for s in steps), exchange_s / 10)
     slowest = max(computes)
@@ -70,33 +69,20 @@ def _sharded(candidate: Candidate, work: Work) -> Prediction:
     return make_prediction(candidate, work, slowest + exposed_s, slowest, exposed_s, idle, memory, traffic, note)
 
 
-def _local_sgd(candidate: Candidate, work: Work) -> Prediction:
-    every = int(candidate.settings.get("every", DEFAULT_EVERY))
-    members = range(candidate.workers)
-    steps, _ = _shares(work, members)
-    slowest = max(step.step_s for step in steps)
-    exposed_s = work.site.all_reduce_s(work.profile.parameter_bytes, members) / every
-    memory = replica_bytes(candidate, work, flat_copies=1)
-    traffic = ring_traffic(work.profile.parameter_bytes, candidate.workers) / every
-    idle = _waiting([step.step_s for step in steps], slowest + exposed_s)
-    note = f"averages the parameters every {every} steps, so it is not the same training"
-    return make_prediction(candidate, work, slowest + exposed_s, slowest, exposed_s, idle, memory, traffic, note)
-
-
-def _parameter_server(candidate: Candidate, work: Work) -> Prediction:
+def _servers(candidate: Candidate, work: Work) -> Prediction:
     members, site, profile = range(candidate.workers), work.site, work.profile
     servers = int(candidate.settings.get("servers", 1))
     staleness = candidate.settings.get("staleness", 0)
     steps, _ = _shares(work, members)
     computes = [step.step_s - step.optimizer_s for step in steps]
-    exchange_s = site.serve_s(profile.parameter_bytes, members, servers)
+    exchange_s = site.serve_s(candidate.strategy, profile.parameter_bytes, members, servers)
     update_s = max(step.optimizer_s for step in steps) / servers
     slowest, mean = max(computes), sum(computes) / len(computes)
     pace = slowest if staleness != "unbounded" else len(computes) / sum(1 / seconds for seconds in computes)
     update_s *= 1 if staleness == 0 else candidate.workers  # in step one update for all, else one for each push
     step_s = pace + exchange_s + update_s
     idle = _waiting(computes, step_s) if staleness != "unbounded" else 0.0
-    memory = replica_bytes(candidate, work, flat_copies=2)  # one to send from, one to get into
+    memory = replica_bytes(candidate, work, flat_copies=2, has_optimizer=False)  # to send from, to get into
     note = (
         f"sending and getting {in_bytes(profile.parameter_bytes)} through {_plural(servers, 'server')} takes "
         f"{in_time(exchange_s + update_s)} of a {in_time(step_s)} step"
@@ -106,15 +92,14 @@ def _parameter_server(candidate: Candidate, work: Work) -> Prediction:
     return make_prediction(candidate, work, step_s, compute_s, exchange_s + update_s, idle, memory, traffic, note)
 
 
-MODELS: Mapping[str, Callable[[Candidate, Work], Prediction]] = {
-    "single": _single,
-    "data_parallel": _data_parallel,
-    "sharded": _sharded,
-    "parameter_server": _parameter_server,
-    "local_sgd": _local_sgd,
-    "pipeline": predict_mesh,
-    "tensor": predict_mesh,
-    "hybrid": predict_mesh,
+MODELS: Mapping[CostModel, Callable[[Candidate, Work], Prediction]] = {
+    "alone": _alone,
+    "replicas": _replicas,
+    "shards": _shards,
+    "stages": predict_mesh,
+    "slices": predict_mesh,
+    "mesh": predict_mesh,
+    "servers": _servers,
 }
 
 

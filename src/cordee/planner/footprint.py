@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from cordee.planner.prediction import Candidate, Work
+from cordee.planner.prediction import Candidate, Work, mesh_of
 from cordee.planner.profile import Block
+from cordee.strategies.table import strategies_on
 
 
-def replica_bytes(candidate: Candidate, work: Work, *, flat_copies: int = 0) -> float:
+def replica_bytes(candidate: Candidate, work: Work, *, flat_copies: int = 0, has_optimizer: bool = True) -> float:
     """Return what a worker with the whole model takes; `flat_copies` are further buffers as large as the parameters."""
     profile = work.profile
-    has_optimizer = candidate.strategy != "parameter_server"  # which is where the parameters are
     state = (2 + flat_copies) * profile.parameter_bytes + profile.buffer_bytes
     state += profile.optimizer_state_bytes if has_optimizer else 0
     samples = math.ceil(work.batch_size / candidate.workers)
@@ -67,7 +67,7 @@ def _kept_bytes(block: Block, num_slices: int) -> float:
 
 def _base(candidate: Candidate, work: Work) -> float:
     """Return what a worker takes without its model; one on a mesh is a worker of the strategy that splits the model."""
-    inner = [axis for axis, size in candidate.settings.get("mesh", {}).items() if axis != "data" and size > 1]
+    inner = strategies_on(mesh_of(candidate))
     name = inner[0] if inner else candidate.strategy
     return work.site.worker_bytes(name, candidate.workers, has_computed=work.profile.is_fixed_whole)
 

@@ -12,22 +12,11 @@ from cordee.planner.exchanges import num_sums, ring_traffic, sharded_amount
 from cordee.planner.footprint import part_bytes
 from cordee.planner.machine import Amount
 from cordee.planner.pipelines import Pipeline, cut, last_pass_s, num_ahead, num_chunks_of
-from cordee.planner.prediction import Candidate, Prediction, Work, make_prediction
+from cordee.planner.prediction import Candidate, Prediction, Work, make_prediction, mesh_of
 from cordee.planner.profile import Block
+from cordee.strategies.table import STRATEGIES, CostModel, strategies_on
 
 WORTH_SAYING = 0.01  # share of a step
-
-
-def mesh_of(candidate: Candidate) -> Mesh:
-    """Return the axes that a candidate's workers are on."""
-    workers = candidate.workers
-    if candidate.strategy == "pipeline":
-        return Mesh(pipeline=workers)
-    if candidate.strategy == "tensor":
-        return Mesh(tensor=workers)
-    if candidate.strategy == "sharded":
-        return Mesh(sharded=workers)
-    return Mesh(**candidate.settings["mesh"]) if candidate.strategy == "hybrid" else Mesh(data=workers)
 
 
 def predict_mesh(candidate: Candidate, work: Work) -> Prediction:
@@ -171,14 +160,16 @@ def _widest(work: Work, groups: Sequence[range]) -> range:
 def _overhead_s(candidate: Candidate, work: Work, mesh: Mesh, num_micro: int, largest: float) -> float:
     """Return what the strategies themselves take; `largest` is the bytes of parameters that a worker has at most."""
     site, profile, workers = work.site, work.profile, candidate.workers
-    overhead_s = site.overhead_s("pipeline", workers, Amount(num_micro)) if mesh.pipeline > 1 else 0.0
-    if mesh.tensor > 1:
-        num_layers = sum(block.sliceable for block in profile.blocks)
-        amount = Amount(num_layers * num_micro, num_bytes=largest * mesh.tensor)
-        overhead_s += site.overhead_s("tensor", workers, amount)
-    if mesh.sharded > 1:
-        overhead_s += site.overhead_s("sharded", workers, sharded_amount(profile))
-    elif mesh.num_shares > 1:
+    num_layers = sum(block.sliceable for block in profile.blocks)
+    amounts: dict[CostModel, Amount] = {
+        "stages": Amount(num_micro),
+        "slices": Amount(num_layers * num_micro, num_bytes=largest * mesh.tensor),
+        "shards": sharded_amount(profile),
+    }
+    overhead_s = sum(
+        site.overhead_s(name, workers, amounts[STRATEGIES[name].cost_model]) for name in strategies_on(mesh)
+    )
+    if mesh.data > 1 and mesh.sharded == 1:
         overhead_s += site.copy_s(largest, workers)  # into one flat buffer
     return overhead_s
 

@@ -11,6 +11,7 @@ import msgspec
 from cordee.cluster import Team
 from cordee.core import Job
 from cordee.planner.measuring import typical_s
+from cordee.strategies.table import usual_strategy
 from cordee.training.components import assemble
 
 NUM_LAYERS = 8
@@ -50,7 +51,7 @@ class Bare(msgspec.Struct, frozen=True):
 def measure_bare(index: int, num_workers: int, hidden: tuple[int, ...]) -> Bare:
     """Return what a step of a model takes while all members take one, exchanging nothing."""
     team = Team(index, num_workers, num_local_workers=num_workers, local_rank=index)
-    return _step_s(trial_job("data_parallel", num_workers, {}, hidden), team)
+    return _step_s(trial_job(usual_strategy(num_workers), num_workers, {}, hidden), team)
 
 
 def _step_s(job: Job, team: Team) -> Bare:

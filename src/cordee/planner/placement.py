@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cordee.planner.prediction import Prediction
 from cordee.planner.site import Device
+from cordee.strategies.table import STRATEGIES
 
 
 def place(choice: Prediction, devices: Sequence[Device]) -> dict[str, list[str]]:
@@ -19,7 +20,7 @@ def place(choice: Prediction, devices: Sequence[Device]) -> dict[str, list[str]]
     for index, device in enumerate(devices[: choice.workers]):
         tenants.setdefault(device.host, []).append(f"worker {index}")
     hosts = list(dict.fromkeys(device.host for device in devices))
-    if choice.strategy == "parameter_server":
+    if STRATEGIES[choice.strategy].cost_model == "servers":
         idle_first = sorted(hosts, key=lambda host: len(tenants.get(host, [])))
         for server in range(int(choice.settings.get("servers", 1))):
             tenants.setdefault(idle_first[server % len(hosts)], []).append(f"server {server}")

@@ -10,6 +10,7 @@ from cordee.core.errors import JobError
 from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.prediction import Prediction
 from cordee.planner.search import CLOSE
+from cordee.strategies.table import strategies_where
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,31 +44,29 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def explain(self) -> list[str]:
         """Return why, in plain sentences. The first one names the choice."""
         if self.choice is None:
-            return [no_room(self.predictions, self.available)]
+            return [no_room(self.predictions)]
         choice, lines = self.choice, []
         reason = f": {choice.note}" if choice.note else ""
         lines.append(f"choice: {choice.name}, {in_time(choice.step_s)} a step{reason}")
         if self.runner_up is not None:
             lines.append(_against(choice, self.runner_up, is_sure=not self.was_busy))
-        alone = self.find("single", 1)
+        alone = next((prediction for prediction in self.predictions if prediction.workers == 1), None)
         if alone is not None and choice.workers > 1 and alone is not self.runner_up:
             gain = f": {choice.crowd} are {alone.step_s / choice.step_s:.2f}× as fast" if not self.was_busy else ""
             lines.append(f"one worker would take {in_time(alone.step_s)}{gain}")
-        others = [p for p in self.predictions if p.strategy not in self.available and p.fits]
-        if others and others[0].step_s < choice.step_s * (1 - CLOSE):
-            lines.append(f"{others[0].name} would take {in_time(others[0].step_s)}, but is not in this version")
         for prediction in self._others():
             took = in_time(prediction.step_s)
             lines.append(f"{prediction.name} would take {took}" + (f": {prediction.note}" if prediction.note else ""))
         lines += [f"{name} would refuse the job: {reason}" for name, reason in self.refusals.items()]
         for prediction in self.predictions:
-            if not prediction.fits and prediction.strategy in self.available:
+            if not prediction.fits:
                 lines.append(f"{prediction.name} does not fit: it lacks {_lack(prediction)}")
         if not self.is_chain and any(prediction.workers > 1 for prediction in self.predictions):
-            lines.append(
-                "pipeline is not predicted: the model is no nn.Sequential, so that its stages are known only when it "
-                "is traced; strategy.name = 'pipeline' does so"
-            )
+            lines += [
+                f"{name} is not predicted: the model is no nn.Sequential, so that its stages are known only when it "
+                f"is traced; strategy.name = '{name}' does so"
+                for name in strategies_where(lambda entry: entry.cost_model == "stages")
+            ]
         if self.was_busy:
             busy = "these predictions are not reliable: other programs were using this machine while it was measured"
             lines.insert(1, f"{busy}; plan again when it is quiet")
@@ -78,8 +77,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return [
             p
             for p in self.predictions
-            if p.strategy in self.available
-            and not self.is_refused(p)
+            if not self.is_refused(p)
             and p.fits
             and p.workers == max(other.workers for other in self.predictions)
             and p not in (self.choice, self.runner_up)
@@ -93,10 +91,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return {**table, "reasons": self.explain()}
 
 
-def refuse_without_room(predictions: list[Prediction], available: list[str]) -> None:
-    """Raise JobError, saying how much memory is lacking, if nothing that can be run fits anywhere."""
-    if not any(p.fits for p in predictions if p.strategy in available):
-        raise JobError(no_room(predictions, available))
+def refuse_without_room(predictions: list[Prediction]) -> None:
+    """Raise JobError, saying how much memory is lacking, if nothing fits anywhere."""
+    if not any(p.fits for p in predictions):
+        raise JobError(no_room(predictions))
 
 
 def refuse_without_choice(accepted: list[Prediction], refusals: dict[str, str]) -> None:
@@ -106,8 +104,8 @@ def refuse_without_choice(accepted: list[Prediction], refusals: dict[str, str]) 
         raise JobError(f"no strategy that fits into memory would run this job. {reasons}")
 
 
-def no_room(predictions: list[Prediction], available: list[str]) -> str:
-    nearest = min((p for p in predictions if p.strategy in available), key=lambda p: p.missing_bytes)
+def no_room(predictions: list[Prediction]) -> str:
+    nearest = min(predictions, key=lambda p: p.missing_bytes)
     return (
         f"no strategy fits into memory: {nearest.name} comes nearest, and lacks {_lack(nearest)}. "
         "Lower training.batch_size, raise training.accumulate, or take machines with more memory"

@@ -19,20 +19,22 @@ from cordee.core.errors import CordeeError, JobError
 from cordee.core.importing import stop_import
 from cordee.core.references import LIVE_PREFIX
 from cordee.models.slicing import choose_slicing
-from cordee.planner import Plan, Prediction, Work, choose, load_cluster, search
 from cordee.planner.cache import keep, key_of, read_kept
+from cordee.planner.cluster_file import load_cluster
 from cordee.planner.machine import Machine, Overhead, describe_machine, free_memory_bytes, is_busy
 from cordee.planner.placement import place
-from cordee.planner.plan import refuse_without_choice, refuse_without_room
+from cordee.planner.plan import Plan, refuse_without_choice, refuse_without_room
+from cordee.planner.prediction import Prediction, Work
 from cordee.planner.probe_group import add_to_machine, add_to_profile, measure_group
 from cordee.planner.profile import ModelProfile
 from cordee.planner.profiling import BUDGET_S, assemble_alone, profile_key, take_profile
-from cordee.planner.search import CLOSE, degrees, is_candidate
+from cordee.planner.search import CLOSE, choose, degrees, is_candidate, search
 from cordee.planner.site import Site, ThisMachine
 from cordee.planner.trial_alone import measure_alone
 from cordee.planner.trials import measure_trials
 from cordee.runs import PROCESS_MODULES
-from cordee.strategies import STRATEGIES, make_strategy
+from cordee.strategies.choice import make_strategy
+from cordee.strategies.table import STRATEGIES, usual_strategy
 from cordee.training.components import Components
 
 log = logging.getLogger("cordee.planning")
@@ -109,18 +111,17 @@ def plan_and_work(
     started = time.perf_counter()
     predictions = search(work, most, refused_slices(parts.model, most))
     search_s = time.perf_counter() - started
-    available = sorted(STRATEGIES)
-    refuse_without_room(predictions, available)
+    refuse_without_room(predictions)
     accepted, refusals = _accepted(job, parts, predictions)
     refuse_without_choice(accepted, refusals)
-    choice, runner_up = choose(accepted, available)
+    choice, runner_up = choose(accepted)
     made = Plan(
         job=job.name,
         where=where,
         batch_size=job.training.batch_size,
         parameters=profile.num_parameters,
         predictions=predictions,
-        available=available,
+        available=sorted(STRATEGIES),
         choice=choice,
         runner_up=runner_up,
         refusals=refusals,
@@ -149,7 +150,7 @@ def refusal(asked: Job, parts: Components, prediction: Prediction) -> str | None
     """Return why the strategy would not run this job with this model; None where it would."""
     try:
         strategy = make_strategy(job_as(asked, prediction), parts.computation)
-        if not STRATEGIES[prediction.strategy].is_served:
+        if STRATEGIES[prediction.strategy].run_kind == "team":
             strategy.check(parts.model, parts.recipe, parts.example)
     except CordeeError as error:
         return str(error)
@@ -157,7 +158,7 @@ def refusal(asked: Job, parts: Components, prediction: Prediction) -> str | None
 
 
 def refused_slices(model: nn.Module, most_workers: int) -> frozenset[int]:
-    """Return the numbers of workers that `tensor` cannot share this model's layers out over, on any mesh."""
+    """Return the numbers of workers that cannot share this model's layers out, on any mesh."""
     refused = set()
     for number in degrees(most_workers)[1:]:
         try:
@@ -196,7 +197,7 @@ def _accepted(
     Settings of the job do not count: the plan is to say which strategy to take.
     """
     asked = msgspec.structs.replace(job, strategy=msgspec.structs.replace(job.strategy, settings={}))
-    able = [p for p in predictions if p.strategy in STRATEGIES and is_candidate(p)]
+    able = [p for p in predictions if is_candidate(p)]
     most = max(prediction.workers for prediction in predictions)
     accepted: list[Prediction] = []
     refused: dict[str, dict[str, str]] = {}  # strategy -> its predictions -> why
@@ -230,7 +231,7 @@ def _told(accepted: Sequence[Prediction], refused: Mapping[str, Mapping[str, str
     refusals: dict[str, str] = {}
     for strategy, reasons in refused.items():
         is_general = len(set(reasons.values())) == 1 and all(found.strategy != strategy for found in accepted)
-        if is_general and strategy != "hybrid":  # whose other meshes were not looked at
+        if is_general and STRATEGIES[strategy].axis:  # those on a mesh have others, which were not looked at
             refusals[strategy] = next(iter(reasons.values()))
         else:
             refusals |= reasons
@@ -267,7 +268,8 @@ def _measure(
     if missing and not is_live:
         is_cached = False
         with open_engine(PROCESS_MODULES) as engine:
-            is_new = not machine.knows_overhead("single") and not all(map(machine.has_exchanges, missing))
+            alone = usual_strategy(1)
+            is_new = not machine.knows_overhead(alone) and not all(map(machine.has_exchanges, missing))
             alone_bytes = measure_alone() if is_new else 0  # now, while the engine imports torch
             for size in missing:
                 if not machine.has_exchanges(size):
@@ -275,9 +277,9 @@ def _measure(
                     reports = measure_group(engine, size, job=None, budget_s=budget_s)
                     machine = add_to_machine(machine, reports)
                     overheads = measure_trials(engine, size, reports[0].bare, machine)
-                    if alone_bytes and not machine.knows_overhead("single"):
+                    if alone_bytes and not machine.knows_overhead(alone):
                         worker_bytes = machine.process_bytes + alone_bytes
-                        overheads.append(Overhead(strategy="single", num_processes=1, worker_bytes=worker_bytes))
+                        overheads.append(Overhead(strategy=alone, num_processes=1, worker_bytes=worker_bytes))
                     machine = msgspec.structs.replace(machine, overheads=(*machine.overheads, *overheads))
                     machine = msgspec.structs.replace(machine, was_busy=machine.was_busy or busy)
                     keep("machines", machine_key(), machine)

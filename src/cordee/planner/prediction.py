@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 
+from cordee.core.mesh import Mesh
 from cordee.planner.profile import ModelProfile
 from cordee.planner.site import Site
+from cordee.strategies.table import STRATEGIES
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,6 +19,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str
     workers: int
     settings: dict[str, Any] = {}  # keys of [strategy]
+
+
+def mesh_of(candidate: Candidate) -> Mesh:
+    """Return how a candidate's workers are laid out."""
+    return STRATEGIES[candidate.strategy].mesh(candidate.workers, candidate.settings)
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):

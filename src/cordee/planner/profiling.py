@@ -28,6 +28,7 @@ from cordee.planner.measuring import (
     time_steps,
 )
 from cordee.planner.profile import ModelProfile, Timing
+from cordee.strategies.table import usual_strategy
 from cordee.training.components import Components, assemble
 
 BUDGET_S = 4.0  # for each number of processes; a slow model takes three steps of each kind, whatever they take
@@ -35,17 +36,10 @@ PASSES_AT_ONCE = 4  # of a small part of a batch, that are measured one after th
 DESCRIBED_SAMPLES = 16  # of which the memory is counted
 
 
-def alone(job: Job) -> Job:
-    """Return the job as one worker would compute it."""
-    strategy = msgspec.structs.replace(job.strategy, name="single", workers=1, settings={})
-    return msgspec.structs.replace(job, strategy=strategy)
-
-
 def sharing(job: Job, num_workers: int) -> Job:
-    """Return the job as one of several workers would compute it, each with its share of the batch."""
-    if num_workers == 1:
-        return alone(job)
-    strategy = msgspec.structs.replace(job.strategy, name="data_parallel", workers=num_workers, settings={})
+    """Return the job as one of so many workers would compute it, each with its share of the batch."""
+    name = usual_strategy(num_workers)
+    strategy = msgspec.structs.replace(job.strategy, name=name, workers=num_workers, settings={})
     return msgspec.structs.replace(job, strategy=strategy)
 
 
@@ -213,7 +207,7 @@ def estimate_step_s(parts: Components) -> float:
 
 
 def assemble_alone(job: Job) -> Components:
-    return assemble(alone(job), Team())
+    return assemble(sharing(job, 1), Team())
 
 
 def first_batch(parts: Components) -> Batch:

@@ -10,7 +10,7 @@ from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.plan import Plan
 from cordee.planner.prediction import Prediction
 
-_MARKS = {"✗": "does not fit into memory, or would refuse the job", "·": "is not in this version"}
+_MARKS = {"✗": "does not fit into memory, or would refuse the job"}
 
 
 def render_plan(plan: Plan) -> RenderableType:
@@ -39,8 +39,6 @@ def _can_run(plan: Plan, prediction: Prediction) -> bool:
 def _mark(plan: Plan, prediction: Prediction) -> str:
     if prediction is plan.choice:
         return "→"
-    if prediction.strategy not in plan.available:
-        return "·"
     return "✗" if not prediction.fits or plan.is_refused(prediction) else ""
 
 

@@ -12,7 +12,7 @@ from cordee.core import Job
 from cordee.monitoring import Event
 from cordee.planner.amounts import in_time
 from cordee.planner.auto import decide, predict_as
-from cordee.strategies import choose_strategy
+from cordee.strategies.choice import choose_strategy
 from cordee.training.components import Components
 
 
@@ -54,7 +54,7 @@ class Replanner:
             best_step_seconds=best.step_s if best else None,
             reason=decision.reason,
         )
-        if own is None or best is None or best.strategy in (current.strategy.name, "single"):
+        if own is None or best is None or best.strategy == current.strategy.name or num_workers == 1:
             return
         self._emit(
             "warning",

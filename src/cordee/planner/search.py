@@ -6,16 +6,13 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from cordee.core.mesh import Mesh
 from cordee.planner.costs import predict
 from cordee.planner.pipelines import SCHEDULES
 from cordee.planner.prediction import Candidate, Prediction, Work
+from cordee.strategies.table import STRATEGIES, CostModel
 
 MICRO_BATCHES_PER_STAGE = (1, 2, 4, 8)
-# Strategies that train in another way than `single` does: shown, never chosen over one that keeps the promise that
-# the result does not depend on the crowd.
-OTHER_TRAINING = ("local_sgd",)
-
-PLAINEST_FIRST = ("single", "data_parallel", "sharded", "pipeline", "tensor", "hybrid", "parameter_server")
 CLOSE = 0.05  # predictions nearer to each other than this are equal
 
 
@@ -25,28 +22,46 @@ def degrees(most: int) -> list[int]:
     return sorted(powers | set(_divisors(most)))
 
 
-def candidates(work: Work, most_workers: int) -> Iterator[Candidate]:
-    """Yield every strategy with every degree, micro-batch and schedule worth a look, up to `most_workers`."""
-    yield Candidate(strategy="single", workers=1)
-    num_blocks = len(work.profile.blocks) if work.profile.is_chain else 1
-    can_slice = any(block.splittable for block in work.profile.blocks)
+def candidates(work: Work, most_workers: int, refused_slices: Collection[int] = ()) -> Iterator[Candidate]:
+    """Yield every strategy with every degree, micro-batch and schedule worth a look, up to `most_workers`.
+
+    Meshes with slices for `refused_slices` workers are left out, so that others are found.
+    """
     for workers in degrees(most_workers):
-        if workers == 1 or workers > work.batch_size:
-            continue
-        for strategy in ("data_parallel", "sharded", "local_sgd"):
-            yield Candidate(strategy=strategy, workers=workers)
-        for staleness in (0, "unbounded"):
-            settings = {"servers": max(1, workers // 4), "staleness": staleness}
-            yield Candidate(strategy="parameter_server", workers=workers, settings=settings)
-        if can_slice:
-            yield Candidate(strategy="tensor", workers=workers)
-        if workers <= num_blocks:
+        if workers == 1 or workers <= work.batch_size:
+            for strategy, entry in STRATEGIES.items():
+                for settings in _settings(entry.cost_model, work, workers, refused_slices):
+                    yield Candidate(strategy=strategy, workers=workers, settings=settings)
+
+
+def _settings(
+    cost_model: CostModel, work: Work, workers: int, refused_slices: Collection[int]
+) -> Iterator[dict[str, Any]]:
+    """Yield the settings worth a look of strategies with a cost model; none where there is nothing to be had."""
+    blocks = work.profile.blocks
+    num_blocks = len(blocks) if work.profile.is_chain else 1
+    can_slice = any(block.splittable for block in blocks)
+    match cost_model:
+        case "alone" if workers == 1:
+            yield {}
+        case _ if workers == 1:
+            return
+        case "replicas" | "shards":
+            yield {}
+        case "slices" if can_slice:
+            yield {}
+        case "servers":
+            for staleness in (0, "unbounded"):
+                yield {"servers": max(1, workers // 4), "staleness": staleness}
+        case "stages" if workers <= num_blocks:
             # Where stages share cores, others use them while one waits: there is nothing to gain by more chunks.
             num_chunkable = num_blocks if work.site.num_lanes(workers) >= workers else 0
             for schedule, num_micro in _schedules(workers, num_chunkable, work.batch_size):
-                settings = {"microbatches": num_micro, "schedule": schedule}
-                yield Candidate(strategy="pipeline", workers=workers, settings=settings)
-        yield from _meshes(workers, num_blocks, work.batch_size, can_slice)
+                yield {"microbatches": num_micro, "schedule": schedule}
+        case "mesh":
+            for mesh in _meshes(workers, work.batch_size):
+                if mesh.tensor == 1 or (can_slice and mesh.tensor not in refused_slices):
+                    yield from _mesh_settings(mesh, num_blocks, work.batch_size)
 
 
 def _schedules(num_stages: int, num_chunkable: int, samples: int) -> Iterator[tuple[str, int]]:
@@ -59,23 +74,20 @@ def _schedules(num_stages: int, num_chunkable: int, samples: int) -> Iterator[tu
                 yield schedule, num_micro
 
 
-def _meshes(workers: int, num_blocks: int, batch_size: int, can_slice: bool) -> Iterator[Candidate]:
-    """Yield the meshes that `hybrid` has: every way to share the workers out over two axes or more."""
+def _meshes(workers: int, batch_size: int) -> Iterator[Mesh]:
+    """Yield every way to share the workers out over two axes or more."""
     for data, sharded, tensor in itertools.product(_divisors(workers), repeat=3):
-        num_shares, pipeline = data * sharded, workers // (data * sharded * tensor)
-        if num_shares * tensor * pipeline != workers or (tensor > 1 and not can_slice):
-            continue
-        axes = {"data": data, "sharded": sharded, "pipeline": pipeline, "tensor": tensor}
-        mesh = {axis: size for axis, size in axes.items() if size > 1}
-        if len(mesh) < 2 or num_shares > batch_size:
-            continue
-        settings: dict[str, Any] = {"mesh": mesh}
-        if pipeline > 1:
-            num_micro = min(4 * pipeline, batch_size // num_shares)
-            if pipeline > num_blocks or num_micro < pipeline:
-                continue
-            settings |= {"microbatches": num_micro, "schedule": "1f1b"}
-        yield Candidate(strategy="hybrid", workers=workers, settings=settings)
+        mesh = Mesh(data=data, sharded=sharded, pipeline=workers // (data * sharded * tensor), tensor=tensor)
+        if mesh.num_workers == workers and len(mesh.used) > 1 and mesh.num_shares <= batch_size:
+            yield mesh
+
+
+def _mesh_settings(mesh: Mesh, num_blocks: int, batch_size: int) -> Iterator[dict[str, Any]]:
+    num_micro = min(4 * mesh.pipeline, batch_size // mesh.num_shares)
+    if mesh.pipeline == 1:
+        yield {"mesh": mesh.used}
+    elif mesh.pipeline <= num_blocks and num_micro >= mesh.pipeline:
+        yield {"mesh": mesh.used, "microbatches": num_micro, "schedule": "1f1b"}
 
 
 def _divisors(number: int) -> list[int]:
@@ -83,14 +95,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def search(work: Work, most_workers: int, refused_slices: Collection[int] = ()) -> list[Prediction]:
-    """Return the best prediction of every strategy and number of workers, the fastest first; what fits comes first.
-
-    Meshes along whose axis 'tensor' there are `refused_slices` workers are passed over, so that others are found.
-    """
+    """Return the best prediction of every strategy and number of workers, the fastest first; what fits comes first."""
     best: dict[tuple[object, ...], Prediction] = {}
-    for candidate in candidates(work, most_workers):
-        if candidate.settings.get("mesh", {}).get("tensor") in refused_slices:
-            continue
+    for candidate in candidates(work, most_workers, refused_slices):
         found = predict(candidate, work)
         key = (found.strategy, found.workers, found.settings.get("staleness"))
         if key not in best or _order(found) < _order(best[key]):
@@ -98,34 +105,29 @@ def search(work: Work, most_workers: int, refused_slices: Collection[int] = ()) 
     return sorted(best.values(), key=_order)
 
 
-def choose(
-    predictions: Sequence[Prediction], available: Collection[str], workers: int | None = None
-) -> tuple[Prediction | None, Prediction | None]:
-    """Return the best prediction that fits and can be run, and the next best.
+def choose(predictions: Sequence[Prediction]) -> tuple[Prediction | None, Prediction | None]:
+    """Return the best prediction that fits and trains as one worker does, and the next best.
 
     Of those that are equal, as far as can be predicted, the plainest counts as the best: fewer workers and parts, and
     less that can go wrong.
     """
-    able = [
-        prediction
-        for prediction in predictions
-        if prediction.strategy in available and is_candidate(prediction) and workers in (None, prediction.workers)
-    ]
+    able = [prediction for prediction in predictions if is_candidate(prediction)]
     if not able:
         return None, None
     equal = [prediction for prediction in able if prediction.step_s <= able[0].step_s * (1 + CLOSE)]
-    best = min(equal, key=lambda p: (PLAINEST_FIRST.index(p.strategy), p.workers, p.step_s))
+    plainest_first = list(STRATEGIES)
+    best = min(equal, key=lambda p: (plainest_first.index(p.strategy), p.workers, p.step_s))
     return best, next((prediction for prediction in able if prediction is not best), None)
 
 
 def is_candidate(prediction: Prediction) -> bool:
-    """Return whether it may be chosen: it fits, and trains as `single` does."""
-    return prediction.fits and is_in_step(prediction)
+    """Return whether it may be chosen: it fits, and all workers agree at every step, as one does with itself."""
+    return prediction.fits and is_synchronous(prediction)
 
 
-def is_in_step(prediction: Prediction) -> bool:
-    """Return whether all workers agree at every step, as one worker does with itself."""
-    return prediction.settings.get("staleness", 0) == 0 and prediction.strategy not in OTHER_TRAINING
+def is_synchronous(prediction: Prediction) -> bool:
+    """Return whether all workers agree at every step."""
+    return bool(prediction.settings.get("staleness", 0) == 0)
 
 
 def _order(prediction: Prediction) -> tuple[bool, float, float, float]:

@@ -15,11 +15,9 @@ from cordee.core import Job
 from cordee.core.errors import JobError, StorageError, nearest
 from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.cluster_file import load_cluster
-from cordee.planner.search import is_in_step
 from cordee.planner.simulator import PUBLISHED, ClusterOutcome, Scenario, load_scenario, read_scenario
 from cordee.planner.simulator.drawing import describe, draw_page
 from cordee.planner.simulator.picture import draw_picture
-from cordee.planner.simulator.team import simulate_team
 from cordee.planner.site import DescribedCluster
 
 
@@ -74,12 +72,13 @@ def simulate_here(
 ) -> list[WayOutcome]:
     """Play every strategy that trains in step through on this machine, the fastest first."""
     from cordee.planner.planning import plan_and_work  # which imports torch
-    from cordee.strategies import STRATEGIES
+    from cordee.planner.search import is_synchronous
+    from cordee.planner.simulator.team import simulate_team
 
     made, work = plan_and_work(Job.load(job, overrides), tell=tell)
     outcomes = []
     for found in made.predictions:
-        if found.strategy in STRATEGIES and is_in_step(found):
+        if is_synchronous(found):
             played = simulate_team(found, work)
             outcomes.append(
                 WayOutcome(
@@ -116,7 +115,7 @@ def render_outcomes(scenario: Scenario, outcomes: Sequence[ClusterOutcome]) -> R
         "kept": lambda o: f"{o.effective_share:.1%}",
         "steps/s": lambda o: f"{o.throughput:,.1f}",
     }
-    if scenario.strategy == "parameter_server":
+    if scenario.has_servers:
         columns |= {"behind": lambda o: f"{o.behind_mean:.2f}", "apart": lambda o: str(o.apart_most)}
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for name in columns:

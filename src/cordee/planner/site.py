@@ -57,7 +57,7 @@ class Site(Protocol):
     def copy_s(self, num_bytes: float, num_members: int) -> float:
         """Copying inside each worker's memory, while `num_members` do so."""
 
-    def serve_s(self, num_bytes: float, workers: Sequence[int], num_servers: int) -> float:
+    def serve_s(self, strategy: str, num_bytes: float, workers: Sequence[int], num_servers: int) -> float:
         """All workers send `num_bytes` to servers that have a share each, and get as many back."""
 
     def overhead_s(self, strategy: str, num_members: int, amount: Amount) -> float:
@@ -109,9 +109,9 @@ class ThisMachine:
         exchange = self._machine.exchange("copy", num_members)
         return exchange.at(num_bytes) if exchange is not None else num_bytes / COPY_BYTES_PER_S
 
-    def serve_s(self, num_bytes: float, workers: Sequence[int], num_servers: int) -> float:
-        if self._machine.knows_overhead("parameter_server"):
-            return self._machine.overhead_s("parameter_server", len(workers), Amount(num_bytes=num_bytes))
+    def serve_s(self, strategy: str, num_bytes: float, workers: Sequence[int], num_servers: int) -> float:
+        if self._machine.knows_overhead(strategy):
+            return self._machine.overhead_s(strategy, len(workers), Amount(num_bytes=num_bytes))
         # Not measured: every byte is copied by the worker, added by a server, and copied back, all on these cores.
         lanes = min(self._machine.cores, num_servers + len(workers))
         return 3 * self.copy_s(num_bytes, len(workers)) * len(workers) / lanes
@@ -165,7 +165,7 @@ class DescribedCluster:
     def copy_s(self, num_bytes: float, num_members: int) -> float:
         return 0.0  # part of the exchange, on devices that overlap both
 
-    def serve_s(self, num_bytes: float, workers: Sequence[int], num_servers: int) -> float:
+    def serve_s(self, strategy: str, num_bytes: float, workers: Sequence[int], num_servers: int) -> float:
         # Servers are one per host, on other hosts than some of the workers: their network carries everything twice.
         slowest = min((self._networks[self.devices[w].host] for w in workers), key=lambda link: link.bytes_per_s)
         per_server = num_bytes * len(workers) / num_servers

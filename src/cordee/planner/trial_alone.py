@@ -11,6 +11,7 @@ from cordee.compute.devices import MemoryWatch
 from cordee.core.temporary import temporary_folder
 from cordee.monitoring import Monitor
 from cordee.planner.overheads import trial_job
+from cordee.strategies.table import usual_strategy
 from cordee.training.components import assemble
 from cordee.training.session import Session
 
@@ -30,7 +31,7 @@ def measure_alone() -> int:
 
 def main() -> None:
     memory = MemoryWatch()
-    parts = assemble(trial_job("single", 1, {}), Team())
+    parts = assemble(trial_job(usual_strategy(1), 1, {}), Team())
     parts.setup()
     with temporary_folder() as folder, Monitor([]) as monitor:
         session = Session(parts, monitor, Path(folder), should_stop=lambda: False, memory=memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from cordee.planner.machine import Amount, Machine, Overhead
 from cordee.planner.overheads import DEEP, KINDS, LARGE, NUM_LAYERS, SMALL, Bare, trial_job
 from cordee.planner.site import ThisMachine
 from cordee.runs.kind import lead_run
-from cordee.strategies import STRATEGIES
+from cordee.strategies.table import STRATEGIES, CostModel
 from cordee.training.components import assemble
 
 
@@ -43,16 +43,6 @@ class Found(NamedTuple):
     num_bytes: int
 
 
-# What the overhead of a strategy may grow with: fields of Overhead.
-_GROWS_WITH: Mapping[str, tuple[str, ...]] = {
-    "data_parallel": ("step_s", "byte_s"),
-    "sharded": ("step_s", "part_s", "tensor_s", "byte_s"),
-    "pipeline": ("step_s", "part_s"),
-    "tensor": ("part_s", "byte_s"),
-    "parameter_server": ("step_s", "byte_s"),
-}
-
-
 def measure_trials(engine: Engine, num_workers: int, bare: Sequence[Bare], machine: Machine) -> list[Overhead]:
     """Return what each strategy of this version adds to a step of `num_workers`, and the memory a worker then takes.
 
@@ -60,11 +50,12 @@ def measure_trials(engine: Engine, num_workers: int, bare: Sequence[Bare], machi
     Exchanges that the cost model counts by themselves are not part of it: `machine` has them.
     """
     found = []
-    for strategy, trials in _trials(num_workers).items():
+    trials_of = _trials(num_workers)
+    for strategy, entry in STRATEGIES.items():
         amounts: list[Amount] = []
         seconds: list[float] = []
         peak_bytes = 0
-        for trial in trials if strategy in STRATEGIES else ():
+        for trial in trials_of.get(entry.cost_model, ()):
             job = trial_job(strategy, num_workers, trial.settings, trial.hidden)
             with contextlib.suppress(CordeeError):  # a strategy that refuses this machine is not to be had on it
                 outcome = run_trial(engine, job)
@@ -72,11 +63,11 @@ def measure_trials(engine: Engine, num_workers: int, bare: Sequence[Bare], machi
                 peak_bytes = max(peak_bytes, outcome.peak_bytes if trial.hidden == SMALL else 0)
                 own = bare[KINDS.index(trial.hidden)]
                 counted_s = own.step_s + own.pass_s * (trial.num_passes - 1)
-                counted_s += _exchange_s(strategy, amount, ThisMachine(machine, num_workers, 0.0))
+                counted_s += _exchange_s(entry.cost_model, amount, ThisMachine(machine, num_workers, 0.0))
                 amounts.append(amount)
                 seconds.append(outcome.step_s - counted_s)
         if amounts:
-            fitted = fit(_GROWS_WITH[strategy], amounts, seconds)
+            fitted = fit(entry.overhead_grows_with, amounts, seconds)
             found.append(Overhead(strategy=strategy, num_processes=num_workers, worker_bytes=peak_bytes, **fitted))
     return found
 
@@ -112,36 +103,36 @@ def step_of(samples_per_second: Sequence[float], batch_size: int) -> float:
     return batch_size / statistics.median(counted)
 
 
-def _exchange_s(strategy: str, amount: Amount, site: ThisMachine) -> float:
+def _exchange_s(cost_model: CostModel, amount: Amount, site: ThisMachine) -> float:
     """Return what the cost model counts for the exchanges of a trial, beside the overhead."""
     members = range(len(site.devices))
-    if strategy == "data_parallel":
+    if cost_model == "replicas":
         return summing_s(site, amount.num_bytes, members)
-    if strategy == "sharded":
+    if cost_model == "shards":
         gather_s, scatter_s = gathering_s(site, [int(amount.num_bytes / amount.parts)] * int(amount.parts), members)
         return 2 * gather_s + scatter_s
     return 0.0
 
 
-def _trials(num_workers: int) -> dict[str, tuple[_Trial, ...]]:
+def _trials(num_workers: int) -> dict[CostModel, tuple[_Trial, ...]]:
     def passes(num_micro: int) -> float:  # of a pipeline, in whole models, filling and draining included
         return (num_micro + num_workers - 1) / num_workers
 
     few, many = num_workers, 4 * num_workers
     return {
-        "data_parallel": (_Trial({}, 0), _Trial({}, 0, hidden=LARGE)),
-        "sharded": (
+        "replicas": (_Trial({}, 0), _Trial({}, 0, hidden=LARGE)),
+        "shards": (
             _Trial({}, 1),
             _Trial({"unit_bytes": 1}, NUM_LAYERS + 2),
             _Trial({}, 1, hidden=DEEP),
             _Trial({}, len(LARGE), hidden=LARGE),  # two layers that are large enough, and the rest
         ),
-        "pipeline": (
+        "stages": (
             _Trial({"microbatches": few}, few, passes(few)),
             _Trial({"microbatches": many}, many, passes(many)),
         ),
-        "tensor": (_Trial({}, NUM_LAYERS + 1), _Trial({}, len(LARGE) + 1, hidden=LARGE)),
-        "parameter_server": (_Trial({}, 0), _Trial({}, 0, hidden=LARGE)),
+        "slices": (_Trial({}, NUM_LAYERS + 1), _Trial({}, len(LARGE) + 1, hidden=LARGE)),
+        "servers": (_Trial({}, 0), _Trial({}, 0, hidden=LARGE)),
     }
 
 

@@ -16,8 +16,8 @@ from cordee.monitoring import Monitor, RunDirectory, Summary
 from cordee.runs.dispatched.coordinator import DispatchedLeader
 from cordee.runs.dispatched.facts import RunFacts, check_dispatched
 from cordee.runs.team.coordinator import TeamLeader
-from cordee.strategies import STRATEGIES
 from cordee.strategies.parameter_server.strategy import settings_of
+from cordee.strategies.table import STRATEGIES
 from cordee.training.components import Components
 
 
@@ -83,7 +83,7 @@ KINDS: dict[str, RunKind] = {"team": _Team(), "dispatched": _Dispatched()}
 
 def kind_of(job: Job) -> str:
     """Return the kind of run that the job's strategy has."""
-    return "dispatched" if STRATEGIES[job.strategy.name].is_served else "team"
+    return STRATEGIES[job.strategy.name].run_kind
 
 
 def needs_engine(job: Job) -> bool:

@@ -60,7 +60,7 @@ class DataParallel(Replica):
             raise JobError("strategy.compression works with strategy.reducer = 'ddp' (or 'auto'), not 'flat'")
         if self._num_shards is not None:
             self._check_reproducible(workers, self._num_shards)
-        return Requirements(num_workers=workers, num_data_shards=workers, is_elastic=True)
+        return Requirements(num_workers=workers, num_data_shards=workers)
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
         self._team = team

@@ -54,13 +54,6 @@ def make_hybrid(job: Job, settings: HybridSettings, computation: Computation) ->
     return TensorParallel(job, slices, computation, mesh=mesh)
 
 
-def borrowed_keys(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of [strategy] that belong to the strategies on the mesh."""
-    mesh = given.get("mesh", {})
-    axes = [axis for axis in _SETTINGS if isinstance(mesh, Mapping) and axis in mesh]
-    return tuple(key for axis in axes for key in _SETTINGS[axis].__struct_fields__)
-
-
 def _refuse_without_axis(given: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     for axis, settings in _SETTINGS.items():
         for key in settings.__struct_fields__:

@@ -90,9 +90,7 @@ class Single(Replica):
                 f"strategy 'single' has one worker, the job has {job.strategy.workers}: "
                 "set strategy.workers = 1, or strategy.name = 'data_parallel'"
             )
-        return Requirements(
-            num_workers=1, num_data_shards=1, cuts_batches=self._num_shards is not None, is_elastic=True
-        )
+        return Requirements(num_workers=1, num_data_shards=1, cuts_batches=self._num_shards is not None)
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
         self._adopt(model.to(self._computation.device), recipe)

@@ -25,10 +25,6 @@ class Requirements:
     # Whether a batch may be computed in parts, by several workers or one after the other, accumulation aside.
     cuts_batches: bool = True
 
-    # Every worker has all that is needed to continue, so that a team may lose and gain members. Other strategies
-    # start again from the last checkpoint, with as many workers.
-    is_elastic: bool = False
-
     def data_shard(self, worker_index: int) -> int:
         """Return which part of each batch a worker computes. Neighbours in number share one."""
         return worker_index * self.num_data_shards // self.num_workers

@@ -18,11 +18,11 @@ from cordee.cluster import Team
 from cordee.communication.exchange import broadcast
 from cordee.compute import Computation, Loss, OptimizerRecipe
 from cordee.core import Batch, Job
-from cordee.core.errors import JobError
+from cordee.core.errors import JobError, ModelError
 from cordee.core.mesh import Mesh
 from cordee.core.seeds import derive_seed
 from cordee.core.settings import Section
-from cordee.models.slicing import Style, choose_slicing
+from cordee.models.slicing import CannotSliceError, Style, choose_slicing
 from cordee.strategies.axes import Axes, form_axes
 from cordee.strategies.shared_buffers import SharedBuffers
 from cordee.strategies.slices import Holdings, hold
@@ -248,7 +248,13 @@ def check_plan(
     Each slice is computed by a thread, with views of the model's own weights. Only 'column' and 'row' are rehearsed:
     what the other styles take and give is whole. The plans that come with Cordée need no rehearsal.
     """
-    plan = choose_slicing(model, num_slices, given)
+    try:
+        plan = choose_slicing(model, num_slices, given)
+    except CannotSliceError as error:
+        raise ModelError(
+            f"{error}: use strategy.name = 'data_parallel', 'pipeline' or 'sharded', or name the layers to split in "
+            "strategy.plan"
+        ) from None
     open_styles = {name: style for name, style in plan.items() if _gives_slices(model, name, style)}
     if not given or not open_styles:
         return

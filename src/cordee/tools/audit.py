@@ -17,12 +17,12 @@ from cordee.tools.doctor import Finding
 
 Event = Mapping[str, Any]
 VERDICTS = ("the run is sound", "wrong with this run")
-SERVED = ("parameter_server",)
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class RunStarted(msgspec.Struct):
     strategy: str
+    servers: Count | None = None  # of a dispatched run
     start_step: Count = 0
     train_samples: Count | None = None
     batch_size: Count | None = None
@@ -150,7 +150,7 @@ def _audit(events: Sequence[Event]) -> list[Finding]:
     if started is None:
         return [Finding("run", "problem", "it never began to train", "look into its logs")]
     commits = [event for event in events if event["type"] == "commit"]
-    if started.get("strategy") in SERVED:  # its workers come and go without a team that would be formed anew
+    if started.get("servers"):  # a dispatched run: workers come and go without a team that would be formed again
         return [
             _finding("steps", _check_steps(events), f"{_last_step(events)} committed, in order"),
             _samples(events, started),
@@ -320,11 +320,15 @@ def _check_parts(events: Sequence[Event]) -> Iterator[str]:
     Where each worker has a part of the optimizer, the model is whole, and has a digest, only where it is saved.
     """
     commits: list[Event] = []
+    is_formed = False  # a run with one worker has no generations: there only `run_started` says that it begins
     for event in events:
         is_first = event["type"] == "generation" and event["generation"] == 1
-        if is_first or (event["type"] == "run_started" and event["strategy"] == "single"):  # which has no generations
+        if is_first or (event["type"] == "run_started" and not is_formed):
             yield from _find_incomplete(commits)
             commits = []
+            is_formed = is_first
+        elif event["type"] == "run_started":
+            is_formed = False
         elif event["type"] == "commit" and event.get("digest"):
             commits.append(event)
     yield from _find_incomplete(commits)

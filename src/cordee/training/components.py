@@ -38,7 +38,9 @@ from cordee.data.datasets import IterableSource
 from cordee.data.online import OnlineStream
 from cordee.models import BUILTIN_MODELS
 from cordee.monitoring.events import SCHEMA_VERSION
-from cordee.strategies import STRATEGIES, Requirements, Strategy, make_strategy
+from cordee.strategies.choice import make_strategy
+from cordee.strategies.strategy import Requirements, Strategy
+from cordee.strategies.table import STRATEGIES, elastic_teams, quote_names, strategies_where
 from cordee.version import __version__
 
 
@@ -70,7 +72,7 @@ class Components:
     @property
     def is_elastic(self) -> bool:
         """Whether every worker has all that is needed to go on."""
-        return self.strategy.requirements(self.job).is_elastic
+        return STRATEGIES[self.job.strategy.name].is_elastic
 
     def open_stream(self, place: Place) -> OnlineStream:
         """Return this worker's batches of a growing training set, from `place` on."""
@@ -172,8 +174,8 @@ def assemble(job: Job, team: Team) -> Components:
     )
     strategy = make_strategy(job, computation)
     needs = strategy.requirements(job)
-    _check_autoscale(job, needs)
-    _check_address(job, needs)
+    _check_autoscale(job)
+    _check_address(job)
     _check_lr_scale(job, needs)
     shards, test_shards = _shards(job, needs, team)
     train, test = _loaders(job, splits, shards, test_shards)
@@ -210,27 +212,29 @@ def assemble(job: Job, team: Team) -> Components:
     )
 
 
-def _check_autoscale(job: Job, needs: Requirements) -> None:
+def _check_autoscale(job: Job) -> None:
     cluster, workers = job.cluster, job.strategy.workers
     if not cluster.autoscale:
         return
-    if not needs.is_elastic or workers < 2:
+    if not STRATEGIES[job.strategy.name].is_elastic or workers < 2:
         raise JobError(
             f"cluster.autoscale = true changes the number of workers, which strategy '{job.strategy.name}' with "
-            f"{workers} cannot: use 'data_parallel' and begin with at least 2"
+            f"{workers} cannot: use {elastic_teams()} and begin with at least 2"
         )
     if cluster.max_workers is not None and workers > cluster.max_workers:
         raise JobError(f"strategy.workers = {workers} is more than cluster.max_workers = {cluster.max_workers}")
 
 
-def _check_address(job: Job, needs: Requirements) -> None:
-    if not job.cluster.address or STRATEGIES[job.strategy.name].is_served:
+def _check_address(job: Job) -> None:
+    entry = STRATEGIES[job.strategy.name]
+    if not job.cluster.address or entry.run_kind == "dispatched":
         return
-    if not needs.is_elastic or job.strategy.workers < 2:
+    if not entry.is_elastic or job.strategy.workers < 2:
+        dispatched = quote_names(strategies_where(lambda other: other.run_kind == "dispatched"))
         raise JobError(
             f"cluster.address = {job.cluster.address!r} lets workers of other hosts join, which strategy "
             f"'{job.strategy.name}' with {job.strategy.workers} worker{'s' * (job.strategy.workers > 1)} cannot have: "
-            "use 'data_parallel' and begin with at least 2, or 'parameter_server'"
+            f"use {elastic_teams()} and begin with at least 2, or {dispatched}"
         )
 
 

@@ -12,7 +12,7 @@ import msgspec
 from cordee.core import Job
 from cordee.core.errors import JobError, RunDirectoryError
 from cordee.core.job import changed_keys
-from cordee.strategies import choose_strategy, foreign_settings
+from cordee.strategies.choice import choose_strategy, foreign_settings
 
 
 def fit_to_run(job: Job, path: Path, overrides: Iterable[str]) -> tuple[Job, str]:

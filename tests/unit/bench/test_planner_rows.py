@@ -8,7 +8,7 @@ from cordee.bench.planner import measure
 from cordee.bench.planner_rows import MB, PlanTimes, Trial, by_way, make_rows
 from cordee.bench.registry import run_benchmark
 from cordee.core.errors import JobError
-from cordee.planner import Prediction
+from cordee.planner.prediction import Prediction
 
 
 def trial(

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from made_up import here, profile, work
 
-from cordee.planner import Candidate, Work
 from cordee.planner.costs import predict
 from cordee.planner.playing import Task, play
+from cordee.planner.prediction import Candidate, Work
 from cordee.planner.simulator.team import simulate_team
 
 WAYS = [

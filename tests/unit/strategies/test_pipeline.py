@@ -25,7 +25,7 @@ from cordee.core import Batch
 from cordee.core.errors import CordeeError, JobError, ModelError
 from cordee.models import gpt
 from cordee.models.cutting import make_chain
-from cordee.strategies import make_strategy
+from cordee.strategies.choice import make_strategy
 from cordee.strategies.pipeline.modules import merge_states
 from cordee.strategies.pipeline.schedules import make_stages, schedule_class, share_out, split_evenly
 from cordee.strategies.slices import Holdings, WholeParameter

@@ -13,7 +13,7 @@ from cordee.compute import Computation, make_loss, make_optimizer_recipe, make_s
 from cordee.core import Use
 from cordee.core.errors import JobError
 from cordee.models import gpt
-from cordee.strategies import make_strategy
+from cordee.strategies.choice import make_strategy
 from cordee.strategies.sharded import choose_units
 from cordee.strategies.split import require_elementwise
 

@@ -15,7 +15,9 @@ from cordee.cluster import Team
 from cordee.compute import Computation, Votes, make_loss, make_optimizer_recipe, make_schedule
 from cordee.core import Batch, Use
 from cordee.core.errors import CheckpointError, JobError, TrainingError
-from cordee.strategies import STRATEGIES, Strategy, choose_strategy, make_strategy
+from cordee.strategies.choice import choose_strategy, make_strategy
+from cordee.strategies.strategy import Strategy
+from cordee.strategies.table import STRATEGIES
 
 BATCHES = [
     Batch(torch.randn(8, 6, generator=g), torch.randint(0, 3, (8,), generator=g))

@@ -79,7 +79,7 @@ def test_news_of_one_that_was_cut_off_may_come_late() -> None:
 
 
 def test_runs_with_parameter_servers_are_checked() -> None:
-    started = {**STARTED, "strategy": "parameter_server"}
+    started = {**STARTED, "strategy": "parameter_server", "servers": 1}
     steps = [{"type": "step", "step": n, "samples": commit(n)["samples"]} for n in (1, 2, 3)]
     served = {"worker": None, "generation": 0}
     assert problems([started, *steps, commit(3, **served)]) == {}
@@ -96,7 +96,7 @@ def test_a_run_that_never_began() -> None:
 
 
 def test_updates_that_a_server_took_with_it_are_told() -> None:
-    started = {**STARTED, "strategy": "parameter_server"}
+    started = {**STARTED, "strategy": "parameter_server", "servers": 1}
     lost = {"type": "updates_lost", "server": 1, "updates": 10, "step": 60, "from_step": 50}
     assert problems([started]) == {}
     assert problems([started, lost, lost]) == {

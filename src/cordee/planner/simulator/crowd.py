@@ -45,7 +45,7 @@ def _simulate_one(scenario: Scenario, workers: int) -> ClusterOutcome:
     if workers == 1:
         busy_s = float(times.mean())
         step_s, idle, behind, apart, sent = busy_s, 0.0, 0.0, 0, 0.0
-    elif scenario.strategy == "all_reduce":
+    elif not scenario.has_servers:
         step_s, idle, behind, apart = *_all_reduce(scenario, times), 0.0, 0
         sent = 2 * (workers - 1) / workers * scenario.gradient_bytes
     else:

@@ -33,7 +33,7 @@ def draw_page(scenario: Scenario, outcomes: Sequence[ClusterOutcome]) -> str:
 def describe(scenario: Scenario) -> str:
     """Return the scenario in a sentence."""
     how = scenario.strategy.replace("_", "-")
-    if scenario.strategy == "parameter_server":
+    if scenario.has_servers:
         how += f" with staleness {scenario.staleness}"
     text = (
         f"{how}: steps of {in_time(scenario.step_s)} that vary by {scenario.spread:.0%}, "

@@ -25,6 +25,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cordee.planner.simulator.scenario import WITH_SERVERS
+
 _HOROVOD: dict[str, Any] = {
     "workers": [1, 4, 16, 64, 128, 256, 512],
     "spread": 0.03,
@@ -44,7 +46,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "order": [[0.05, 0.893], [1.0, 1.0]],
     },
     "parameter-server": {
-        "strategy": "parameter_server",
+        "strategy": WITH_SERVERS[0],
         "workers": [100, 400, 800],
         "servers": 200,
         "step": 10.0,

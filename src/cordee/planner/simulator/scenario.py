@@ -14,12 +14,17 @@ from cordee.core.errors import JobError, nearest
 from cordee.core.job import apply_override, read_section, read_toml
 from cordee.core.settings import Section
 from cordee.planner.amounts import parse_latency, parse_rate, parse_size
+from cordee.strategies.table import quote_names, strategies_where
 
 _REQUIRED = ("workers", "step", "gradients")
 _NUMBERS = ("step", "spread", "gradients", "bucket", "bandwidth", "inside_bandwidth", "latency", "backward")
 MOST_WORKERS = 100_000
 MOST_LAYERS = 10_000
 MOST_STEPS = 20_000_000  # of all workers together: so many are held in 160 MB
+
+
+ALL_REDUCE = "all_reduce"
+WITH_SERVERS = tuple(strategies_where(lambda entry: entry.cost_model == "servers"))
 
 
 class Scenario(Section, frozen=True, kw_only=True):
@@ -29,7 +34,7 @@ class Scenario(Section, frozen=True, kw_only=True):
     step: str | float  # computing of one worker in one step
     gradients: str | float  # bytes that are exchanged in a step
     name: str = ""
-    strategy: Literal["all_reduce", "parameter_server"] = "all_reduce"
+    strategy: str = ALL_REDUCE  # or one with servers
     spread: float = 0.0  # deviation of a worker's step from one to the next, as a share of it
     backward: float = 0.67  # share of the step that is the backward pass
     overlap: bool = True  # exchange gradients while the backward pass goes on
@@ -41,7 +46,7 @@ class Scenario(Section, frozen=True, kw_only=True):
     bandwidth: str | float = "10 Gbit/s"  # between hosts, as data gets it
     latency: str | float = "20us"
     inside_bandwidth: str | float = "10 GB/s"  # between workers of a host
-    servers: int = 0  # of parameter_server; 0: one for every four workers
+    servers: int = 0  # 0: one for every four workers
     staleness: int | Literal["unbounded"] = 0  # steps a worker may be ahead of the slowest
     steps: int = 100  # of each worker, that are simulated
     mtbf: str | float = 0.0  # mean time between failures of one worker; 0: none
@@ -78,12 +83,23 @@ class Scenario(Section, frozen=True, kw_only=True):
                 raise JobError(f"{key} must be longer than nothing")
         for key in ("mtbf_s", "restart_s", "checkpoint_time_s", "latency_s"):
             getattr(self, key)  # raises where it is not an amount
-        if self.strategy == "all_reduce" and (self.staleness != 0 or self.servers):
+        if self.strategy not in (ALL_REDUCE, *WITH_SERVERS):
+            known = [ALL_REDUCE, *WITH_SERVERS]
             raise JobError(
-                "staleness and servers belong to strategy = 'parameter_server'; the scenario has 'all_reduce'"
+                f"strategy = {self.strategy!r} is not simulated{nearest(self.strategy, known)}: write "
+                f"{quote_names(known)}"
+            )
+        if not self.has_servers and (self.staleness != 0 or self.servers):
+            raise JobError(
+                f"staleness and servers belong to strategy = {quote_names(WITH_SERVERS)}; the scenario has "
+                f"'{self.strategy}'"
             )
         if min(self.gradient_bytes, self.bucket_bytes, self.bytes_per_s, self.inside_bytes_per_s) <= 0:
             raise JobError("gradients, bucket and bandwidths must be above 0")
+
+    @property
+    def has_servers(self) -> bool:
+        return self.strategy in WITH_SERVERS
 
     @property
     def step_s(self) -> float:

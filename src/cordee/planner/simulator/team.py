@@ -14,11 +14,11 @@ import numpy as np
 
 from cordee.planner.exchanges import gathering_s, num_sums, sharded_amount, sharded_units, summing_s
 from cordee.planner.machine import Amount
-from cordee.planner.meshes import mesh_of
 from cordee.planner.pipelines import Pipeline, cut, num_chunks_of, tasks_of
 from cordee.planner.playing import Task, play
-from cordee.planner.prediction import Candidate, Prediction, Work
+from cordee.planner.prediction import Candidate, Prediction, Work, mesh_of
 from cordee.planner.profile import Timing
+from cordee.strategies.table import STRATEGIES, CostModel, strategies_on
 
 
 class TeamOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,11 +65,13 @@ def _orders(candidate: Candidate, work: Work, drawn: Callable[[float], float]) -
     if mesh.tensor > 1:
         return [_sliced(worker, timings[worker], candidate, work, drawn) for worker in members], num_lanes
     exchange_s = 0.0
-    if candidate.strategy == "data_parallel":
+    cost_model = STRATEGIES[candidate.strategy].cost_model
+    if cost_model == "replicas":
         exchange_s = summing_s(site, profile.parameter_bytes, members)
-        exchange_s += site.overhead_s("data_parallel", size, Amount(num_bytes=profile.parameter_bytes))
-    elif candidate.strategy == "parameter_server":
-        exchange_s = site.serve_s(profile.parameter_bytes, members, int(candidate.settings.get("servers", 1)))
+        exchange_s += site.overhead_s(candidate.strategy, size, Amount(num_bytes=profile.parameter_bytes))
+    elif cost_model == "servers":
+        num_servers = int(candidate.settings.get("servers", 1))
+        exchange_s = site.serve_s(candidate.strategy, profile.parameter_bytes, members, num_servers)
     orders = []
     for worker, timing in enumerate(timings):
         computing = sum(timing.forward_s) + sum(timing.backward_s) + timing.other_s
@@ -83,6 +85,11 @@ def _orders(candidate: Candidate, work: Work, drawn: Callable[[float], float]) -
     return orders, num_lanes
 
 
+def _along(candidate: Candidate, cost_model: CostModel) -> str:
+    """Return the strategy along the axis of the candidate's mesh that has this cost model."""
+    return next(name for name in strategies_on(mesh_of(candidate)) if STRATEGIES[name].cost_model == cost_model)
+
+
 def _meeting(name: str, worker: int, members: Sequence[int], after: str, seconds: float) -> Task:
     """Return an exchange that begins when all have done what comes before it."""
     return Task((name, worker), seconds, tuple(((after, other), 0.0) for other in members), is_computed=False)
@@ -94,7 +101,7 @@ def _sharded(
     site, size = work.site, candidate.workers
     members = range(size)
     gather_s, scatter_s = gathering_s(site, sharded_units(work.profile), members)
-    scatter_s += site.overhead_s("sharded", size, sharded_amount(work.profile))
+    scatter_s += site.overhead_s(_along(candidate, "shards"), size, sharded_amount(work.profile))
     return [
         Task(("gather", worker), gather_s, is_computed=False),
         Task(("forward", worker), drawn(sum(timing.forward_s) + timing.other_s)),
@@ -114,7 +121,7 @@ def _sliced(
     members = range(candidate.workers)
     num_layers = sum(block.sliceable for block in profile.blocks)
     amount = Amount(num_layers, num_bytes=profile.parameter_bytes)
-    part_s = site.overhead_s("tensor", candidate.workers, amount) / max(1, num_layers)
+    part_s = site.overhead_s(_along(candidate, "slices"), candidate.workers, amount) / max(1, num_layers)
     tasks: list[Task] = []
     before = ""
     passes = [(f"forward {i}", i, timing.forward_s[i]) for i in range(len(profile.blocks))]
@@ -154,7 +161,7 @@ def _in_stages(candidate: Candidate, work: Work, drawn: Callable[[float], float]
     send_s = max(site.send_s(size, 0, 1) for size in sizes)
     passes = tasks_of(Pipeline(forward, backward, send_s, num_micro, schedule, mesh.pipeline))
     members = range(mesh.pipeline)
-    last_s = site.overhead_s("pipeline", candidate.workers, Amount(num_micro))
+    last_s = site.overhead_s(_along(candidate, "stages"), candidate.workers, Amount(num_micro))
     last_s += site.step(profile, samples * num_micro, 0, candidate.workers).other_s
     if mesh.num_shares > 1:
         chunk_bytes = [sum(block.parameter_bytes for block in profile.blocks[a:b]) for a, b in bounds]

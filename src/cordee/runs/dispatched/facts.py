@@ -8,6 +8,7 @@ import msgspec
 
 from cordee.core.errors import JobError
 from cordee.data.source import fingerprint
+from cordee.strategies.table import elastic_teams
 from cordee.training.components import Components
 
 
@@ -48,5 +49,5 @@ def check_dispatched(components: Components) -> None:
     if components.splits.train.num_samples is None:
         raise JobError(
             f"strategy '{components.job.strategy.name}' hands out samples by their number, and a stream has none: "
-            "use a Dataset with a length, or strategy 'data_parallel'"
+            f"use a Dataset with a length, or strategy {elastic_teams()}"
         )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cordee.compute import Computation, make_loss, make_optimizer_recipe, make_schedule
 from cordee.core import Batch, Use
 from cordee.core.errors import JobError
-from cordee.strategies import make_strategy
+from cordee.strategies.choice import make_strategy
 
 
 def only_the_last(named_parameters: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
