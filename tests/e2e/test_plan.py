@@ -98,6 +98,7 @@ def test_a_mistake_in_the_cluster_file(workspace: Workspace, job: Path) -> None:
 
 
 def test_a_simulation_as_table_page_and_json(workspace: Workspace) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'report' is not installed")
     done = workspace.run("simulate", "horovod-vgg16", "--set", "workers=[1, 512]", "--html", "vgg.html")
     assert_ended_well(done)
     assert "efficiency" in done.stdout and "  512 " in done.stdout

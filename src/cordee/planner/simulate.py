@@ -16,8 +16,7 @@ from cordee.core.errors import JobError, StorageError, nearest
 from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.cluster_file import load_cluster
 from cordee.planner.simulator import PUBLISHED, ClusterOutcome, Scenario, load_scenario, read_scenario
-from cordee.planner.simulator.drawing import describe, draw_page
-from cordee.planner.simulator.picture import draw_picture
+from cordee.planner.simulator.report import draw_page, draw_picture
 from cordee.planner.site import DescribedCluster
 
 
@@ -122,16 +121,16 @@ def render_outcomes(scenario: Scenario, outcomes: Sequence[ClusterOutcome]) -> R
         table.add_column(name, justify="right", no_wrap=True)
     for outcome in outcomes:
         table.add_row(*(cell(outcome) for cell in columns.values()))
-    return Group(Text(scenario.name, "bold"), Text(describe(scenario)), table)
+    return Group(Text(scenario.name, "bold"), Text(scenario.describe()), table)
 
 
 def write_page(path: Path, scenario: Scenario, outcomes: Sequence[ClusterOutcome]) -> None:
-    """Write the HTML page. Raises StorageError if it cannot be written."""
+    """Write the HTML page. Raises StorageError if it cannot be written, MissingExtraError without matplotlib."""
     _write(path, draw_page(scenario, outcomes).encode())
 
 
 def write_picture(path: Path, scenario: Scenario, outcomes: Sequence[ClusterOutcome]) -> None:
-    """Write the charts as PNG. Raises StorageError if it cannot be written."""
+    """Write the charts as PNG. Raises StorageError if it cannot be written, MissingExtraError without matplotlib."""
     _write(path, draw_picture(scenario, outcomes))
 
 

@@ -161,7 +161,7 @@ def check_data() -> Iterable[Finding]:
 def check_extras() -> Iterable[Finding]:
     import importlib.util
 
-    for extra, module in (("tensorboard", "tensorboard"), ("onnx", "onnxscript"), ("pictures", "PIL")):
+    for extra, module in (("tensorboard", "tensorboard"), ("onnx", "onnxscript"), ("report", "matplotlib")):
         if importlib.util.find_spec(module) is None:
             yield Finding(extra, "note", "not installed", f"pip install 'cordee[{extra}]'")
         else:

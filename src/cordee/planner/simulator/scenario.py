@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from cordee.core.durations import parse_duration
+from cordee.core.durations import format_duration, parse_duration
 from cordee.core.errors import JobError, nearest
 from cordee.core.job import apply_override, read_section, read_toml
 from cordee.core.settings import Section
-from cordee.planner.amounts import parse_latency, parse_rate, parse_size
+from cordee.monitoring.wording import plural
+from cordee.planner.amounts import in_bytes, in_time, parse_latency, parse_rate, parse_size
 from cordee.strategies.table import quote_names, strategies_where
 
 _REQUIRED = ("workers", "step", "gradients")
@@ -96,6 +97,21 @@ class Scenario(Section, frozen=True, kw_only=True):
             )
         if min(self.gradient_bytes, self.bucket_bytes, self.bytes_per_s, self.inside_bytes_per_s) <= 0:
             raise JobError("gradients, bucket and bandwidths must be above 0")
+
+    def describe(self) -> str:
+        """Return the scenario in a sentence."""
+        how = self.strategy.replace("_", "-")
+        if self.has_servers:
+            how += f" with staleness {self.staleness}"
+        text = (
+            f"{how}: steps of {in_time(self.step_s)} that vary by {self.spread:.0%}, "
+            f"{in_bytes(self.gradient_bytes)} of gradients, {in_bytes(self.bytes_per_s)}/s between hosts of "
+            f"{plural(self.per_host, 'worker')}"
+        )
+        if self.mtbf_s:
+            days = self.mtbf_s / 86400
+            text += f"; each worker fails every {f'{days:.3g} days' if days > 2 else format_duration(self.mtbf_s)}"
+        return text
 
     @property
     def has_servers(self) -> bool:

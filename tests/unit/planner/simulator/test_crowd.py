@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,8 @@ import pytest
 
 from cordee.core.errors import JobError, MissingExtraError
 from cordee.planner.simulator import ClusterOutcome, load_scenario, read_scenario, simulate
-from cordee.planner.simulator.drawing import draw_page
 from cordee.planner.simulator.failures import effective_share, expected_share
-from cordee.planner.simulator.picture import draw_picture
+from cordee.planner.simulator.report import charts_of, draw_page, draw_picture
 
 BASE: dict[str, Any] = {
     "workers": 4,
@@ -91,24 +91,23 @@ def test_a_crowd_of_thousands() -> None:
 
 def test_the_page_has_everything_in_it() -> None:
     scenario = read_scenario({**BASE, "workers": [1, 8, 64], "name": "<b>", "mtbf": "10d"})
+    pytest.importorskip("matplotlib", reason="the extra 'report' is not installed")
     page = draw_page(scenario, simulate(scenario))
     assert page.count("<svg") == 2 and "<h1>&lt;b&gt;</h1>" in page
     assert (
-        "training kept" in page
-        and ">workers<" in page
-        and ">times as fast as 1 worker<" in page
-        and "src=" not in page
-        and "href=" not in page
+        "training kept" in page and ">workers<" in page and ">times as fast as 1 worker<" in page and "src=" not in page
     )
+    assert all(target.startswith("#") for target in re.findall(r'href="([^"]*)"', page))  # parts of the page itself
+    assert page == draw_page(scenario, simulate(scenario))
 
 
 def test_a_crowd_that_fails_all_the_time_is_drawn_as_well() -> None:
     scenario = read_scenario({**BASE, "workers": [1000, 100, 1], "mtbf": "10h"})
     outcomes = simulate(scenario)
     assert [outcome.throughput > 0 for outcome in outcomes] == [False, True, True]
-    assert "times as fast as 1 worker<" in draw_page(scenario, outcomes)
+    assert charts_of(scenario, outcomes)[1].height_means == "times as fast as 1 worker"
     hopeless = read_scenario({**BASE, "mtbf": "1s"})
-    assert draw_page(hopeless, simulate(hopeless)).count("<svg") == 1
+    assert len(charts_of(hopeless, simulate(hopeless))) == 1
 
 
 @pytest.mark.parametrize(
@@ -152,16 +151,19 @@ def test_scenario_files(tmp_path: Path) -> None:
 
 
 def test_the_picture_has_both_charts() -> None:
-    Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
-    scenario = read_scenario({**BASE, "workers": [1, 8, 64], "name": "Große Seilschaft", "mtbf": "10d"})
+    pytest.importorskip("matplotlib", reason="the extra 'report' is not installed")
+    from PIL import Image
+
+    scenario = read_scenario({**BASE, "workers": [1, 8, 64], "name": "Große Seilschaft 大 $x_{1", "mtbf": "10d"})
     with Image.open(io.BytesIO(draw_picture(scenario, simulate(scenario)))) as image:
         colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24)}
-        assert image.size == (2 * 720, 2 * (56 + 2 * 360))
-    assert {(31, 111, 178), (200, 85, 61), (58, 143, 92), (122, 91, 166)} <= colours  # a curve each
+        assert image.size == (1440, 1580)
+    assert {(31, 119, 180), (255, 127, 14), (44, 160, 44), (214, 39, 40)} <= colours  # a line each
 
 
-def test_a_picture_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
+def test_charts_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     scenario = read_scenario(BASE)
-    with pytest.raises(MissingExtraError, match=r"a picture needs optional packages: pip install 'cordee\[pictures\]'"):
-        draw_picture(scenario, simulate(scenario))
+    for draw in (draw_picture, draw_page):
+        with pytest.raises(MissingExtraError, match=r"a chart needs optional packages: pip install 'cordee\[report\]'"):
+            draw(scenario, simulate(scenario))
