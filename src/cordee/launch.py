@@ -45,8 +45,7 @@ from cordee.monitoring import (
     setup_logging,
 )
 from cordee.monitoring.summary import Status
-from cordee.planner.auto import Decision, decide, plans_first
-from cordee.planner.replanning import Replanner
+from cordee.planner.auto import Decision, Replanner, decide, plans_first
 from cordee.run import Run
 from cordee.runs import PROCESS_MODULES
 from cordee.runs.kind import KINDS, kind_of, lead_run, needs_engine

@@ -1,6 +1,6 @@
 """What the planner predicts beside what runs then take: every model, strategy and number of workers.
 
-In each round this machine and each model are measured anew, and right after that the model is trained in
+In each round this machine and each model are measured again, and right after that the model is trained in
 each of the ways that were predicted, with the settings the planner thought best. A step's time is the median over
 windows of the run, the first left out. Before and after each run a fixed piece of computing is timed: where it takes
 another time than it took beside the profile, the machine had other work, and the run is made again; the calmest counts,
@@ -34,13 +34,13 @@ from cordee.compute.devices import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CordeeError, JobError
 from cordee.launch import train
+from cordee.planner.hardware import DescribedCluster, Device, Link
 from cordee.planner.measuring import median_s
 from cordee.planner.plan import Plan
 from cordee.planner.planning import kept_machine, plan_and_work, profile_of
 from cordee.planner.prediction import Prediction, Work
 from cordee.planner.search import search
 from cordee.planner.simulator.team import simulate_team
-from cordee.planner.site import DescribedCluster, Device, Link
 from cordee.planner.trials import run_trial, step_of
 from cordee.runs import PROCESS_MODULES
 
@@ -183,9 +183,9 @@ def _time_plan() -> PlanTimes:
     profile = profile_of(job_of(case))
     devices = [Device(f"node-{index // 8}", "gpu", 40.0, 80e9) for index in range(NUM_DEVICES)]
     networks = {device.host: Link(20e-6, 3e9) for device in devices}
-    site = DescribedCluster(devices, Link(5e-6, 2e11), networks, overlaps=True)
+    hardware = DescribedCluster(devices, Link(5e-6, 2e11), networks, overlaps=True)
     started = time.perf_counter()
-    search(Work(profile, 64 * NUM_DEVICES, site), NUM_DEVICES)
+    search(Work(profile, 64 * NUM_DEVICES, hardware), NUM_DEVICES)
     return PlanTimes(fresh_s=fresh_s, cached_s=cached["profile_s"], search_s=time.perf_counter() - started)
 
 
@@ -226,14 +226,14 @@ def reference_s() -> float:
 
 
 def _profile(case: Case, workers: Sequence[int], *, is_new: bool, is_first: bool, budget_s: float) -> tuple[Plan, Work]:
-    """Return the plan; the machine is measured anew with the first model, and each model where nothing was run yet."""
+    """Return the plan; the machine is measured again with the first model, and each model where nothing was run yet."""
     return plan_and_work(
         job_of(case), max(workers), fresh=is_first, fresh_profile=is_new or is_first, budget_s=budget_s
     )
 
 
 def _to_run(made: Plan, workers: Sequence[int]) -> list[Prediction]:
-    """Return the predictions of ways to run, the smallest crowds first."""
+    """Return the predictions of ways to run, the fewest workers first."""
     able = [
         p
         for p in made.predictions
@@ -332,7 +332,7 @@ def _read_journal(journal: Path | None, say: Callable[[str], None]) -> list[Tria
     try:
         found = [msgspec.json.decode(line, type=Trial) for line in journal.read_bytes().splitlines() if line]
     except (OSError, msgspec.DecodeError) as error:
-        raise JobError(f"cannot go on from {journal}: {error}; remove it to begin anew") from None
+        raise JobError(f"cannot go on from {journal}: {error}; remove it to begin again") from None
     say(f"{len(found)} cases are in {journal} already")
     return found
 

@@ -88,7 +88,7 @@ def by_way(trials: Iterable[Trial]) -> list[Measured]:
 class PlanTimes(msgspec.Struct, frozen=True, kw_only=True):
     """How long planning itself takes, in seconds."""
 
-    fresh_s: float  # the whole command, with everything measured anew
+    fresh_s: float  # the whole command, with everything measured again
     cached_s: float  # reading what it measured
     search_s: float  # the best way on 64 devices
 
@@ -98,7 +98,7 @@ def make_rows(trials: Sequence[Trial], times: PlanTimes | None = None) -> list[d
     found = by_way(trials)
     rows = [_row(one) for one in found]
     if times is not None:
-        rows.append(_verdict("seconds of a plan of resnet20, all measured anew", times.fresh_s, 30.0, is_most=True))
+        rows.append(_verdict("seconds of a plan of resnet20, all measured again", times.fresh_s, 30.0, is_most=True))
         rows.append(_verdict("seconds to find that in the cache", times.cached_s, 1.0, is_most=True))
         rows.append(_verdict("seconds of a search for 64 devices", times.search_s, 2.0, is_most=True))
     if not found:
@@ -125,8 +125,8 @@ def _are_near(found: Sequence[Measured]) -> Iterable[bool]:
     the planner would choose is as good as the best that was run."""
     for model in dict.fromkeys(one.model for one in found):
         own = [one for one in found if one.model == model]
-        crowds = sorted({one.prediction.workers for one in own if one.prediction.workers > 1})
-        for among in [own, *([one for one in own if one.prediction.workers == size] for size in crowds)]:
+        sizes = sorted({one.prediction.workers for one in own if one.prediction.workers > 1})
+        for among in [own, *([one for one in own if one.prediction.workers == size] for size in sizes)]:
             predictions = sorted((one.prediction for one in among), key=lambda p: p.step_s)
             best, _ = choose(predictions)
             if best is not None and len(among) > 1:

@@ -23,7 +23,7 @@ def plan(
     cluster: Annotated[
         Path | None, typer.Option(help="A cluster file: machines that are not here.", metavar="FILE")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew what is in the cache.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is in the cache.")] = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Override one key, e.g. training.batch_size=256.", metavar="K=V")
     ] = None,
@@ -47,8 +47,8 @@ def plan(
 
         load_cluster(cluster)
 
+    from cordee.planner.plan import render_plan
     from cordee.planner.planning import plan as make_plan
-    from cordee.planner.rendering import render_plan
 
     found = make_plan(job, overrides=settings or [], workers=workers, cluster=cluster, fresh=fresh, tell=print_note)
     if as_json:
@@ -67,7 +67,7 @@ def simulate(
     ] = None,
     cluster: Annotated[Path | None, typer.Option(help="With --job: take the links from here.", metavar="FILE")] = None,
     here: Annotated[
-        bool, typer.Option("--here", help="With --job: play its steps through on this machine, strategy by strategy.")
+        bool, typer.Option("--here", help="With --job: simulate its steps on this machine, strategy by strategy.")
     ] = False,
     settings: Annotated[
         list[str] | None,
@@ -96,7 +96,7 @@ def simulate(
     from cordee.planner.simulate import (
         find_scenario,
         render_outcomes,
-        render_ways,
+        render_strategies,
         scenario_of_job,
         simulate_here,
         write_page,
@@ -112,11 +112,11 @@ def simulate(
     if here:
         if job is None or cluster is not None or page is not None or picture is not None:
             raise JobError("--here goes with --job alone, without a cluster, --html and --png")
-        ways = simulate_here(job, overrides, print_note)
+        found = simulate_here(job, overrides, print_note)
         if as_json:
-            print_json({"outcomes": ways})
+            print_json({"outcomes": found})
         else:
-            print_table(render_ways(ways))
+            print_table(render_strategies(found))
         return
     chosen = find_scenario(scenario, overrides) if scenario else scenario_of_job(job or "", cluster, overrides)
     outcomes = run_simulation(chosen)

@@ -27,7 +27,7 @@ from cordee.core.errors import JobError, nearest
 from cordee.core.job import read_section, read_toml
 from cordee.core.settings import Section
 from cordee.planner.amounts import parse_latency, parse_rate, parse_size
-from cordee.planner.site import DescribedCluster, Device, Link
+from cordee.planner.hardware import DescribedCluster, Device, Link
 
 MOST_DEVICES = 100_000  # as many as a scenario may have workers
 MOST_SPEED = 1e9  # times this machine: far above any device, and no time comes out as nothing

@@ -69,7 +69,7 @@ def _base(candidate: Candidate, work: Work) -> float:
     """Return what a worker takes without its model; one on a mesh is a worker of the strategy that splits the model."""
     inner = strategies_on(mesh_of(candidate))
     name = inner[0] if inner else candidate.strategy
-    return work.site.worker_bytes(name, candidate.workers, has_computed=work.profile.is_fixed_whole)
+    return work.hardware.worker_bytes(name, candidate.workers, has_computed=work.profile.is_fixed_whole)
 
 
 def _computing(work: Work, samples: float) -> float:

@@ -14,7 +14,7 @@ from cordee.version import __version__
 
 LOOK_S = 0.3
 BUSY_PERCENT = 20.0  # of all cores; an idle desktop stays below
-FORM = 5  # of measurements in the cache; those of another form are made anew
+FORM = 5  # of measurements in the cache; those of another form are made again
 _UNLIMITED = 1 << 60  # what cgroups write where there is no limit
 
 

@@ -1,17 +1,15 @@
-"""Pipelines on paper: where to cut a model, and how long a schedule takes. Pure."""
+"""Pipelines on paper: where to cut a model, and how long the tasks of a schedule take. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
-
-from cordee.planner.playing import Task, play
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 IN_TURNS = ("interleaved", "zero-bubble")  # schedules in which a worker has several chunks of the model
 CHUNKS_PER_WORKER = 2  # of those
-MOST_PLAYED = 256  # passes of a schedule that is played through; a formula does for longer ones
+MOST_SIMULATED = 256  # passes of a schedule that is simulated task by task; a formula does for longer ones
 
 
 def cut(weights: Sequence[Sequence[float]], num_stages: int) -> list[tuple[int, int]]:
@@ -90,8 +88,8 @@ def last_pass_s(pipeline: Pipeline, num_lanes: float = math.inf) -> float:
     """
     if pipeline.num_workers == 1:
         return pipeline.num_micro * pipeline.compute_s / min(1.0, num_lanes)
-    if len(pipeline.forward_s) * pipeline.num_micro <= MOST_PLAYED:
-        return play(tasks_of(pipeline), num_lanes).end_s
+    if len(pipeline.forward_s) * pipeline.num_micro <= MOST_SIMULATED:
+        return simulate_tasks(tasks_of(pipeline), num_lanes).end_s
     together_s = pipeline.num_micro * pipeline.compute_s / min(pipeline.num_workers, num_lanes)
     return max(together_s, _estimate(pipeline))
 
@@ -170,3 +168,61 @@ def tasks_of(pipeline: Pipeline) -> list[list[Task]]:
             tasks.append(Task(one, seconds, () if need is None else ((need[0], send_s if need[1] else 0.0),)))
         orders.append(tasks)
     return orders
+
+
+TINY_S = 1e-12  # differences of times that are only rounding
+
+
+class Task(NamedTuple):
+    """A piece of a worker's work."""
+
+    key: Hashable
+    seconds: float  # on a core of its own
+    needs: tuple[tuple[Hashable, float], ...] = ()  # tasks that must have ended, and how long their news is on its way
+    is_computed: bool = True  # takes a core; else it is only time that passes
+
+
+class TaskTimes(NamedTuple):
+    """How it went."""
+
+    end_s: float
+    waited_s: float  # by all workers, for others' news
+
+
+def simulate_tasks(orders: Sequence[Sequence[Task]], num_lanes: float = math.inf) -> TaskTimes:
+    """Simulate every worker's tasks in their order; at most `num_lanes` compute at once, and share evenly beyond that.
+
+    A worker that waits, for another's task or for time to pass, leaves its core to the others.
+    """
+    places = [0] * len(orders)
+    ended_s: dict[Hashable, float] = {}
+    left: dict[int, float] = {}  # of each worker's present task, in seconds of a core
+    now_s = waited_s = 0.0
+    while True:
+        wake_s, num_waiting, num_computing = math.inf, 0, 0
+        for worker, order in enumerate(orders):
+            if places[worker] == len(order):
+                continue
+            task = order[places[worker]]
+            if worker not in left:
+                begin_s = max((ended_s.get(key, math.inf) + delay_s for key, delay_s in task.needs), default=now_s)
+                if begin_s > now_s + TINY_S:
+                    wake_s = min(wake_s, begin_s)
+                    num_waiting += 1
+                    continue
+                left[worker] = task.seconds
+            num_computing += task.is_computed
+        if not left and wake_s == math.inf:
+            assert not num_waiting, "somebody waits for what nobody does"
+            return TaskTimes(now_s, waited_s)
+        pace = min(1.0, num_lanes / num_computing) if num_computing else 1.0
+        paces = {worker: pace if orders[worker][places[worker]].is_computed else 1.0 for worker in left}
+        spent_s = max(0.0, min([wake_s - now_s, *(rest / paces[worker] for worker, rest in left.items())]))
+        now_s += spent_s
+        waited_s += spent_s * num_waiting
+        for worker in list(left):
+            left[worker] -= spent_s * paces[worker]
+            if left[worker] <= TINY_S:
+                del left[worker]
+                ended_s[orders[worker][places[worker]].key] = now_s
+                places[worker] += 1

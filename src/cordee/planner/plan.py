@@ -1,16 +1,21 @@
-"""A plan: all predictions for a job, the choice among them, and the reasons in words."""
+"""A plan: all predictions for a job, the choice among them, the reasons in words, and the table for a terminal."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from cordee.core.errors import JobError
 from cordee.planner.amounts import in_bytes, in_time
+from cordee.planner.hardware import Device
 from cordee.planner.prediction import Prediction
 from cordee.planner.search import CLOSE
-from cordee.strategies.table import strategies_where
+from cordee.strategies.table import STRATEGIES, strategies_where
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +57,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             lines.append(_against(choice, self.runner_up, is_sure=not self.was_busy))
         alone = next((prediction for prediction in self.predictions if prediction.workers == 1), None)
         if alone is not None and choice.workers > 1 and alone is not self.runner_up:
-            gain = f": {choice.crowd} are {alone.step_s / choice.step_s:.2f}× as fast" if not self.was_busy else ""
-            lines.append(f"one worker would take {in_time(alone.step_s)}{gain}")
+            gain = f": {choice.workers_text} are {alone.step_s / choice.step_s:.2f}× as fast"
+            lines.append(f"one worker would take {in_time(alone.step_s)}{'' if self.was_busy else gain}")
         for prediction in self._others():
             took = in_time(prediction.step_s)
             lines.append(f"{prediction.name} would take {took}" + (f": {prediction.note}" if prediction.note else ""))
@@ -124,3 +129,66 @@ def _against(choice: Prediction, other: Prediction, *, is_sure: bool) -> str:
     how = "as fast, as far as can be predicted" if abs(slower) <= CLOSE else f"{slower:.0%} slower"
     why = f": {other.note}" if other.note else ""
     return f"runner-up: {other.name}, {in_time(other.step_s)} a step{f', {how}' if is_sure else ''}{why}"
+
+
+def place(choice: Prediction, devices: Sequence[Device]) -> dict[str, list[str]]:
+    """Return what runs on each host that is used.
+
+    Workers fill one host after the other, the fastest devices first: neighbours in a ring, a pipeline or a sliced
+    layer talk most, and so are on one host. Servers go to as many different hosts as there are: one that is lost
+    takes few of them along, and each has a network of its own.
+    """
+    processes: dict[str, list[str]] = {}
+    for index, device in enumerate(devices[: choice.workers]):
+        processes.setdefault(device.host, []).append(f"worker {index}")
+    hosts = list(dict.fromkeys(device.host for device in devices))
+    if STRATEGIES[choice.strategy].cost_model == "servers":
+        idle_first = sorted(hosts, key=lambda host: len(processes.get(host, [])))
+        for server in range(int(choice.settings.get("servers", 1))):
+            processes.setdefault(idle_first[server % len(hosts)], []).append(f"server {server}")
+    return processes
+
+
+_MARKS = {"✗": "does not fit into memory, or would refuse the job"}
+
+
+def render_plan(plan: Plan) -> RenderableType:
+    """Return the table of predictions, and below it the choice and why."""
+    title = f"{plan.job}: {plan.parameters:,} parameters, batches of {plan.batch_size:,}, {plan.where}"
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("", "strategy", "workers", "step", "exchange", "idle", "memory", "sent"):
+        table.add_column(name, justify="left" if name in ("", "strategy") else "right", no_wrap=name != "strategy")
+    for prediction in plan.predictions:
+        style = "bold green" if prediction is plan.choice else "" if _can_run(plan, prediction) else "bright_black"
+        table.add_row(*_cells(plan, prediction), style=style)
+    lines = [Text(line) for line in plan.explain()]
+    marks = {_mark(plan, prediction) for prediction in plan.predictions}
+    lines += [Text(f"{mark} {meaning}", "bright_black") for mark, meaning in _MARKS.items() if mark in marks]
+    for host, processes in plan.placement.items():
+        lines.append(Text(f"{host}: {', '.join(processes)}", "bright_black"))
+    spent = "profile from the cache" if plan.is_cached else f"profiled in {in_time(plan.profile_s)}"
+    lines.append(Text(f"{spent}, searched in {in_time(plan.search_s)}", "bright_black"))
+    return Group(Text(title, "bold"), table, Text(""), *lines)
+
+
+def _can_run(plan: Plan, prediction: Prediction) -> bool:
+    return _mark(plan, prediction) not in _MARKS
+
+
+def _mark(plan: Plan, prediction: Prediction) -> str:
+    if prediction is plan.choice:
+        return "→"
+    return "✗" if not prediction.fits or plan.is_refused(prediction) else ""
+
+
+def _cells(plan: Plan, prediction: Prediction) -> list[str]:
+    return [
+        _mark(plan, prediction),
+        prediction.label,
+        str(prediction.workers),
+        in_time(prediction.step_s),
+        in_time(prediction.communication_s) if prediction.communication_s else "–",
+        f"{prediction.idle_share:.0%}",
+        in_bytes(prediction.memory_bytes),
+        in_bytes(prediction.traffic_bytes) if prediction.traffic_bytes else "–",
+    ]

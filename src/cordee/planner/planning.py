@@ -21,17 +21,15 @@ from cordee.core.references import LIVE_PREFIX
 from cordee.models.slicing import choose_slicing
 from cordee.planner.cache import keep, key_of, read_kept
 from cordee.planner.cluster_file import load_cluster
+from cordee.planner.hardware import Hardware, ThisMachine
 from cordee.planner.machine import Machine, Overhead, describe_machine, free_memory_bytes, is_busy
-from cordee.planner.placement import place
-from cordee.planner.plan import Plan, refuse_without_choice, refuse_without_room
+from cordee.planner.plan import Plan, place, refuse_without_choice, refuse_without_room
 from cordee.planner.prediction import Prediction, Work
-from cordee.planner.probe_group import add_to_machine, add_to_profile, measure_group
+from cordee.planner.probes import add_to_machine, add_to_profile, measure_group
 from cordee.planner.profile import ModelProfile
 from cordee.planner.profiling import BUDGET_S, assemble_alone, profile_key, take_profile
 from cordee.planner.search import CLOSE, choose, degrees, is_candidate, search
-from cordee.planner.site import Site, ThisMachine
-from cordee.planner.trial_alone import measure_alone
-from cordee.planner.trials import measure_trials
+from cordee.planner.trials import measure_alone, measure_trials
 from cordee.runs import PROCESS_MODULES
 from cordee.strategies.choice import make_strategy
 from cordee.strategies.table import STRATEGIES, usual_strategy
@@ -56,7 +54,7 @@ def plan(
     """Predict what `job` would take on every strategy, and choose one that this version has.
 
     Looks at up to `workers` workers; without it at as many as the job has, or this machine has cores for, or
-    `cluster` (a cluster file) has devices. Profiles the model unless the cache has it; `fresh` measures anew,
+    `cluster` (a cluster file) has devices. Profiles the model unless the cache has it; `fresh` measures again,
     `fresh_profile` only what belongs to the model, and `budget_s` is about how long each number of processes is
     measured. `tell` is called with what is being measured, since that takes a while.
     Raises a CordeeError for a job that cannot be run, and JobError if it fits into memory nowhere.
@@ -89,25 +87,25 @@ def plan_and_work(
         raise JobError(f"budget_s = {budget_s!r} is no time to measure for: give seconds, more than 0")
     if workers is not None and (type(workers) is not int or workers < 1):
         raise JobError(f"workers = {workers!r} is not a number of workers to look at: give 1 or more")
-    site: Site | None = None if cluster is None else load_cluster(Path(cluster))
-    most = workers or (max(job.strategy.workers, usable_cores()) if site is None else len(site.devices))
-    if site is not None and most > len(site.devices):
-        raise JobError(f"{most} workers, and {cluster} has {len(site.devices)} devices: ask for fewer workers")
+    hardware: Hardware | None = None if cluster is None else load_cluster(Path(cluster))
+    most = workers or (max(job.strategy.workers, usable_cores()) if hardware is None else len(hardware.devices))
+    if hardware is not None and most > len(hardware.devices):
+        raise JobError(f"{most} workers, and {cluster} has {len(hardware.devices)} devices: ask for fewer workers")
     parts = assemble_alone(job)
     most = min(most, job.training.batch_size)
     started = time.perf_counter()
     profile, machine, is_cached = _measure(
         parts,
-        most if site is None else 1,
+        most if hardware is None else 1,
         fresh=fresh,
         fresh_profile=fresh or fresh_profile,
         budget_s=budget_s,
         tell=tell,
     )
     profile_s = time.perf_counter() - started
-    where = f"on {_cluster_name(site, cluster)}" if site is not None else f"here ({usable_cores()} cores)"
+    where = f"on {_cluster_name(hardware, cluster)}" if hardware is not None else f"here ({usable_cores()} cores)"
     here = ThisMachine(machine, most, free_memory_bytes())
-    work = Work(profile, job.training.batch_size, site or here, job.training.accumulate)
+    work = Work(profile, job.training.batch_size, hardware or here, job.training.accumulate)
     started = time.perf_counter()
     predictions = search(work, most, refused_slices(parts.model, most))
     search_s = time.perf_counter() - started
@@ -130,7 +128,7 @@ def plan_and_work(
         is_cached=is_cached,
         is_chain=profile.is_chain,
         was_busy=profile.was_busy or machine.was_busy,
-        placement=place(choice, site.devices) if site is not None and choice is not None else {},
+        placement=place(choice, hardware.devices) if hardware is not None and choice is not None else {},
     )
     return made, work
 
@@ -255,7 +253,7 @@ def _measure(
     is_complete = profile is not None and all(profile.has_timings(n) and machine.has_exchanges(n) for n in sizes)
     is_sure = profile is not None and not profile.was_busy and not machine.was_busy
     busy = not (is_complete and is_sure) and is_busy()
-    if not busy:  # what was measured beside other work is measured anew now that there is none
+    if not busy:  # what was measured beside other work is measured again now that there is none
         profile = None if profile is None or profile.was_busy else profile
         machine = Machine(cores=usable_cores()) if machine.was_busy else machine
     if profile is None:
@@ -292,6 +290,6 @@ def _measure(
     return profile, machine, is_cached
 
 
-def _cluster_name(site: Site, path: str | Path | None) -> str:
-    hosts = len({device.host for device in site.devices})
-    return f"{path}: {len(site.devices)} devices on {hosts} hosts"
+def _cluster_name(hardware: Hardware, path: str | Path | None) -> str:
+    hosts = len({device.host for device in hardware.devices})
+    return f"{path}: {len(hardware.devices)} devices on {hosts} hosts"

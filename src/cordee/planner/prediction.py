@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from cordee.core.mesh import Mesh
+from cordee.planner.hardware import Hardware
 from cordee.planner.profile import ModelProfile
-from cordee.planner.site import Site
 from cordee.strategies.table import STRATEGIES
 
 
@@ -58,13 +58,13 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         return self.strategy + (f" ({', '.join(parts)})" if parts else "")
 
     @property
-    def crowd(self) -> str:
+    def workers_text(self) -> str:
         return "1 worker" if self.workers == 1 else f"{self.workers} workers"
 
     @property
     def name(self) -> str:
         """What sets it apart from the others of a plan."""
-        return f"{self.label} on {self.crowd}"
+        return f"{self.label} on {self.workers_text}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Work:
 
     profile: ModelProfile
     batch_size: int
-    site: Site
+    hardware: Hardware
     accumulate: int = 1
 
 
@@ -98,7 +98,7 @@ def make_prediction(
         communication_s=communication_s,
         idle_share=max(0.0, idle),
         memory_bytes=memory,
-        memory_limit_bytes=work.site.memory_limit(candidate.workers),
+        memory_limit_bytes=work.hardware.memory_limit(candidate.workers),
         traffic_bytes=traffic,
         samples_per_second=work.batch_size / step_s if step_s else 0.0,
         note=note,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from cordee.core.mesh import Mesh
-from cordee.planner.costs import predict
+from cordee.planner.cost_model import predict
 from cordee.planner.pipelines import SCHEDULES
 from cordee.planner.prediction import Candidate, Prediction, Work
 from cordee.strategies.table import STRATEGIES, CostModel
@@ -55,7 +55,7 @@ def _settings(
                 yield {"servers": max(1, workers // 4), "staleness": staleness}
         case "stages" if workers <= num_blocks:
             # Where stages share cores, others use them while one waits: there is nothing to gain by more chunks.
-            num_chunkable = num_blocks if work.site.num_lanes(workers) >= workers else 0
+            num_chunkable = num_blocks if work.hardware.num_lanes(workers) >= workers else 0
             for schedule, num_micro in _schedules(workers, num_chunkable, work.batch_size):
                 yield {"microbatches": num_micro, "schedule": schedule}
         case "mesh":

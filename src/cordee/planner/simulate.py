@@ -15,9 +15,9 @@ from cordee.core import Job
 from cordee.core.errors import JobError, StorageError, nearest
 from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.cluster_file import load_cluster
+from cordee.planner.hardware import DescribedCluster
 from cordee.planner.simulator import PUBLISHED, ClusterOutcome, Scenario, load_scenario, read_scenario
 from cordee.planner.simulator.report import draw_page, draw_picture
-from cordee.planner.site import DescribedCluster
 
 
 def find_scenario(name: str, overrides: Sequence[str]) -> Scenario:
@@ -41,23 +41,23 @@ def scenario_of_job(job: str | Path, cluster: str | Path | None, overrides: Sequ
 
     loaded = Job.load(job)
     profile = profile_of(loaded)
-    site = None if cluster is None else load_cluster(Path(cluster))
-    speed = 1.0 if site is None else min(device.speed for device in site.devices)
-    most = 64 if site is None else len(site.devices)
+    hardware = None if cluster is None else load_cluster(Path(cluster))
+    speed = 1.0 if hardware is None else min(device.speed for device in hardware.devices)
+    most = 64 if hardware is None else len(hardware.devices)
     table: dict[str, Any] = {
         "name": loaded.name,
         "workers": sorted({1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most} | {most}),
         "step": profile.step(loaded.training.batch_size).step_s / speed,
         "gradients": float(profile.parameter_bytes),
-        "overlap": site is not None and site.overlaps,
+        "overlap": hardware is not None and hardware.overlaps,
     }
-    if site is not None:
-        table |= _links(site)
+    if hardware is not None:
+        table |= _links(hardware)
     return read_scenario(table, overrides)
 
 
-class WayOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """A strategy on this machine, as the planner's formulas have it and as it is played through."""
+class StrategyOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """A strategy on this machine, as the planner's formulas have it and as it is simulated."""
 
     strategy: str
     workers: int
@@ -68,8 +68,8 @@ class WayOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 def simulate_here(
     job: str | Path, overrides: Sequence[str], tell: Callable[[str], None] = lambda doing: None
-) -> list[WayOutcome]:
-    """Play every strategy that trains in step through on this machine, the fastest first."""
+) -> list[StrategyOutcome]:
+    """Simulate every synchronous strategy on this machine, the fastest first."""
     from cordee.planner.planning import plan_and_work  # which imports torch
     from cordee.planner.search import is_synchronous
     from cordee.planner.simulator.team import simulate_team
@@ -78,20 +78,20 @@ def simulate_here(
     outcomes = []
     for found in made.predictions:
         if is_synchronous(found):
-            played = simulate_team(found, work)
+            outcome = simulate_team(found, work)
             outcomes.append(
-                WayOutcome(
+                StrategyOutcome(
                     strategy=found.label,
                     workers=found.workers,
                     predicted_s=found.step_s,
-                    simulated_s=played.step_s,
-                    idle_share=played.idle_share,
+                    simulated_s=outcome.step_s,
+                    idle_share=outcome.idle_share,
                 )
             )
     return sorted(outcomes, key=lambda outcome: outcome.simulated_s)
 
 
-def render_ways(outcomes: Sequence[WayOutcome]) -> RenderableType:
+def render_strategies(outcomes: Sequence[StrategyOutcome]) -> RenderableType:
     """Return a table of strategies on this machine."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for name in ("strategy", "workers", "predicted", "simulated", "waiting"):
@@ -142,14 +142,14 @@ def _write(path: Path, content: bytes) -> None:
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _links(site: DescribedCluster) -> dict[str, Any]:
-    hosts = [device.host for device in site.devices]
+def _links(hardware: DescribedCluster) -> dict[str, Any]:
+    hosts = [device.host for device in hardware.devices]
     per_host = min(hosts.count(host) for host in set(hosts))
     links: dict[str, Any] = {"per_host": per_host}
     other = next((index for index, host in enumerate(hosts) if host != hosts[0]), None)
     if other is not None:
-        link = site.link(0, other)
+        link = hardware.link(0, other)
         links |= {"bandwidth": link.bytes_per_s, "latency": link.latency_s}
     if per_host > 1:
-        links["inside_bandwidth"] = site.link(0, 1).bytes_per_s
+        links["inside_bandwidth"] = hardware.link(0, 1).bytes_per_s
     return links

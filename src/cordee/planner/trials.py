@@ -1,28 +1,48 @@
-"""What strategies themselves take: short runs, with real workers and servers, of models that have little to compute."""
+"""What strategies themselves take: short runs, with real workers and servers, of models that have little to compute.
+
+`python -m` runs this module in a process that trains such a model alone, and prints by how many bytes it grew.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from cordee.cluster import Team
 from cordee.cluster.engine import Engine, stop_processes
+from cordee.compute.devices import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CordeeError
+from cordee.core.temporary import temporary_folder
 from cordee.monitoring import Event, Monitor, RunDirectory
-from cordee.planner.exchanges import gathering_s, summing_s
+from cordee.planner.hardware import ThisMachine, gathering_s, summing_s
 from cordee.planner.machine import Amount, Machine, Overhead
-from cordee.planner.overheads import DEEP, KINDS, LARGE, NUM_LAYERS, SMALL, Bare, trial_job
-from cordee.planner.site import ThisMachine
+from cordee.planner.measuring import typical_s
 from cordee.runs.kind import lead_run
-from cordee.strategies.table import STRATEGIES, CostModel
+from cordee.strategies.table import STRATEGIES, CostModel, usual_strategy
 from cordee.training.components import assemble
+from cordee.training.session import Session
+
+NUM_LAYERS = 8
+SMALL = (16,) * NUM_LAYERS
+DEEP = (16,) * 32
+LARGE = (1024,) * 3  # 8 MB of parameters
+KINDS = (SMALL, DEEP, LARGE)
+NUM_STEPS = 48
+NUM_WINDOWS = 8
+MOST_S = 4.0  # of training in a trial; a busy machine takes fewer steps
+WARM_UP_STEPS = 8
+TIMEOUT_S = 120.0
 
 
 class _Trial(NamedTuple):
@@ -103,13 +123,13 @@ def step_of(samples_per_second: Sequence[float], batch_size: int) -> float:
     return batch_size / statistics.median(counted)
 
 
-def _exchange_s(cost_model: CostModel, amount: Amount, site: ThisMachine) -> float:
+def _exchange_s(cost_model: CostModel, amount: Amount, hardware: ThisMachine) -> float:
     """Return what the cost model counts for the exchanges of a trial, beside the overhead."""
-    members = range(len(site.devices))
+    members = range(len(hardware.devices))
     if cost_model == "replicas":
-        return summing_s(site, amount.num_bytes, members)
+        return summing_s(hardware, amount.num_bytes, members)
     if cost_model == "shards":
-        gather_s, scatter_s = gathering_s(site, [int(amount.num_bytes / amount.parts)] * int(amount.parts), members)
+        gather_s, scatter_s = gathering_s(hardware, [int(amount.num_bytes / amount.parts)] * int(amount.parts), members)
         return 2 * gather_s + scatter_s
     return 0.0
 
@@ -149,14 +169,14 @@ def run_trial(engine: Engine, job: Job) -> Found:
         try:
             summary = lead_run(parts, directory, monitor, lambda: False, engine, resume=False)
         finally:
-            stop_processes(engine)  # so that nothing of it is heard of later
+            stop_processes(engine)  # so that nothing of it arrives later
     step_s = step_of(rates.samples_per_second, job.training.batch_size)
     sizes = [parameter.nbytes for parameter in parts.model.parameters()]
     return Found(step_s, summary.peak_memory_bytes or 0, len(sizes), sum(sizes))
 
 
 class _Rates:
-    """Keeps the speed that step events tell."""
+    """Keeps the speed that step events report."""
 
     def __init__(self) -> None:
         self.samples_per_second: list[float] = []
@@ -167,3 +187,73 @@ class _Rates:
 
     def close(self) -> None:
         pass
+
+
+def trial_job(strategy: str, num_workers: int, settings: dict[str, Any], hidden: tuple[int, ...] = SMALL) -> Job:
+    return Job.from_dict(
+        {
+            "model": {"use": "mlp", "hidden": list(hidden)},
+            "data": {"use": "synthetic", "shape": [16], "num_classes": 4, "size": 2048, "test_size": 0},
+            "optimizer": {"use": "sgd", "lr": 0.001},
+            "training": {"batch_size": 8 * num_workers, "steps": NUM_STEPS, "device": "cpu"},
+            "strategy": {"name": strategy, "workers": num_workers, **settings},
+            "monitoring": {"every_steps": NUM_STEPS // NUM_WINDOWS},
+            "evaluation": {"every_epochs": 0},
+            "checkpoint": {"every_steps": 0},
+            "stop": {"time": MOST_S},
+        }
+    )
+
+
+class Bare(msgspec.Struct, frozen=True):
+    """Seconds of a step without any exchange."""
+
+    step_s: float
+    pass_s: float  # of which forward and backward
+
+
+def measure_bare(index: int, num_workers: int, hidden: tuple[int, ...]) -> Bare:
+    """Return what a step of a model takes while all members take one, exchanging nothing."""
+    team = Team(index, num_workers, num_local_workers=num_workers, local_rank=index)
+    return _step_s(trial_job(usual_strategy(num_workers), num_workers, {}, hidden), team)
+
+
+def _step_s(job: Job, team: Team) -> Bare:
+    parts = assemble(job, team)
+    optimizer = parts.recipe.make(parts.model.named_parameters())
+    times, passes = [], []
+    with contextlib.closing(parts.train.batches(0)) as batches:
+        for batch, _ in zip(batches, range(NUM_STEPS), strict=False):
+            started = time.perf_counter()
+            total = parts.computation.loss.count(batch.targets)
+            parts.computation.forward_backward(parts.model, [batch], total_count=total, measure=False)
+            passes.append(time.perf_counter() - started)
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - started)
+    return Bare(typical_s(times[WARM_UP_STEPS:]), typical_s(passes[WARM_UP_STEPS:]))
+
+
+def measure_alone() -> int:
+    """Return the growth, of a process that is new; 0 where it is not known."""
+    # -P: a file in the working folder that is called like a module of Python's is not that module.
+    command = [sys.executable, "-P", "-m", "cordee.planner.trials"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+        return int(done.stdout)
+    except (subprocess.SubprocessError, OSError, ValueError):
+        return 0
+
+
+def main() -> None:
+    memory = MemoryWatch()
+    parts = assemble(trial_job(usual_strategy(1), 1, {}), Team())
+    parts.setup()
+    with temporary_folder() as folder, Monitor([]) as monitor:
+        session = Session(parts, monitor, Path(folder), should_stop=lambda: False, memory=memory)
+        session.run(resume=False, log_file=Path(folder) / "log")
+    sys.stdout.write(f"{max(0, memory.peak_bytes() - memory.start_bytes)}\n")
+
+
+if __name__ == "__main__":
+    main()

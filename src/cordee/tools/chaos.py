@@ -33,7 +33,7 @@ from cordee.tools.network_fault import cut_off
 START_TIMEOUT_S = 180.0
 STEP_TIMEOUT_S = 180.0  # for the next step that is reported, after a fault
 END_TIMEOUT_S = 180.0
-SCALE_TIMEOUT_S = 10.0  # for the coordinator to hear of it
+SCALE_TIMEOUT_S = 10.0  # for the coordinator to receive it
 HARM_S = 2.0  # how long a worker is slow or cut off, or its disk full
 MANY_RESTARTS = 100_000
 COORDINATOR = "coordinator"
@@ -303,7 +303,7 @@ def _training(
 
 
 def _pids(run_dir: Path) -> dict[int, int]:
-    """Return the living workers by number, as the events tell."""
+    """Return the living workers by number, as the events say."""
     started = [e for e in _events(run_dir) if e["type"] == "worker_started" and e.get("role") == "worker"]
     pids = {event["worker"]: event["pid"] for event in started}
     return {worker: pid for worker, pid in pids.items() if is_alive(pid)}

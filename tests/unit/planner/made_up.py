@@ -1,11 +1,11 @@
-"""Profiles and sites made up for tests: round numbers whose sums can be done in the head."""
+"""Profiles and hardware made up for tests: round numbers whose sums can be done in the head."""
 
 from __future__ import annotations
 
+from cordee.planner.hardware import DescribedCluster, Device, Link, ThisMachine
 from cordee.planner.machine import Exchange, Machine
 from cordee.planner.prediction import Work
 from cordee.planner.profile import Block, ModelProfile, Timing
-from cordee.planner.site import DescribedCluster, Device, Link, ThisMachine
 
 MB = 1_000_000
 
@@ -81,6 +81,6 @@ def cluster(
 
 
 def work(
-    profile: ModelProfile, site: ThisMachine | DescribedCluster, batch_size: int = 64, accumulate: int = 1
+    profile: ModelProfile, hardware: ThisMachine | DescribedCluster, batch_size: int = 64, accumulate: int = 1
 ) -> Work:
-    return Work(profile, batch_size, site, accumulate)
+    return Work(profile, batch_size, hardware, accumulate)

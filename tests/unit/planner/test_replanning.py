@@ -10,9 +10,9 @@ import pytest
 from test_auto import job, know_the_machine, of_the_rule
 
 from cordee.monitoring import Event
+from cordee.planner.auto import Replanner
 from cordee.planner.cache import keep
 from cordee.planner.profiling import assemble_alone, profile_key, take_profile
-from cordee.planner.replanning import Replanner
 
 
 @pytest.fixture(autouse=True)

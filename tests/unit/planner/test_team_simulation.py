@@ -1,4 +1,4 @@
-"""A few workers, played through, beside the formulas of the cost model."""
+"""A few workers, simulated, beside the formulas of the cost model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from made_up import here, profile, work
 
-from cordee.planner.costs import predict
-from cordee.planner.playing import Task, play
+from cordee.planner.cost_model import predict
+from cordee.planner.pipelines import Task, simulate_tasks
 from cordee.planner.prediction import Candidate, Work
 from cordee.planner.simulator.team import simulate_team
 
@@ -31,8 +31,8 @@ def some_work(workers: int) -> Work:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.strategy}-{way.workers}")
 def test_workers_that_are_alike_take_what_the_formulas_say(way: Candidate) -> None:
     task = some_work(way.workers)
-    played = simulate_team(way, task, spread=0.0, steps=1)
-    assert played.step_s == pytest.approx(predict(way, task).step_s, rel=0.03)
+    simulated = simulate_team(way, task, spread=0.0, steps=1)
+    assert simulated.step_s == pytest.approx(predict(way, task).step_s, rel=0.03)
 
 
 def test_workers_that_differ_wait_for_the_slowest() -> None:
@@ -45,10 +45,10 @@ def test_workers_that_differ_wait_for_the_slowest() -> None:
 
 
 def test_more_workers_than_cores_share_them() -> None:
-    site = here(4)
-    site._machine = msgspec.structs.replace(site._machine, cores=2, slowdowns={2: 1.0, 4: 2.0})
+    hardware = here(4)
+    hardware._machine = msgspec.structs.replace(hardware._machine, cores=2, slowdowns={2: 1.0, 4: 2.0})
     way = Candidate(strategy="data_parallel", workers=4)
-    shared = simulate_team(way, work(profile(), site), spread=0.0)
+    shared = simulate_team(way, work(profile(), hardware), spread=0.0)
     own = simulate_team(way, work(profile(), here(4)), spread=0.0)
     exchange_s = predict(way, work(profile(), here(4))).communication_s
     assert shared.step_s - exchange_s == pytest.approx(2 * (own.step_s - exchange_s))
@@ -56,7 +56,7 @@ def test_more_workers_than_cores_share_them() -> None:
 
 def test_cores_are_shared_and_time_that_passes_takes_none() -> None:
     orders = [[Task("a", 1.0)], [Task("b", 1.0)], [Task("c", 1.0, is_computed=False), Task("d", 1.0, (("a", 0.5),))]]
-    played = play(orders, num_lanes=1)
+    simulated = simulate_tasks(orders, num_lanes=1)
     # a and b take two seconds on one core; d begins half a second after a.
-    assert played.end_s == pytest.approx(3.5)
-    assert played.waited_s == pytest.approx(1.5)
+    assert simulated.end_s == pytest.approx(3.5)
+    assert simulated.waited_s == pytest.approx(1.5)

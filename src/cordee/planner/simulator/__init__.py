@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cordee.planner.simulator.crowd import ClusterOutcome, simulate
-from cordee.planner.simulator.published import PUBLISHED
-from cordee.planner.simulator.scenario import Scenario, load_scenario, read_scenario
+from cordee.planner.simulator.cluster import ClusterOutcome, simulate
+from cordee.planner.simulator.scenario import PUBLISHED, Scenario, load_scenario, read_scenario
 
 __all__ = ["PUBLISHED", "ClusterOutcome", "Scenario", "load_scenario", "read_scenario", "simulate"]

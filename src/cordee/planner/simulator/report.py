@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from cordee.core.errors import MissingExtraError
 from cordee.monitoring.wording import plural
 from cordee.planner.amounts import in_time
-from cordee.planner.simulator.crowd import ClusterOutcome
+from cordee.planner.simulator.cluster import ClusterOutcome
 from cordee.planner.simulator.scenario import Scenario
 
 WIDTH, HEIGHT = 7.2, 3.6  # inches, of a chart

@@ -1,4 +1,4 @@
-"""A few workers on a described or measured site, step by step: who computes, exchanges and waits when. Pure.
+"""A few workers on a described or measured hardware, step by step: who computes, exchanges and waits when. Pure.
 
 Where the cost model adds up typical times, workers here differ from step to step, share the cores that there are, and
 wait for the slowest. Costs of exchanges and overheads are the same ones.
@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from cordee.planner.exchanges import gathering_s, num_sums, sharded_amount, sharded_units, summing_s
+from cordee.planner.hardware import gathering_s, num_sums, sharded_amount, sharded_units, summing_s
 from cordee.planner.machine import Amount
-from cordee.planner.pipelines import Pipeline, cut, num_chunks_of, tasks_of
-from cordee.planner.playing import Task, play
+from cordee.planner.pipelines import Pipeline, Task, cut, num_chunks_of, simulate_tasks, tasks_of
 from cordee.planner.prediction import Candidate, Prediction, Work, mesh_of
 from cordee.planner.profile import Timing
 from cordee.strategies.table import STRATEGIES, CostModel, strategies_on
@@ -45,9 +44,9 @@ def simulate_team(
     total_s = waited_s = 0.0
     for _ in range(steps):
         orders, num_lanes = _orders(candidate, work, drawn)
-        played = play(orders, num_lanes)
-        total_s += played.end_s
-        waited_s += played.waited_s / len(orders)
+        done = simulate_tasks(orders, num_lanes)
+        total_s += done.end_s
+        waited_s += done.waited_s / len(orders)
     return TeamOutcome(step_s=total_s / steps, idle_share=waited_s / total_s if total_s else 0.0)
 
 
@@ -56,10 +55,10 @@ def _orders(candidate: Candidate, work: Work, drawn: Callable[[float], float]) -
     mesh = mesh_of(candidate)
     if mesh.pipeline > 1:
         return _in_stages(candidate, work, drawn)
-    site, profile, size = work.site, work.profile, candidate.workers
-    num_lanes = site.num_lanes(size)
+    hardware, profile, size = work.hardware, work.profile, candidate.workers
+    num_lanes = hardware.num_lanes(size)
     members = range(size)
-    timings = [site.step(profile, work.batch_size / mesh.num_shares, member, num_lanes) for member in members]
+    timings = [hardware.step(profile, work.batch_size / mesh.num_shares, member, num_lanes) for member in members]
     if mesh.sharded > 1:
         return [_sharded(worker, timings[worker], candidate, work, drawn) for worker in members], num_lanes
     if mesh.tensor > 1:
@@ -67,18 +66,18 @@ def _orders(candidate: Candidate, work: Work, drawn: Callable[[float], float]) -
     exchange_s = 0.0
     cost_model = STRATEGIES[candidate.strategy].cost_model
     if cost_model == "replicas":
-        exchange_s = summing_s(site, profile.parameter_bytes, members)
-        exchange_s += site.overhead_s(candidate.strategy, size, Amount(num_bytes=profile.parameter_bytes))
+        exchange_s = summing_s(hardware, profile.parameter_bytes, members)
+        exchange_s += hardware.overhead_s(candidate.strategy, size, Amount(num_bytes=profile.parameter_bytes))
     elif cost_model == "servers":
         num_servers = int(candidate.settings.get("servers", 1))
-        exchange_s = site.serve_s(candidate.strategy, profile.parameter_bytes, members, num_servers)
+        exchange_s = hardware.serve_s(candidate.strategy, profile.parameter_bytes, members, num_servers)
     orders = []
     for worker, timing in enumerate(timings):
         computing = sum(timing.forward_s) + sum(timing.backward_s) + timing.other_s
         orders.append(
             [
                 Task(("compute", worker), drawn(computing)),
-                _meeting("exchange", worker, members, "compute", exchange_s),
+                _exchange("exchange", worker, members, "compute", exchange_s),
                 Task(("update", worker), drawn(timing.optimizer_s), ((("exchange", worker), 0.0),)),
             ]
         )
@@ -90,7 +89,7 @@ def _along(candidate: Candidate, cost_model: CostModel) -> str:
     return next(name for name in strategies_on(mesh_of(candidate)) if STRATEGIES[name].cost_model == cost_model)
 
 
-def _meeting(name: str, worker: int, members: Sequence[int], after: str, seconds: float) -> Task:
+def _exchange(name: str, worker: int, members: Sequence[int], after: str, seconds: float) -> Task:
     """Return an exchange that begins when all have done what comes before it."""
     return Task((name, worker), seconds, tuple(((after, other), 0.0) for other in members), is_computed=False)
 
@@ -98,16 +97,16 @@ def _meeting(name: str, worker: int, members: Sequence[int], after: str, seconds
 def _sharded(
     worker: int, timing: Timing, candidate: Candidate, work: Work, drawn: Callable[[float], float]
 ) -> list[Task]:
-    site, size = work.site, candidate.workers
+    hardware, size = work.hardware, candidate.workers
     members = range(size)
-    gather_s, scatter_s = gathering_s(site, sharded_units(work.profile), members)
-    scatter_s += site.overhead_s(_along(candidate, "shards"), size, sharded_amount(work.profile))
+    gather_s, scatter_s = gathering_s(hardware, sharded_units(work.profile), members)
+    scatter_s += hardware.overhead_s(_along(candidate, "shards"), size, sharded_amount(work.profile))
     return [
         Task(("gather", worker), gather_s, is_computed=False),
         Task(("forward", worker), drawn(sum(timing.forward_s) + timing.other_s)),
-        _meeting("again", worker, members, "forward", gather_s),
+        _exchange("again", worker, members, "forward", gather_s),
         Task(("backward", worker), drawn(sum(timing.backward_s))),
-        _meeting("scatter", worker, members, "backward", scatter_s),
+        _exchange("scatter", worker, members, "backward", scatter_s),
         Task(("update", worker), drawn(timing.optimizer_s / size)),
     ]
 
@@ -116,12 +115,12 @@ def _sliced(
     worker: int, timing: Timing, candidate: Candidate, work: Work, drawn: Callable[[float], float]
 ) -> list[Task]:
     """All blocks forward and back; those that are sliced take a share, and their outputs are summed."""
-    site, profile = work.site, work.profile
+    hardware, profile = work.hardware, work.profile
     mesh = mesh_of(candidate)
     members = range(candidate.workers)
     num_layers = sum(block.sliceable for block in profile.blocks)
     amount = Amount(num_layers, num_bytes=profile.parameter_bytes)
-    part_s = site.overhead_s(_along(candidate, "slices"), candidate.workers, amount) / max(1, num_layers)
+    part_s = hardware.overhead_s(_along(candidate, "slices"), candidate.workers, amount) / max(1, num_layers)
     tasks: list[Task] = []
     before = ""
     passes = [(f"forward {i}", i, timing.forward_s[i]) for i in range(len(profile.blocks))]
@@ -132,46 +131,47 @@ def _sliced(
         tasks.append(Task((name, worker), drawn(seconds * share)))
         if block.splittable:
             output_bytes = block.output_bytes * work.batch_size / mesh.num_shares
-            summed_s = num_sums(block) * site.all_reduce_s(output_bytes, range(mesh.tensor))
+            summed_s = num_sums(block) * hardware.all_reduce_s(output_bytes, range(mesh.tensor))
             before = f"sum {name}"
-            tasks.append(_meeting(before, worker, members, name, summed_s + block.sliceable * part_s / 2))
+            tasks.append(_exchange(before, worker, members, name, summed_s + block.sliceable * part_s / 2))
     tasks.append(Task(("other", worker), drawn(timing.other_s + timing.optimizer_s / mesh.tensor)))
     if mesh.num_shares > 1:
         share_bytes = profile.parameter_bytes / mesh.tensor
-        seconds = site.copy_s(share_bytes, candidate.workers) + site.all_reduce_s(share_bytes, range(mesh.num_shares))
-        tasks.append(_meeting("gradients", worker, members, "other", seconds))
+        seconds = hardware.copy_s(share_bytes, candidate.workers)
+        seconds += hardware.all_reduce_s(share_bytes, range(mesh.num_shares))
+        tasks.append(_exchange("gradients", worker, members, "other", seconds))
     return tasks
 
 
 def _in_stages(candidate: Candidate, work: Work, drawn: Callable[[float], float]) -> tuple[list[list[Task]], float]:
     """One of the pipelines: those of other copies do the same on cores of their own."""
-    site, profile = work.site, work.profile
+    hardware, profile = work.hardware, work.profile
     mesh = mesh_of(candidate)
     num_micro = int(candidate.settings.get("microbatches", 1))
     schedule = str(candidate.settings.get("schedule", "1f1b"))
-    lanes = site.num_lanes(candidate.workers)
+    lanes = hardware.num_lanes(candidate.workers)
     samples = work.batch_size / mesh.num_shares / num_micro
-    timing = site.step(profile, samples, 0, lanes)
+    timing = hardware.step(profile, samples, 0, lanes)
     num_chunks = num_chunks_of(schedule, mesh.pipeline)
     weights = [f + b for f, b in zip(timing.forward_s, timing.backward_s, strict=True)]
     bounds = cut([weights] * num_chunks, num_chunks)
     forward = [sum(timing.forward_s[a:b]) for a, b in bounds]
     backward = [sum(timing.backward_s[a:b]) for a, b in bounds]
     sizes = [profile.blocks[end - 1].output_bytes * samples for _, end in bounds[:-1]]
-    send_s = max(site.send_s(size, 0, 1) for size in sizes)
+    send_s = max(hardware.send_s(size, 0, 1) for size in sizes)
     passes = tasks_of(Pipeline(forward, backward, send_s, num_micro, schedule, mesh.pipeline))
     members = range(mesh.pipeline)
-    last_s = site.overhead_s(_along(candidate, "stages"), candidate.workers, Amount(num_micro))
-    last_s += site.step(profile, samples * num_micro, 0, candidate.workers).other_s
+    last_s = hardware.overhead_s(_along(candidate, "stages"), candidate.workers, Amount(num_micro))
+    last_s += hardware.step(profile, samples * num_micro, 0, candidate.workers).other_s
     if mesh.num_shares > 1:
         chunk_bytes = [sum(block.parameter_bytes for block in profile.blocks[a:b]) for a, b in bounds]
         largest = max(sum(chunk_bytes[stage :: mesh.pipeline]) for stage in members)
-        last_s += site.copy_s(largest, candidate.workers) + site.all_reduce_s(largest, range(mesh.num_shares))
+        last_s += hardware.copy_s(largest, candidate.workers) + hardware.all_reduce_s(largest, range(mesh.num_shares))
     orders = []
     for worker, tasks in enumerate(passes):
         order = [task._replace(seconds=drawn(task.seconds)) for task in tasks]
         order.append(Task(("passes", worker), 0.0))
-        order.append(_meeting("agree", worker, members, "passes", last_s))
+        order.append(_exchange("agree", worker, members, "passes", last_s))
         order.append(Task(("update", worker), drawn(timing.optimizer_s / mesh.pipeline)))
         orders.append(order)
     return orders, lanes / mesh.num_shares

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cordee.planner.simulator import PUBLISHED, read_scenario, simulate
-from cordee.planner.simulator.published import IDLING, SCALING
+from cordee.planner.simulator.scenario import IDLING, SCALING
 
 POINTS = 0.10  # of efficiency
 

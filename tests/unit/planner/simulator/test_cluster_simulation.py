@@ -13,7 +13,7 @@ import pytest
 
 from cordee.core.errors import JobError, MissingExtraError
 from cordee.planner.simulator import ClusterOutcome, load_scenario, read_scenario, simulate
-from cordee.planner.simulator.failures import effective_share, expected_share
+from cordee.planner.simulator.cluster import effective_share, expected_share
 from cordee.planner.simulator.report import charts_of, draw_page, draw_picture
 
 BASE: dict[str, Any] = {
@@ -83,7 +83,7 @@ def test_losses_by_failures_are_those_of_dalys_formula(workers: int, mtbf: str) 
     assert effective_share(scenario, workers) == pytest.approx(expected_share(scenario, workers), abs=0.02)
 
 
-def test_a_crowd_of_thousands() -> None:
+def test_thousands_of_workers() -> None:
     found = one(workers=4096, spread=0.1)
     assert 0.5 < found.efficiency < 1.0
     assert found.idle_share > 0.1
@@ -101,7 +101,7 @@ def test_the_page_has_everything_in_it() -> None:
     assert page == draw_page(scenario, simulate(scenario))
 
 
-def test_a_crowd_that_fails_all_the_time_is_drawn_as_well() -> None:
+def test_workers_that_fail_all_the_time_are_drawn_as_well() -> None:
     scenario = read_scenario({**BASE, "workers": [1000, 100, 1], "mtbf": "10h"})
     outcomes = simulate(scenario)
     assert [outcome.throughput > 0 for outcome in outcomes] == [False, True, True]
@@ -114,7 +114,7 @@ def test_a_crowd_that_fails_all_the_time_is_drawn_as_well() -> None:
     ("changes", "message"),
     [
         ({"wrokers": 4}, "a scenario has no key 'wrokers'; did you mean 'workers'"),
-        ({"workers": []}, r"workers = \[\] names no size"),
+        ({"workers": []}, r"workers = \[\] names no number of workers"),
         ({"workers": [0]}, "0 must be from 1 to 100,000"),
         ({"staleness": 3}, "staleness and servers belong to strategy = 'parameter_server'"),
         ({"strategy": "parameter_server", "staleness": -1}, "staleness = -1 must be at least 0"),

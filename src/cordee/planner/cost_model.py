@@ -1,6 +1,6 @@
 """The cost model: step time, memory, traffic and idle time of each strategy. Pure.
 
-Times come from the profile and the site; what a strategy does with them follows its implementation where there is
+Times come from the profile and the hardware; what a strategy does with them follows its implementation where there is
 one (docs/planner.md has the formulas).
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from cordee.planner.amounts import in_bytes, in_time
-from cordee.planner.exchanges import gathering_s, ring_traffic, sharded_amount, sharded_units, summing_s
 from cordee.planner.footprint import replica_bytes, sharded_bytes
+from cordee.planner.hardware import gathering_s, ring_traffic, sharded_amount, sharded_units, summing_s
 from cordee.planner.machine import Amount
-from cordee.planner.meshes import predict_mesh
+from cordee.planner.mesh_costs import predict_mesh
 from cordee.planner.prediction import Candidate, Prediction, Work, make_prediction
 from cordee.planner.profile import Timing
 from cordee.strategies.table import STRATEGIES, CostModel
@@ -30,14 +30,14 @@ def _alone(candidate: Candidate, work: Work) -> Prediction:
 
 
 def _replicas(candidate: Candidate, work: Work) -> Prediction:
-    members, site = range(candidate.workers), work.site
+    members, hardware = range(candidate.workers), work.hardware
     steps, _ = _shares(work, members)
     slowest = max(step.step_s for step in steps)
     gradient_bytes = work.profile.parameter_bytes
-    exchange_s = site.all_reduce_s(gradient_bytes, members)
-    exposed_s = summing_s(site, gradient_bytes, members)
-    exposed_s += site.overhead_s(candidate.strategy, candidate.workers, Amount(num_bytes=gradient_bytes))
-    if site.overlaps:  # all but what the backward pass hides; the first layers' gradients come last
+    exchange_s = hardware.all_reduce_s(gradient_bytes, members)
+    exposed_s = summing_s(hardware, gradient_bytes, members)
+    exposed_s += hardware.overhead_s(candidate.strategy, candidate.workers, Amount(num_bytes=gradient_bytes))
+    if hardware.overlaps:  # all but what the backward pass hides; the first layers' gradients come last
         hidden_s = max(sum(step.backward_s) for step in steps)
         exposed_s = max(exchange_s - hidden_s, exchange_s / 25)
     idle = _waiting([step.step_s for step in steps], slowest + exposed_s)
@@ -50,15 +50,15 @@ def _replicas(candidate: Candidate, work: Work) -> Prediction:
 
 
 def _shards(candidate: Candidate, work: Work) -> Prediction:
-    members, site, profile = range(candidate.workers), work.site, work.profile
+    members, hardware, profile = range(candidate.workers), work.hardware, work.profile
     steps, _ = _shares(work, members)
     # The optimizer works on a slice of the parameters.
     computes = [step.step_s - step.optimizer_s * (1 - 1 / candidate.workers) for step in steps]
     units = sharded_units(profile)
-    gather_s, scatter_s = gathering_s(site, units, members)
+    gather_s, scatter_s = gathering_s(hardware, units, members)
     exchange_s = 2 * gather_s + scatter_s  # gathered for both passes
-    exposed_s = exchange_s + site.overhead_s(candidate.strategy, candidate.workers, sharded_amount(profile))
-    if site.overlaps:
+    exposed_s = exchange_s + hardware.overhead_s(candidate.strategy, candidate.workers, sharded_amount(profile))
+    if hardware.overlaps:
         exposed_s = max(exchange_s - max(sum(s.forward_s) + sum(s.backward_s) for s in steps), exchange_s / 10)
     slowest = max(computes)
     memory = sharded_bytes(candidate, work, units)
@@ -70,12 +70,12 @@ def _shards(candidate: Candidate, work: Work) -> Prediction:
 
 
 def _servers(candidate: Candidate, work: Work) -> Prediction:
-    members, site, profile = range(candidate.workers), work.site, work.profile
+    members, hardware, profile = range(candidate.workers), work.hardware, work.profile
     servers = int(candidate.settings.get("servers", 1))
     staleness = candidate.settings.get("staleness", 0)
     steps, _ = _shares(work, members)
     computes = [step.step_s - step.optimizer_s for step in steps]
-    exchange_s = site.serve_s(candidate.strategy, profile.parameter_bytes, members, servers)
+    exchange_s = hardware.serve_s(candidate.strategy, profile.parameter_bytes, members, servers)
     update_s = max(step.optimizer_s for step in steps) / servers
     slowest, mean = max(computes), sum(computes) / len(computes)
     pace = slowest if staleness != "unbounded" else len(computes) / sum(1 / seconds for seconds in computes)
@@ -106,9 +106,9 @@ MODELS: Mapping[CostModel, Callable[[Candidate, Work], Prediction]] = {
 def _passes(work: Work, samples: float, member: int, num_members: int) -> Timing:
     """Return a step over `samples`, computed in the job's number of parts."""
     if work.accumulate == 1:
-        return work.site.step(work.profile, samples, member, num_members)
-    part = work.site.step(work.profile, samples / work.accumulate, member, num_members)
-    whole = work.site.step(work.profile, samples, member, num_members)
+        return work.hardware.step(work.profile, samples, member, num_members)
+    part = work.hardware.step(work.profile, samples / work.accumulate, member, num_members)
+    whole = work.hardware.step(work.profile, samples, member, num_members)
     return Timing(
         num_processes=part.num_processes,
         num_threads=part.num_threads,
@@ -126,7 +126,7 @@ def _shares(work: Work, members: Sequence[int]) -> tuple[list[Timing], float]:
     known: dict[float, Timing] = {}
     steps = []
     for member in members:
-        speed = work.site.devices[member].speed
+        speed = work.hardware.devices[member].speed
         if speed not in known:
             known[speed] = _passes(work, share, member, len(members))
         steps.append(known[speed])

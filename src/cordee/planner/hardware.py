@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cordee.planner.machine import Amount, Machine
-from cordee.planner.profile import ModelProfile, Timing, slowed
+from cordee.planner.profile import Block, ModelProfile, Timing, slowed
 
 COPY_BYTES_PER_S = 4e9  # where nothing was measured: one core of the 2-core machine this was written on
 
@@ -33,7 +33,7 @@ class Link:
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
-class Site(Protocol):
+class Hardware(Protocol):
     """What the cost model asks. `members` are indices of devices."""
 
     devices: Sequence[Device]
@@ -195,3 +195,42 @@ class DescribedCluster:
         latency_s = max(hop.latency_s for hop in hops)
         bytes_per_s = min(hop.bytes_per_s for hop in hops)
         return (len(members) - 1) * (latency_s + num_bytes / len(members) / bytes_per_s)
+
+
+UNIT_BYTES = 4 << 20  # of sharded, as in its settings
+
+
+def sharded_units(profile: ModelProfile) -> list[int]:
+    """Return the bytes that `sharded` gathers at once: blocks that are large enough, and what is left, together."""
+    sizes = [block.parameter_bytes for block in profile.blocks]
+    large = [size for size in sizes if size >= UNIT_BYTES]
+    return [*large, sum(size for size in sizes if size < UNIT_BYTES)]
+
+
+def sharded_amount(profile: ModelProfile) -> Amount:
+    return Amount(len(sharded_units(profile)), profile.num_tensors, profile.parameter_bytes)
+
+
+def summing_s(hardware: Hardware, num_bytes: float, members: Sequence[int]) -> float:
+    """Return the seconds to copy gradients into one flat buffer and to sum it over the members."""
+    return hardware.copy_s(num_bytes, len(members)) + hardware.all_reduce_s(num_bytes, members)
+
+
+def gathering_s(hardware: Hardware, units: Sequence[int], members: Sequence[int]) -> tuple[float, float]:
+    """Return the seconds to gather all units and copy them into the parameters, and to scatter their gradients."""
+    copy_s = hardware.copy_s(sum(units), len(members))
+    gather_s = copy_s + sum(hardware.all_gather_s(size, members) for size in units)
+    return gather_s, copy_s + sum(hardware.reduce_scatter_s(size, members) for size in units)
+
+
+def num_sums(block: Block) -> float:
+    """Return how often the outputs of a sliced block are summed in a forward pass, and gradients in a backward pass.
+
+    Once for two layers, of which the first has a slice of its outputs and the second of its inputs.
+    """
+    return block.sliceable / 2 if block.splittable else 0.0
+
+
+def ring_traffic(num_bytes: float, num_workers: int) -> float:
+    """Return what each worker sends in an all-reduce that is as sparing as possible."""
+    return 2 * (num_workers - 1) / num_workers * num_bytes

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from cordee.core.mesh import Mesh
 from cordee.planner.amounts import in_time
-from cordee.planner.exchanges import num_sums, ring_traffic, sharded_amount
 from cordee.planner.footprint import part_bytes
+from cordee.planner.hardware import num_sums, ring_traffic, sharded_amount
 from cordee.planner.machine import Amount
 from cordee.planner.pipelines import Pipeline, cut, last_pass_s, num_ahead, num_chunks_of
 from cordee.planner.prediction import Candidate, Prediction, Work, make_prediction, mesh_of
@@ -21,12 +21,12 @@ WORTH_SAYING = 0.01  # share of a step
 
 def predict_mesh(candidate: Candidate, work: Work) -> Prediction:
     """Return what stages, slices and replicas of both take: the slices of a stage are neighbours, then the stages."""
-    site, mesh = work.site, mesh_of(candidate)
+    hardware, mesh = work.hardware, mesh_of(candidate)
     parts = _split(candidate, work, mesh)
     pipeline, optimizer_s = parts.pipeline, parts.optimizer_s / (mesh.pipeline * mesh.tensor)
     per_stage = mesh.num_shares * mesh.tensor
     # Of one pipeline, a slice of a stage on each.
-    num_lanes = site.num_lanes(candidate.workers) / per_stage if mesh.pipeline > 1 else 1.0
+    num_lanes = hardware.num_lanes(candidate.workers) / per_stage if mesh.pipeline > 1 else 1.0
     passes_s = last_pass_s(pipeline, num_lanes)
     largest = max(sum(block.parameter_bytes for block in blocks) for blocks in parts.blocks(work)) / mesh.tensor
     gradient_s = _gradient_s(work, mesh, largest)
@@ -96,16 +96,16 @@ class _Parts(NamedTuple):
 
 def _split(candidate: Candidate, work: Work, mesh: Mesh) -> _Parts:
     """Cut the model so that the longest stage is as short as can be."""
-    site, profile, num_stages = work.site, work.profile, mesh.pipeline
+    hardware, profile, num_stages = work.hardware, work.profile, mesh.pipeline
     num_micro = int(candidate.settings.get("microbatches", 1)) if num_stages > 1 else 1
     schedule = str(candidate.settings.get("schedule", "1f1b"))
     samples = work.batch_size / mesh.num_shares / num_micro
     slowest = [
-        min(mesh.stage_members(stage), key=lambda member: site.devices[member].speed) for stage in range(num_stages)
+        min(mesh.stage_members(stage), key=lambda member: hardware.devices[member].speed) for stage in range(num_stages)
     ]
     # Stages that wait for each other leave their cores to others: what counts is how many compute at once.
-    num_busy = candidate.workers if num_stages == 1 else site.num_lanes(candidate.workers)
-    timings = [site.step(profile, samples, member, num_busy) for member in slowest]
+    num_busy = candidate.workers if num_stages == 1 else hardware.num_lanes(candidate.workers)
+    timings = [hardware.step(profile, samples, member, num_busy) for member in slowest]
     weights = [[(f + b) for f, b in zip(timing.forward_s, timing.backward_s, strict=True)] for timing in timings]
     num_chunks = num_chunks_of(schedule, num_stages)  # of the model, one after the other on the stages
     bounds = cut([weights[chunk % num_stages] for chunk in range(num_chunks)], num_chunks)
@@ -121,14 +121,14 @@ def _split(candidate: Candidate, work: Work, mesh: Mesh) -> _Parts:
         if chunk + 1 < num_chunks:
             size = profile.blocks[end - 1].output_bytes * samples
             ways = zip(mesh.stage_members(stage), mesh.stage_members((stage + 1) % num_stages), strict=True)
-            send_s = max(send_s, *(site.send_s(size, source, target) for source, target in ways))
+            send_s = max(send_s, *(hardware.send_s(size, source, target) for source, target in ways))
     return _Parts(
         bounds,
         samples,
         Pipeline(forward, backward, send_s, num_micro, schedule, num_stages),
         exchanged_s,
         max(timing.optimizer_s for timing in timings),
-        max(site.step(profile, samples * num_micro, member, candidate.workers).other_s for member in slowest),
+        max(hardware.step(profile, samples * num_micro, member, candidate.workers).other_s for member in slowest),
     )
 
 
@@ -137,29 +137,29 @@ def _inner_s(work: Work, mesh: Mesh, blocks: Sequence[Block], samples: float) ->
     if mesh.tensor == 1:
         return 0.0
     widest = _widest(work, mesh.same_stages())
-    return sum(num_sums(block) * work.site.all_reduce_s(block.output_bytes * samples, widest) for block in blocks)
+    return sum(num_sums(block) * work.hardware.all_reduce_s(block.output_bytes * samples, widest) for block in blocks)
 
 
 def _gradient_s(work: Work, mesh: Mesh, num_bytes: float) -> float:
     """Return the seconds that replicas sum their gradients; rings that leave a host share its network."""
     if mesh.num_shares == 1:
         return 0.0
-    devices, rings = work.site.devices, mesh.same_parts()
+    devices, rings = work.hardware.devices, mesh.same_parts()
     widest = _widest(work, rings)
     leaving = [ring for ring in rings if len({devices[member].host for member in ring}) > 1]
     per_host = Counter(host for ring in leaving for host in {devices[member].host for member in ring})
-    gradient_s = work.site.all_reduce_s(num_bytes * max(per_host.values(), default=1), widest)
+    gradient_s = work.hardware.all_reduce_s(num_bytes * max(per_host.values(), default=1), widest)
     return gradient_s * (1.5 if mesh.sharded > 1 else 1.0)
 
 
 def _widest(work: Work, groups: Sequence[range]) -> range:
     """Return the group that is on most hosts."""
-    return max(groups, key=lambda group: len({work.site.devices[member].host for member in group}))
+    return max(groups, key=lambda group: len({work.hardware.devices[member].host for member in group}))
 
 
 def _overhead_s(candidate: Candidate, work: Work, mesh: Mesh, num_micro: int, largest: float) -> float:
     """Return what the strategies themselves take; `largest` is the bytes of parameters that a worker has at most."""
-    site, profile, workers = work.site, work.profile, candidate.workers
+    hardware, profile, workers = work.hardware, work.profile, candidate.workers
     num_layers = sum(block.sliceable for block in profile.blocks)
     amounts: dict[CostModel, Amount] = {
         "stages": Amount(num_micro),
@@ -167,10 +167,10 @@ def _overhead_s(candidate: Candidate, work: Work, mesh: Mesh, num_micro: int, la
         "shards": sharded_amount(profile),
     }
     overhead_s = sum(
-        site.overhead_s(name, workers, amounts[STRATEGIES[name].cost_model]) for name in strategies_on(mesh)
+        hardware.overhead_s(name, workers, amounts[STRATEGIES[name].cost_model]) for name in strategies_on(mesh)
     )
     if mesh.data > 1 and mesh.sharded == 1:
-        overhead_s += site.copy_s(largest, workers)  # into one flat buffer
+        overhead_s += hardware.copy_s(largest, workers)  # into one flat buffer
     return overhead_s
 
 

@@ -8,13 +8,13 @@ from made_up import MB, cluster, here, profile, work
 
 from cordee.core.errors import JobError
 from cordee.planner.amounts import in_bytes, in_time
-from cordee.planner.costs import predict
+from cordee.planner.cost_model import predict
+from cordee.planner.hardware import DescribedCluster, Device, Link, ThisMachine
 from cordee.planner.machine import Machine
 from cordee.planner.pipelines import Pipeline, cut, last_pass_s, num_ahead, num_chunks_of, order_of
 from cordee.planner.plan import refuse_without_room
 from cordee.planner.prediction import Candidate, Work
 from cordee.planner.search import candidates, choose, degrees, search
-from cordee.planner.site import DescribedCluster, Device, Link, ThisMachine
 
 
 def of(strategy: str, workers: int, **settings: object) -> Candidate:
@@ -52,10 +52,10 @@ def test_a_ring_moves_the_bytes_of_the_textbook() -> None:
 
 
 def test_overlap_hides_what_the_backward_pass_covers() -> None:
-    site = cluster(2)
-    plain = predict(of("data_parallel", 2), work(profile(), site))
-    site.overlaps = True
-    hidden = predict(of("data_parallel", 2), work(profile(), site))
+    hardware = cluster(2)
+    plain = predict(of("data_parallel", 2), work(profile(), hardware))
+    hardware.overlaps = True
+    hidden = predict(of("data_parallel", 2), work(profile(), hardware))
     assert plain.communication_s == pytest.approx(0.040)
     assert hidden.communication_s == pytest.approx(0.040 - 0.020 * 2 / 3)
 
@@ -150,12 +150,12 @@ def test_chunks_that_are_unlike_make_interleaving_slower() -> None:
     assert uneven >= even + 7 * 3.0  # the first worker has three quarters of the work
 
 
-def test_a_long_schedule_is_estimated_as_a_short_one_is_played() -> None:
+def test_a_long_schedule_is_estimated_as_a_short_one_is_simulated() -> None:
     for schedule, num_chunks in (("gpipe", 4), ("interleaved", 8)):
         chunks = ([4.0 / num_chunks] * num_chunks, [8.0 / num_chunks] * num_chunks)
         counts = (256 // num_chunks, 256 // num_chunks + 8)
-        played, estimated = (last_pass_s(Pipeline(*chunks, 0.1, count, schedule, 4)) for count in counts)
-        assert estimated - played == pytest.approx(8 * 3.0, abs=3.0)
+        simulated, estimated = (last_pass_s(Pipeline(*chunks, 0.1, count, schedule, 4)) for count in counts)
+        assert estimated - simulated == pytest.approx(8 * 3.0, abs=3.0)
 
 
 def test_orders_have_every_pass_once() -> None:
@@ -215,8 +215,8 @@ def test_of_equals_the_plainest_is_chosen() -> None:
 def test_replicas_on_other_hosts_sum_through_the_networks_of_all_their_parts() -> None:
     devices = [Device(f"node-{index // 4}", "gpu", 1.0, 1e12) for index in range(8)]
     networks = {host: Link(0.001, 1e9) for host in ("node-0", "node-1")}
-    site = DescribedCluster(devices, Link(0.0, 1e12), networks, overlaps=False)
-    work = Work(profile(splittable=1.0), 64, site)
+    hardware = DescribedCluster(devices, Link(0.0, 1e12), networks, overlaps=False)
+    work = Work(profile(splittable=1.0), 64, hardware)
     mesh = {"data": 4, "tensor": 2}
     found = predict(Candidate(strategy="hybrid", workers=8, settings={"mesh": mesh}), work)
     # Two rings of four, each with 20 of 40 MB, cross both networks: 6 hops of a quarter of 40 MB.
@@ -230,17 +230,17 @@ def test_replicas_on_other_hosts_sum_through_the_networks_of_all_their_parts() -
 def test_the_slowest_replica_of_a_stage_sets_its_pace() -> None:
     speeds = [1.0, 1.0, 1.0, 0.5]  # the second stage of the second replica
     devices = [Device("here", "gpu", speed, 1e12) for speed in speeds]
-    site = DescribedCluster(devices, Link(0.0, 1e15), {"here": Link(0.0, 1e15)}, overlaps=False)
+    hardware = DescribedCluster(devices, Link(0.0, 1e15), {"here": Link(0.0, 1e15)}, overlaps=False)
     settings = {"mesh": {"data": 2, "pipeline": 2}, "microbatches": 2, "schedule": "gpipe"}
-    found = predict(Candidate(strategy="hybrid", workers=4, settings=settings), Work(profile(6), 128, site))
+    found = predict(Candidate(strategy="hybrid", workers=4, settings=settings), Work(profile(6), 128, hardware))
     # Six blocks of 5 ms for each micro-batch: four on the fast stage, two that take twice as long on the slow one.
     assert found.idle_share < 0.4 and found.compute_s == pytest.approx(2 * 0.020 + 0.001, rel=0.1)
 
 
 def test_where_stages_share_cores_models_are_not_cut_into_more_chunks() -> None:
     def schedules(cores: int) -> set[str]:
-        site = ThisMachine(Machine(cores=cores), 2, 1e12)
-        found = [one for one in candidates(Work(profile(8), 64, site), 2) if one.strategy == "pipeline"]
+        hardware = ThisMachine(Machine(cores=cores), 2, 1e12)
+        found = [one for one in candidates(Work(profile(8), 64, hardware), 2) if one.strategy == "pipeline"]
         return {one.settings["schedule"] for one in found}
 
     assert schedules(cores=2) == {"gpipe", "1f1b", "interleaved"}

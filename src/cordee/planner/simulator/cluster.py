@@ -1,6 +1,6 @@
 """The simulator: workers that compute, exchange and wait, step by step and event by event. Pure.
 
-All-reduce steps are in lock-step, so their events have one order and whole crowds are computed at once. Workers of
+All-reduce steps are in lock-step, so their events have one order and all workers are computed at once. Workers of
 parameter servers go at their own pace: there a queue of events decides who is next.
 """
 
@@ -14,20 +14,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cordee.planner.simulator.failures import effective_share
+from cordee.planner.hardware import DescribedCluster, Device, Link
 from cordee.planner.simulator.scenario import Scenario
-from cordee.planner.site import DescribedCluster, Device, Link
 
 
 class ClusterOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a crowd of one size would do."""
+    """What a number of workers would do."""
 
     workers: int
     step_s: float  # from one step of a worker to its next, on average
     efficiency: float  # steps of all workers beside what as many would take that never wait nor exchange
     idle_share: float  # of the workers' time, waiting for others
     exchange_share: float  # of the workers' time, for bytes on their way that computing does not hide
-    behind_mean: float  # other workers' updates that a worker had not seen when its own came, in steps of the crowd
+    behind_mean: float  # other workers' updates that a worker had not seen when its own came, in steps of all workers
     apart_most: int  # steps between the first and the last worker, at worst
     sent_bytes: float  # by each worker in a step
     effective_share: float  # of the time, under failures: training that was not lost, nor spent on saving and starting
@@ -35,7 +34,7 @@ class ClusterOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate(scenario: Scenario) -> list[ClusterOutcome]:
-    """Return the outcome for each size of the crowd. The same scenario and seed give the same numbers."""
+    """Return the outcome for each number of workers. The same scenario and seed give the same numbers."""
     return [_simulate_one(scenario, workers) for workers in scenario.workers]
 
 
@@ -79,9 +78,9 @@ def _draw(random: np.random.Generator, scenario: Scenario, workers: int) -> NDAr
 def _all_reduce(scenario: Scenario, times: NDArray[np.float64]) -> tuple[float, float]:
     """Return the mean step and the share of time that workers wait for the slowest."""
     workers = times.shape[1]
-    site, members = _ring(scenario, workers), range(workers)
-    fixed_s = site.all_reduce_s(0.0, members)
-    per_byte_s = (site.all_reduce_s(1e9, members) - fixed_s) / 1e9
+    hardware, members = _ring(scenario, workers), range(workers)
+    fixed_s = hardware.all_reduce_s(0.0, members)
+    per_byte_s = (hardware.all_reduce_s(1e9, members) - fixed_s) / 1e9
     ready = [(1 - scenario.backward) + scenario.backward * share for share in _ready_shares(scenario)]
     slowest = times.max(axis=1)
     # The slowest worker's gradients are the last ones there, so only its step counts.
@@ -187,3 +186,32 @@ def _serve(scenario: Scenario, times: NDArray[np.float64]) -> tuple[float, float
     # In step, all pushes of a step are applied as one update, which everybody waits for.
     behind = behind_sum / num_updates / workers if bound else 0.0
     return step_s, idle_s / total_s, behind, apart_most
+
+
+NUM_FAILURES = 4000  # that are drawn: the share is then known to about 2 % of what is lost
+
+
+def effective_share(scenario: Scenario, workers: int) -> float:
+    """Return useful time over all time: without saving, starting again, and what was lost since the last checkpoint.
+
+    Workers fail independently and at any time, also while all start again; one failure stops all.
+    """
+    every_s, saving_s, restart_s = scenario.checkpoint_every_s, scenario.checkpoint_time_s, scenario.restart_s
+    if not scenario.mtbf_s:
+        return every_s / (every_s + saving_s)
+    random = np.random.default_rng([scenario.seed, workers, 1])
+    gaps = random.exponential(scenario.mtbf_s / workers, NUM_FAILURES)
+    # A gap first goes into starting, then into whole rounds of training and saving; the broken round is lost.
+    rounds = np.floor(np.maximum(gaps - restart_s, 0.0) / (every_s + saving_s))
+    return float(rounds.sum() * every_s / gaps.sum())
+
+
+def expected_share(scenario: Scenario, workers: int) -> float:
+    """Return the same in closed form, after J. T. Daly (2006), "A higher order estimate of the optimum checkpoint
+    interval": each round succeeds with probability exp(-round / mtbf), and starting again costs exp(restart / mtbf).
+    """
+    every_s, saving_s = scenario.checkpoint_every_s, scenario.checkpoint_time_s
+    if not scenario.mtbf_s:
+        return every_s / (every_s + saving_s)
+    mean_s = scenario.mtbf_s / workers
+    return every_s / (mean_s * math.exp(scenario.restart_s / mean_s) * math.expm1((every_s + saving_s) / mean_s))
