@@ -105,12 +105,12 @@ def test_the_doctor_examines_this_machine(workspace: Workspace) -> None:
     assert {finding["state"] for finding in findings} <= {"ok", "note"}
 
 
-def test_the_doctor_says_what_to_mend(workspace: Workspace) -> None:
+def test_the_doctor_says_what_to_fix(workspace: Workspace) -> None:
     (workspace.path / "file").write_text("")
     done = workspace.run("doctor", CORDEE_RUNS=str(workspace.path / "file" / "runs"))
     assert done.returncode == 1
     assert "BAD   runs folder" in done.stdout
-    assert "1 to mend" in done.stdout
+    assert "1 to fix" in done.stdout
     assert "Traceback" not in done.stderr
 
 

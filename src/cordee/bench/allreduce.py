@@ -1,7 +1,7 @@
 """All-reduce of float32 on one host: the cordee backend beside gloo, OpenMPI and what the memory allows.
 
 Cordée and gloo are measured in the same processes, through `torch.distributed`; OpenMPI through mpi4py, in processes
-that are started anew in each round, since its waiting would keep the cores busy. Every figure is the median over
+that are started again in each round, since its waiting would keep the cores busy. Every figure is the median over
 many calls of the time on rank 0. The limit is what one copy and one addition of the data take in each of the
 processes at the same time, without any waiting: it can not be beaten by a method that copies at all.
 """
@@ -62,9 +62,9 @@ def run(
         say("no mpirun or no mpi4py, so OpenMPI is left out (Debian: openmpi-bin libopenmpi-dev; pip: mpi4py)")
     raw: dict[str, list[float]] = {}
     for num_processes in processes:
-        with _Crew(num_processes) as crew:
+        with _TimedGroup(num_processes) as group:
             contestants: dict[str, Callable[[], list[float]]] = {
-                name: lambda name=name: crew.time(name, sizes)  # type: ignore[misc]
+                name: lambda name=name: group.time(name, sizes)  # type: ignore[misc]
                 for name in ("cordee", "gloo", "limit")
             }
             if python is not None:
@@ -107,7 +107,7 @@ def _row(raw: dict[str, list[float]], num_processes: int, num_bytes: int) -> dic
     }
 
 
-class _Crew:
+class _TimedGroup:
     """Processes with a cordee and a gloo group, asleep unless asked to measure."""
 
     def __init__(self, size: int) -> None:
@@ -134,7 +134,7 @@ class _Crew:
             answers.append(pipe.recv())
         return list(answers[0])
 
-    def __enter__(self) -> _Crew:
+    def __enter__(self) -> _TimedGroup:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -91,8 +91,8 @@ def measure(
     """Predict and run what `cases` names, or everything; for `cordee bench planner`. `rounds` plans and runs of each.
 
     `cases` are patterns of "model/strategy/workers", of which the last parts may be left out. What is done is kept in
-    `journal`, if there is one, and not done again when the benchmark is called again. A way that fails is told and
-    left out.
+    `journal`, if there is one, and not done again when the benchmark is called again. A strategy that fails is reported
+    and left out.
     """
     wanted = [pattern.strip() for pattern in cases]
     _refuse_unknown(wanted, workers)

@@ -38,7 +38,7 @@ ROUNDS = 7  # where a benchmark does not say otherwise
 def run_benchmark(name: str, *, rounds: int | None, output: Path | None, cases: Sequence[str] = ()) -> Report:
     """Measure, print the table, and write the raw figures where asked.
 
-    A benchmark of many cases keeps those that are done beside `output`, and goes on from there when called again.
+    A benchmark of many cases keeps those that are done beside `output`, and continues from there when called again.
     """
     if name not in BENCHMARKS:
         raise JobError(f"no benchmark '{name}'{nearest(name, BENCHMARKS)} (there are: {', '.join(BENCHMARKS)})")

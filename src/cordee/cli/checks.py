@@ -47,7 +47,7 @@ def chaos(
     from cordee.core.fault_points import POINTS
     from cordee.monitoring import new_run_path
     from cordee.tools.audit import VERDICTS
-    from cordee.tools.chaos import aim, plan_faults, train_command, unleash
+    from cordee.tools.chaos import aim, plan_faults, run_with_faults, train_command
     from cordee.tools.doctor import can_train, render_findings
 
     if points:
@@ -65,7 +65,7 @@ def chaos(
         plan = plan_faults(kinds, every_s=parse_duration(every, "--every"), for_s=for_s, seed=seed)
     folder = run_dir or new_run_path(runs_folder(), f"{loaded.name}-chaos")
     command = train_command(job, folder, overrides or [])
-    outcome = unleash(command, folder, plan, for_s=for_s, calm_s=calm_s, aimed=aimed, say=print_text)
+    outcome = run_with_faults(command, folder, plan, for_s=for_s, calm_s=calm_s, aimed=aimed, say=print_text)
     print_text(render_findings(outcome.findings, as_json=False, verdicts=VERDICTS))
     print_text(
         f"{len(outcome.faults)} faults in {outcome.seconds:.0f} s, {outcome.recoveries} recoveries, the slowest in "
@@ -91,7 +91,7 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """Check this machine: Python, torch, devices, cores, memory, disk, ports, data; say what to mend.
+    """Check this machine: Python, torch, devices, cores, memory, disk, ports, data; say what to fix.
 
     With --run, check a run from its own events: every sample counted once per epoch, generations that do not
     overlap, steps that only grow, members that agree on the weights. Exit code 1 if something is wrong.

@@ -41,7 +41,7 @@ def plan(
     """
     from cordee.core import Job
 
-    Job.load(job, settings or [])  # a mistake in it is told at once, before the two seconds that importing torch takes
+    Job.load(job, settings or [])  # a mistake is reported before the two seconds that importing torch takes
     if cluster is not None:
         from cordee.planner.cluster_file import load_cluster
 

@@ -40,7 +40,7 @@ def train(
 
     from cordee.core import Job
 
-    Job.load(job, overrides)  # a mistake in it is told at once, before the two seconds that importing torch takes
+    Job.load(job, overrides)  # a mistake in it is reported at once, before the two seconds that importing torch takes
 
     from cordee.launch import train as run_training
 
@@ -121,7 +121,7 @@ def join(
     Whoever can read control.json in the run's directory may join. From another host: copy that file (scp keeps it
     private) and give it as RUN; the run must have been started with cluster.address, and the job's data and modules
     must be there. Ctrl-C or SIGTERM leaves after the step, and nothing is lost. Exit code 1 if this worker fails;
-    the run goes on without it.
+    the run continues without it.
 
     For example:
 
@@ -129,7 +129,7 @@ def join(
     """
     from cordee.cluster.control import reach, read_control
 
-    control = read_control(run)  # what is wrong with it is told before torch is imported
+    control = read_control(run)  # what is wrong with it is reported before torch is imported
     reach(control, run)
     from cordee.tools.join import join_run
 

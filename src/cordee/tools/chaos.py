@@ -111,7 +111,7 @@ def aim(places: Sequence[str], action: str) -> list[fault_points.Fault]:
     return faults
 
 
-def unleash(
+def run_with_faults(
     command: Sequence[str],
     run_dir: Path,
     faults: Sequence[Fault],
@@ -125,7 +125,7 @@ def unleash(
 
     Nothing happens to it for half of `calm_s` before, from its first step on, and for the other half after. Those that
     are `aimed` at fault points happen when a process gets there, from its start on. Raises TrainingError if the run
-    fails, does not end when it is told to, or does not pass a point.
+    fails, does not end when it is asked to, or does not pass a point.
     """
     with tempfile.TemporaryDirectory(prefix="cordee-") as place, _training(command, Path(place), aimed) as process:
         _await_first_step(process, run_dir)

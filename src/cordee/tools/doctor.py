@@ -172,11 +172,11 @@ def can_train(findings: list[Finding]) -> bool:
     return all(finding.state != "problem" for finding in findings)
 
 
-MACHINE = ("everything that training needs is here", "to mend before training works")
+MACHINE = ("everything that training needs is here", "to fix before training works")
 
 
 def render_findings(findings: list[Finding], *, as_json: bool, verdicts: tuple[str, str] = MACHINE) -> str:
-    """Return what was found, and how to mend it, as text; of `verdicts` the first is said if all is well."""
+    """Return what was found, and how to fix it, as text; of `verdicts` the first is said if all is well."""
     if as_json:
         return msgspec.json.format(msgspec.json.encode(findings)).decode()
     width = max(len(finding.subject) for finding in findings)

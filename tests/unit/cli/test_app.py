@@ -264,7 +264,7 @@ def test_the_doctor_says_what_to_mend(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(doctor, "check_memory", lambda: [doctor.Finding("memory", "problem", "0 GiB free", "buy some")])
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
-    assert "BAD   memory" in result.output and "buy some" in result.output and "1 to mend" in result.output
+    assert "BAD   memory" in result.output and "buy some" in result.output and "1 to fix" in result.output
 
 
 def test_the_doctor_knows_the_limit_of_a_container(tmp_path: Path) -> None:
