@@ -102,7 +102,7 @@ def _work(parts: Components, *, may_measure: bool) -> tuple[Work | None, bool, s
 
 def _as_asked(job: Job, work: Work) -> Prediction | None:
     """Return the prediction for the strategy with the job's own numbers, or its defaults."""
-    name, workers, settings = job.strategy.name, job.strategy.workers, dict(job.strategy.settings)
+    name, workers, settings = choose_strategy(job), job.strategy.workers, dict(job.strategy.settings)
     if workers == 1 and STRATEGIES[name].cost_model == "replicas":  # what is left of a team
         name = usual_strategy(1)
     if not STRATEGIES[name].axis and "mesh" not in settings:

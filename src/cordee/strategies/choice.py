@@ -10,7 +10,7 @@ from cordee.core import Job
 from cordee.core.errors import JobError, nearest
 from cordee.core.job import read_section
 from cordee.strategies.strategy import Strategy
-from cordee.strategies.table import STRATEGIES, quote_names, strategies_where, usual_strategy
+from cordee.strategies.table import STRATEGIES, Entry, quote_names, strategies_where, usual_strategy
 
 # Imported here rather than when a job asks for one, so that a fork server has them all before it forks.
 _MAKERS = {name: entry.make for name, entry in STRATEGIES.items()}
@@ -30,6 +30,11 @@ def choose_strategy(job: Job) -> str:
             f"(this version has: auto, {', '.join(sorted(STRATEGIES))})"
         )
     return name
+
+
+def entry_of(job: Job) -> Entry:
+    """Return the entry of the job's strategy, which may be 'auto'."""
+    return STRATEGIES[choose_strategy(job)]
 
 
 def make_strategy(job: Job, computation: Computation) -> Strategy:

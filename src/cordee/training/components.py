@@ -38,9 +38,9 @@ from cordee.data.datasets import IterableSource
 from cordee.data.online import OnlineStream
 from cordee.models import BUILTIN_MODELS
 from cordee.monitoring.events import SCHEMA_VERSION
-from cordee.strategies.choice import make_strategy
+from cordee.strategies.choice import entry_of, make_strategy
 from cordee.strategies.strategy import Requirements, Strategy
-from cordee.strategies.table import STRATEGIES, elastic_teams, quote_names, strategies_where
+from cordee.strategies.table import elastic_teams, quote_names, strategies_where
 from cordee.version import __version__
 
 
@@ -72,7 +72,7 @@ class Components:
     @property
     def is_elastic(self) -> bool:
         """Whether every worker has all that is needed to go on."""
-        return STRATEGIES[self.job.strategy.name].is_elastic
+        return entry_of(self.job).is_elastic
 
     def open_stream(self, place: Place) -> OnlineStream:
         """Return this worker's batches of a growing training set, from `place` on."""
@@ -216,7 +216,7 @@ def _check_autoscale(job: Job) -> None:
     cluster, workers = job.cluster, job.strategy.workers
     if not cluster.autoscale:
         return
-    if not STRATEGIES[job.strategy.name].is_elastic or workers < 2:
+    if not entry_of(job).is_elastic or workers < 2:
         raise JobError(
             f"cluster.autoscale = true changes the number of workers, which strategy '{job.strategy.name}' with "
             f"{workers} cannot: use {elastic_teams()} and begin with at least 2"
@@ -226,7 +226,7 @@ def _check_autoscale(job: Job) -> None:
 
 
 def _check_address(job: Job) -> None:
-    entry = STRATEGIES[job.strategy.name]
+    entry = entry_of(job)
     if not job.cluster.address or entry.run_kind == "dispatched":
         return
     if not entry.is_elastic or job.strategy.workers < 2:

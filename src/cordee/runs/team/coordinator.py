@@ -23,7 +23,7 @@ from cordee.runs.team.member_channel import MemberChannel
 from cordee.runs.team.recoveries import Recoveries
 from cordee.runs.team.state import RecoveryState, TeamState
 from cordee.runs.team.workers import Workers
-from cordee.strategies.table import STRATEGIES
+from cordee.strategies.choice import entry_of
 from cordee.training.components import bare_strategy
 
 
@@ -56,7 +56,7 @@ class TeamLeader:
                 startup_timeout_s=STARTUP_TIMEOUT_S,
                 started_s=time.monotonic(),
                 min_workers=job.cluster.min_workers,
-                is_elastic=STRATEGIES[job.strategy.name].is_elastic,
+                is_elastic=entry_of(job).is_elastic,
             ),
             addresses=Addresses.of(job),
             recoveries=RecoveryState(restarts=Restarts(job.cluster.max_restarts)),
