@@ -17,11 +17,13 @@ from typing import Any, Protocol
 import msgspec
 
 from cordee.cluster.control import Control, write_control
-from cordee.cluster.launcher_link import TICK_S, LauncherLink, LauncherSpec
+from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, TICK_S, LauncherLink, LauncherSpec
+from cordee.cluster.member_link import MemberSpec
+from cordee.cluster.members import Process
 from cordee.communication.channel import ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
-from cordee.communication.this_host import find_listening
+from cordee.communication.this_host import find_listening, own_address
 from cordee.communication.wire import Codec
 from cordee.core import Job
 from cordee.core.errors import CommunicationError, CordeeError
@@ -48,8 +50,34 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     facts: dict[str, Any]  # what the kind of run has its coordinator told of the job's components
     launcher: LauncherSpec
 
-    def load_job(self) -> Job:
-        return Job.load(Path(self.run_dir) / "job.toml")
+    @property
+    def job_file(self) -> Path:
+        return Path(self.run_dir) / "job.toml"
+
+    def tell(self, job: Job, addresses: Addresses, process: Process, **more: Any) -> MemberSpec:
+        """Return what a process that the engine starts is told."""
+        return MemberSpec(
+            kind=self.kind,
+            role=process.role,
+            index=process.index,
+            replica=process.replica,
+            run_dir=self.run_dir,
+            run_id=self.run_id,
+            address=addresses.local,
+            client_keys=self.client_keys,
+            failure_timeout_s=job.cluster.failure_timeout_s,
+            startup_timeout_s=STARTUP_TIMEOUT_S,
+            host_address=own_address(addresses.public) if addresses.public else "",
+            num_local=job.strategy.workers,
+            **more,
+        )
+
+    def tell_external(self, spec: MemberSpec, addresses: Addresses, data: str, *, is_remote: bool) -> MemberSpec:
+        """Return the same for a process that somebody else started; `data` is what is known of the run's data."""
+        if not is_remote:
+            return msgspec.structs.replace(spec, launcher_pid=self.launcher_pid)
+        text = self.job_file.read_text(encoding="utf-8")
+        return msgspec.structs.replace(spec, address=addresses.public, resume=False, job=text, data=data)
 
 
 class Addresses(msgspec.Struct):

@@ -1,4 +1,6 @@
-"""Who is there, how far they are, who failed first, and who forms the next generation: decided without I/O.
+"""Who takes part in a run, who is silent, who failed first, and who forms the next generation: decided without I/O.
+
+The roster has the processes of every kind of run. `Membership` is for teams.
 
 A worker that is killed or frozen is a loss: the others go on without it. One that raises or exits by itself is a
 failure that would come again: the run ends. A failing worker makes others fail: they lose a peer in the middle of
@@ -324,6 +326,10 @@ class ProcessRecord:
     has_left: bool = False  # was let go
 
 
+def member_name(role: str, index: int, replica: int = 0) -> str:
+    return f"{role}-{index}" + (f".{replica}" if replica else "")
+
+
 class Process(msgspec.Struct, kw_only=True):
     """A process of a run, from when it was asked for, or came by itself, until it has ended."""
 
@@ -339,7 +345,7 @@ class Process(msgspec.Struct, kw_only=True):
 
     @property
     def name(self) -> str:
-        return f"{self.role}-{self.index}" + (f".{self.replica}" if self.replica else "")
+        return member_name(self.role, self.index, self.replica)
 
     @property
     def is_external(self) -> bool:

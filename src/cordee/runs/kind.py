@@ -10,11 +10,14 @@ import msgspec
 from cordee.cluster.coordinator import CoordinatorSpec, Leader, run_coordinator
 from cordee.cluster.engine import Engine
 from cordee.cluster.launcher_link import LauncherLink
+from cordee.cluster.member_link import MemberSpec
 from cordee.cluster.supervisor import Supervisor
 from cordee.core import Job
 from cordee.monitoring import Monitor, RunDirectory, Summary
+from cordee.runs.dispatched import worker as dispatched_worker
 from cordee.runs.dispatched.coordinator import DispatchedLeader
 from cordee.runs.dispatched.facts import RunFacts, check_dispatched
+from cordee.runs.team import worker as team_worker
 from cordee.runs.team.coordinator import TeamLeader
 from cordee.strategies.parameter_server.strategy import settings_of
 from cordee.strategies.table import STRATEGIES
@@ -31,6 +34,8 @@ class Role(NamedTuple):
 class RunKind(Protocol):
     """How a run is led."""
 
+    is_encrypted: bool  # what goes between hosts: gradients and weights
+
     def check(self, components: Components) -> None:
         """Raise JobError for a job that cannot be run this way, before anything is started."""
 
@@ -42,9 +47,14 @@ class RunKind(Protocol):
     def coordinate(self, spec: CoordinatorSpec, launcher: LauncherLink) -> Leader:
         """Return what decides, in the process of the coordinator."""
 
+    def work(self, spec: MemberSpec) -> Exception | None:
+        """Be a worker of the run until its end; return why this one could not go on, if it could not."""
+
 
 class _Team:
     """Workers that train in lockstep, generation by generation."""
+
+    is_encrypted = False
 
     def check(self, components: Components) -> None:
         pass
@@ -58,9 +68,14 @@ class _Team:
     def coordinate(self, spec: CoordinatorSpec, launcher: LauncherLink) -> Leader:
         return TeamLeader(spec, launcher)
 
+    def work(self, spec: MemberSpec) -> Exception | None:
+        return team_worker.work(spec)
+
 
 class _Dispatched:
     """Workers that get work on demand, servers of parameters, and an evaluator."""
+
+    is_encrypted = True
 
     def check(self, components: Components) -> None:
         check_dispatched(components)
@@ -76,6 +91,9 @@ class _Dispatched:
 
     def coordinate(self, spec: CoordinatorSpec, launcher: LauncherLink) -> Leader:
         return DispatchedLeader(spec, launcher)
+
+    def work(self, spec: MemberSpec) -> Exception | None:
+        return dispatched_worker.work(spec)
 
 
 KINDS: dict[str, RunKind] = {"team": _Team(), "dispatched": _Dispatched()}

@@ -5,19 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 
 from cordee.cluster.control import Control, NotYetError, enlist, reach
+from cordee.cluster.member_link import MemberSpec
 from cordee.communication.this_host import own_address
 from cordee.core import Job, fault_points
 from cordee.core.env import cache_folder
 from cordee.core.errors import CommunicationError, CordeeError, JobError, TrainingError
-from cordee.runs.dispatched import worker as served_worker
-from cordee.runs.dispatched.link import MemberSpec
-from cordee.runs.team import worker
+from cordee.runs.kind import KINDS
 
 LONGEST_START_S = 120.0  # of a run that is asked to take a worker before it trains
 ASK_EVERY_S = 0.5
@@ -32,33 +30,27 @@ def join_run(place: Path, control: Control, data_root: Path | None, say: Callabl
         raise JobError("--data-root is for joining from another host: on its own host a run has its data")
     fault_points.identify("joiner")
     fault_points.reach("joining.asks")
-    order = _enlist(place, control, say)
+    spec = _enlist(place, control, say)
     fault_points.reach("joining.taken")
-    index = order["worker_index"] if "worker_index" in order else order["index"]
+    kind = KINDS[spec.kind]
     if control.is_remote:
-        order |= _settle_here(order, control, index, data_root)
-        plain = "; gradients and weights cross the network without encryption" if "worker_index" in order else ""
-        say(f"joining the run on {control.host} as worker {index}{plain}; Ctrl-C leaves after the step")
+        spec = _settle_here(spec, control, data_root)
+        plain = "" if kind.is_encrypted else "; gradients and weights cross the network without encryption"
+        say(f"joining the run on {control.host} as worker {spec.index}{plain}; Ctrl-C leaves after the step")
     else:
-        say(f"joining {place} as worker {index}; Ctrl-C leaves after the step")
-    if "worker_index" in order:
-        error = worker.work(msgspec.convert(order, worker.WorkerSpec))
-    else:
-        error = served_worker.work(msgspec.convert(order, MemberSpec))
-    if error is not None:
-        log = Path(order["run_dir"]) / "logs" / f"worker-{index}.log"
+        say(f"joining {place} as worker {spec.index}; Ctrl-C leaves after the step")
+    if (error := kind.work(spec)) is not None:
         what = str(error) if isinstance(error, CordeeError) else f"{type(error).__name__}: {error}"
-        raise TrainingError(f"worker {index} could not go on: {what}; its log is {log}")
-    say(f"worker {index} is done")
+        raise TrainingError(f"worker {spec.index} could not go on: {what}; its log is {spec.log_file}")
+    say(f"worker {spec.index} is done")
 
 
-def _enlist(place: Path, control: Control, say: Callable[[str], None]) -> dict[str, Any]:
+def _enlist(place: Path, control: Control, say: Callable[[str], None]) -> MemberSpec:
     """Ask until the run trains, if it has only begun."""
     deadline_s, has_said = time.monotonic() + LONGEST_START_S, False
     while True:
         try:
-            order: dict[str, Any] = msgspec.json.decode(enlist(control, place, str(torch.__version__)))
-            return order
+            return msgspec.json.decode(enlist(control, place, str(torch.__version__)), type=MemberSpec)
         except NotYetError:
             if time.monotonic() > deadline_s:
                 raise
@@ -68,14 +60,14 @@ def _enlist(place: Path, control: Control, say: Callable[[str], None]) -> dict[s
             time.sleep(ASK_EVERY_S)
 
 
-def _settle_here(order: dict[str, Any], control: Control, index: int, data_root: Path | None) -> dict[str, Any]:
-    """Return what is different on this host: a folder for the job and the log, and the own address."""
-    folder = cache_folder() / "joined" / f"{control.run}-{index}"
+def _settle_here(spec: MemberSpec, control: Control, data_root: Path | None) -> MemberSpec:
+    """Return the spec with what is different on this host: a folder for the job and the log, and the own address."""
+    folder = cache_folder() / "joined" / f"{control.run}-{spec.index}"
     try:
         address = own_address(reach(control, folder))
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "job.toml"
-        path.write_text(order["job"], encoding="utf-8")
+        path.write_text(spec.job, encoding="utf-8")
         if data_root is not None:
             job = Job.load(path, [f"data.root={str(data_root.expanduser().absolute())!r}"])
             path.write_text(job.to_toml(), encoding="utf-8")
@@ -83,4 +75,4 @@ def _settle_here(order: dict[str, Any], control: Control, index: int, data_root:
         raise JobError(f"cannot write {folder}: {error.strerror}; set CORDEE_CACHE to another folder") from None
     except CommunicationError as error:
         raise JobError(str(error)) from error
-    return {"run_dir": str(folder), "host_address": address}
+    return msgspec.structs.replace(spec, run_dir=str(folder), host_address=address)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cordee.cluster import coordinator
 from cordee.cluster.coordinator import Addresses, CoordinatorSpec
 from cordee.cluster.launcher_link import LauncherSpec
+from cordee.cluster.members import Process
 from cordee.communication.keys import make_keys
 from cordee.communication.messages import COORDINATION
 from cordee.communication.wire import Codec
+from cordee.core import Job
 
 
 class Launcher:
@@ -82,10 +85,9 @@ class Leader:
         self.has_pending = True
 
 
-def lead(folder: Path, restored: bytes | None = None, *, resume: bool = False, ended: str | None = None) -> list[str]:
-    story: list[str] = []
+def spec_in(folder: Path, *, resume: bool = False) -> CoordinatorSpec:
     server, (client, control) = make_keys(2)
-    spec = CoordinatorSpec(
+    return CoordinatorSpec(
         kind="team",
         run_dir=str(folder),
         run_id="run",
@@ -98,6 +100,10 @@ def lead(folder: Path, restored: bytes | None = None, *, resume: bool = False, e
         facts={},
         launcher=LauncherSpec(folder=str(folder), run_dir=str(folder), run_id="run", alive_every_s=1.0),
     )
+
+
+def lead(folder: Path, restored: bytes | None = None, *, resume: bool = False, ended: str | None = None) -> list[str]:
+    story, spec = list[str](), spec_in(folder, resume=resume)
     summary = coordinator._lead(spec, Leader(story, ended), Launcher(story, restored))  # type: ignore[arg-type]
     return [*story, str(summary)]
 
@@ -119,3 +125,17 @@ def test_one_that_comes_back_takes_up_and_starts_nobody(tmp_path: Path) -> None:
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_that_has_nothing_left_to_do_is_not_begun(tmp_path: Path, resume: bool) -> None:
     assert (lead(tmp_path, resume=resume, ended="ended") == ["ended"]) == resume
+
+
+def test_external_workers_are_told_what_others_are_and_what_they_miss(tmp_path: Path) -> None:
+    job = Job.from_dict({"model": {"use": "mlp"}, "data": {"use": "iris"}, "strategy": {"workers": 2}})
+    (tmp_path / "job.toml").write_text(job.to_toml())
+    spec, addresses = spec_in(tmp_path, resume=True), Addresses("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+    told = spec.tell(job, addresses, Process(role="server", index=1, replica=1), resume=True)
+    assert told.name == "server-1.1" and told.num_local == 2 and not told.is_remote
+    assert (told.address, told.host_address, told.launcher_pid) == ("tcp://127.0.0.1:1", "127.0.0.1", 0)
+    near = spec.tell_external(told, addresses, "data", is_remote=False)
+    assert near == msgspec.structs.replace(told, launcher_pid=1), "it ends with the launcher, and has the run's files"
+    far = spec.tell_external(told, addresses, "data", is_remote=True)
+    assert far.is_remote and far.job == job.to_toml() and far.data == "data"
+    assert (far.address, far.launcher_pid, far.resume) == ("tcp://127.0.0.1:2", 0, False)

@@ -11,16 +11,17 @@ import msgspec
 from cordee import checkpoint
 from cordee.cluster.coordinator import Addresses, CoordinatorSpec
 from cordee.cluster.launcher_link import LauncherLink
+from cordee.cluster.members import check_join_request
 from cordee.communication.channel import ServerChannel
 from cordee.communication.messages import JoinRequest, Scale
 from cordee.communication.wire import Codec
 from cordee.compute import make_schedule
-from cordee.core.errors import StorageError, TrainingError
+from cordee.core import Job
+from cordee.core.errors import JobError, StorageError, TrainingError
 from cordee.core.fault_points import reach
 from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger
 from cordee.monitoring import Summary
-from cordee.runs.dispatched.control_requests import ControlRequests
 from cordee.runs.dispatched.dispatcher import Dispatcher
 from cordee.runs.dispatched.facts import RunFacts
 from cordee.runs.dispatched.losses import Losses
@@ -42,7 +43,6 @@ class DispatchedLeader:
     codec = Codec(SERVED, LIMITS)
     _dispatcher: Dispatcher
     _starter: ProcessStarter
-    _requests: ControlRequests
     _losses: Losses
     _watch: Watch
 
@@ -51,7 +51,7 @@ class DispatchedLeader:
         self._launcher = launcher
         self._run_dir = Path(spec.run_dir)
         self._facts = facts = msgspec.convert(spec.facts, RunFacts)
-        job = self._job = spec.load_job()
+        job = self._job = Job.load(spec.job_file)
         self._settings = settings_of(job)
         self._schedule = make_schedule(job.schedule, facts.total_steps, job.python_path)
         self._servers = ServerCalls(spec.run_id, spec.client_keys)
@@ -91,7 +91,6 @@ class DispatchedLeader:
         launcher, cluster, memory = self._launcher, self._job.cluster, self._memory
         dispatcher = self._dispatcher = self._make_dispatcher(channel, self._plan)
         starter = self._starter = ProcessStarter(self._spec, self._job, launcher, memory.starter, memory.addresses)
-        self._requests = ControlRequests(self._job, launcher, dispatcher, starter, self._facts.data)
         losses = self._losses = Losses(cluster, launcher, dispatcher, starter, self._servers, memory.losses)
         self._watch = Watch(cluster.failure_timeout_s, launcher, dispatcher, starter, losses)
 
@@ -214,8 +213,30 @@ class DispatchedLeader:
             self._launcher.emit("warning", message="the run has no checkpoint yet: starting from the beginning")
         return Progress()
 
-    def _handle_request(self, wish: Scale | JoinRequest) -> str:
-        return self._requests.handle_request(wish)
+    def _handle_request(self, request: Scale | JoinRequest) -> str:
+        """Do what somebody with the control file wants; return what is said to them. Raises JobError."""
+        if isinstance(request, JoinRequest):
+            is_remote = check_join_request(request, self.addresses.public)
+            spec = self._starter.enlist(request.pid, time.monotonic(), self._facts.data, is_remote=is_remote)
+            return msgspec.json.encode(spec).decode()
+        if request.threads:
+            raise JobError("workers of parameter servers keep their threads: leave --threads out")
+        return self._scale(request.num_workers)
+
+    def _scale(self, num_workers: int) -> str:
+        """Start workers, or have the last ones leave. Returns at once what will happen."""
+        dispatcher, min_workers = self._dispatcher, self._job.cluster.min_workers
+        if num_workers < min_workers:
+            raise JobError(f"cluster.min_workers = {min_workers} is more than {num_workers}")
+        before = dispatcher.staying(self._starter.workers)
+        for name in before[num_workers:]:
+            if name not in dispatcher.process_records:
+                raise JobError(f"{name} is still starting: try again in a moment")
+            dispatcher.process_records[name].is_leaving = True
+        for _ in range(num_workers - len(before)):
+            self._starter.start_worker()
+        self._launcher.emit("scale", workers=num_workers, before=len(before), step=dispatcher.progress.step)
+        return f"from {len(before)} to {num_workers} workers"
 
     def _take_event(self, kind: str, **fields: Any) -> None:
         if kind == "worker_ended":

@@ -20,6 +20,7 @@ from cordee import checkpoint
 from cordee.checkpoint import State, model_state
 from cordee.checkpoint.layout import decode_values, encode_values
 from cordee.cluster import Team
+from cordee.cluster.member_link import MemberSpec
 from cordee.communication.buffers import Buffer
 from cordee.communication.messages import Message
 from cordee.compute import Metrics, evaluate
@@ -31,7 +32,7 @@ from cordee.core.stopping import StopPolicy
 from cordee.monitoring import setup_logging
 from cordee.parameters.calls import ServerCalls
 from cordee.parameters.replication import decode_plain
-from cordee.runs.dispatched.link import DispatchLink, MemberSpec
+from cordee.runs.dispatched.link import DispatchLink
 from cordee.runs.dispatched.messages import AskOrder, Leave, Order, OrderDone, SnapshotTaken
 from cordee.strategies.parameter_server.layout import make_layout
 from cordee.strategies.parameter_server.messages import Extras, Snapped, Snapshot, SnapshotExtras

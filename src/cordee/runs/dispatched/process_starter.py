@@ -8,11 +8,10 @@ import msgspec
 
 from cordee.cluster.coordinator import Addresses, CoordinatorSpec
 from cordee.cluster.engine import ProcessSpec
-from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
+from cordee.cluster.launcher_link import LauncherLink
+from cordee.cluster.member_link import MemberSpec
 from cordee.cluster.members import Process, Roster
-from cordee.communication.this_host import own_address
 from cordee.core import Job
-from cordee.runs.dispatched.link import MemberSpec
 from cordee.runs.dispatched.state import StarterState
 
 _TARGETS = {role: f"cordee.runs.dispatched.{role}:main" for role in ("worker", "server", "evaluator")}
@@ -25,12 +24,11 @@ class ProcessStarter:
         self, order: CoordinatorSpec, job: Job, launcher: LauncherLink, memory: StarterState, addresses: Addresses
     ) -> None:
         self.run_dir = Path(order.run_dir)
-        self.public = addresses.public
         self._order = order
         self._job = job
         self._launcher = launcher
         self._memory = memory
-        self._address = addresses.local
+        self._addresses = addresses
 
     @property
     def roster(self) -> Roster:
@@ -68,11 +66,8 @@ class ProcessStarter:
         index = self.take_number()
         process = Process(role="worker", index=index, pid=pid, since_s=now_s, is_remote=is_remote)
         self.roster.add(process)
-        order = self._order_for(process, resume=False)
-        if not is_remote:
-            return msgspec.structs.replace(order, launcher_pid=self._order.launcher_pid)
-        job = (self.run_dir / "job.toml").read_text(encoding="utf-8")
-        return msgspec.structs.replace(order, dispatcher=self.public, job=job, data=data, num_local=1)
+        told = self._order.tell_external(self._tell(process), self._addresses, data, is_remote=is_remote)
+        return msgspec.structs.replace(told, num_local=1) if is_remote else told
 
     def take_number(self) -> int:
         """Return a number that no worker has had."""
@@ -84,7 +79,7 @@ class ProcessStarter:
 
     def _start(self, process: Process, *, resume: bool, has_state: bool = True) -> str:
         self._memory.num_started += 1
-        order = msgspec.to_builtins(self._order_for(process, resume=resume, has_state=has_state))
+        order = msgspec.to_builtins(self._tell(process, resume=resume, has_state=has_state))
         log = str(self.log_file(process.name))
         spec = ProcessSpec.new(self._memory.num_started, _TARGETS[process.role], order, log=log)
         self._launcher.start(spec)
@@ -92,20 +87,8 @@ class ProcessStarter:
         self.roster.add(process)
         return process.name
 
-    def _order_for(self, process: Process, *, resume: bool, has_state: bool = True) -> MemberSpec:
-        return MemberSpec(
-            role=process.role,
-            index=process.index,
-            replica=process.replica,
-            run_dir=self._order.run_dir,
-            run_id=self._order.run_id,
-            dispatcher=self._address,
-            client_keys=self._order.client_keys,
-            server_keys=self._order.server_keys if process.role == "server" else "",
-            failure_timeout_s=self._job.cluster.failure_timeout_s,
-            startup_timeout_s=STARTUP_TIMEOUT_S,
-            resume=resume,
-            has_state=has_state,
-            host_address=own_address(self.public) if self.public else "",
-            num_local=self._job.strategy.workers,
+    def _tell(self, process: Process, *, resume: bool = False, has_state: bool = True) -> MemberSpec:
+        keys = self._order.server_keys if process.role == "server" else ""
+        return self._order.tell(
+            self._job, self._addresses, process, server_keys=keys, resume=resume, has_state=has_state
         )

@@ -16,6 +16,7 @@ import torch
 
 from cordee import checkpoint
 from cordee.cluster import Team
+from cordee.cluster.member_link import MemberSpec
 from cordee.communication.calls import Call, CallServer, UnavailableError
 from cordee.communication.channel import RefusedError
 from cordee.communication.endpoint import Speaker
@@ -29,7 +30,7 @@ from cordee.monitoring import setup_logging
 from cordee.parameters.compression import Tracker, make_codec
 from cordee.parameters.messages import Adopt, Load, Memory
 from cordee.parameters.replication import Answer, ReplicatedService, decode_plain, encode_plain
-from cordee.runs.dispatched.link import END_SIGNAL, DispatchLink, MemberSpec
+from cordee.runs.dispatched.link import END_SIGNAL, DispatchLink
 from cordee.runs.dispatched.messages import HandOver, Leave, SecondLost
 from cordee.strategies.parameter_server.layout import Layout, Piece, make_layout
 from cordee.strategies.parameter_server.messages import (

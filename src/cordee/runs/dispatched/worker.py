@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from cordee.cluster import Team
+from cordee.cluster.member_link import MemberSpec
 from cordee.compute import Loss, find_unsound, split_batch
 from cordee.compute.devices import MemoryWatch
 from cordee.core import Batch, Job
@@ -29,7 +30,7 @@ from cordee.data.order import count_batches
 from cordee.data.source import check_same
 from cordee.monitoring import setup_logging
 from cordee.parameters.calls import ServerCalls
-from cordee.runs.dispatched.link import DispatchLink, MemberSpec
+from cordee.runs.dispatched.link import DispatchLink
 from cordee.runs.dispatched.messages import Leave, TakeWork, Work
 from cordee.runs.dispatched.plan import is_due
 from cordee.strategies.parameter_server.client import ParameterClient

@@ -15,6 +15,7 @@ from cordee.cluster.policies import Restarts, Stragglers
 from cordee.communication.channel import ServerChannel
 from cordee.communication.messages import COORDINATION, JoinRequest
 from cordee.communication.wire import Codec
+from cordee.core import Job
 from cordee.core.errors import TrainingError
 from cordee.monitoring import Summary
 from cordee.runs.team.generations import Generations
@@ -39,7 +40,7 @@ class TeamLeader:
     def __init__(self, spec: CoordinatorSpec, launcher: LauncherLink) -> None:
         self._spec = spec
         self._launcher = launcher
-        job = self._job = spec.load_job()
+        job = self._job = Job.load(spec.job_file)
         self._strategy = bare_strategy(job)
         self._memory = self._begin() if launcher.restored is None else self._restore(launcher.restored)
         self._membership = self._memory.membership

@@ -12,7 +12,7 @@ from typing import Any, SupportsFloat
 import msgspec
 
 from cordee.cluster import Team
-from cordee.cluster.member_link import Answer, CoordinatorLink
+from cordee.cluster.member_link import MemberSpec
 from cordee.cluster.members import WORKER_PREFIX
 from cordee.cluster.rendezvous import BetweenHosts, CoordinatorStore, meet
 from cordee.communication.exchange import find_lost_peer
@@ -24,39 +24,17 @@ from cordee.core import Job, fault_points
 from cordee.core.errors import CommunicationError
 from cordee.data.source import check_same, fingerprint
 from cordee.monitoring import Event, Monitor, setup_logging
+from cordee.runs.team.link import Answer, TeamLink
 from cordee.training.components import assemble
 from cordee.training.session import Session
 
 log = logging.getLogger("cordee.worker")
 
 
-class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher tells a worker when it starts it. Travels through a private socket."""
-
-    run_dir: str
-    run_id: str
-    worker_index: int  # its number in the run; its place in a team may be another
-    num_workers: int  # to begin with
-    address: str  # of the coordinator
-    keys: str
-    store: str  # folder where the groups find themselves
-    resume: bool
-    failure_timeout_s: float
-    join_timeout_s: float
-    launcher_pid: int = 0  # for one that the launcher did not start: it ends when this one does
-    host_address: str = ""  # of this host, for what goes between hosts; empty where nobody can join from another
-    job: str = ""  # as TOML, for one on another host: it has a run directory of its own
-    data: str = ""  # what is known of the run's data, for one on another host
-
-    @property
-    def is_remote(self) -> bool:
-        return bool(self.job)
-
-
 class LinkSink:
     """Passes events of this worker on to the one monitor of the run. The first of a team speaks for it."""
 
-    def __init__(self, link: CoordinatorLink, worker: int) -> None:
+    def __init__(self, link: TeamLink, worker: int) -> None:
         self._link = link
         self._worker = worker
         self.is_first = False
@@ -82,28 +60,28 @@ class LinkSink:
 
 def main(argument: dict[str, Any]) -> int:
     """Work until the run ends; return the exit code. Called in a fresh fork of the fork server."""
-    return 0 if work(msgspec.convert(argument, WorkerSpec)) is None else 1
+    return 0 if work(msgspec.convert(argument, MemberSpec)) is None else 1
 
 
-def work(order: WorkerSpec) -> Exception | None:
+def work(order: MemberSpec) -> Exception | None:
     """Work until the run ends; return why this worker could not go on, if it could not."""
     memory = MemoryWatch()
-    fault_points.identify(f"worker-{order.worker_index}")
+    fault_points.identify(order.name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
-    keys = ClientKeys.from_text(order.keys)
-    log_file = Path(order.run_dir) / "logs" / f"worker-{order.worker_index}.log"
+    keys = ClientKeys.from_text(order.client_keys)
+    log_file = order.log_file
     with (
         setup_logging(log_file),
-        CoordinatorLink(order.address, order.run_id, order.worker_index, keys) as link,
+        TeamLink(order.address, order.run_id, order.index, keys) as link,
     ):
         member = _Member(order, link, log_file, memory)
         try:
-            link.join(order.join_timeout_s, launcher_pid=order.launcher_pid, is_remote=order.is_remote)
+            link.join(order.startup_timeout_s, launcher_pid=order.launcher_pid, is_remote=order.is_remote)
             with _leaving_in_order(link, also_on_interrupt=order.launcher_pid > 0 or order.is_remote):
                 member.work()
             link.leave()
         except Exception as error:
-            log.exception("worker %d cannot go on", order.worker_index)
+            log.exception("worker %d cannot go on", order.index)
             link.step = member.step
             reason = find_lost_peer(error) or error
             link.fail(reason, link.step)
@@ -114,7 +92,7 @@ def work(order: WorkerSpec) -> Exception | None:
 class _Member:
     """This worker, from one generation to the next."""
 
-    def __init__(self, order: WorkerSpec, link: CoordinatorLink, log_file: Path, memory: MemoryWatch) -> None:
+    def __init__(self, order: MemberSpec, link: TeamLink, log_file: Path, memory: MemoryWatch) -> None:
         self._order, self._link, self._log_file, self._memory = order, link, log_file, memory
         self._run_dir = Path(order.run_dir)
         self._session: Session | None = None
@@ -129,14 +107,14 @@ class _Member:
     def work(self) -> None:
         """Train until the run is over for this worker: at its end, or because it is let go."""
         order, link = self._order, self._link
-        index = min(order.worker_index, order.num_workers - 1)
-        places = Team(index, order.num_workers, num_local_workers=order.num_workers, local_rank=index)
+        index = min(order.index, order.num_local - 1)
+        places = Team(index, order.num_local, num_local_workers=order.num_local, local_rank=index)
         parts = assemble(Job.load(self._run_dir / "job.toml"), places)
         if order.is_remote:
             check_same(order.data, parts.splits)
         elif order.host_address:
             link.emit("data", {"fingerprint": fingerprint(parts.splits)})
-        sink = LinkSink(link, order.worker_index)
+        sink = LinkSink(link, order.index)
         with Monitor([sink]) as monitor:
             self._session = session = Session(
                 parts,
@@ -150,7 +128,7 @@ class _Member:
                 if not self._train_on(session, sink):
                     return
             summary = msgspec.to_builtins(session.summarise(None))
-        link.emit("outcome", {"worker": order.worker_index, "summary": summary})
+        link.emit("outcome", {"worker": order.index, "summary": summary})
 
     def _train_on(self, session: Session, sink: LinkSink) -> bool:
         """Train in one team after the other; return whether the run has ended, and not just for this worker."""
@@ -205,10 +183,10 @@ class _Member:
 
 
 @contextlib.contextmanager
-def _group(order: WorkerSpec, answer: Answer, link: CoordinatorLink) -> Iterator[Team]:
+def _group(order: MemberSpec, answer: Answer, link: TeamLink) -> Iterator[Team]:
     """Form the group of a generation, and give it up afterwards. Collective."""
     members, generation = answer.directive.members, answer.generation
-    rank = [member.name for member in members].index(f"{WORKER_PREFIX}{order.worker_index}")
+    rank = [member.name for member in members].index(order.name)
     beside = [i for i, member in enumerate(members) if member.host_id == members[rank].host_id]
     with contextlib.ExitStack() as stack:
         between: BetweenHosts | None = None
@@ -221,8 +199,8 @@ def _group(order: WorkerSpec, answer: Answer, link: CoordinatorLink) -> Iterator
 
         stack.enter_context(link.on_disband(generation, stop_waiting))
         if is_wide:
-            keys = ClientKeys.from_text(order.keys)
-            board = CoordinatorStore(order.address, order.run_id, order.worker_index, keys, generation)
+            keys = ClientKeys.from_text(order.client_keys)
+            board = CoordinatorStore(order.address, order.run_id, order.index, keys, generation)
             between = BetweenHosts(stack.enter_context(board), order.host_address)
         meeting = meet(
             Path(order.store) / f"generation-{generation}",
@@ -246,7 +224,7 @@ def _group(order: WorkerSpec, answer: Answer, link: CoordinatorLink) -> Iterator
 
 
 @contextlib.contextmanager
-def _leaving_in_order(link: CoordinatorLink, *, also_on_interrupt: bool) -> Iterator[None]:
+def _leaving_in_order(link: TeamLink, *, also_on_interrupt: bool) -> Iterator[None]:
     """Inside, the first SIGTERM (a spot instance, Slurm, Kubernetes) asks to leave; the second ends the process."""
     numbers = [signal.SIGTERM, signal.SIGINT] if also_on_interrupt else [signal.SIGTERM]
 

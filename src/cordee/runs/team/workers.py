@@ -12,17 +12,16 @@ import msgspec
 from cordee.cluster.control import NotYetError
 from cordee.cluster.coordinator import Addresses, CoordinatorSpec
 from cordee.cluster.engine import ProcessSpec
-from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
+from cordee.cluster.launcher_link import LauncherLink
+from cordee.cluster.member_link import MemberSpec
 from cordee.cluster.members import WORKER_PREFIX, Membership, Process, Roster, check_join_request
 from cordee.cluster.processes import ProcessorWatch, is_stopped
 from cordee.communication.messages import JoinRequest
-from cordee.communication.this_host import own_address
 from cordee.core import Job
 from cordee.core.errors import JobError
 from cordee.core.fault_points import reach
 from cordee.runs.team.member_channel import MemberChannel
 from cordee.runs.team.state import WorkersState
-from cordee.runs.team.worker import WorkerSpec
 
 
 class Workers:
@@ -45,21 +44,12 @@ class Workers:
         self._memory = memory
         self._addresses = addresses
         self._check_size = check_size
-        self._launcher_pid = order.launcher_pid
         self._watch = ProcessorWatch()
-        self._order = WorkerSpec(
-            run_dir=order.run_dir,
-            run_id=order.run_id,
-            worker_index=0,
-            num_workers=job.strategy.workers,
-            address=addresses.local,
-            keys=order.client_keys,
-            store=order.launcher.folder,
-            resume=order.resume,
-            failure_timeout_s=job.cluster.failure_timeout_s,
-            join_timeout_s=STARTUP_TIMEOUT_S,
-            host_address=own_address(addresses.public) if addresses.public else "",
-        )
+        self._order = order
+
+    def _tell(self, process: Process) -> MemberSpec:
+        order = self._order
+        return order.tell(self._job, self._addresses, process, resume=order.resume, store=order.launcher.folder)
 
     @property
     def roster(self) -> Roster:
@@ -89,11 +79,13 @@ class Workers:
     def start(self, index: int) -> None:
         """Start a process for a worker, and listen to no earlier one."""
         self._expect(index)
-        own = msgspec.to_builtins(msgspec.structs.replace(self._order, worker_index=index))
-        log = str(self.log_file(index))
-        spec = ProcessSpec.new(index, "cordee.runs.team.worker:main", own, log=log)
+        process = Process(role="worker", index=index, number=index)
+        told = self._tell(process)
+        argument, log = msgspec.to_builtins(told), str(told.log_file)
+        spec = ProcessSpec.new(index, "cordee.runs.team.worker:main", argument, log=log)
         self._launcher.start(spec)
-        self.roster.add(Process(role="worker", index=index, number=index, incarnation=spec.incarnation))
+        process.incarnation = spec.incarnation
+        self.roster.add(process)
 
     def scale(self, num_workers: int, threads: int = 0, reason: str = "") -> str:
         """Change the number of workers: start new ones, or let the last ones go. Returns at once what will happen.
@@ -144,17 +136,9 @@ class Workers:
         self._expect(index)
         record = membership.records[index]
         record.is_external, record.is_remote = True, is_remote
-        self.roster.add(Process(role="worker", index=index, pid=wish.pid, is_remote=is_remote))
-        own = msgspec.structs.replace(self._order, worker_index=index, launcher_pid=self._launcher_pid)
-        if is_remote:
-            own = msgspec.structs.replace(
-                own,
-                launcher_pid=0,
-                address=self._addresses.public,
-                resume=False,
-                job=(self.run_dir / "job.toml").read_text(encoding="utf-8"),
-                data=memory.data,
-            )
+        process = Process(role="worker", index=index, pid=wish.pid, is_remote=is_remote)
+        self.roster.add(process)
+        own = self._order.tell_external(self._tell(process), self._addresses, memory.data, is_remote=is_remote)
         reach("staff.enlisted")
         return msgspec.json.encode(own).decode()
 

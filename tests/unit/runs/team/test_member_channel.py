@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from cordee.cluster.member_link import Answer, CoordinatorLink
 from cordee.cluster.members import Membership
 from cordee.communication.channel import ClientChannel, RefusedError, ServerChannel
 from cordee.communication.endpoint import Speaker
@@ -18,6 +17,7 @@ from cordee.communication.keys import make_keys
 from cordee.communication.messages import COORDINATION, Directive, Hello, Welcome
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
+from cordee.runs.team.link import Answer, TeamLink
 from cordee.runs.team.member_channel import ChannelState, MemberChannel
 
 pytestmark = pytest.mark.timeout(30)
@@ -57,8 +57,8 @@ class Served:
     def address(self) -> str:
         return self._channel.address
 
-    def link(self, index: int) -> CoordinatorLink:
-        return CoordinatorLink(self.address, "run", index, CLIENT_KEYS)
+    def link(self, index: int) -> TeamLink:
+        return TeamLink(self.address, "run", index, CLIENT_KEYS)
 
     def channel(self, name: str) -> ClientChannel:
         speaker = Speaker(run="run", name=name, incarnation=1)
@@ -87,13 +87,13 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def joined(served: Served, *links: CoordinatorLink) -> list[Answer]:
+def joined(served: Served, *links: TeamLink) -> list[Answer]:
     """Let all join and form a generation; return what each was told."""
     for link in links:
         link.join(10.0)
     told: dict[int, Answer] = {}
 
-    def await_generation(at: int, link: CoordinatorLink) -> None:
+    def await_generation(at: int, link: TeamLink) -> None:
         told[at] = link.await_generation(-1, has_dropped=False)
 
     threads = [threading.Thread(target=await_generation, args=(at, link)) for at, link in enumerate(links)]

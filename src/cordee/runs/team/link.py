@@ -1,0 +1,299 @@
+"""A worker's side of the run of a team: joins, shows that it lives, passes events on, hears what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+from cordee.cluster.member_link import LONGEST_ABSENCE_S, MemberLink, describe_failure
+from cordee.cluster.members import WORKER_PREFIX
+from cordee.communication.channel import ClientChannel, RefusedError
+from cordee.communication.endpoint import Speaker
+from cordee.communication.keys import ClientKeys
+from cordee.communication.messages import (
+    COORDINATION,
+    Directive,
+    Event,
+    Failure,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Leaving,
+    Message,
+    Noted,
+    Ready,
+    Refused,
+    Welcome,
+)
+from cordee.communication.this_host import host_id
+from cordee.communication.wire import Codec
+from cordee.core.errors import CommunicationError
+from cordee.core.fault_points import reach
+
+log = logging.getLogger("cordee.worker")
+
+FENCED = ("stale-incarnation", "unexpected", "unknown-member")  # what one that was given up hears
+LONGEST_NAP_S = 0.25  # between two looks at whether this worker wants to leave
+RETRY_S = 0.05
+LONGEST_REQUEST_S = 5.0
+
+
+class Answer(NamedTuple):
+    """What a worker that was ready is told to do."""
+
+    directive: Directive
+    generation: int
+
+
+class TeamLink(MemberLink):
+    """A worker's connection to the coordinator. A thread keeps it alive from `join` to `leave`.
+
+    The coordinator may die and come back: what it has not noted is said again, what it has not answered is asked again.
+    """
+
+    def __init__(self, address: str, run: str, worker_index: int, keys: ClientKeys) -> None:
+        name = f"{WORKER_PREFIX}{worker_index}"
+        speaker = Speaker(run=run, name=name, incarnation=time.time_ns())
+        super().__init__(ClientChannel(address, speaker, Codec(COORDINATION), keys))
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._ready: Ready | None = None  # asked and not answered
+        self._num_asked = 0
+        self._outbox: deque[Event | Failure | Goodbye] = deque()  # told and not noted
+        self._num_told = 0
+        self._last_beat = (0, 0)  # its sequence, and what had been told before it
+        self._telling = threading.Condition()
+        self._is_stop_asked = False
+        self._is_pause_asked = False
+        self._disbanded = (0, "")  # the last generation that is known to be over, and why
+        self._on_disband: Callable[[], None] = lambda: None
+        self._heard_s = time.monotonic()  # when the coordinator last said something
+        self._wants_to_leave = False
+        self._dismissal = ""  # why this worker is not one any more
+        self._timeout_s = 5.0
+        self.num_returns = 0  # how often it was given up and joined again: the others went on without it
+
+    @property
+    def is_stop_asked(self) -> bool:
+        return self._is_stop_asked
+
+    @property
+    def is_pause_asked(self) -> bool:
+        """Whether the team is to be formed anew after this step."""
+        return self._is_pause_asked
+
+    def why_disbanded(self, generation: int) -> str:
+        """Why a generation cannot come about, as far as the coordinator has said so."""
+        last, reason = self._disbanded
+        return reason if generation <= last else ""
+
+    def join(self, timeout_s: float, *, launcher_pid: int = 0, is_remote: bool = False) -> None:
+        """Register, and show signs of life from now on. One that the launcher did not start ends when it does.
+
+        One on another host cannot look at the launcher: it ends when the coordinator is out of reach for long.
+        """
+        self._launcher_pid, self._is_remote = launcher_pid, is_remote
+        reply = self._request(_hello(), timeout_s)
+        assert isinstance(reply, Welcome), reply
+        self._timeout_s = reply.failure_timeout_s
+        reach("link.joined")
+        self._show_life(reply.heartbeat_s)
+
+    def _request(self, message: Message, timeout_s: float) -> Message:
+        """Ask until there is an answer: a coordinator that dies before it answers comes back."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                remaining_s = max(RETRY_S, deadline_s - time.monotonic())
+                reach("link.join")
+                return self._channel.request(message, timeout_s=min(remaining_s, LONGEST_REQUEST_S)).message
+            except RefusedError:
+                raise
+            except CommunicationError as error:
+                if self._is_launcher_gone:
+                    raise CommunicationError("the run is over: its launcher is gone") from error
+                if time.monotonic() >= deadline_s:
+                    raise
+                time.sleep(RETRY_S)
+
+    def await_generation(self, step: int, *, has_dropped: bool, reason: str = "") -> Answer:
+        """Say that this worker is ready, with `step` steps taken or -1 for nothing, and wait for what to do.
+
+        Waits as long as it takes: the others may still be loading their data. If the launcher dies, so do we.
+        """
+        if self._dismissal:
+            return Answer(Directive("leave"), 0)
+        self._num_asked += 1
+        ready = self._ready = Ready(step, has_dropped, reason[:4000], self._num_asked, self._num_told)
+        self._say(ready)
+        reach("link.ready")
+        answer = self._answers.get()
+        reach("link.answered")
+        return answer
+
+    @contextlib.contextmanager
+    def on_disband(self, generation: int, act: Callable[[], None]) -> Iterator[None]:
+        """Inside, have `act` called, by another thread, when the generation is known to be over."""
+        self._on_disband = act
+        try:
+            if self.why_disbanded(generation):
+                act()
+            yield
+        finally:
+            self._on_disband = lambda: None
+
+    def _disband(self, generation: int, reason: str) -> None:
+        self._disbanded = max(self._disbanded, (generation, reason))
+        if generation >= self._channel.generation:
+            self._on_disband()
+
+    def ask_to_leave(self) -> None:
+        """Have the coordinator told that this worker must go. For signal handlers: returns at once."""
+        self._wants_to_leave = True
+
+    def emit(self, kind: str, fields: dict[str, Any]) -> None:
+        """Pass an event on. It reaches the coordinator, now or when it is back."""
+        self._tell(Event(kind, fields))
+
+    def mention(self, kind: str, fields: dict[str, Any]) -> None:
+        """Pass on what is soon out of date, if somebody listens."""
+        self._say(Event(kind, fields))
+
+    def fail(self, error: BaseException, step: int) -> None:
+        """Report the error this worker ends with."""
+        self._tell(describe_failure(error, step))
+        self._await_noted(2 * self._timeout_s)
+
+    def leave(self) -> None:
+        """Say goodbye: this worker is done. Returns when it has been heard."""
+        if self._dismissal:
+            return
+        self._tell(Goodbye())
+        reach("link.goodbye")
+        self._await_noted(max(LONGEST_ABSENCE_S, 4 * self._timeout_s))
+
+    def _say(self, message: Message) -> None:
+        """Send without waiting; whatever matters is said again."""
+        with contextlib.suppress(CommunicationError):
+            _reach_point_of(message)
+            self._channel.send(message, timeout_s=0.0)
+
+    def _tell(self, message: Event | Failure | Goodbye) -> None:
+        with self._telling:
+            self._num_told += 1
+            message = msgspec.structs.replace(message, number=self._num_told)
+            self._outbox.append(message)
+            self._say(message)
+
+    def _await_noted(self, timeout_s: float) -> None:
+        with self._telling:
+            self._telling.wait_for(lambda: not self._outbox, timeout_s)
+
+    def _keep_alive(self, heartbeat_s: float) -> None:
+        next_s, has_asked = 0.0, False
+        while not self._is_closing.is_set():
+            try:
+                if time.monotonic() >= next_s or self._wants_to_leave > has_asked:
+                    has_asked = self._wants_to_leave
+                    self._beat()
+                    next_s = time.monotonic() + heartbeat_s
+                received = self._channel.receive(min(heartbeat_s / 2, LONGEST_NAP_S))
+            except CommunicationError:
+                if self._is_closing.wait(min(heartbeat_s, RETRY_S)):
+                    return
+                continue  # the coordinator may come back; if the launcher died, so do we
+            if received is not None:
+                self._heard_s = time.monotonic()
+            if received is not None and isinstance(received.message, Directive):
+                self._handle_request(received.message, received.envelope.generation)
+            elif received is not None and isinstance(received.message, Noted):
+                self._take_note(received.message.number, received.envelope.reply_to)
+            elif received is not None and isinstance(received.message, Refused) and not self._dismissal:
+                self._come_back(received.message, received.envelope.reply_to)
+
+    def _come_back(self, refused: Refused, reply_to: int) -> None:
+        """This worker was given up while it could not speak: join again, or learn that another has its place."""
+        if refused.reason not in FENCED or reply_to != self._last_beat[0]:  # earlier messages are refused as well
+            return
+        with self._telling:  # what it had to say is of the past
+            self._outbox.clear()
+            self._num_told, self._last_beat, self._num_asked = 0, (0, 0), 1
+            self._channel.speaker = msgspec.structs.replace(self._channel.speaker, incarnation=time.time_ns())
+            if self._ready is not None:
+                self._ready = msgspec.structs.replace(self._ready, step=-1, has_dropped=False, number=1, told=0)
+            self.num_returns += 1
+            self._telling.notify_all()
+        self._disband(self._channel.generation, "this worker was given up")
+        reach("link.given_up")
+        try:
+            self._request(_hello(), LONGEST_ABSENCE_S)
+            log.warning("this worker was given up because it could not be heard; it has joined again")
+        except RefusedError as error:
+            self._dismissal = error.detail or str(error)
+            log.warning("this worker was given up because it could not be heard, and leaves: %s", self._dismissal)
+            self._ready = None
+            self._answers.put(Answer(Directive("leave"), 0))
+
+    def _beat(self) -> None:
+        """Show that this worker lives, and say again what was not answered."""
+        self._end_with_the_run(self._heard_s)
+        with self._telling:
+            num_told = self._num_told
+            sent = self._channel.send(Heartbeat(self.step), timeout_s=0.0)
+            self._last_beat = (sent.sequence, num_told)
+        if self._wants_to_leave:
+            self._say(Leaving())
+        if (ready := self._ready) is not None:
+            self._say(ready)
+
+    def _take_note(self, number: int, reply_to: int) -> None:
+        """Forget what has been noted; say again what was said before the last heartbeat and was not."""
+        with self._telling:
+            while self._outbox and self._outbox[0].number <= number:
+                self._outbox.popleft()
+            beat, num_told = self._last_beat
+            if reply_to == beat and number < num_told:
+                for message in self._outbox:
+                    self._say(message)
+            self._telling.notify_all()
+
+    def _handle_request(self, directive: Directive, generation: int) -> None:
+        if directive.action == "stop":
+            reach("link.stop")
+            self._is_stop_asked = True
+        elif directive.action == "pause":
+            reach("link.pause")
+            self._is_pause_asked = generation >= self._channel.generation  # not one of an earlier generation
+        elif directive.action == "disband":
+            reach("link.disband")
+            self._disband(directive.generation, directive.reason)
+        elif self._ready is not None and directive.answers == self._ready.number:
+            self._ready = None
+            self._is_pause_asked = False
+            self._channel.generation = max(self._channel.generation, directive.generation)
+            self._answers.put(Answer(directive, directive.generation))
+
+
+def _hello() -> Hello:
+    return Hello(role="worker", pid=os.getpid(), host=socket.gethostname(), host_id=host_id())
+
+
+def _reach_point_of(message: Message) -> None:
+    match message:
+        case Ready():
+            reach("link.send_ready")
+        case Leaving():
+            reach("link.send_leaving")
+        case Failure():
+            reach("link.send_failure")
+        case Goodbye():
+            reach("link.send_goodbye")
