@@ -27,7 +27,6 @@ from cordee.parameters.messages import Create, Done, Locate, Located, Meet, Plac
 from cordee.parameters.pending import CallQueue, Handle, JointHandle
 from cordee.parameters.placement import part_shape
 from cordee.parameters.process import run_role
-from cordee.parameters.rows import pull_rows, push_rows
 from cordee.parameters.transfer import Entry, Pulled
 
 Key: TypeAlias = str | int
@@ -234,12 +233,12 @@ class KVStore:
         """Push some rows of an array, by their numbers; a row that comes twice counts twice. Return the version."""
         entry = self._settled(key)
         with entry.lock:
-            return push_rows(self._calls, entry, rows, take(values), next(self._sequence))
+            return transfer.push_rows(self._calls, entry, rows, take(values), next(self._sequence))
 
     def pull_rows(self, key: Key, rows: Any) -> Pulled:
         """Return some rows of an array, by their numbers, with its version."""
         entry = self._settled(key)
-        return pull_rows(self._calls, entry, rows, self._origins.get(entry.key) or _default(entry.kind))
+        return transfer.pull_rows(self._calls, entry, rows, self._origins.get(entry.key) or _default(entry.kind))
 
     def set_updater(self, name: str, *, keys: Key | Keys | None = None, **settings: Json) -> None:
         """Choose what servers make of pushes: "add" (at first), "assign", any optimizer of torch by name with its

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 
@@ -25,7 +28,6 @@ from cordee.parameters.membership import Heartbeats, Link
 from cordee.parameters.messages import LIMITS, STORE, Adopt, Enlisted, Following, SecondLost
 from cordee.parameters.service import StoreService
 from cordee.parameters.shard import Shard
-from cordee.parameters.signals import EndSignals
 from cordee.parameters.updaters import load_functions
 
 _TICK_S = 0.2
@@ -316,3 +318,32 @@ def own_address(host: str, port: int) -> str:
             return own
     except OSError as error:
         raise StoreError(f"there is no way to {host}: {error.strerror or error}") from error
+
+
+class EndSignals:
+    """Ctrl-C and SIGTERM for a process that serves: it ends in order.
+
+    While entered in the main thread, a call tells whether one of the signals has come.
+    """
+
+    def __init__(self) -> None:
+        self._has_come = False
+        self._before: dict[int, Any] = {}
+
+    def __call__(self) -> bool:
+        return self._has_come
+
+    def __enter__(self) -> EndSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._has_come = True

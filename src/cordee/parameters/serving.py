@@ -11,8 +11,7 @@ from cordee.core.durations import parse_duration
 from cordee.core.errors import JobError
 from cordee.parameters.keys import KEY_VARIABLE, StoreKey, default_key_file, find_key, save_key
 from cordee.parameters.membership import Link
-from cordee.parameters.process import ServerSettings, own_address, serve_member, serve_root
-from cordee.parameters.signals import EndSignals
+from cordee.parameters.process import EndSignals, ServerSettings, own_address, serve_member, serve_root
 
 
 def serve(

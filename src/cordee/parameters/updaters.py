@@ -19,14 +19,13 @@ from cordee.compute.optimizers import builtin_optimizers, constant, make_optimiz
 from cordee.core.errors import JobError, StoreError, nearest
 from cordee.core.importing import import_until_stopped
 from cordee.core.references import Use, bind
+from cordee.parameters.placement import ELEMENTWISE
 
 if TYPE_CHECKING:
     from cordee.parameters.shard import Part
 
-# Torch's optimizers that treat every number by itself, and so do the same on a part as on the whole.
-ELEMENTWISE = frozenset({
-    "adadelta", "adagrad", "adam", "adamw", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd", "sparseadam",
-})  # fmt: skip
+# Names of torch's optimizers that do the same on a part as on the whole.
+_ON_PARTS = frozenset({"sparseadam", *map(str.lower, ELEMENTWISE)})
 
 UpdateFunction = Callable[..., None]
 
@@ -113,10 +112,10 @@ class OptimizerUpdater:
                 f"{str(part.values.dtype).removeprefix('torch.')}: give it one of its own first, "
                 f"set_updater('add', keys='{part.key}') or 'assign'"
             )
-        if part.is_cut and self._name not in ELEMENTWISE:
+        if part.is_cut and self._name not in _ON_PARTS:
             raise StoreError(
                 f"updater '{self._name}' may look at whole arrays, and key '{part.key}' is cut over several servers: "
-                f"use one server, or one of {', '.join(sorted(ELEMENTWISE))}"
+                f"use one server, or one of {', '.join(sorted(_ON_PARTS))}"
             )
 
     def apply(self, part: Part, start: int, pushed: Tensor) -> None:

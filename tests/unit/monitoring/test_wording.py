@@ -139,7 +139,9 @@ def test_the_header_says_what_on_what_and_where():
         "continues after step 400",
         "run directory: runs/x",
     ]
-    assert wording.header_lines({"name": "x", "total_steps": None, "epochs": None}) == ["x: single, 1 worker on cpu"]
+    assert wording.header_lines({"name": "x", "total_steps": None, "epochs": None}) == [
+        "x: no strategy, 1 worker on cpu"
+    ]
     served = {"name": "x", "strategy": "parameter_server", "workers": 2, "servers": 1}
     assert wording.header_lines(served) == ["x: parameter_server, 2 workers on cpu, 1 server"]
 

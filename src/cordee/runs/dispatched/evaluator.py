@@ -31,10 +31,10 @@ from cordee.core.shards import sum_shards
 from cordee.core.stopping import StopPolicy
 from cordee.monitoring import setup_logging
 from cordee.parameters.calls import ServerCalls
+from cordee.parameters.placement import make_layout
 from cordee.parameters.replication import decode_plain
 from cordee.runs.dispatched.link import DispatchLink
 from cordee.runs.dispatched.messages import AskOrder, Leave, Order, OrderDone, SnapshotTaken
-from cordee.strategies.parameter_server.layout import make_layout
 from cordee.strategies.parameter_server.messages import Extras, Snapped, Snapshot, SnapshotExtras
 from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters, join_pieces
 from cordee.strategies.parameter_server.strategy import can_split, settings_of

@@ -29,10 +29,10 @@ from cordee.core.fault_points import identify, reach
 from cordee.monitoring import setup_logging
 from cordee.parameters.compression import Tracker, make_codec
 from cordee.parameters.messages import Adopt, Load, Memory
+from cordee.parameters.placement import Layout, Piece, make_layout
 from cordee.parameters.replication import Answer, ReplicatedService, decode_plain, encode_plain
 from cordee.runs.dispatched.link import END_SIGNAL, DispatchLink
 from cordee.runs.dispatched.messages import HandOver, Leave, SecondLost
-from cordee.strategies.parameter_server.layout import Layout, Piece, make_layout
 from cordee.strategies.parameter_server.messages import (
     LIMITS,
     PARAMETERS,

@@ -30,11 +30,11 @@ from cordee.data.order import count_batches
 from cordee.data.source import check_same
 from cordee.monitoring import setup_logging
 from cordee.parameters.calls import ServerCalls
+from cordee.parameters.placement import Piece, make_layout
 from cordee.runs.dispatched.link import DispatchLink
 from cordee.runs.dispatched.messages import Leave, TakeWork, Work
 from cordee.runs.dispatched.plan import is_due
 from cordee.strategies.parameter_server.client import ParameterClient
-from cordee.strategies.parameter_server.layout import Piece, make_layout
 from cordee.strategies.parameter_server.messages import Push, Pushed
 from cordee.strategies.parameter_server.push_watch import PushWatch
 from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters

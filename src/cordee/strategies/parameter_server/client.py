@@ -17,8 +17,8 @@ from cordee.core.errors import CommunicationError
 from cordee.parameters.calls import ServerCalls
 from cordee.parameters.compression import Feedback, Follower, make_codec
 from cordee.parameters.messages import Memory
+from cordee.parameters.placement import Layout, Piece
 from cordee.parameters.shared_values import ValuesView
-from cordee.strategies.parameter_server.layout import Layout, Piece
 from cordee.strategies.parameter_server.messages import Extras, Pull, Pulled, PullExtras, Push, Pushed, PushExtras
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 

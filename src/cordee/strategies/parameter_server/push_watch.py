@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from cordee.core.errors import TrainingError
-from cordee.strategies.parameter_server.layout import Layout, Piece
+from cordee.parameters.placement import Layout, Piece
 
 
 class PushWatch:

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from cordee.compute import OptimizerRecipe
 from cordee.core.errors import CommunicationError
 from cordee.core.shards import Block, add_up
+from cordee.parameters.placement import Piece
 from cordee.parameters.push_log import PushLog
 from cordee.parameters.shared_values import make_shared
-from cordee.strategies.parameter_server.layout import Piece
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 
 MAX_AGE = 1000  # the histogram's last entry counts this age and above

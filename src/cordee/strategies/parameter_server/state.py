@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from cordee.checkpoint import State, load_optimizer_state, optimizer_state
+from cordee.parameters.placement import Layout, Piece, Slice
 from cordee.parameters.replication import decode_plain, encode_plain
-from cordee.strategies.parameter_server.layout import Layout, Piece, Slice
 from cordee.strategies.parameter_server.shard import PieceState
 
 

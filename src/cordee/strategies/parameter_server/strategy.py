@@ -10,7 +10,7 @@ from cordee.core import Batch, Job
 from cordee.core.errors import JobError
 from cordee.core.job import read_section
 from cordee.core.settings import Data
-from cordee.strategies.parameter_server.layout import ELEMENTWISE, make_layout
+from cordee.parameters.placement import ELEMENTWISE, make_layout
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 from cordee.strategies.parameter_server.shard import FixedSum
 from cordee.strategies.strategy import Requirements, require_samples

@@ -31,11 +31,11 @@ from cordee.data import Ledger
 from cordee.data.ledger import Exchanges
 from cordee.parameters import replication
 from cordee.parameters.messages import Adopt
+from cordee.parameters.placement import make_layout
 from cordee.parameters.server_slots import ServerSlot, ServerSlots
 from cordee.runs.dispatched import server as server_module
 from cordee.runs.dispatched.server import ParameterService
 from cordee.runs.dispatched.server_registry import ServerRegistry
-from cordee.strategies.parameter_server.layout import make_layout
 from cordee.strategies.parameter_server.messages import Pull, PullExtras, Push, Pushed, PushExtras
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 from cordee.strategies.parameter_server.shard import FixedSum, ParameterShard

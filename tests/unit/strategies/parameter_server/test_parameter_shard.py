@@ -13,7 +13,7 @@ from cordee.checkpoint import State, load_optimizer_state, optimizer_state
 from cordee.compute import make_optimizer_recipe, make_schedule
 from cordee.core.errors import CommunicationError
 from cordee.core.references import Use
-from cordee.strategies.parameter_server.layout import ELEMENTWISE, Layout, make_layout
+from cordee.parameters.placement import ELEMENTWISE, Layout, make_layout
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 from cordee.strategies.parameter_server.shard import FixedSum, ParameterShard, UnitPush
 from cordee.strategies.parameter_server.state import flatten_parameters, join_pieces, load_piece, piece_state

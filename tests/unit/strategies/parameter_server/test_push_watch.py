@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cordee.core.errors import TrainingError
-from cordee.strategies.parameter_server.layout import Piece, make_layout
+from cordee.parameters.placement import Piece, make_layout
 from cordee.strategies.parameter_server.push_watch import PushWatch
 from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from cordee.core.errors import JobError
 from cordee.models import BUILTIN_MODELS
-from cordee.strategies.parameter_server.layout import ALIGNMENT, GRANULE, cut, make_layout
+from cordee.parameters.placement import ALIGNMENT, GRANULE, cut, make_layout
 from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters
 
 SHAPES = {"gpt": ((16,), 50)}
