@@ -24,7 +24,8 @@ class PushLog:
         """No push below `floor` will count any more: it has, or its sender has gone past it."""
         if floor > self.below:
             self.below = floor
-            self.above = {piece for piece in self.above if piece[0] >= floor}
+            if self.above:
+                self.above = {piece for piece in self.above if piece[0] >= floor}
 
     def dump(self) -> tuple[int, list[tuple[int, int]]]:
         """Return plain values that `restored` makes a log of."""

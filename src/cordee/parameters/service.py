@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import msgspec
-
 from cordee.communication.calls import Call, UnavailableError
 from cordee.communication.messages import Message, Refused
 from cordee.core.errors import StoreError
@@ -69,8 +67,8 @@ class StoreService(ReplicatedService):
         self.directory, self.shard = directory, shard
         self.is_over = False
         self.lost: frozenset[str] = frozenset()  # workers that were given up: what they say is too late
-        self.may_serve: Callable[[], bool] = lambda: True
-        """Whether nobody can have taken this server's place yet."""
+        self.may_serve: Callable[[], bool] | None = None
+        """With replicas: whether nobody can have taken this server's place yet."""
         self.leader = ""  # name of the server that this one follows
         self._has_taken_over = False
         self._pulls: dict[int, list[_Waiting]] = {}  # part -> pulls that want a later version
@@ -105,12 +103,8 @@ class StoreService(ReplicatedService):
         self._handlers[Bye] = self._bye
 
     def carry_out(self, call: Call) -> Answer | None:
-        if not self.may_serve():
-            raise UnavailableError(f"{self.name} has not heard of the directory: another may have taken its place")
-        if self.leader and call.caller != self.leader:
-            self._has_taken_over = True
-        elif self._has_taken_over:  # it was given up, and what it passes on now may be older than what is here
-            raise UnavailableError(f"{self.name} does not follow any more: it serves")
+        if self.may_serve is not None:
+            self._check_place(call.caller, self.may_serve)
         if call.caller in self.lost and type(call.message) is not Bye:
             return Refused("failed", "this worker was given up: it was silent for longer than the failure timeout"), ()
         handler = self._handlers.get(type(call.message))
@@ -118,6 +112,15 @@ class StoreService(ReplicatedService):
             what = "the directory" if self.shard is None else "a server"
             return Refused("unexpected", f"{type(call.message).__name__} is nothing for {what} of a store"), ()
         return handler(call, call.message)
+
+    def _check_place(self, caller: str, may_serve: Callable[[], bool]) -> None:
+        """Raise UnavailableError if another may serve, or for the server that this one has taken the place of."""
+        if not may_serve():
+            raise UnavailableError(f"{self.name} has not heard of the directory: another may have taken its place")
+        if self.leader and caller != self.leader:
+            self._has_taken_over = True
+        elif self._has_taken_over:  # it was given up, and what it passes on now may be older than what is here
+            raise UnavailableError(f"{self.name} does not follow any more: it serves")
 
     def dump(self) -> Iterator[tuple[Message, Sequence[Any]]]:
         shard = self._shard()
@@ -148,29 +151,32 @@ class StoreService(ReplicatedService):
     # Of a shard.
 
     def _push(self, call: Call, push: Push) -> Answer:
-        return self._apply(call, push), ()
+        return Done(self._apply(call, push, *_sender(call, push)).version), ()
 
     def _exchange(self, call: Call, push: Exchange) -> Answer:
-        done = self._apply(call, Push(push.number, push.sequence, push.start))
-        shard = self._shard()
-        part = shard.part(push.number)
-        if shard.is_whole(part, call.caller, push.sequence):
+        part = self._apply(call, push, call.caller, call.incarnation)
+        if self._shard().is_whole(part, call.caller, push.sequence):
             count = call.buffers[0].spec.shape[0]
             return _value(part, push.start, push.start + count, push.memory)
-        return Value(done.version), ()
+        return Value(part.version), ()
 
-    def _apply(self, call: Call, push: Push) -> Done:
+    def _apply(self, call: Call, push: Push | Exchange, client: str, incarnation: int) -> Part:
         (pushed,) = call.buffers
-        client, incarnation = _sender(call, push)
+        shard, number = self._shard(), push.number
+        if self._second is None:
+            part = shard.push(number, client, incarnation, push.sequence, push.start, pushed.torch())
+        else:
 
-        def act() -> Done:
-            part = self._shard().push(push.number, client, incarnation, push.sequence, push.start, pushed.torch())
-            return Done(part.version)
+            def act() -> Done:
+                own = shard.push(number, client, incarnation, push.sequence, push.start, pushed.torch())
+                return Done(own.version)
 
-        done = self._both(call, push, act)
+            relayed = Push(number, push.sequence, push.start, client, incarnation)
+            self.mirrored(relayed, call.buffers, act)
+            part = shard.part(number)
         if self._pulls:
-            self._serve_waiting(push.number)
-        return done
+            self._serve_waiting(number)
+        return part
 
     def _push_rows(self, call: Call, push: PushRows) -> Answer:
         rows, values = call.buffers
@@ -181,19 +187,9 @@ class StoreService(ReplicatedService):
             part = shard.push_rows(push.number, client, incarnation, push.sequence, rows.torch(), values.torch())
             return Done(part.version)
 
-        done = self._both(call, push, act)
+        done = self.mirrored(PushRows(push.number, push.sequence, client, incarnation), call.buffers, act)
         self._serve_waiting(push.number)
         return done, ()
-
-    def _both(self, call: Call, message: Push | PushRows, act: Callable[[], Done]) -> Done:
-        """Do it, after the second has, if there is one."""
-        if self._second is None:
-            return act()
-        client, incarnation = _sender(call, message)
-        relayed = msgspec.structs.replace(message, client=client, incarnation=incarnation)
-        done = self.mirrored(relayed, call.buffers, act)
-        assert isinstance(done, Done)
-        return done
 
     def _pull_rows(self, call: Call, pull: PullRows) -> Answer:
         (rows,) = call.buffers

@@ -46,6 +46,7 @@ class Wire:
 
 def pair() -> tuple[StoreService, StoreService, Wire, list[str]]:
     first, second = StoreService(None, Shard()), StoreService(None, Shard())
+    first.may_serve = second.may_serve = lambda: True
     second.leader = "first"
     wire, lost = Wire(second, "there"), []
     first.connect = lambda address: wire  # type: ignore[assignment,return-value]
