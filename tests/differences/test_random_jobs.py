@@ -36,6 +36,19 @@ FOUND = {
         "loss_settings": {"ignore_index": 3},
         "strategy": {"name": "parameter_server", "workers": 2},
     },
+    # Servers reported a norm of 0 for a step in which nothing was counted.
+    "norm of nothing": {
+        "data": "tokens",
+        "size": 15,
+        "ignored": 0.6,
+        "ignored_label": 3,
+        "blocks": ["embedding"],
+        "loss_settings": {"ignore_index": 3},
+        "batch_size": 2,
+        "steps": 8,
+        "training": {"clip_norm": 100.0},
+        "strategy": {"name": "parameter_server", "workers": 2},
+    },
     # One worker did not count an epoch that stop.steps ended with its last batch; servers did.
     "epochs finished": {"stop": {"steps": 3}, "strategy": {"name": "parameter_server", "workers": 2}},
 }

@@ -114,7 +114,7 @@ class StepMetrics:
             loss=loss,
             accuracy=sums.num_correct / sums.num_items if sums.num_items and plan.counts_classes else None,
             lr=self._rate(plan.steps_before(step)),
-            gradient_norm=float(total_norm(sums.norms, plan.dtype)) if plan.clip_norm else None,
+            gradient_norm=float(total_norm(sums.norms, plan.dtype)) if plan.clip_norm and sums.count else None,
             samples=progress.samples,
             samples_per_second=(progress.samples - samples) / max(now_s - since_s, 1e-9),
         )
