@@ -135,9 +135,7 @@ def make_layout(model: nn.Module, num_servers: int, *, can_split: bool) -> Layou
         raise JobError("the model has no parameters to train")
     dtypes = {parameter.dtype for _, parameter in named}
     if len(dtypes) > 1:
-        raise JobError(
-            f"strategy 'parameter_server' needs parameters of one type, the model has {sorted(map(str, dtypes))}"
-        )
+        raise JobError(f"parameter servers need parameters of one type, the model has {sorted(map(str, dtypes))}")
     dtype = named[0][1].dtype
     wholes = [(name, tuple(parameter.shape)) for name, parameter in named]
     slices = cut(wholes, num_servers, can_split=can_split)
