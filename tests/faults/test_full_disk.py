@@ -18,6 +18,7 @@ import test_team_faults as team
 
 pytestmark = pytest.mark.timeout(400)
 DISK_BYTES = 24_000_000
+LONG = "training.epochs = 48"  # four times the usual: three processes are replaced, one after the other
 
 
 @pytest.fixture
@@ -85,6 +86,7 @@ def wait_until(condition: Callable[[], object], run: Any, timeout_s: float = 120
 
 def kill_and_await_replacement(run: Any, pid: int) -> None:
     """The events file is full, so that the processes themselves have to be looked at."""
+    assert run.process.poll() is None, run.process.communicate()
     launcher = psutil.Process(run.process.pid)
     before = {child.pid for child in launcher.children()}
     os.kill(pid, signal.SIGKILL)
@@ -107,7 +109,7 @@ def test_a_team_trains_on_a_full_disk(small_disk: Path, undisturbed_team: str) -
 
 
 def test_a_served_run_trains_on_a_full_disk(small_disk: Path, undisturbed_served: str) -> None:
-    run = served.Launched(small_disk, "strategy.replicas = 2", "training.epochs = 24")
+    run = served.Launched(small_disk, "strategy.replicas = 2", LONG)
     run.wait_for_step(20)
     pids = {role: run.pids(role)[-1] for role in ("worker", "server", "evaluator")}
     filler = fill(small_disk)
@@ -133,7 +135,7 @@ def test_a_team_trains_to_its_end_on_a_disk_that_becomes_read_only(failing_disk:
 
 
 def test_a_served_run_trains_to_its_end_on_a_disk_that_becomes_read_only(failing_disk: Path) -> None:
-    run = served.Launched(failing_disk, "strategy.replicas = 2")
+    run = served.Launched(failing_disk, "strategy.replicas = 2", LONG)
     run.wait_for_step(20)
     pids = {role: run.pids(role)[-1] for role in ("worker", "evaluator")}
     make_read_only(failing_disk)
@@ -142,7 +144,7 @@ def test_a_served_run_trains_to_its_end_on_a_disk_that_becomes_read_only(failing
         kill_and_await_replacement(run, pid)
     stdout, stderr = run.process.communicate(timeout=200)
     assert run.process.returncode == 1
-    assert f"step {served.NUM_STEPS} was reached" in stderr and "ead-only file system" in stderr, stderr
+    assert f"step {4 * served.NUM_STEPS} was reached" in stderr and "ead-only file system" in stderr, stderr
     assert "Traceback" not in stdout + stderr
 
 
@@ -155,4 +157,4 @@ def undisturbed_team(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed_served(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(served.Launched(tmp_path_factory.mktemp("served"), "training.epochs = 24").finish()["weights_sha256"])
+    return str(served.Launched(tmp_path_factory.mktemp("served"), LONG).finish()["weights_sha256"])
