@@ -111,14 +111,14 @@ DROPPED = {"model.blocks": ["dropout", "linear"]}
 IMAGES = {"data.use": "differences.parts:images"}
 FREE = {"strategy.staleness": 1}
 TOPK = {"strategy.compression": "topk", "strategy.topk": 0.5}
-ONLINE = Elsewhere("unit/test_online.py")
+ONLINE = Elsewhere("unit/training/test_online.py")
 FAULTS = Elsewhere("faults/test_team_faults.py")
 AUTOSCALE = Elsewhere("distributed/test_autoscale.py")
 
 EFFECTS: dict[str, Changes | Elsewhere] = {
     "name": Changes("other", started("name")),
     "seed": Changes(5, weights),
-    "python_path": Elsewhere("unit/core/test_components.py"),
+    "python_path": Elsewhere("unit/core/test_references.py"),
     "data.normalize": Changes(False, weights, base={"data.use": "iris"}),
     "data.augment": Changes(["flip"], weights, base=IMAGES),
     "data.train_limit": Changes(16, started("train_samples")),
