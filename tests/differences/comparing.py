@@ -299,8 +299,9 @@ def refusal(choices: Choices, outcome: Outcome) -> str | None:
 
 
 def is_clear(outcome: Outcome) -> bool:
-    """Whether a run that did not end well said so in one message, without a traceback."""
-    return outcome.code in (1, 2) and outcome.message.startswith("cordee: ") and "Traceback" not in outcome.message
+    """Whether a run that did not end well said so in one message without a traceback; torch may have warned before."""
+    said = [line for line in outcome.message.splitlines() if line.startswith("cordee: ")]
+    return outcome.code in (1, 2) and len(said) == 1 and "Traceback" not in outcome.message
 
 
 def judge(choices: Choices, alone: Outcome, together: Outcome) -> tuple[str, list[str]]:
