@@ -246,6 +246,9 @@ class RandomFaults:
             if process.returncode != 0:
                 return f"cannot be resumed: {stderr[-1000:]}", False, ended
         summary, run_dir = read_summary(folder / "run"), folder / "run"
+        unsound = {finding.subject: finding.detail for finding in audit_run(run_dir) if finding.state == "problem"}
+        if summary["updates_lost"] and unsound.keys() == {"updates"}:  # both processes of a server were hit at once
+            return "", False, f"{summary['updates_lost']} updates lost, which the summary and the audit say"
         if summary["weights_sha256"] != expected[0]:
             return "other weights", True, ended
         num_steps = STEPS[plan.model]
@@ -253,7 +256,6 @@ class RandomFaults:
             return f"{summary['steps']} steps, {summary['samples']} samples", True, ended
         if (files := last_files(run_dir)) != expected[1]:
             return f"other contents of the last checkpoint: {files} instead of {expected[1]}", True, ended
-        unsound = [finding.detail for finding in audit_run(run_dir) if finding.state == "problem"]
         return (f"the audit says: {unsound}" if unsound else ""), False, ended
 
 
