@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import logging
 import os
 import sys
@@ -62,7 +63,7 @@ class MemberSpec(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.run_dir) / "logs" / f"{self.name}.log"
 
 
-class MemberLink:
+class MemberLink(abc.ABC):
     """One connection. A thread shows that this process lives, from `_show_life` to `close`.
 
     A process that the launcher did not start looks at it, and ends when it does. One on another host cannot: it ends
@@ -83,9 +84,9 @@ class MemberLink:
         )
         self._thread.start()
 
+    @abc.abstractmethod
     def _keep_alive(self, heartbeat_s: float) -> None:
         """Send a heartbeat every `heartbeat_s`, until `_is_closing` is set."""
-        raise NotImplementedError
 
     @property
     def _is_launcher_gone(self) -> bool:

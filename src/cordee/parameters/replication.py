@@ -6,6 +6,7 @@ cannot reach its second has that written down by whoever decides who takes over,
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from cordee.core.fault_points import reach
 Answer = tuple[Message, Sequence[Any]]
 
 
-class ReplicatedService:
+class ReplicatedService(abc.ABC):
     """Answers calls with what `carry_out` does. Called by one thread at a time."""
 
     def __init__(self) -> None:
@@ -33,13 +34,13 @@ class ReplicatedService:
         self.report_lost: Callable[[str, str], None] = lambda address, message: None
         self.name = "server"
 
+    @abc.abstractmethod
     def carry_out(self, call: Call) -> Answer | None:
         """Do what a call asks for; return the answer, or None where it is answered later."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def dump(self) -> Iterable[tuple[Message, Sequence[Any]]]:
         """Return the calls that give another server everything, whatever it had before."""
-        raise NotImplementedError
 
     def handle(self, call: Call) -> None:
         if self._has_retired:
