@@ -311,6 +311,8 @@ def judge(choices: Choices, alone: Outcome, together: Outcome) -> tuple[str, lis
     if alone.code != 0:
         if not is_clear(alone):
             return "different", [f"alone: exit code {alone.code}: {alone.message.strip()}"]
+        if together.code == 0 and expect(choices).tolerance is None:
+            return "no reference", [alone.message.strip()]  # micro-batches of other samples, say
         if together.code == 0:
             return "different", [f"one worker refuses it, this strategy does not: {alone.message.strip()}"]
         if not is_clear(together):

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from crew import Crew
+from crew import CaseError, Crew
 from driving import Outcome, StopAt, job, largest_difference, train_alone, train_together
+
+from cordee.core.errors import TrainingError
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -55,6 +57,17 @@ def test_both_reducers_agree_on_it(two: Crew, tmp_path: Path) -> None:
 
 
 # Batch norms ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "sharded"])
+def test_a_batch_norm_over_all_workers_refuses_a_single_sample(two: Crew, name: str, tmp_path: Path) -> None:
+    """The last batch of the epoch has one sample, which one worker alone refuses to train on."""
+    table = job(model={"use": "networks:flat_with_norm"}, data={"size": 17}, training={"batch_size": 16, "steps": 2})
+    expected = r"step 2 raised ValueError: Expected more than 1 value per channel"
+    with pytest.raises(TrainingError, match=expected):
+        train_alone(table, tmp_path / "alone")
+    with pytest.raises(CaseError, match=expected):
+        train_together(two, {**table, "strategy": {"name": name, "batch_norm": "sync"}}, tmp_path / "together")
 
 
 @pytest.mark.parametrize("reducer", ["flat", "ddp"])

@@ -80,6 +80,8 @@ class _Normalise(torch.autograd.Function):
         sums = torch.cat([inputs.sum(dims, dtype=dtype), inputs.new_tensor([count], dtype=dtype)]) * presence
         dist.all_reduce(sums)
         total_count = sums[-1]
+        if total_count == 1:  # as torch's own refuses it; all members see the same count
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {inputs.shape}")
         divisor = total_count.clamp(min=1.0)  # nobody may have a sample of a late part of a small batch
         rough_mean = sums[:-1] / divisor
         shape = [1, channels] + [1] * (inputs.ndim - 2)
