@@ -15,7 +15,6 @@ import atheris
 import numpy as np
 
 with atheris.instrument_imports(include=["cordee.communication"]):
-    from cordee.communication.buffers import ITEM_BYTES, outgoing
     from cordee.communication.messages import (
         COORDINATION,
         Directive,
@@ -27,7 +26,7 @@ with atheris.instrument_imports(include=["cordee.communication"]):
         Message,
         Welcome,
     )
-    from cordee.communication.wire import PROTOCOL_VERSION, Codec, Envelope, Limits, WireError
+    from cordee.communication.wire import ITEM_BYTES, PROTOCOL_VERSION, Codec, Envelope, Limits, WireError, outgoing
 
 LIMITS = Limits(max_header_bytes=2048, max_buffers=3, max_buffer_bytes=1024)
 CODEC = Codec(COORDINATION, LIMITS)

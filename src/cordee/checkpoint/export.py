@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from cordee.checkpoint.layout import lay_out, write_layout
 from cordee.checkpoint.reading import load
 from cordee.checkpoint.state import State, load_model_state
-from cordee.checkpoint.tensor_file import lay_out, write_layout
 from cordee.checkpoint.writing import fsync_directory, reason_of
 from cordee.core.errors import CheckpointError, JobError, MissingExtraError, ModelError, StorageError, nearest
 

@@ -16,14 +16,15 @@ from cordee.checkpoint.layout import (
     MAX_VALUES_BYTES,
     VALUES,
     Manifest,
+    Written,
     decode_manifest,
     decode_values,
     is_previous,
+    parse,
     part_of,
     step_of,
 )
 from cordee.checkpoint.state import State
-from cordee.checkpoint.tensor_file import Written, parse
 from cordee.core.errors import CheckpointError
 
 

@@ -18,10 +18,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cordee.checkpoint.layout import MANIFEST, VALUES, encode_manifest, encode_values, file_of, split_by_part, step_of
+from cordee.checkpoint.layout import (
+    MANIFEST,
+    VALUES,
+    encode_manifest,
+    encode_values,
+    file_of,
+    lay_out,
+    memory_of,
+    split_by_part,
+    step_of,
+    write_file,
+    write_layout,
+)
 from cordee.checkpoint.reading import damage_of, list_checkpoints, looks_whole, refuse_link
 from cordee.checkpoint.state import State, require_plain
-from cordee.checkpoint.tensor_file import lay_out, memory_of, write_file, write_layout
 from cordee.core.errors import CheckpointError, StorageError
 from cordee.core.fault_points import reach
 

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from cordee.communication.buffers import Buffer
 from cordee.communication.endpoint import Endpoint, Sent, Speaker, Verdict
 from cordee.communication.keys import ClientKeys, ServerKeys
 from cordee.communication.messages import Message, Refused
@@ -37,7 +36,7 @@ from cordee.communication.sockets import (
     descriptor,
     is_ipv6,
 )
-from cordee.communication.wire import Codec, Envelope, WireError
+from cordee.communication.wire import Buffer, Codec, Envelope, WireError
 from cordee.core.errors import CommunicationError
 
 _log = logging.getLogger(__name__)

@@ -20,10 +20,9 @@ from typing import Any, Self
 import msgspec
 import zmq
 
-from cordee.communication.buffers import Buffer, outgoing
 from cordee.communication.messages import Count, Message, Name
 from cordee.communication.sockets import can_receive, check_address, descriptor, is_ipv6
-from cordee.communication.wire import PROTOCOL_VERSION, Codec, Envelope, WireError
+from cordee.communication.wire import PROTOCOL_VERSION, Buffer, Codec, Envelope, WireError, outgoing
 from cordee.core.errors import CommunicationError
 
 _CURVE_OVERHEAD_BYTES = 64  # nonce, authenticator and flags of an encrypted frame take 33

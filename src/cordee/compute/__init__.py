@@ -1,8 +1,17 @@
 """The compute layer: devices, precision, forward and backward passes, metrics, evaluation."""
 
-from cordee.compute.computation import NO_VOTES, Computation, Loss, Votes, clip_gradients, find_unsound, split_batch
+from cordee.compute.computation import (
+    NO_VOTES,
+    Computation,
+    Loss,
+    Metrics,
+    Votes,
+    clip_gradients,
+    evaluate,
+    find_unsound,
+    split_batch,
+)
 from cordee.compute.devices import choose_device, share_threads, usable_cores
-from cordee.compute.evaluation import Metrics, evaluate
 from cordee.compute.losses import LossFunction, make_loss
 from cordee.compute.optimizers import LR_SCALES, OptimizerRecipe, Schedule, make_optimizer_recipe, make_schedule
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cordee.core.errors import JobError, nearest
-from cordee.data.randomness import hash_positions
+from cordee.data.order import hash_positions
 
 _PADDING = 4  # pixels, as in the ResNet paper (He et al. 2015)
 _KNOWN = ("crop", "flip")

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from cordee.core.errors import DataError
-from cordee.data.arrays import check_classes
 from cordee.data.files import Download, FileSet, locate
-from cordee.data.source import ArraySource, Scale, Splits
+from cordee.data.source import ArraySource, Scale, Splits, check_classes
 
 IMAGES_PER_FILE = 10_000
 _NUM_CLASSES = 10

@@ -14,8 +14,8 @@ from torch.utils.data import default_collate
 
 from cordee.core.batch import Batch
 from cordee.core.errors import CordeeError, DataError
-from cordee.data.arrays import check_classes, ready_inputs, ready_targets
-from cordee.data.randomness import hash_positions, preserved_generators, seed_generators
+from cordee.data.order import hash_positions, preserved_generators, seed_generators
+from cordee.data.source import check_classes, ready_inputs, ready_targets
 
 
 class DatasetSource:

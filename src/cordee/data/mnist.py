@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from cordee.core.errors import DataError
-from cordee.data.arrays import check_classes
 from cordee.data.files import Download, FileSet, PassedOver, locate
-from cordee.data.source import ArraySource, Scale, Splits
+from cordee.data.source import ArraySource, Scale, Splits, check_classes
 
 _FILE_NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 _NEEDED = f"{', '.join(_FILE_NAMES)} (each plain or with .gz)"

@@ -23,11 +23,10 @@ from torch import Tensor
 from cordee.core.batch import Batch
 from cordee.core.errors import DataError
 from cordee.core.shards import Shards
-from cordee.data.arrays import check_classes, ready_inputs, source_of_arrays
 from cordee.data.augment import Augmentation
 from cordee.data.datasets import checked_pair, reading_error, stacked
 from cordee.data.order import part_of
-from cordee.data.source import Splits
+from cordee.data.source import Splits, check_classes, ready_inputs, source_of_arrays
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from cordee.core.errors import DataError
 from cordee.core.seeds import derive_seed
 from cordee.core.shards import Shards
 from cordee.data.datasets import DatasetSource, IterableSource, stacked
-from cordee.data.order import part_of
-from cordee.data.randomness import preserved_generators, seed_generators
+from cordee.data.order import part_of, preserved_generators, seed_generators
 
 
 class ReadJob(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 from cordee.core.batch import Batch
 from cordee.core.errors import JobError
 from cordee.core.seeds import derive_seed
-from cordee.data.randomness import hash_positions
+from cordee.data.order import hash_positions
 from cordee.data.source import Source, Splits
 
 _BANK_VALUES = 1 << 20  # noise patterns are picked from a bank of about 4 MB

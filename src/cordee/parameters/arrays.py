@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cordee.communication.buffers import ARRAY_KINDS, WireError, outgoing
+from cordee.communication.wire import ARRAY_KINDS, WireError, outgoing
 from cordee.core.errors import StoreError
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from cordee.communication.buffers import Buffer, WireError
 from cordee.communication.calls import UNAVAILABLE, Connection, Connections, Pending, ServerDiedError, ServerFrozenError
 from cordee.communication.channel import RefusedError
 from cordee.communication.messages import Message
+from cordee.communication.wire import Buffer, WireError
 from cordee.core.errors import CommunicationError, StoreError
 from cordee.core.fault_points import reach
 from cordee.parameters.messages import Bye, Cut

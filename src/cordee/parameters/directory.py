@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cordee.communication.buffers import ITEM_BYTES
+from cordee.communication.wire import ITEM_BYTES
 from cordee.core.errors import StoreError, nearest
 from cordee.parameters.messages import Cut, Role
 from cordee.parameters.placement import place

@@ -7,9 +7,8 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from cordee.communication.buffers import MAX_DIMENSIONS, Kind
 from cordee.communication.messages import Count, Json, Message, Name, Text
-from cordee.communication.wire import Limits
+from cordee.communication.wire import MAX_DIMENSIONS, Kind, Limits
 
 Shape: TypeAlias = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**48)], ...], Meta(max_length=MAX_DIMENSIONS)]
 Role: TypeAlias = Literal["worker", "server"]

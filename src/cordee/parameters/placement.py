@@ -20,7 +20,7 @@ from math import prod
 import torch
 from torch import nn
 
-from cordee.communication.buffers import ITEM_BYTES
+from cordee.communication.wire import ITEM_BYTES
 from cordee.core.errors import JobError
 from cordee.parameters.messages import Cut
 

@@ -14,10 +14,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from cordee.communication.buffers import Buffer
 from cordee.communication.calls import Call, Connection, UnavailableError
 from cordee.communication.channel import RefusedError
 from cordee.communication.messages import Message, Refused
+from cordee.communication.wire import Buffer
 from cordee.core.errors import CommunicationError, CordeeError
 from cordee.core.fault_points import reach
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from cordee.checkpoint import State
-from cordee.communication.buffers import Parcel, outgoing
 from cordee.communication.messages import Json
+from cordee.communication.wire import Parcel, outgoing
 from cordee.core.errors import CommunicationError, StoreError
 from cordee.parameters.push_log import PushLog
 from cordee.parameters.replication import decode_plain, encode_plain

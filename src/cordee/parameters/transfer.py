@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from cordee.communication.buffers import ITEM_BYTES, Buffer, BufferSpec, Parcel, padded
 from cordee.communication.messages import Message
+from cordee.communication.wire import ITEM_BYTES, Buffer, BufferSpec, Parcel, padded
 from cordee.core.errors import CommunicationError, StoreError
 from cordee.parameters.arrays import Origin, Taken, make_target, take
 from cordee.parameters.calls import PIECE_BYTES, StoreCalls, Task

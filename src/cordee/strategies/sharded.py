@@ -22,7 +22,6 @@ from cordee.core.errors import JobError, ModelError
 from cordee.core.mesh import Mesh
 from cordee.core.settings import Section
 from cordee.models.slicing import choose_slicing
-from cordee.strategies.axes import form_axes
 from cordee.strategies.batch_norm import SyncedBatchNorm, synchronise_batch_norms
 from cordee.strategies.data_parallel import EmptyShardPass
 from cordee.strategies.shared_buffers import SharedBuffers, buffers_of
@@ -32,6 +31,7 @@ from cordee.strategies.split import (
     WholeModel,
     copy_buffers,
     cut_weights,
+    form_axes,
     gather_weights,
     require_elementwise,
 )

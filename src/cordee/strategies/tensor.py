@@ -23,14 +23,15 @@ from cordee.core.mesh import Mesh
 from cordee.core.seeds import derive_seed
 from cordee.core.settings import Section
 from cordee.models.slicing import CannotSliceError, Style, choose_slicing
-from cordee.strategies.axes import Axes, form_axes
 from cordee.strategies.shared_buffers import SharedBuffers
 from cordee.strategies.slices import Holdings, hold
 from cordee.strategies.split import (
+    Axes,
     SplitModel,
     WholeModel,
     copy_buffers,
     cut_weights,
+    form_axes,
     gather_weights,
     require_elementwise,
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cordee import checkpoint
 from cordee.checkpoint import State
-from cordee.checkpoint.tensor_file import memory_of
+from cordee.checkpoint.layout import memory_of
 from cordee.cluster import Team
 from cordee.communication.exchange import find_lost_peer
 from cordee.compute.devices import MemoryWatch

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cordee.checkpoint import State, layout, load, load_newest, reading, save
-from cordee.checkpoint.layout import decode_manifest, decode_values, encode_manifest
-from cordee.checkpoint.tensor_file import Written, parse
+from cordee.checkpoint.layout import Written, decode_manifest, decode_values, encode_manifest, parse
 from cordee.core.errors import CheckpointError, StorageError
 
 STATE = State({"model.weight": torch.arange(6.0), "optimizer.m": torch.ones(3)}, {"step": 4})

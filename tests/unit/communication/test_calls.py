@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from cordee.communication.buffers import WireError, outgoing
 from cordee.communication.calls import Call, CallServer, Connection
 from cordee.communication.calls.shm_channel import DATA_AT, REQUEST_LENGTH, ShmChannel
 from cordee.communication.channel import RefusedError
@@ -18,7 +17,7 @@ from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys
 from cordee.communication.messages import Message
 from cordee.communication.shared_memory.segment import create_segment
-from cordee.communication.wire import Limits
+from cordee.communication.wire import Limits, WireError, outgoing
 from cordee.core.errors import CommunicationError
 
 WAITING = 99  # for a call that takes as long as a test wants

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordee.communication.buffers import outgoing
 from cordee.communication.messages import COORDINATION, Directive, Event, Goodbye, Hello, Member, Message, Refused
-from cordee.communication.wire import PROTOCOL_VERSION, Codec, Envelope, Limits, WireError
+from cordee.communication.wire import PROTOCOL_VERSION, Codec, Envelope, Limits, WireError, outgoing
 from cordee.core.errors import CommunicationError
 
 LIMITS = Limits(max_header_bytes=4096, max_buffers=3, max_buffer_bytes=1024)

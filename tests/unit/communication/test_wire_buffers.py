@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from cordee.communication.buffers import ITEM_BYTES, Buffer, BufferSpec, WireError, incoming, outgoing
+from cordee.communication.wire import ITEM_BYTES, Buffer, BufferSpec, WireError, incoming, outgoing
 from cordee.core.errors import CommunicationError
 
 

@@ -136,7 +136,7 @@ def test_classes_are_counted_declared_or_asked_for(monkeypatch):
     named.classes, listed.targets = ["cat", "dog", "cow", "hen"], [0, 1, 6]
     assert (loaded(named).num_classes, loaded(listed).num_classes) == (4, 7)
     assert loaded(Giving((torch.zeros(2), 0.5))).num_classes is None
-    monkeypatch.setattr("cordee.data.user_data.LARGEST_COUNTED", 5)
+    monkeypatch.setattr("cordee.data.load.LARGEST_COUNTED", 5)
     with pytest.raises(DataError, match="give the Numbered an attribute num_classes"):
         loaded(Numbered(6))
 

@@ -5,7 +5,7 @@ import torch
 
 from cordee.core.settings import Data
 from cordee.data import load_data
-from cordee.data.embedded import is_test_sample
+from cordee.data.load import is_test_sample
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from cordee.core.shards import Shards, shard_part
 from cordee.data import order
-from cordee.data.order import EpochOrder, batch_part, count_batches, positions_of
-from cordee.data.randomness import hash_positions, permute_positions
+from cordee.data.order import EpochOrder, batch_part, count_batches, hash_positions, permute_positions, positions_of
 
 
 @given(st.integers(0, 300), st.integers(1, 40), st.integers(1, 9))

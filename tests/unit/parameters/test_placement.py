@@ -8,7 +8,7 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cordee.communication.buffers import ITEM_BYTES
+from cordee.communication.wire import ITEM_BYTES
 from cordee.parameters.placement import SPLIT_BYTES, is_cut_at_rows, part_shape, place
 
 

@@ -15,9 +15,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from cordee.communication.buffers import Buffer, outgoing
-from cordee.communication.calls.messages import CONNECTION, Greeting, HostInfo, OpenShmChannel, Ping, ShmChannelOpened
-from cordee.communication.calls.shm_channel import DATA_AT, LIFE, REPLY_STAMP, RequestBoard, ShmChannel, sleep_for_reply
+from cordee.communication.calls.shm_channel import (
+    CONNECTION,
+    DATA_AT,
+    LIFE,
+    REPLY_STAMP,
+    Greeting,
+    HostInfo,
+    OpenShmChannel,
+    Ping,
+    RequestBoard,
+    ShmChannel,
+    ShmChannelOpened,
+    sleep_for_reply,
+)
 from cordee.communication.channel import Asked, ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
@@ -27,7 +38,7 @@ from cordee.communication.shared_memory.hosts import own_host_id
 from cordee.communication.shared_memory.liveness import Silence, read_stat
 from cordee.communication.shared_memory.registration import BackendSettings
 from cordee.communication.shared_memory.segment import Address, create_segment
-from cordee.communication.wire import Codec, Limits
+from cordee.communication.wire import Buffer, Codec, Limits, outgoing
 from cordee.core.errors import CommunicationError
 
 log = logging.getLogger(__name__)

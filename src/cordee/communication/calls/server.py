@@ -15,24 +15,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cordee.communication.buffers import Buffer, WireError, outgoing
-from cordee.communication.calls.messages import (
+from cordee.communication.calls.shm_channel import (
     CONNECTION,
+    FIRST_SLOT,
+    LIFE,
+    MAX_CHANNELS,
+    REPLY_STAMP,
     UNAVAILABLE,
     Greeting,
     HostInfo,
     OpenShmChannel,
     Ping,
     Pong,
-    ShmChannelOpened,
-)
-from cordee.communication.calls.shm_channel import (
-    FIRST_SLOT,
-    LIFE,
-    MAX_CHANNELS,
-    REPLY_STAMP,
     RequestBoard,
     ShmChannel,
+    ShmChannelOpened,
     wake_client,
 )
 from cordee.communication.channel import Received, ServerChannel
@@ -44,7 +41,7 @@ from cordee.communication.shared_memory.hosts import own_host_id
 from cordee.communication.shared_memory.liveness import HEARTBEAT, read_stat
 from cordee.communication.shared_memory.registration import BackendSettings
 from cordee.communication.shared_memory.segment import Address, attach_segment
-from cordee.communication.wire import Codec, Limits
+from cordee.communication.wire import Buffer, Codec, Limits, WireError, outgoing
 from cordee.core.errors import CommunicationError, CordeeError
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""A channel of shared memory between one client and one server, for one call at a time.
+"""What both ends of calls use: the messages of a connection, and a channel of shared memory for one call at a time.
 
 The client writes a request and moves its stamp on the server's *request board*, a small segment in which every channel
 has a word; the server writes the reply to the same memory and moves the reply stamp of the channel. Whoever sleeps is
@@ -19,9 +19,61 @@ import msgspec
 import numpy as np
 import torch
 
-from cordee.communication.buffers import Buffer, BufferSpec, Parcel, WireError, incoming, padded
+from cordee.communication.messages import Count, Message, Name
 from cordee.communication.shared_memory.futex import futex_wait, futex_wake
 from cordee.communication.shared_memory.segment import Address, Segment, attach_segment, create_segment
+from cordee.communication.wire import Buffer, BufferSpec, Parcel, WireError, incoming, padded
+
+# What the two ends of a connection say to each other before and beside the calls of a service.
+
+
+class _ConnectionMessage(Message, frozen=True):
+    is_generational = False
+
+
+class Greeting(_ConnectionMessage, frozen=True):
+    """A client wants to make calls. Answered by `HostInfo`."""
+
+
+class HostInfo(_ConnectionMessage, frozen=True):
+    """Where the server is: clients with the same host id may share memory with it."""
+
+    host_id: Name
+    board_pid: Count
+    board_fd: Count
+    board_bytes: Count
+    started: Count  # of the process, as /proc has it
+
+
+class OpenShmChannel(_ConnectionMessage, frozen=True):
+    """The client has made a segment for calls. Answered by `ShmChannelOpened`."""
+
+    pid: Count
+    fd: Count
+    num_bytes: Count
+
+
+class ShmChannelOpened(_ConnectionMessage, frozen=True):
+    """The server listens to the segment, at this place of its request board."""
+
+    slot: Count
+
+
+class Ping(_ConnectionMessage, frozen=True):
+    """Does the server live? Answered by `Pong`."""
+
+
+class Pong(_ConnectionMessage, frozen=True):
+    """It does."""
+
+
+UNAVAILABLE = "unavailable"  # why a request is refused that is to be made again, wherever the service then is
+
+CONNECTION: tuple[type[Message], ...] = (Greeting, HostInfo, OpenShmChannel, ShmChannelOpened, Ping, Pong)
+
+
+# What the two ends of a connection say to each other before and beside the calls of a service.
+
 
 HEADER_BYTES = 256 << 10
 _PAGE = 4096

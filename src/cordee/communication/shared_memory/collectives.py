@@ -13,9 +13,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from cordee.communication.shared_memory.layout import ReduceMethod, choose_reduce_method, cut, share_of
 from cordee.communication.shared_memory.rounds import DTYPE_CODES, Operation, Rounds, Steps, sign
-from cordee.communication.shared_memory.segment import Slots
+from cordee.communication.shared_memory.segment import ReduceMethod, Slots, choose_reduce_method, cut, share_of
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import ctypes
 import time
 from collections.abc import Callable
 
-from cordee.communication.shared_memory.layout import Layout
-from cordee.communication.shared_memory.segment import Segment
+from cordee.communication.shared_memory.segment import Layout, Segment
 
 SLEEP_S = 0.004  # bounds what a missed wake-up costs, and how soon a dead peer is noticed
 

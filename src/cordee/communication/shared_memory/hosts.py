@@ -15,11 +15,19 @@ from dataclasses import asdict, dataclass
 from torch.distributed.distributed_c10d import Store
 
 from cordee.communication.shared_memory.collectives import Host
-from cordee.communication.shared_memory.layout import STATE, Layout, choose_slot_bytes
 from cordee.communication.shared_memory.liveness import FAILED, HEARTBEAT, Identity, PeerWatch
 from cordee.communication.shared_memory.registration import BackendSettings
 from cordee.communication.shared_memory.rounds import Rounds
-from cordee.communication.shared_memory.segment import Address, Segment, Slots, attach_segment, create_segment
+from cordee.communication.shared_memory.segment import (
+    STATE,
+    Address,
+    Layout,
+    Segment,
+    Slots,
+    attach_segment,
+    choose_slot_bytes,
+    create_segment,
+)
 from cordee.communication.this_host import host_id
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import reach

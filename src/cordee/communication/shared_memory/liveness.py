@@ -18,7 +18,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cordee.communication.shared_memory.layout import CULPRIT, LIFE, STATE, Layout
+from cordee.communication.shared_memory.segment import CULPRIT, LIFE, STATE, Layout
 from cordee.core.errors import CommunicationError
 
 ACTIVE, LEFT, FAILED = 1, 2, 3

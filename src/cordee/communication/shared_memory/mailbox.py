@@ -18,9 +18,8 @@ from torch import Tensor
 
 from cordee.communication.shared_memory.execution import CordeeWork
 from cordee.communication.shared_memory.futex import Futex, yield_core
-from cordee.communication.shared_memory.layout import CHANNEL_FUTEX, LINE_WORDS, PIECES_PER_CHANNEL, Layout
 from cordee.communication.shared_memory.liveness import PeerWatch
-from cordee.communication.shared_memory.segment import Segment
+from cordee.communication.shared_memory.segment import CHANNEL_FUTEX, LINE_WORDS, PIECES_PER_CHANNEL, Layout, Segment
 from cordee.core.errors import CommunicationError
 
 _YIELD_S = 0.0005

@@ -23,9 +23,8 @@ from enum import IntEnum
 import torch
 
 from cordee.communication.shared_memory.futex import Futex, yield_core
-from cordee.communication.shared_memory.layout import FUTEX, SIGNATURE, Layout
 from cordee.communication.shared_memory.liveness import PeerWatch, Verdict
-from cordee.communication.shared_memory.segment import Segment
+from cordee.communication.shared_memory.segment import FUTEX, SIGNATURE, Layout, Segment
 
 # What a collective waits for: control words of members, and the stamp they must reach.
 Need = tuple[tuple[int, ...], int]

@@ -21,8 +21,8 @@ from cordee.checkpoint import State, model_state
 from cordee.checkpoint.layout import decode_values, encode_values
 from cordee.cluster import Team
 from cordee.cluster.member_link import MemberSpec
-from cordee.communication.buffers import Buffer
 from cordee.communication.messages import Message
+from cordee.communication.wire import Buffer
 from cordee.compute import Metrics, evaluate
 from cordee.core import Job
 from cordee.core.errors import StorageError

@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from cordee.communication.buffers import Buffer
 from cordee.communication.messages import Message
+from cordee.communication.wire import Buffer
 from cordee.core.errors import CommunicationError
 from cordee.parameters.calls import ServerCalls
 from cordee.parameters.compression import Feedback, Follower, make_codec

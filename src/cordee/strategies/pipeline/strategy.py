@@ -23,11 +23,9 @@ from cordee.core.errors import JobError, ModelError
 from cordee.core.mesh import Mesh
 from cordee.core.seeds import derive_seed
 from cordee.core.settings import Section
-from cordee.models.cutting import Chain, cut_by_hand, cut_by_time, listed, make_chain, repeat_to
+from cordee.models.cutting import CUT_ADVICE, Chain, cut_by_hand, cut_by_time, listed, make_chain, repeat_to
 from cordee.models.effects import unchanged
 from cordee.models.slicing import check_called, choose_slicing, keep_pairs
-from cordee.models.tracing import CUT_ADVICE
-from cordee.strategies.axes import Axes, form_axes
 from cordee.strategies.pipeline.modules import StageModule, collect_states
 from cordee.strategies.pipeline.schedules import (
     Ownership,
@@ -40,7 +38,15 @@ from cordee.strategies.pipeline.schedules import (
 )
 from cordee.strategies.shared_buffers import SharedBuffers
 from cordee.strategies.slices import Held, Holdings, Shares, hold
-from cordee.strategies.split import SplitModel, WholeModel, cut_weights, gather_weights, require_elementwise
+from cordee.strategies.split import (
+    Axes,
+    SplitModel,
+    WholeModel,
+    cut_weights,
+    form_axes,
+    gather_weights,
+    require_elementwise,
+)
 from cordee.strategies.strategy import Requirements, Update, require_samples
 from cordee.strategies.tensor import SliceStreams, TensorSettings, check_plan, check_same, slice_model, working_copy
 

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cordee.communication.shared_memory.hosts import HostTeam
-from cordee.communication.shared_memory.layout import Layout
 from cordee.communication.shared_memory.liveness import Identity
-from cordee.communication.shared_memory.segment import Segment, create_segment
+from cordee.communication.shared_memory.segment import Layout, Segment, create_segment
 
 
 def make_segment(num_members: int, slot_bytes: int = 4096) -> tuple[Segment, Layout]:

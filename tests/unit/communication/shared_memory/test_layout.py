@@ -3,7 +3,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cordee.communication.shared_memory.layout import (
+from cordee.communication.shared_memory.rounds import home_core
+from cordee.communication.shared_memory.segment import (
     CHANNEL_LINES,
     DIRECT_LIMIT_BYTES,
     LINE_BYTES,
@@ -16,7 +17,6 @@ from cordee.communication.shared_memory.layout import (
     cut,
     share_of,
 )
-from cordee.communication.shared_memory.rounds import home_core
 
 
 @given(st.integers(1, 12), st.integers(1, 8).map(lambda pages: pages * 4096))

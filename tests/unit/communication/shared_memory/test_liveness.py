@@ -15,7 +15,6 @@ from segment_members import make_segment
 from torch.distributed import HashStore
 
 from cordee.communication.shared_memory.hosts import MemberRecord, form_host_team, group_by_host, own_host_id
-from cordee.communication.shared_memory.layout import CULPRIT, LIFE, STATE
 from cordee.communication.shared_memory.liveness import (
     FAILED,
     LEFT,
@@ -27,7 +26,7 @@ from cordee.communication.shared_memory.liveness import (
     read_stat,
 )
 from cordee.communication.shared_memory.registration import BackendSettings
-from cordee.communication.shared_memory.segment import Address, attach_segment, create_segment
+from cordee.communication.shared_memory.segment import CULPRIT, LIFE, STATE, Address, attach_segment, create_segment
 from cordee.core.errors import CommunicationError
 
 
