@@ -17,8 +17,9 @@ import pytest
 
 import warm_launch
 from cordee.core.env import cache_folder
-from cordee.monitoring import Event, JsonlSink
-from cordee.monitoring.events import check_event
+from cordee.monitoring import AnyEvent, JsonlSink
+from cordee.monitoring.events import decode_event
+from cordee.monitoring.files import to_json
 
 SHARED_MEMORY = Path("/dev/shm")
 # Set by libraries when they are first imported or used: scikit-learn, torch.export, pytest itself.
@@ -50,11 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def recorded_events_have_their_fields() -> Iterator[None]:
-    """Fail a run that records an event, or a field of one, that monitoring/events.py does not have."""
+    """Fail a run that records an event that cannot be read back as what it was: a field of another type, no time."""
     record = JsonlSink.emit
 
-    def check_and_record(sink: JsonlSink, event: Event) -> None:
-        check_event(event.type, event.fields)
+    def check_and_record(sink: JsonlSink, event: AnyEvent) -> None:
+        found = decode_event(to_json(event))
+        assert isinstance(found, type(event)), found
         record(sink, event)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -38,6 +38,7 @@ from cordee.monitoring import (
     Sink,
     Summary,
     TensorBoardSink,
+    events,
     list_runs,
     new_run_path,
     read_events,
@@ -115,13 +116,13 @@ def train(
                 directory.write_job(job.to_toml())
                 directory.summary_file.unlink(missing_ok=True)
             _log_decision(asked, decision)
-            with Monitor(_sinks(job, directory, quiet)) as monitor:
+            with Monitor(_sinks(job, directory, quiet), member="launcher") as monitor:
                 for warning in (*([note] if note else []), *(() if resume else parts.warnings)):
-                    monitor.emit("warning", message=warning)
+                    monitor.emit(events.Warned(message=warning))
                 if asked.strategy.name == "auto":
                     monitor.add(Replanner(asked, parts, monitor.emit))
                 flag = InterruptFlag(
-                    lambda: monitor.emit("warning", message="stopping after this step; Ctrl-C again stops at once")
+                    lambda: monitor.emit(events.Warned(message="stopping after this step; Ctrl-C again stops at once"))
                 )
                 with flag:
                     if engine is None:
@@ -153,7 +154,7 @@ def _run_alone(
     error: BaseException | None = None
     try:
         parts.setup()
-        monitor.emit("worker_started", worker=0, pid=os.getpid(), host=socket.gethostname(), role="worker")
+        monitor.emit(events.WorkerStarted(worker=0, pid=os.getpid(), host=socket.gethostname(), role="worker"))
         session.run(resume=resume, log_file=directory.worker_log())
     except BaseException as problem:
         error = problem
@@ -253,8 +254,8 @@ def _close_run(directory: RunDirectory, monitor: Monitor, summary: Summary) -> N
         directory.write_summary(summary)
     except StorageError as error:
         problem = error
-        monitor.emit("warning", message=str(error))
-    monitor.emit("run_ended", **msgspec.to_builtins(summary))
+        monitor.emit(events.Warned(message=str(error)))
+    monitor.emit(events.RunEnded.of(summary))
     if problem is not None and summary.status in ("completed", "stopped"):
         raise problem
 

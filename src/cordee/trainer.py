@@ -14,6 +14,7 @@ import torch
 
 from cordee import checkpoint
 from cordee.checkpoint import Digest, State
+from cordee.cluster.messages import FirstStep, StepTime, TeamReport
 from cordee.compute import NO_VOTES, Loss, Votes, evaluate, find_unsound, split_batch
 from cordee.core import Batch
 from cordee.core.errors import DataError, StorageError, TrainingError
@@ -22,7 +23,7 @@ from cordee.core.seeds import derive_seed
 from cordee.core.shards import sum_shards
 from cordee.core.stopping import StopPolicy
 from cordee.data.online import OnlineStream, Taken, newest
-from cordee.monitoring import Monitor
+from cordee.monitoring import Monitor, events
 from cordee.training.checkpointer import Checkpointer, find_not_finite
 from cordee.training.components import Components
 from cordee.training.online_data import Found, look
@@ -42,12 +43,15 @@ class Trainer:
         checkpoints: Path,
         should_stop: Callable[[], bool] = lambda: False,
         should_pause: Callable[[], bool] = lambda: False,
+        report: Callable[[TeamReport], None] = lambda _: None,
     ) -> None:
+        """`report` tells the coordinator of a team how its training goes."""
         self._parts = parts
         self._job = parts.job
         self._monitor = monitor
         self._should_stop = should_stop
         self._should_pause = should_pause
+        self._report = report
         self._is_stepping = False
         self._is_new_team = False  # no step was taken in it yet
         self._agreed_s: float | None = None  # when this worker last had what the others computed, on its own clock
@@ -139,13 +143,14 @@ class Trainer:
         progress = self._progress
         assert self._compared is not None
         self._monitor.emit(
-            "commit",
-            step=progress.step,
-            epoch=progress.epoch,
-            batch=progress.batch,
-            samples=progress.samples,
-            generation=self._parts.team.generation,
-            digest=self._compared.describe(),
+            events.Commit(
+                step=progress.step,
+                epoch=progress.epoch,
+                batch=progress.batch,
+                samples=progress.samples,
+                generation=self._parts.team.generation,
+                digest=self._compared.describe(),
+            )
         )
 
     def resume(self, state: State) -> None:
@@ -298,9 +303,10 @@ class Trainer:
         reach("step.taken")
         if self._is_new_team:
             self._is_new_team = False
-            self._monitor.emit("first_step", step=progress.step)  # the launcher tells how long it took
+            if self._parts.team.is_first:
+                self._report(FirstStep(progress.step))
         if update.warning and self._parts.team.is_first:  # all workers would say the same
-            self._monitor.emit("warning", message=update.warning)
+            self._monitor.emit(events.Warned(message=update.warning))
         if measure:
             self._report_step(loss, update.lr, update.gradient_norm)
 
@@ -311,7 +317,7 @@ class Trainer:
         # Where a model is spread over workers, waiting for neighbours is in the middle of the computing.
         if is_known and now_s >= self._next_pace_s and self._parts.team.num_workers > 1 and self._parts.is_elastic:
             self._next_pace_s = now_s + PACE_EVERY_S
-            self._monitor.emit("pace", step=self._progress.step + 1, seconds=self._own_s)
+            self._report(StepTime(self._progress.step + 1, self._own_s))
 
     def _cut(self, batch: Batch) -> list[Batch]:
         """Return the parts to compute one after the other: those of the first shard, then of the next."""
@@ -375,8 +381,7 @@ class Trainer:
         reach("evaluate.done")
         if metrics is None:
             return None
-        fields = progress.describe_evaluation(metrics)
-        self._monitor.emit("evaluation", step=progress.step, epoch=self._epoch_number(), **fields)
+        self._monitor.emit(progress.describe_evaluation(metrics, progress.step, self._epoch_number()))
         return progress.take_evaluation(metrics, progress.step, self._policy)
 
     def _is_best(self) -> bool:
@@ -420,15 +425,16 @@ class Trainer:
         now_s = time.perf_counter()
         self._window = (progress.samples, now_s)
         self._monitor.emit(
-            "step",
-            step=progress.step,
-            epoch=self._epoch_number(),
-            loss=loss.mean if loss.count else None,
-            accuracy=loss.accuracy,
-            lr=lr,
-            gradient_norm=gradient_norm,
-            samples=progress.samples,
-            samples_per_second=(progress.samples - samples) / (now_s - since_s),
+            events.Step(
+                step=progress.step,
+                epoch=self._epoch_number(),
+                loss=loss.mean if loss.count else None,
+                accuracy=loss.accuracy,
+                lr=lr,
+                gradient_norm=gradient_norm,
+                samples=progress.samples,
+                samples_per_second=(progress.samples - samples) / (now_s - since_s),
+            )
         )
 
     def _seed_step(self, step: int) -> None:

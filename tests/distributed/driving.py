@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from crew import Crew
 
 from cordee.cluster import Team
 from cordee.core import Job
-from cordee.monitoring import Event, Monitor, Summary
+from cordee.monitoring import AnyEvent, Monitor, Summary
 from cordee.training.components import assemble
 from cordee.training.session import Session
 
@@ -30,11 +31,11 @@ class Outcome:
     """What one worker ended with."""
 
     weights: dict[str, np.ndarray[Any, Any]]
-    events: list[tuple[str, dict[str, Any]]]
+    events: list[AnyEvent]
     summary: Summary
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        return [fields for found, fields in self.events if found == kind]
+        return [msgspec.structs.asdict(event) for event in self.events if event.__struct_config__.tag == kind]
 
     def losses(self) -> np.ndarray[Any, Any]:
         """The loss of every step."""
@@ -76,7 +77,7 @@ def train(
     try:
         parts = assemble(Job.from_dict({**table, "strategy": {**strategy, "workers": num_workers}}), team)
         parts.setup()
-        events: list[tuple[str, dict[str, Any]]] = []
+        events: list[AnyEvent] = []
         with Monitor([_Recorder(events)]) as monitor:
             should_stop = stop_at.on(index) if stop_at else lambda: False
             session = Session(parts, monitor, Path(run_dir), should_stop)
@@ -105,11 +106,11 @@ class StopAt:
 
 
 class _Recorder:
-    def __init__(self, events: list[tuple[str, dict[str, Any]]]) -> None:
+    def __init__(self, events: list[AnyEvent]) -> None:
         self._events = events
 
-    def emit(self, event: Event) -> None:
-        self._events.append((event.type, event.fields))
+    def emit(self, event: AnyEvent) -> None:
+        self._events.append(event)
 
     def close(self) -> None:
         pass

@@ -15,10 +15,9 @@ import atheris
 import numpy as np
 
 with atheris.instrument_imports(include=["cordee.communication"]):
+    from cordee.cluster.messages import TEAM, Event, WorkerSummary
     from cordee.communication.messages import (
-        COORDINATION,
         Directive,
-        Event,
         Failure,
         Goodbye,
         Hello,
@@ -27,9 +26,11 @@ with atheris.instrument_imports(include=["cordee.communication"]):
         Welcome,
     )
     from cordee.communication.wire import ITEM_BYTES, PROTOCOL_VERSION, Codec, Envelope, Limits, WireError, outgoing
+    from cordee.monitoring import Summary
+    from cordee.monitoring.events import Commit, Recovery
 
 LIMITS = Limits(max_header_bytes=2048, max_buffers=3, max_buffer_bytes=1024)
-CODEC = Codec(COORDINATION, LIMITS)
+CODEC = Codec(TEAM, LIMITS)
 
 
 def frames_of(data: bytes) -> list[bytes]:
@@ -56,7 +57,7 @@ def decode_one(data: bytes) -> None:
         message = CODEC.decode_message(envelope)
     except WireError:
         return
-    assert isinstance(message, COORDINATION)
+    assert isinstance(message, TEAM)
     assert len(buffers) <= LIMITS.max_buffers
     for buffer in buffers:
         assert buffer.spec.dtype in ITEM_BYTES
@@ -87,7 +88,9 @@ SEEDS: list[tuple[Message, list[object]]] = [
     (Hello("worker", 1, "host"), []),
     (Welcome(5.0, 1.0), []),
     (Goodbye("b"), [np.arange(6, dtype=np.float32).reshape(2, 3), np.array([True, False])]),
-    (Event("step", {"loss": 0.5, "list": [1, {"a": None}], "map": {"x": [True]}}), []),
+    (Event(Commit(step=1, epoch=0, batch=1, samples=8, digest={"model": "x"})), []),
+    (Event(Recovery(lost=[1, 2], seconds=0.5)), []),
+    (WorkerSummary(Summary(status="completed", staleness={"0": 1})), []),
     (Failure(3, "error", "traceback"), [np.zeros((0, 2), np.int64)]),
     (Directive("new_generation", (Member("w", "worker", "host", 0),), "why"), []),
 ]

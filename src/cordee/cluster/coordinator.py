@@ -28,7 +28,7 @@ from cordee.communication.wire import Codec
 from cordee.core import Job
 from cordee.core.errors import CommunicationError, CordeeError
 from cordee.core.fault_points import identify, reach
-from cordee.monitoring import Summary, setup_logging
+from cordee.monitoring import Summary, events, setup_logging
 
 log = logging.getLogger("cordee.coordinator")
 
@@ -189,7 +189,7 @@ def _lead(spec: CoordinatorSpec, leader: Leader, launcher: LauncherLink) -> Summ
         reach("coordinator.listening")
         control = Control.of(channel.address, spec.run_id, spec.control_keys, channel.public)
         if problem := write_control(Path(spec.run_dir), control):
-            launcher.emit("warning", message=problem)
+            launcher.emit(events.Warned(message=problem))
         reach("coordinator.control_written")
         while not leader.is_over:
             leader.hear(TICK_S)

@@ -33,6 +33,7 @@ from cordee.cluster.launcher_messages import (
 )
 from cordee.core.errors import CordeeError, StorageError
 from cordee.core.fault_points import reach
+from cordee.monitoring.events import AnyEvent, stamp
 
 log = logging.getLogger("cordee.coordinator")
 
@@ -117,8 +118,9 @@ class LauncherLink:
         """Whether the user wants the run to end."""
         return self._is_stop_asked
 
-    def emit(self, kind: str, **fields: Any) -> None:
-        self._ask(Emit(kind, fields))
+    def emit(self, event: AnyEvent) -> None:
+        """Have an event recorded and shown: one of the coordinator's own, or one that a member has reported."""
+        self._ask(Emit(stamp(event, "coordinator")))
 
     def progress(self, step: int, loss: float | None) -> None:
         """Show where training is, now and then. Not written down."""

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from cordee.cluster.engine import Action, Exited, ProcessSpec, Started
+from cordee.monitoring.events import AnyEvent
 
 _LENGTH = struct.Struct("<I")
 
@@ -31,8 +32,7 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
 class Emit(msgspec.Struct, frozen=True, tag=True):
     """Something for the events file and the screen."""
 
-    kind: str
-    fields: dict[str, Any]
+    event: AnyEvent
 
 
 Command = ProcessSpec | Signal | Emit

@@ -44,7 +44,7 @@ from cordee.core import errors
 from cordee.core.errors import CordeeError, TrainingError
 from cordee.core.fault_points import reach
 from cordee.core.temporary import temporary_folder
-from cordee.monitoring import Monitor, Summary
+from cordee.monitoring import Monitor, Summary, events
 
 log = logging.getLogger("cordee.supervisor")
 
@@ -183,7 +183,7 @@ class Supervisor:
                             )
                         self._unjournalled = problem
                         note = f"{problem}: if the coordinator dies now, the run ends with it; training goes on"
-                        self._monitor.emit("warning", message=note)
+                        self._monitor.emit(events.Warned(message=note))
                     case Alive() if not self._is_up:
                         self._bring_up_to_date()
                     case Ended():
@@ -201,8 +201,8 @@ class Supervisor:
                 self._engine.start(command)
             case Signal(index=index, action=action):
                 self._engine.signal(index, action)
-            case Emit(kind=kind, fields=fields):
-                self._monitor.emit(kind, **fields)
+            case Emit(event=event):
+                self._monitor.emit(event)
 
     def _tell(self, message: Started | Exited | Stop) -> None:
         if self._socket is None:
@@ -219,8 +219,8 @@ class Supervisor:
     def _take_report(self, report: Report) -> None:
         if isinstance(report, AgentLost):
             self._heard_s = time.monotonic()  # a coordinator that was asked for has to wait for the next agent
-            self._monitor.emit("fork_server_lost", pid=report.pid, reason=report.how)
-            self._monitor.emit("warning", message=report.how)
+            self._monitor.emit(events.ForkServerLost(pid=report.pid, reason=report.how))
+            self._monitor.emit(events.Warned(message=report.how))
         elif isinstance(report, CannotStart):
             raise TrainingError(f"a process of the run cannot be started: {report.reason}")
         elif report.index != COORDINATOR:
@@ -231,7 +231,7 @@ class Supervisor:
                     self._tell(report)
         elif isinstance(report, Started):
             self._pid = report.pid
-            self._monitor.emit("coordinator_started", pid=report.pid)
+            self._monitor.emit(events.CoordinatorStarted(pid=report.pid))
         else:
             self._bring_back(report)
 
@@ -256,8 +256,8 @@ class Supervisor:
             raise TrainingError(
                 f"the coordinator {how}, the {MOST_DEATHS}th time within {DEATHS_WITHIN_S:g} s; its log is {self._log}"
             )
-        self._monitor.emit("coordinator_lost", pid=exited.pid, reason=how)
-        self._monitor.emit("warning", message=f"the coordinator {how}: another takes up where it was")
+        self._monitor.emit(events.CoordinatorLost(pid=exited.pid, reason=how))
+        self._monitor.emit(events.Warned(message=f"the coordinator {how}: another takes up where it was"))
         self._start()
 
     def _check_silence(self) -> None:

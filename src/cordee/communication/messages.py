@@ -78,16 +78,6 @@ class Noted(Message, frozen=True):
     number: Count
 
 
-class Event(Message, frozen=True):
-    """Something for the events file and the progress bar."""
-
-    is_generational = False
-
-    type: Name
-    fields: Annotated[dict[str, Json], Meta(max_length=1024)]
-    number: Count = 0  # counts up with each message that must not be lost; 0 for one that may
-
-
 class Failure(Message, frozen=True):
     """The sender cannot continue."""
 
@@ -97,7 +87,7 @@ class Failure(Message, frozen=True):
     error: Text  # one line
     traceback: Text
     is_consequence: bool = False  # the loss of a peer, which has a cause of its own
-    number: Count = 0
+    number: Count = 0  # counts up with each message that must not be lost
 
 
 class Ready(Message, frozen=True):
@@ -217,7 +207,6 @@ COORDINATION: tuple[type[Message], ...] = (
     Welcome,
     Heartbeat,
     Noted,
-    Event,
     Failure,
     Ready,
     Leaving,

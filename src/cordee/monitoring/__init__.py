@@ -3,7 +3,7 @@
 from cordee.monitoring.events import AnyEvent, UnreadableLine
 from cordee.monitoring.jsonl import JsonlSink, follow, read_events, read_lines
 from cordee.monitoring.logs import WorkerLog, setup_logging
-from cordee.monitoring.monitor import Event, Monitor, Sink
+from cordee.monitoring.monitor import Monitor, Sink
 from cordee.monitoring.progress import ProgressSink
 from cordee.monitoring.report import render_result, render_runs
 from cordee.monitoring.run_directory import RunDirectory, new_run_path
@@ -13,7 +13,6 @@ from cordee.monitoring.tensorboard import TensorBoardSink
 
 __all__ = [
     "AnyEvent",
-    "Event",
     "JsonlSink",
     "Monitor",
     "ProgressSink",

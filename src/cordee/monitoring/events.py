@@ -7,20 +7,20 @@ lines of older runs unreadable, or gives a field another meaning, raises `SCHEMA
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+import time
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from cordee.monitoring.files import to_json
 from cordee.monitoring.summary import Summary
 
 SCHEMA_VERSION = 1  # of run_started; lines of runs without the field are of version 0, which lacks `member` as well
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """What every event has, with `type`."""
+    """What every event has, with `type`: where it comes from, which is set when the event is emitted."""
 
-    time: float  # unix seconds, where the event happened
+    time: float = 0.0  # unix seconds, where the event happened
     member: str = ""  # of the run, from which the event comes: "launcher", "worker 1"; empty where it is not known
 
 
@@ -44,7 +44,7 @@ class RunStarted(EventRecord, frozen=True, kw_only=True, tag="run_started"):
     batch_size: int | None = None
     total_steps: int | None = None
     stop_steps: int | None = None  # where the rule `stop.steps` ends the run
-    epochs: float | int | None = None
+    epochs: int | None = None
     servers: int | None = None  # parameter servers
     cordee_version: str = ""
     torch_version: str = ""
@@ -53,8 +53,12 @@ class RunStarted(EventRecord, frozen=True, kw_only=True, tag="run_started"):
 class RunEnded(Summary, frozen=True, kw_only=True, tag_field="type", tag="run_ended"):
     """the run ended, in whatever way but `kill -9`; the fields are those of the [summary](#summary)"""
 
-    time: float
+    time: float = 0.0
     member: str = ""
+
+    @classmethod
+    def of(cls, summary: Summary) -> RunEnded:
+        return cls(**msgspec.structs.asdict(summary))
 
 
 class Step(EventRecord, frozen=True, kw_only=True, tag="step"):
@@ -194,7 +198,7 @@ class Recovery(EventRecord, frozen=True, kw_only=True, tag="recovery"):
     seconds: float
     generation: int | None = None
     step: int | None = None
-    steps_redone: int | None = None
+    steps_redone: int = 0
     role: str | None = None  # with parameter servers
 
 
@@ -259,7 +263,13 @@ AnyEvent: TypeAlias = (
     | Plan
 )
 EVENT_TYPES: dict[str, type[AnyEvent]] = {str(kind.__struct_config__.tag): kind for kind in AnyEvent.__args__}
+E = TypeVar("E", bound=AnyEvent)
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+def stamp(event: E, member: str) -> E:
+    """Return the event with its origin: `member` and the time now, unless it was emitted in another process before."""
+    return event if event.time else msgspec.structs.replace(event, time=time.time(), member=event.member or member)
 
 
 class UnreadableLine(msgspec.Struct, frozen=True):
@@ -273,20 +283,7 @@ class UnreadableLine(msgspec.Struct, frozen=True):
 def decode_event(line: bytes, offset: int = 0) -> AnyEvent | UnreadableLine:
     """Return what a line of `events.jsonl` says. Fields that are not known here are passed over."""
     try:
-        return _decoder.decode(line)
+        event = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return UnreadableLine(offset, line, str(error))
-
-
-def check_event(kind: str, fields: dict[str, Any]) -> None:
-    """Raise ValueError unless there is an event of this type with these fields. For tests; a run records any event."""
-    if kind not in EVENT_TYPES:
-        raise ValueError(f"there is no event '{kind}' in monitoring/events.py")
-    struct = EVENT_TYPES[kind]
-    unknown = fields.keys() - set(struct.__struct_fields__)
-    if unknown:
-        raise ValueError(f"the event '{kind}' has no field {', '.join(sorted(unknown))}")
-    try:
-        msgspec.json.decode(to_json({"time": 0.0, **fields, "type": kind}), type=struct)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"the event '{kind}' of {fields}: {error}") from None
+    return event if event.time else UnreadableLine(offset, line, "an event without the time when it happened")

@@ -12,7 +12,6 @@ import msgspec
 from cordee.core.errors import RunDirectoryError, StorageError
 from cordee.monitoring.events import AnyEvent, UnreadableLine, decode_event
 from cordee.monitoring.files import open_regular, reason, to_json
-from cordee.monitoring.monitor import Event
 from cordee.monitoring.run_directory import EVENTS_FILE
 
 _TAIL_BYTES = 1 << 16
@@ -37,9 +36,8 @@ class JsonlSink:
             self.close()
             raise StorageError(f"cannot write {path}: {reason(error)}") from error
 
-    def emit(self, event: Event) -> None:
-        origin = {"time": event.time, "type": event.type} | ({"member": event.member} if event.member else {})
-        line = to_json(origin | event.fields) + b"\n"
+    def emit(self, event: AnyEvent) -> None:
+        line = to_json(event) + b"\n"
         try:
             _append_whole(self._descriptor, line)
         except OSError as error:

@@ -7,11 +7,10 @@ import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Protocol, SupportsFloat, runtime_checkable
-
-import msgspec
+from typing import Protocol, SupportsFloat, runtime_checkable
 
 from cordee.core.errors import StorageError
+from cordee.monitoring.events import AnyEvent, Warned, stamp
 
 # At most 5 redraws a second, and fewer when they are slow: a redraw takes 0.3 ms in a loop of its own, but
 # 0.7 ms between training steps that empty the caches, and more on a busy host or a slow terminal.
@@ -21,19 +20,10 @@ _WAIT_PER_REDRAW = 400  # times the last redraw: 0.25 % of the time
 _log = logging.getLogger("cordee.monitoring")
 
 
-class Event(msgspec.Struct, frozen=True):
-    """One thing that happened, as sinks get it; `events.py` has the types and their fields."""
-
-    type: str
-    time: float  # unix seconds, where it happened
-    fields: dict[str, Any]
-    member: str = ""  # of the run, from which it comes
-
-
 class Sink(Protocol):
     """Takes events. `emit` raises `StorageError` when it cannot continue, and is not called again."""
 
-    def emit(self, event: Event) -> None: ...
+    def emit(self, event: AnyEvent) -> None: ...
 
     def close(self) -> None: ...
 
@@ -64,12 +54,9 @@ class Monitor:
         """Hand events to another sink as well, from now on."""
         self._sinks.append(sink)
 
-    def emit(self, type: str, **fields: Any) -> None:  # noqa: A002 - the name of the field in the file
-        """Hand an event to every sink, with the time.
-
-        An event that comes from another process brings `time` and `member` among its fields, from where it happened.
-        """
-        event = Event(type, fields.pop("time", None) or time.time(), fields, fields.pop("member", self._member))
+    def emit(self, event: AnyEvent) -> None:
+        """Hand an event to every sink, with its origin: this process and the time now, unless it brings its own."""
+        event = stamp(event, self._member)
         with self._lock:
             for sink in tuple(self._sinks):
                 if sink not in self._sinks:
@@ -122,7 +109,7 @@ class Monitor:
             sink.close()
         except StorageError as second:
             _log.warning("%s", second)
-        self.emit("warning", message=str(error))
+        self.emit(Warned(message=str(error)))
 
     def __enter__(self) -> Monitor:
         return self

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from cordee.core.errors import StorageError
 from cordee.monitoring import wording
+from cordee.monitoring.events import AnyEvent, Checkpoint, Evaluation, Plan, RunEnded, RunStarted, Step, Warned
 from cordee.monitoring.files import reason
-from cordee.monitoring.monitor import Event
 from cordee.monitoring.wording import View
 
 
@@ -31,7 +31,7 @@ class ProgressSink:
         self._screen = choose_screen(console)
         self._tracker: Tracker | None = None
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: AnyEvent) -> None:
         self._guarded(lambda: self._render(event))
 
     def refresh(self, step: int, loss: SupportsFloat | None) -> None:
@@ -48,32 +48,32 @@ class ProgressSink:
         self._tracker = None
         self._guarded(self._screen.close)
 
-    def _render(self, event: Event) -> None:
-        fields, now_s, tracker = event.fields, self._clock_s(), self._tracker
-        if event.type == "run_started":
-            self._tracker = Tracker(fields, now_s)
-            first, *others = wording.header_lines(fields)
+    def _render(self, event: AnyEvent) -> None:
+        now_s, tracker = self._clock_s(), self._tracker
+        if isinstance(event, RunStarted):
+            self._tracker = Tracker(event, now_s)
+            first, *others = wording.header_lines(event)
             self._screen.line(first, "bold")
             for line in others:
                 self._screen.line(line)
-        elif event.type == "warning":
-            self._screen.line(f"warning: {fields.get('message', '')}", "yellow")
-        elif event.type == "plan":
-            self._screen.line(wording.plan_line(fields))
-        elif event.type == "run_ended":
+        elif isinstance(event, Warned):
+            self._screen.line(f"warning: {event.message}", "yellow")
+        elif isinstance(event, Plan):
+            self._screen.line(wording.plan_line(event))
+        elif isinstance(event, RunEnded):
             self.close()
         elif tracker is None:
             return
-        elif event.type == "step":
-            tracker.note_epoch(fields.get("epoch"))
-            tracker.loss = fields.get("loss", tracker.loss)
-        elif event.type == "checkpoint":
-            tracker.pause(fields.get("stall_s") or 0.0, now_s)
-        elif event.type == "evaluation":
-            tracker.pause(fields.get("seconds") or 0.0, now_s)
-            tracker.test_accuracy = fields.get("test_accuracy")
+        elif isinstance(event, Step):
+            tracker.note_epoch(event.epoch)
+            tracker.loss = event.loss
+        elif isinstance(event, Checkpoint):
+            tracker.pause(event.stall_s, now_s)
+        elif isinstance(event, Evaluation):
+            tracker.pause(event.seconds or 0.0, now_s)
+            tracker.test_accuracy = event.test_accuracy
             elapsed_s = tracker.elapsed_s(now_s)
-            self._screen.line(wording.evaluation_line(fields, tracker.loss, elapsed_s, self._screen.width))
+            self._screen.line(wording.evaluation_line(event, tracker.loss, elapsed_s, self._screen.width))
 
     def _guarded(self, draw: Callable[[], None]) -> None:
         try:
@@ -91,17 +91,17 @@ _SMOOTHING_S = 5.0
 
 
 class Tracker:
-    """Follows one run from its `run_started` fields on."""
+    """Follows one run from its start on."""
 
-    def __init__(self, run: dict[str, Any], now_s: float) -> None:
-        self.total_steps: int | None = run.get("total_steps")
-        self._stop_steps: int | None = run.get("stop_steps")  # where a rule ends the run, if that is sooner
-        self.epochs: int | None = run.get("epochs")
+    def __init__(self, run: RunStarted, now_s: float) -> None:
+        self.total_steps = run.total_steps
+        self._stop_steps = run.stop_steps  # where a rule ends the run, if that is sooner
+        self.epochs = run.epochs
         self.test_accuracy: float | None = None
         self.loss: float | None = None
-        self.step: int = run.get("start_step") or 0
+        self.step = run.start_step
         self._start_step, self._started_s = self.step, now_s
-        self._batch_size: int | None = run.get("batch_size")
+        self._batch_size = run.batch_size
         self._epoch: int | None = None
         self._steps_per_second: float | None = None
         self._anchor_step, self._anchor_s = self.step, now_s

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from cordee.core.errors import MissingExtraError, StorageError
+from cordee.monitoring.events import AnyEvent, Evaluation, RunStarted, Step
 from cordee.monitoring.files import reason
-from cordee.monitoring.monitor import Event
 
-_SCALARS = {
-    "step": {
+_SCALARS: dict[type, dict[str, str]] = {
+    Step: {
         "loss": "train/loss",
         "accuracy": "train/accuracy",
         "lr": "train/lr",
         "samples_per_second": "train/samples_per_second",
     },
-    "evaluation": {
+    Evaluation: {
         "test_loss": "test/loss",
         "test_accuracy": "test/accuracy",
         "test_top5_accuracy": "test/top5_accuracy",
@@ -41,15 +41,16 @@ class TensorBoardSink:
             raise MissingExtraError("TensorBoard", "tensorboard") from None
         self._make_writer = SummaryWriter
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: AnyEvent) -> None:
         try:
-            if event.type == "run_started":
-                self._open(event.fields.get("start_step") or 0)
-            for field, tag in _SCALARS.get(event.type, {}).items():
-                value = event.fields.get(field)
-                if value is not None:
-                    self._open(0).add_scalar(tag, float(value), event.fields["step"], walltime=event.time)
-            if event.type == "evaluation":
+            if isinstance(event, RunStarted):
+                self._open(event.start_step)
+            elif isinstance(event, Step | Evaluation):
+                for field, tag in _SCALARS[type(event)].items():
+                    value = getattr(event, field)
+                    if value is not None:
+                        self._open(0).add_scalar(tag, float(value), event.step, walltime=event.time)
+            if isinstance(event, Evaluation):
                 self._open(0).flush()
         except OSError as error:
             raise self._failure(error) from error

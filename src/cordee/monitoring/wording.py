@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 from rich.text import Text
 
 from cordee.core.durations import format_duration
+from cordee.monitoring.events import Evaluation, Plan, RunStarted
 
 _DONE, _LEFT = "cyan", "bright_black"
 _WIDEST_BAR = 40
@@ -79,12 +79,13 @@ def step_line(view: View) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def evaluation_line(fields: Mapping[str, Any], train_loss: float | None, elapsed_s: float, width: int | None) -> str:
+def evaluation_line(found: Evaluation, train_loss: float | None, elapsed_s: float, width: int | None) -> str:
     """Return what an evaluation found, as one line that fits `width` if one is given."""
-    epoch, step = _some("epoch {}", fields.get("epoch")), f"step {fields.get('step')}"
-    loss = _some("loss {}", number(fields.get("train_loss", train_loss)))  # the epoch's mean, if it is known
-    test_loss = number(fields.get("test_loss"))
-    accuracy, top5 = percent(fields.get("test_accuracy")), percent(fields.get("test_top5_accuracy"))
+    epoch, step = _some("epoch {}", found.epoch), f"step {found.step}"
+    # The mean of the epoch, if it is known.
+    loss = _some("loss {}", number(train_loss if found.train_loss is None else found.train_loss))
+    test_loss = number(found.test_loss)
+    accuracy, top5 = percent(found.test_accuracy), percent(found.test_top5_accuracy)
     full = _some("test loss {}", test_loss), _some("test accuracy {}", accuracy)
     elapsed = format_duration(elapsed_s)
     variants = [
@@ -103,43 +104,42 @@ def evaluation_line(fields: Mapping[str, Any], train_loss: float | None, elapsed
     return line
 
 
-def plan_line(fields: Mapping[str, Any]) -> str:
+def plan_line(plan: Plan) -> str:
     """Return what a team of another size is predicted to take."""
-    team = f"{plural(fields['workers'], 'worker')} now"
-    if fields.get("predicted_step_seconds") is None:
-        return f"{team}; nothing is predicted: {fields.get('reason', '')}"
-    return f"{team}: {fields['strategy']} is predicted to take {1e3 * fields['predicted_step_seconds']:.3g} ms a step"
+    team = f"{plural(plan.workers, 'worker')} now"
+    if plan.predicted_step_seconds is None:
+        return f"{team}; nothing is predicted: {plan.reason}"
+    return f"{team}: {plan.strategy} is predicted to take {1e3 * plan.predicted_step_seconds:.3g} ms a step"
 
 
-def header_lines(run: Mapping[str, Any]) -> list[str]:
-    """Return what is trained, on what, and where, from the fields of `run_started`."""
-    workers, threads = run.get("workers") or 1, run.get("threads")
-    on = f"on {run.get('device', 'cpu')}" + (f" with {plural(threads, 'thread')} each" if threads else "")
-    if workers == 1:
+def header_lines(run: RunStarted) -> list[str]:
+    """Return what is trained, on what, and where."""
+    on = f"on {run.device or 'cpu'}" + (f" with {plural(run.threads, 'thread')} each" if run.threads else "")
+    if run.workers == 1:
         on = on.removesuffix(" each")
-    model = f"{run.get('name', '')}: "
-    if run.get("parameters"):
-        trained = run.get("trainable_parameters", run["parameters"])
-        only = f" ({trained:,} of them trained)" if trained != run["parameters"] else ""
-        model += f"{run['parameters']:,} parameters{only}, "
-    servers = f", {plural(run['servers'], 'server')}" if run.get("servers") else ""
-    lines = [f"{model}{run.get('strategy', 'no strategy')}, {plural(workers, 'worker')} {on}{servers}"]
+    model = f"{run.name}: "
+    if run.parameters:
+        trained = run.parameters if run.trainable_parameters is None else run.trainable_parameters
+        only = f" ({trained:,} of them trained)" if trained != run.parameters else ""
+        model += f"{run.parameters:,} parameters{only}, "
+    servers = f", {plural(run.servers, 'server')}" if run.servers else ""
+    lines = [f"{model}{run.strategy}, {plural(run.workers, 'worker')} {on}{servers}"]
     data = []
-    if run.get("train_samples"):
-        tests = f" and {run['test_samples']:,} test" if run.get("test_samples") else ""
-        data.append(f"{run['train_samples']:,} training{tests} samples")
-    if run.get("batch_size"):
-        data.append(f"batches of {run['batch_size']:,}")
-    if run.get("epochs"):
-        data.append(plural(run["epochs"], "epoch"))
-    if run.get("total_steps"):
-        data.append(plural(run["total_steps"], "step"))
+    if run.train_samples:
+        tests = f" and {run.test_samples:,} test" if run.test_samples else ""
+        data.append(f"{run.train_samples:,} training{tests} samples")
+    if run.batch_size:
+        data.append(f"batches of {run.batch_size:,}")
+    if run.epochs:
+        data.append(plural(run.epochs, "epoch"))
+    if run.total_steps:
+        data.append(plural(run.total_steps, "step"))
     if data:
         lines.append(", ".join(data))
-    if run.get("start_step"):
-        lines.append(f"continues after step {run['start_step']:,}")
-    if run.get("run_dir"):
-        lines.append(f"run directory: {run['run_dir']}")
+    if run.start_step:
+        lines.append(f"continues after step {run.start_step:,}")
+    if run.run_dir:
+        lines.append(f"run directory: {run.run_dir}")
     return lines
 
 

@@ -16,7 +16,7 @@ from cordee.cluster import Team
 from cordee.core import Job
 from cordee.core.references import LIVE_PREFIX
 from cordee.data.datasets import IterableSource
-from cordee.monitoring import Event
+from cordee.monitoring import AnyEvent, events
 from cordee.planner.amounts import in_time
 from cordee.planner.cache import keep, read_kept
 from cordee.planner.cost_model import predict
@@ -160,14 +160,14 @@ class Replanner:
     run that is ended and resumed goes on with it from the last step. Takes milliseconds, in the launcher.
     """
 
-    def __init__(self, asked: Job, parts: Components, emit: Callable[..., None]) -> None:
+    def __init__(self, asked: Job, parts: Components, emit: Callable[[AnyEvent], None]) -> None:
         """`asked` is the job before 'auto' was replaced, `parts` are those it runs with."""
         self._asked, self._parts, self._emit = asked, parts, emit
         self._num_workers = parts.team.num_workers
 
-    def emit(self, event: Event) -> None:
-        if event.type == "generation" and len(event.fields["members"]) != self._num_workers:
-            self._num_workers = len(event.fields["members"])
+    def emit(self, event: AnyEvent) -> None:
+        if isinstance(event, events.Generation) and len(event.members) != self._num_workers:
+            self._num_workers = len(event.members)
             self._plan(self._num_workers)
 
     def close(self) -> None:
@@ -182,21 +182,23 @@ class Replanner:
         own = predict_as(current, dataclasses.replace(self._parts, job=current, team=team))
         best = decision.prediction
         self._emit(
-            "plan",
-            workers=num_workers,
-            strategy=current.strategy.name,
-            predicted_step_seconds=own.step_s if own else None,
-            best=best.strategy if best else None,
-            best_step_seconds=best.step_s if best else None,
-            reason=decision.reason,
+            events.Plan(
+                workers=num_workers,
+                strategy=current.strategy.name,
+                predicted_step_seconds=own.step_s if own else None,
+                best=best.strategy if best else None,
+                best_step_seconds=best.step_s if best else None,
+                reason=decision.reason,
+            )
         )
         if own is None or best is None or best.strategy == current.strategy.name or num_workers == 1:
             return
         self._emit(
-            "warning",
-            message=f"with {num_workers} workers {best.label} is predicted to take {in_time(best.step_s)} a step, and "
-            f"{current.strategy.name} {in_time(own.step_s)}: to change, end the run and go on with --resume "
-            f"--workers {num_workers} --strategy {best.strategy}",
+            events.Warned(
+                message=f"with {num_workers} workers {best.label} is predicted to take {in_time(best.step_s)} a step, "
+                f"and {current.strategy.name} {in_time(own.step_s)}: to change, end the run and go on with --resume "
+                f"--workers {num_workers} --strategy {best.strategy}"
+            )
         )
 
 

@@ -24,7 +24,7 @@ from cordee.compute.devices import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CordeeError
 from cordee.core.temporary import temporary_folder
-from cordee.monitoring import Event, Monitor, RunDirectory
+from cordee.monitoring import AnyEvent, Monitor, RunDirectory, events
 from cordee.planner.hardware import ThisMachine, gathering_s, summing_s
 from cordee.planner.machine import Amount, Machine, Overhead
 from cordee.planner.measuring import typical_s
@@ -181,9 +181,9 @@ class _Rates:
     def __init__(self) -> None:
         self.samples_per_second: list[float] = []
 
-    def emit(self, event: Event) -> None:
-        if event.type == "step":
-            self.samples_per_second.append(event.fields["samples_per_second"])
+    def emit(self, event: AnyEvent) -> None:
+        if isinstance(event, events.Step) and event.samples_per_second is not None:
+            self.samples_per_second.append(event.samples_per_second)
 
     def close(self) -> None:
         pass

@@ -296,13 +296,13 @@ def _check_members(events: Sequence[Event]) -> Iterator[str]:
             if event.get("generation") is not None:
                 yield f"worker {event.get('worker') or 0} committed step {event['step']} without a digest"
             continue
-        own = (event.get("worker", 0), *_at(event))
+        own = (event.get("worker") or 0, *_at(event))
         counts[own] += 1
         first = known.setdefault((*_at(event), counts[own]), event)
         if parts := _differing(first, event) + sorted(first["digest"].keys() - event["digest"].keys()):
             yield (
-                f"at step {event['step']} worker {event.get('worker', 0)} differs in {', '.join(parts)} "
-                f"from worker {first.get('worker', 0)}"
+                f"at step {event['step']} worker {event.get('worker') or 0} differs in {', '.join(parts)} "
+                f"from worker {first.get('worker') or 0}"
             )
         before = handed.setdefault(event["step"], event)
         # The place in the data may be another: an epoch is closed, or evaluated, after its last step.

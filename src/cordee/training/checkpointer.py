@@ -12,7 +12,7 @@ from cordee import checkpoint
 from cordee.checkpoint import CheckpointWriter, Request, Saved, State
 from cordee.core import settings
 from cordee.core.errors import StorageError
-from cordee.monitoring import Monitor
+from cordee.monitoring import Monitor, events
 
 WORTH_SAYING_S = 0.5  # that a checkpoint waited for the one before
 
@@ -44,9 +44,10 @@ class Checkpointer:
         if waited_s >= WORTH_SAYING_S and not self._has_waited:
             self._has_waited = True
             self._monitor.emit(
-                "warning",
-                message=f"step {step} waited {waited_s:.1f} s for the checkpoint of step {before}, "
-                "which was still being written: save less often with checkpoint.every_steps",
+                events.Warned(
+                    message=f"step {step} waited {waited_s:.1f} s for the checkpoint of step {before}, "
+                    "which was still being written: save less often with checkpoint.every_steps"
+                )
             )
         self.step, self.problem = step, None
 
@@ -75,10 +76,10 @@ class Checkpointer:
         if saved.problem is not None:
             self.problem = saved.problem
             message = f"checkpoint at step {saved.step} was not saved: {saved.problem}"
-            self._monitor.emit("warning", message=message, stall_s=saved.stall_s)
+            self._monitor.emit(events.Warned(message=message, stall_s=saved.stall_s))
             return
         self._monitor.emit(
-            "checkpoint", step=saved.step, path=str(saved.path), seconds=saved.seconds, stall_s=saved.stall_s
+            events.Checkpoint(step=saved.step, path=str(saved.path), seconds=saved.seconds, stall_s=saved.stall_s)
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,7 +38,7 @@ from cordee.data.augment import Augmentation
 from cordee.data.datasets import IterableSource
 from cordee.data.online import OnlineStream
 from cordee.models import BUILTIN_MODELS
-from cordee.monitoring.events import SCHEMA_VERSION
+from cordee.monitoring.events import SCHEMA_VERSION, RunStarted
 from cordee.strategies.choice import entry_of, make_strategy
 from cordee.strategies.strategy import Requirements, Strategy
 from cordee.strategies.table import elastic_teams, quote_names, strategies_where
@@ -120,29 +121,31 @@ class Components:
             test_shards=test_shards,
         )
 
-    def describe(self) -> dict[str, Any]:
-        """Return what the event `run_started` tells of the job and its parts."""
+    def describe(self, run_dir: Path | str = "", start_step: int = 0) -> RunStarted:
+        """Return the event that tells of the start of a run of these parts, in `run_dir` after `start_step`."""
         job, splits = self.job, self.splits
-        return {
-            "name": job.name,
-            "strategy": job.strategy.name,
-            "workers": self.team.num_workers,
-            "device": str(self.computation.device),
-            "threads": self.num_threads,
-            "model": job.to_dict()["model"]["use"],
-            "data": splits.name,
-            "parameters": self.num_parameters,
-            "trainable_parameters": self.num_trainable,
-            "train_samples": splits.train.num_samples,
-            "test_samples": splits.test.num_samples if splits.test else None,
-            "batch_size": job.training.batch_size,
-            "total_steps": self.total_steps,
-            "stop_steps": job.stop.steps,
-            "epochs": None if self.is_online else job.training.num_epochs,
-            "schema_version": SCHEMA_VERSION,
-            "cordee_version": __version__,
-            "torch_version": str(torch.__version__),
-        }
+        return RunStarted(
+            run_dir=str(run_dir),
+            start_step=start_step,
+            name=job.name,
+            strategy=job.strategy.name,
+            workers=self.team.num_workers,
+            device=str(self.computation.device),
+            threads=self.num_threads,
+            model=job.to_dict()["model"]["use"],
+            data=splits.name,
+            parameters=self.num_parameters,
+            trainable_parameters=self.num_trainable,
+            train_samples=splits.train.num_samples,
+            test_samples=splits.test.num_samples if splits.test else None,
+            batch_size=job.training.batch_size,
+            total_steps=self.total_steps,
+            stop_steps=job.stop.steps,
+            epochs=None if self.is_online else job.training.num_epochs,
+            schema_version=SCHEMA_VERSION,
+            cordee_version=__version__,
+            torch_version=str(torch.__version__),
+        )
 
 
 def bare_strategy(job: Job) -> Strategy:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -11,6 +10,7 @@ from cordee.checkpoint import State
 from cordee.compute import Metrics
 from cordee.core.stopping import Patience, StopPolicy
 from cordee.data import Place
+from cordee.monitoring.events import Evaluation
 
 
 class Progress(msgspec.Struct):
@@ -49,16 +49,18 @@ class Progress(msgspec.Struct):
             self.best_step = step
         return reason
 
-    def describe_evaluation(self, metrics: Metrics) -> dict[str, Any]:
-        """Return the fields of an event `evaluation` that tell what was measured."""
-        return {
-            "train_loss": self.train_loss,
-            "test_loss": metrics.loss,
-            "test_accuracy": metrics.accuracy,
-            "test_top5_accuracy": metrics.top5_accuracy,
-            "samples": metrics.num_samples,
-            "seconds": metrics.seconds,
-        }
+    def describe_evaluation(self, metrics: Metrics, step: int, epoch: int) -> Evaluation:
+        """Return the event that tells what was measured at `step`, in `epoch`."""
+        return Evaluation(
+            step=step,
+            epoch=epoch,
+            train_loss=self.train_loss,
+            test_loss=metrics.loss,
+            test_accuracy=metrics.accuracy,
+            test_top5_accuracy=metrics.top5_accuracy,
+            samples=metrics.num_samples,
+            seconds=metrics.seconds,
+        )
 
 
 def step_of(state: State) -> int:

@@ -15,11 +15,12 @@ from cordee import checkpoint
 from cordee.checkpoint import State
 from cordee.checkpoint.layout import memory_of
 from cordee.cluster import Team
+from cordee.cluster.messages import TeamReport
 from cordee.communication.exchange import find_lost_peer
 from cordee.compute.devices import MemoryWatch
 from cordee.core.errors import CordeeError, TrainingError
 from cordee.core.fault_points import reach
-from cordee.monitoring import Monitor, Summary
+from cordee.monitoring import Monitor, Summary, events
 from cordee.monitoring.summary import Status
 from cordee.trainer import Trainer
 from cordee.training.components import Components
@@ -39,6 +40,7 @@ class Session:
         run_dir: Path,
         should_stop: Callable[[], bool],
         should_pause: Callable[[], bool] = lambda: False,
+        report: Callable[[TeamReport], None] = lambda _: None,
         memory: MemoryWatch | None = None,
     ) -> None:
         self._parts = parts
@@ -46,7 +48,7 @@ class Session:
         self._monitor = monitor
         self._run_dir = run_dir
         self._trainer = Trainer(
-            parts, monitor, run_dir / "checkpoints", should_stop=should_stop, should_pause=should_pause
+            parts, monitor, run_dir / "checkpoints", should_stop=should_stop, should_pause=should_pause, report=report
         )
         # Between two generations `_held` is what this worker has; in one, the trainer has it and `_is_live` is set.
         # Never both: what a generation is entered from stays here, untouched, until the generation is entered.
@@ -250,10 +252,10 @@ class Session:
         return loaded.state
 
     def _warn(self, message: str) -> None:
-        self._monitor.emit("warning", message=message)
+        self._monitor.emit(events.Warned(message=message))
 
     def _announce(self) -> None:
-        self._monitor.emit("run_started", run_dir=str(self._run_dir), start_step=self.step, **self._parts.describe())
+        self._monitor.emit(self._parts.describe(self._run_dir, self.step))
 
 
 def _apart(state: State) -> State:

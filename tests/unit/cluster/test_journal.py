@@ -23,6 +23,9 @@ from cordee.cluster.launcher_messages import (
     listen,
 )
 from cordee.core.errors import StorageError
+from cordee.monitoring.events import Step, Warned
+
+ONE, TWO, THREE, FOUR = (Warned(message=text, time=1.0) for text in ("one", "two", "three", "four"))
 
 
 def test_the_newest_entry_is_there_for_the_next_one(tmp_path: Path) -> None:
@@ -56,7 +59,7 @@ def test_where_nothing_can_be_written_it_says_so(tmp_path: Path) -> None:
 def test_what_was_said_before_the_end_is_heard(tmp_path: Path) -> None:
     folder = tmp_path / ("deep" * 40)  # longer than the address of a socket may be
     folder.mkdir()
-    said = [NumberedCommand(1, Emit("step", {"step": 3, "loss": float("inf")})), Show(4, None)]
+    said = [NumberedCommand(1, Emit(Step(step=3, loss=float("inf"), time=1.0))), Show(4, None)]
     with listen(folder) as listener:
         theirs = FramedSocket(connect(folder), ToCoordinator)
         ours = FramedSocket(listener.accept()[0], ToLauncher)
@@ -105,25 +108,25 @@ def test_a_coordinator_that_comes_back_sends_its_last_errands_again(tmp_path: Pa
     with listen(tmp_path) as listener:
         first = LauncherLink(order_in(tmp_path, tmp_path))
         assert first.restored is None
-        first.emit("one")
+        first.emit(ONE)
         first.commit(b"state 1")
-        first.emit("two")
+        first.emit(TWO)
         first.commit(b"state 2")
-        first.emit("three")  # never written down: it did not happen
-        emitted = [NumberedCommand(1, Emit("one", {})), NumberedCommand(2, Emit("two", {}))]
+        first.emit(THREE)  # never written down: it did not happen
+        emitted = [NumberedCommand(1, Emit(ONE)), NumberedCommand(2, Emit(TWO))]
         assert heard_by(listener, first) == emitted
         second = LauncherLink(order_in(tmp_path, tmp_path))
         assert second.restored == b"state 2"
-        second.emit("four")
+        second.emit(FOUR)
         second.commit(b"state 3")
-        assert heard_by(listener, second) == [emitted[1], NumberedCommand(3, Emit("four", {}))]
+        assert heard_by(listener, second) == [emitted[1], NumberedCommand(3, Emit(FOUR))]
 
 
 def test_without_a_journal_it_says_so_and_goes_on(tmp_path: Path) -> None:
     with listen(tmp_path) as listener:
         link = LauncherLink(order_in(tmp_path, tmp_path / "missing"))
-        link.emit("one")
+        link.emit(ONE)
         link.commit(b"state")
         unjournalled, command = heard_by(listener, link)
     assert isinstance(unjournalled, Unjournalled) and "coordinator.sqlite" in unjournalled.problem
-    assert command == NumberedCommand(1, Emit("one", {}))
+    assert command == NumberedCommand(1, Emit(ONE))

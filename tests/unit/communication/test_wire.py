@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordee.communication.messages import COORDINATION, Directive, Event, Goodbye, Hello, Member, Message, Refused
+from cordee.communication.messages import COORDINATION, Directive, Goodbye, Hello, Member, Message, Refused
 from cordee.communication.wire import PROTOCOL_VERSION, Codec, Envelope, Limits, WireError, outgoing
 from cordee.core.errors import CommunicationError
 
@@ -142,8 +142,8 @@ def test_the_sender_learns_of_limits_and_types() -> None:
         frames_of(Goodbye("b"), [np.zeros(1)] * 4)
     with pytest.raises(WireError, match=r"at most 1024"):
         frames_of(Goodbye("b"), [np.zeros(1000)])
-    with pytest.raises(WireError, match="Event cannot be sent"):
-        CODEC.encode_message(Event("step", {"worker": object()}))  # type: ignore[dict-item]
+    with pytest.raises(WireError, match="Refused cannot be sent"):
+        CODEC.encode_message(Refused("r", object()))  # type: ignore[arg-type]
     with pytest.raises(WireError, match="Hello cannot be sent"):
         CODEC.encode_message(Hello("worker", -1, "host"))
     with pytest.raises(WireError, match="Goodbye does not belong"):
@@ -160,14 +160,6 @@ def test_another_service_brings_its_own_messages() -> None:
     assert decode(frames_of(Refused("no"), codec=codec), codec)[1] == Refused("no")
     with pytest.raises(WireError):
         decode(frames)
-
-
-def test_events_carry_nested_json_values() -> None:
-    fields: dict[str, Any] = {
-        "worker": 3, "loss": 0.25, "ok": True, "nothing": None, "members": [{"name": "a"}, {"name": "b"}],
-        "times": {"forward": [1.0, 2.0], "note": "x"},
-    }  # fmt: skip
-    assert decode(frames_of(Event("step", fields)))[1] == Event("step", fields)
 
 
 def test_the_failure_type_is_a_communication_error() -> None:

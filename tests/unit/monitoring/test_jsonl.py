@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cordee.core.errors import RunDirectoryError, StorageError
-from cordee.monitoring import Event, JsonlSink, Monitor, read_events, read_lines
+from cordee.monitoring import AnyEvent, JsonlSink, Monitor, read_events, read_lines
+from cordee.monitoring.events import Checkpoint, Step, Warned
 from cordee.monitoring.files import to_json
 
 WHOLE = b'{"time":1.0,"type":"step","step":1}\n'
@@ -30,16 +31,16 @@ def _refuse(constant: str) -> None:
 
 def test_an_event_is_one_line_with_time_type_and_fields(tmp_path):
     with Monitor([JsonlSink(tmp_path / "e.jsonl")]) as monitor:
-        monitor.emit("step", step=3, loss=0.5, accuracy=None)
+        monitor.emit(Step(step=3, loss=0.5, accuracy=None))
     (event,) = lines_of(tmp_path / "e.jsonl")
-    assert list(event) == ["time", "type", "step", "loss", "accuracy"]
+    assert set(event) == {"type", *Step.__struct_fields__}
     assert event["type"] == "step"
     assert event["accuracy"] is None
 
 
 def test_a_line_is_in_the_file_before_emit_returns(tmp_path):
     sink = JsonlSink(tmp_path / "e.jsonl")
-    sink.emit(Event("step", 1.0, {"step": 1}))
+    sink.emit(Step(time=1.0, step=1))
     assert len(lines_of(tmp_path / "e.jsonl")) == 1
     sink.close()
     sink.close()
@@ -47,7 +48,7 @@ def test_a_line_is_in_the_file_before_emit_returns(tmp_path):
 
 def test_numbers_that_are_none_become_null(tmp_path):
     sink = JsonlSink(tmp_path / "e.jsonl")
-    sink.emit(Event("step", 1.0, {"step": 1, "loss": math.nan, "lr": math.inf, "accuracy": -math.inf}))
+    sink.emit(Step(time=1.0, step=1, loss=math.nan, lr=math.inf, accuracy=-math.inf))
     sink.close()
     (event,) = lines_of(tmp_path / "e.jsonl")
     assert event["loss"] is event["lr"] is event["accuracy"] is None
@@ -75,8 +76,8 @@ def test_values_of_other_libraries_are_written_as_plain_ones(tmp_path):
 
 def test_an_event_may_have_values_of_other_libraries(tmp_path):
     sink = JsonlSink(tmp_path / "e.jsonl")
-    sink.emit(Event("step", 1.0, {"step": 1, "loss": torch.tensor(0.5), "accuracy": np.float32(0.25)}))
-    sink.emit(Event("checkpoint", 1.0, {"step": 1, "path": Path("runs/caf\udce9"), "seconds": 0.5, "stall_s": 0.1}))
+    sink.emit(Step(time=1.0, step=1, loss=torch.tensor(0.5), accuracy=np.float32(0.25)))
+    sink.emit(Checkpoint(time=1.0, step=1, path=Path("runs/caf\udce9"), seconds=0.5, stall_s=0.1))
     sink.close()
     step, saved = lines_of(tmp_path / "e.jsonl")
     assert (step["loss"], step["accuracy"]) == (0.5, 0.25)
@@ -97,7 +98,7 @@ def test_an_incomplete_last_line_is_repaired_before_the_next(tmp_path, tail, kep
     path = tmp_path / "e.jsonl"
     path.write_bytes(WHOLE + tail)
     sink = JsonlSink(path)
-    sink.emit(Event("step", 3.0, {"step": 1}))
+    sink.emit(Step(time=3.0, step=1))
     sink.close()
     events = lines_of(path)
     assert len(events) == kept + 1
@@ -110,7 +111,7 @@ def test_a_file_cut_anywhere_gives_whole_lines_after_reopening(tmp_path, cut):
     path = tmp_path / "e.jsonl"
     path.write_bytes((WHOLE + WHOLE)[:cut])
     sink = JsonlSink(path)
-    sink.emit(Event("step", 3.0, {"step": 1}))
+    sink.emit(Step(time=3.0, step=1))
     sink.close()
     assert len(lines_of(path)) == (cut + 1) // len(WHOLE) + 1  # all but the newline is enough
 
@@ -134,9 +135,9 @@ def test_a_full_disk_ends_the_file_with_a_whole_line_and_one_warning(small_disk,
         def __init__(self) -> None:
             self.warnings: list[str] = []
 
-        def emit(self, event: Event) -> None:
-            if "space" in event.fields.get("message", ""):
-                self.warnings.append(event.fields["message"])
+        def emit(self, event: AnyEvent) -> None:
+            if isinstance(event, Warned) and "space" in event.message:
+                self.warnings.append(event.message)
 
         def close(self) -> None:
             pass
@@ -144,10 +145,10 @@ def test_a_full_disk_ends_the_file_with_a_whole_line_and_one_warning(small_disk,
     path, console = small_disk / "e.jsonl", Console()
     with Monitor([JsonlSink(path), console]) as monitor:
         for step in range(10):
-            monitor.emit("step", step=step)
+            monitor.emit(Step(step=step))
         fill(small_disk)
         for _ in range(10, 500):
-            monitor.emit("warning", message="x" * 100)
+            monitor.emit(Warned(message="x" * 100))
     (warning,) = console.warnings
     assert str(path) in warning
     assert "no space left on device" in warning
@@ -158,7 +159,7 @@ def test_a_full_disk_ends_the_file_with_a_whole_line_and_one_warning(small_disk,
 def test_a_line_written_in_part_is_taken_back(tmp_path, monkeypatch):
     path = tmp_path / "e.jsonl"
     sink = JsonlSink(path)
-    sink.emit(Event("step", 1.0, {"step": 1}))
+    sink.emit(Step(time=1.0, step=1))
     real_write = os.write
     calls = []
 
@@ -171,7 +172,7 @@ def test_a_line_written_in_part_is_taken_back(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", write_ten_bytes_then_fail)
         with pytest.raises(StorageError, match="training continues"):
-            sink.emit(Event("step", 2.0, {"step": 2}))
+            sink.emit(Step(time=2.0, step=2))
     sink.close()
     assert [event["step"] for event in lines_of(path)] == [1]
 

@@ -11,15 +11,16 @@ import time
 import pytest
 
 from cordee.core.errors import StorageError
-from cordee.monitoring import Event, Monitor
+from cordee.monitoring import AnyEvent, Monitor
+from cordee.monitoring.events import Checkpoint, Step, Warned
 
 
 class Recorder:
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[AnyEvent] = []
         self.closed = 0
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: AnyEvent) -> None:
         self.events.append(event)
 
     def close(self) -> None:
@@ -27,11 +28,11 @@ class Recorder:
 
     @property
     def types(self) -> list[str]:
-        return [event.type for event in self.events]
+        return [str(event.__struct_config__.tag) for event in self.events]
 
 
 class FullDisk(Recorder):
-    def emit(self, event: Event) -> None:
+    def emit(self, event: AnyEvent) -> None:
         super().emit(event)
         raise StorageError("cannot write x: no space left on device")
 
@@ -62,11 +63,11 @@ def test_events_carry_the_time_and_reach_all_sinks_in_order():
     first, second = Recorder(), Recorder()
     before = time.time()
     with Monitor([first, second]) as monitor:
-        monitor.emit("step", step=1, loss=0.5)
-        monitor.emit("checkpoint", step=1)
+        monitor.emit(Step(step=1, loss=0.5))
+        monitor.emit(Checkpoint(step=1, path="x", seconds=0.1, stall_s=0.0))
     assert first.types == second.types == ["step", "checkpoint"]
     assert before <= first.events[0].time <= time.time()
-    assert first.events[0].fields == {"step": 1, "loss": 0.5}
+    assert first.events[0] == Step(step=1, loss=0.5, time=first.events[0].time)
     assert first.closed == second.closed == 1
 
 
@@ -75,7 +76,7 @@ def test_closing_twice_closes_the_sinks_once_and_later_events_go_nowhere():
     monitor = Monitor([sink])
     monitor.close()
     monitor.close()
-    monitor.emit("step", step=1)
+    monitor.emit(Step(step=1))
     monitor.progress(step=1, loss=0.1)
     assert sink.closed == 1
     assert sink.events == []
@@ -86,28 +87,28 @@ def test_a_sink_that_cannot_write_is_left_out_and_the_others_are_told_once(order
     broken, console = FullDisk(), Recorder()
     sinks = [broken, console] if order == 0 else [console, broken]
     with Monitor(sinks) as monitor:
-        monitor.emit("step", step=1)
-        monitor.emit("step", step=2)
+        monitor.emit(Step(step=1))
+        monitor.emit(Step(step=2))
     assert sorted(console.types) == ["step", "step", "warning"]
-    warning = next(event for event in console.events if event.type == "warning")
-    assert "no space left" in warning.fields["message"]
+    warning = next(event for event in console.events if isinstance(event, Warned))
+    assert "no space left" in warning.message
     assert broken.types == ["step"]
     assert broken.closed == 1
 
 
 def test_all_sinks_failing_does_not_stop_the_caller():
     with Monitor([FullDisk(), FullDisk()]) as monitor:
-        monitor.emit("step", step=1)
-        monitor.emit("step", step=2)
+        monitor.emit(Step(step=1))
+        monitor.emit(Step(step=2))
 
 
 def test_an_error_that_is_not_about_storage_is_not_hidden():
     class Wrong(Recorder):
-        def emit(self, event: Event) -> None:
+        def emit(self, event: AnyEvent) -> None:
             raise KeyError("a mistake in a sink")
 
     with pytest.raises(KeyError), Monitor([Wrong()]) as monitor:
-        monitor.emit("step")
+        monitor.emit(Step(step=1))
 
 
 def test_progress_is_throttled_and_reads_the_loss_only_when_it_is_shown():
@@ -170,9 +171,7 @@ def test_a_display_that_fails_between_events_is_left_out():
 def test_events_from_many_threads_are_all_there():
     sink = Recorder()
     with Monitor([sink]) as monitor:
-        threads = [
-            threading.Thread(target=lambda: [monitor.emit("step", step=i) for i in range(200)]) for _ in range(8)
-        ]
+        threads = [threading.Thread(target=lambda: [monitor.emit(Step(step=i)) for i in range(200)]) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -182,16 +181,16 @@ def test_events_from_many_threads_are_all_there():
 
 def test_a_signal_handler_may_emit_while_an_event_is_being_emitted():
     class Interrupted(Recorder):
-        def emit(self, event: Event) -> None:
+        def emit(self, event: AnyEvent) -> None:
             super().emit(event)
-            if event.type == "step":
+            if isinstance(event, Step):
                 signal.raise_signal(signal.SIGUSR1)
 
     sink = Interrupted()
     with Monitor([sink]) as monitor:
-        before = signal.signal(signal.SIGUSR1, lambda *_: monitor.emit("warning", message="stopping"))
+        before = signal.signal(signal.SIGUSR1, lambda *_: monitor.emit(Warned(message="stopping")))
         try:
-            monitor.emit("step", step=1)
+            monitor.emit(Step(step=1))
         finally:
             signal.signal(signal.SIGUSR1, before)
     assert sink.types == ["step", "warning"]

@@ -10,27 +10,29 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
 from rich.console import Console
 
-from cordee.monitoring import Event, Monitor, ProgressSink
+from cordee.monitoring import AnyEvent, Monitor, ProgressSink
+from cordee.monitoring.events import Evaluation, RunEnded, RunStarted, Step, Warned
 
-START = {
-    "run_dir": "runs/x",
-    "name": "lenet",
-    "strategy": "single",
-    "workers": 1,
-    "device": "cpu",
-    "threads": 2,
-    "parameters": 44_426,
-    "train_samples": 60_000,
-    "test_samples": 10_000,
-    "batch_size": 128,
-    "total_steps": 1000,
-    "epochs": 5,
-    "start_step": 0,
-}
-EVALUATION = {"step": 200, "epoch": 1, "test_loss": 0.42, "test_accuracy": 0.8431, "seconds": 0.5}
+START = RunStarted(
+    run_dir="runs/x",
+    name="lenet",
+    strategy="single",
+    workers=1,
+    device="cpu",
+    threads=2,
+    parameters=44_426,
+    train_samples=60_000,
+    test_samples=10_000,
+    batch_size=128,
+    total_steps=1000,
+    epochs=5,
+    start_step=0,
+)
+EVALUATION = Evaluation(step=200, epoch=1, test_loss=0.42, test_accuracy=0.8431, seconds=0.5)
 
 
 class Clock:
@@ -45,14 +47,14 @@ def plain_run(steps_per_second: float, encoding: str = "utf-8", total_steps: int
     clock, raw = Clock(), io.BytesIO()
     console = Console(file=io.TextIOWrapper(raw, encoding=encoding, write_through=True))
     sink = ProgressSink(console, clock)
-    sink.emit(Event("run_started", 0.0, {**START, "total_steps": total_steps}))
+    sink.emit(msgspec.structs.replace(START, total_steps=total_steps))
     for step in range(1, total_steps + 1):
         clock.now_s += 1 / steps_per_second
         sink.refresh(step, 0.5)
         if step % (total_steps // 5) == 0:
-            sink.emit(Event("evaluation", 0.0, {**EVALUATION, "step": step, "epoch": step * 5 // total_steps}))
-    sink.emit(Event("warning", 0.0, {"message": "[bold]the café is closed[/bold]"}))
-    sink.emit(Event("run_ended", 0.0, {"status": "completed"}))
+            sink.emit(msgspec.structs.replace(EVALUATION, step=step, epoch=step * 5 // total_steps))
+    sink.emit(Warned(message="[bold]the café is closed[/bold]"))
+    sink.emit(RunEnded(status="completed"))
     sink.close()
     return raw.getvalue().decode(encoding).splitlines()
 
@@ -81,11 +83,10 @@ def test_a_console_that_cannot_show_all_letters_still_works():
     assert plain_run(100, encoding="ascii")[-1] == "warning: [bold]the caf? is closed[/bold]"
 
 
-def test_progress_before_the_start_and_unknown_events_are_passed_over():
+def test_progress_before_the_start_is_passed_over():
     sink = ProgressSink(Console(file=io.StringIO()))
     sink.refresh(1, 0.5)
-    sink.emit(Event("step", 0.0, {"step": 1}))
-    sink.emit(Event("something_new", 0.0, {}))
+    sink.emit(Step(step=1))
     sink.close()
     sink.close()
 
@@ -98,15 +99,15 @@ def test_a_reader_that_went_away_does_not_stop_training():
     messages: list[str] = []
 
     class Kept:
-        def emit(self, event: Event) -> None:
-            if event.type == "warning":
-                messages.append(event.fields["message"])
+        def emit(self, event: AnyEvent) -> None:
+            if isinstance(event, Warned):
+                messages.append(event.message)
 
         def close(self) -> None:
             pass
 
     with Monitor([ProgressSink(Console(file=Gone())), Kept()]) as monitor:
-        monitor.emit("run_started", **START)
+        monitor.emit(START)
         monitor.progress(step=1, loss=0.5)
     assert messages == ["cannot write to the console: input/output error; progress is not shown any more"]
 
@@ -115,13 +116,14 @@ ON_A_TERMINAL = """
 import sys, time
 from rich.console import Console
 from cordee.monitoring import Monitor, ProgressSink
+from cordee.monitoring.events import Evaluation, RunStarted
 with Monitor([ProgressSink(Console())]) as monitor:
-    monitor.emit("run_started", **{start!r})
+    monitor.emit({start!r})
     for step in range(1, 100_000):
         time.sleep(0.01)
         monitor.progress(step=step, loss=0.5)
         if step == 30:
-            monitor.emit("evaluation", **{evaluation!r})
+            monitor.emit({evaluation!r})
             print("a line of the user's own")
 """
 
@@ -181,10 +183,11 @@ def test_a_dumb_terminal_gets_plain_lines():
 NOTEBOOK = """
 from rich.console import Console
 from cordee.monitoring import Monitor, ProgressSink
+from cordee.monitoring.events import Evaluation, RunStarted
 with Monitor([ProgressSink(Console())]) as monitor:
-    monitor.emit("run_started", **{start!r})
+    monitor.emit({start!r})
     monitor.progress(step=100, loss=0.5)
-    monitor.emit("evaluation", **{evaluation!r})
+    monitor.emit({evaluation!r})
 """
 
 

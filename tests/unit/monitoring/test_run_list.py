@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from cordee.core.errors import RunDirectoryError
-from cordee.monitoring import JsonlSink, Monitor, RunDirectory, Summary, list_runs
+from cordee.monitoring import JsonlSink, Monitor, RunDirectory, Summary, events, list_runs
 from cordee.monitoring.run_list import Trace, resolve_state
 
 JOB = 'name = "iris"\n[strategy]\nname = "auto"\nworkers = 2\n'
@@ -20,9 +20,9 @@ def make_run(folder: Path, name: str, summary: Summary | None = None, *, is_star
     run = RunDirectory.create(folder / name, JOB)
     with Monitor([JsonlSink(run.events_file)]) as monitor:
         if is_started:
-            monitor.emit("run_started", strategy="single", workers=1, start_step=0)
-            monitor.emit("evaluation", step=10, test_accuracy=0.75)
-            monitor.emit("step", step=20)
+            monitor.emit(events.RunStarted(strategy="single", workers=1, start_step=0))
+            monitor.emit(events.Evaluation(step=10, test_accuracy=0.75))
+            monitor.emit(events.Step(step=20))
     if summary is not None:
         run.write_summary(summary)
     return run

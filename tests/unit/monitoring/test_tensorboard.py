@@ -8,6 +8,7 @@ import pytest
 
 from cordee.core.errors import MissingExtraError
 from cordee.monitoring import Monitor, TensorBoardSink
+from cordee.monitoring.events import Evaluation, RunStarted, Step
 
 
 def scalars(folder) -> dict[str, list[tuple[int, float]]]:
@@ -23,12 +24,12 @@ def test_numbers_are_written_by_step_and_a_resume_hides_what_it_does_again(tmp_p
     pytest.importorskip("tensorboard")
     for start_step in (0, 20):
         with Monitor([TensorBoardSink(tmp_path)]) as monitor:
-            monitor.emit("run_started", start_step=start_step)
+            monitor.emit(RunStarted(strategy="single", workers=1, start_step=start_step))
             for step in (start_step + 20, start_step + 40):
                 monitor.emit(
-                    "step", step=step, loss=step / 100, accuracy=None, lr=0.001, samples_per_second=1000.0 + start_step
+                    Step(step=step, loss=step / 100, accuracy=None, lr=0.001, samples_per_second=1000.0 + start_step)
                 )
-            monitor.emit("evaluation", step=step, test_loss=0.5, test_accuracy=0.75, test_top5_accuracy=None)
+            monitor.emit(Evaluation(step=step, test_loss=0.5, test_accuracy=0.75, test_top5_accuracy=None))
     found = scalars(tmp_path)
     assert found["train/loss"] == [(20, 0.2), (40, 0.4), (60, 0.6)]
     assert found["train/samples_per_second"] == [(20, 1000.0), (40, 1020.0), (60, 1020.0)]

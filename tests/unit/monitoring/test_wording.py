@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cordee.monitoring import wording
+from cordee.monitoring.events import Evaluation, RunStarted
 from cordee.monitoring.progress import Tracker, View
 
 VIEW = View(
@@ -87,17 +89,17 @@ def test_the_bar_never_exceeds_its_width(width, step, total, loss, accuracy, rat
 
 @pytest.mark.parametrize("width", [40, 60, 79, 120])
 def test_the_line_of_an_evaluation_fits(width):
-    fields = {"epoch": 12, "step": 46_900, "test_loss": 0.421, "test_accuracy": 0.8431, "test_top5_accuracy": 0.99}
-    line = wording.evaluation_line(fields, 0.512, 8.2, width)
+    found = Evaluation(epoch=12, step=46_900, test_loss=0.421, test_accuracy=0.8431, test_top5_accuracy=0.99)
+    line = wording.evaluation_line(found, 0.512, 8.2, width)
     assert len(line) <= width
     assert "84.31 %" in line
 
 
 def test_the_line_of_an_evaluation_in_full():
-    fields = {"epoch": 1, "step": 469, "test_loss": 0.421, "test_accuracy": 0.8431}
-    line = wording.evaluation_line(fields, 0.512, 8.2, 79)
+    found = Evaluation(epoch=1, step=469, test_loss=0.421, test_accuracy=0.8431)
+    line = wording.evaluation_line(found, 0.512, 8.2, 79)
     assert line == "epoch 1  step 469  loss 0.5120  test loss 0.4210  test accuracy 84.31 %  8.2 s"
-    regression = {"epoch": 1, "step": 469, "test_loss": 0.421, "test_accuracy": None}
+    regression = Evaluation(epoch=1, step=469, test_loss=0.421, test_accuracy=None)
     assert wording.evaluation_line(regression, None, 8.2, 30) == "epoch 1  test loss 0.4210"
 
 
@@ -118,35 +120,35 @@ def test_numbers_read_well():
 
 
 def test_the_header_says_what_on_what_and_where():
-    run = {
-        "name": "lenet-fashion",
-        "strategy": "data_parallel",
-        "workers": 2,
-        "device": "cpu",
-        "threads": 1,
-        "parameters": 44_426,
-        "train_samples": 60_000,
-        "test_samples": 10_000,
-        "batch_size": 128,
-        "epochs": 5,
-        "total_steps": 2345,
-        "start_step": 400,
-        "run_dir": "runs/x",
-    }
+    run = RunStarted(
+        name="lenet-fashion",
+        strategy="data_parallel",
+        workers=2,
+        device="cpu",
+        threads=1,
+        parameters=44_426,
+        train_samples=60_000,
+        test_samples=10_000,
+        batch_size=128,
+        epochs=5,
+        total_steps=2345,
+        start_step=400,
+        run_dir="runs/x",
+    )
     assert wording.header_lines(run) == [
         "lenet-fashion: 44,426 parameters, data_parallel, 2 workers on cpu with 1 thread each",
         "60,000 training and 10,000 test samples, batches of 128, 5 epochs, 2,345 steps",
         "continues after step 400",
         "run directory: runs/x",
     ]
-    assert wording.header_lines({"name": "x", "total_steps": None, "epochs": None}) == [
-        "x: no strategy, 1 worker on cpu"
+    assert wording.header_lines(RunStarted(name="x", strategy="single", workers=1, start_step=0)) == [
+        "x: single, 1 worker on cpu"
     ]
-    served = {"name": "x", "strategy": "parameter_server", "workers": 2, "servers": 1}
+    served = RunStarted(name="x", strategy="parameter_server", workers=2, servers=1, start_step=0)
     assert wording.header_lines(served) == ["x: parameter_server, 2 workers on cpu, 1 server"]
 
 
-RUN = {"total_steps": 1000, "epochs": 4, "batch_size": 10, "start_step": 0}
+RUN = RunStarted(strategy="single", workers=1, total_steps=1000, epochs=4, batch_size=10, start_step=0)
 
 
 def test_the_speed_leaves_evaluations_out_and_the_time_left_counts_them():
@@ -161,7 +163,7 @@ def test_the_speed_leaves_evaluations_out_and_the_time_left_counts_them():
 
 
 def test_the_time_left_ends_where_a_rule_ends_the_run():
-    tracker = Tracker({**RUN, "stop_steps": 300}, 0.0)
+    tracker = Tracker(msgspec.structs.replace(RUN, stop_steps=300), 0.0)
     tracker.advance(100, 0.5, 10.0)
     assert tracker.view(10.0).left_s == pytest.approx(20.0)
     assert tracker.view(10.0).epoch == 1
@@ -177,13 +179,13 @@ def test_epochs_follow_from_the_step():
 
 
 def test_a_resumed_run_does_not_count_the_steps_before_as_speed():
-    tracker = Tracker({**RUN, "start_step": 900}, 0.0)
+    tracker = Tracker(msgspec.structs.replace(RUN, start_step=900), 0.0)
     assert tracker.view(0.0).left_s is None
     tracker.advance(910, 0.1, 1.0)
     assert tracker.view(1.0).left_s == pytest.approx(9.0)
 
 
 def test_how_many_parameters_are_trained():
-    run = {"name": "n", "parameters": 1200, "trainable_parameters": 1000}
+    run = msgspec.structs.replace(RUN, name="n", parameters=1200, trainable_parameters=1000)
     assert wording.header_lines(run)[0].startswith("n: 1,200 parameters (1,000 of them trained), ")
-    assert "trained" not in wording.header_lines({**run, "trainable_parameters": 1200})[0]
+    assert "trained" not in wording.header_lines(msgspec.structs.replace(run, trainable_parameters=1200))[0]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_auto import job, know_the_machine, of_the_rule
 
-from cordee.monitoring import Event
+from cordee.monitoring import AnyEvent
+from cordee.monitoring.events import Generation, Plan, Warned
 from cordee.planner.auto import Replanner
 from cordee.planner.cache import keep
 from cordee.planner.profiling import assemble_alone, profile_key, take_profile
@@ -22,29 +21,31 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hear(replanner: Replanner, *sizes: int) -> None:
     for number, size in enumerate(sizes, start=1):
-        replanner.emit(Event("generation", time.time(), {"generation": number, "members": list(range(size))}))
+        replanner.emit(Generation(generation=number, members=list(range(size))))
 
 
 def test_every_new_size_is_planned_once() -> None:
     parts = assemble_alone(job(1))
     keep("profiles", profile_key(parts), take_profile(parts, budget_s=0.05))
     know_the_machine(all_reduce=5.0)
-    heard: list[tuple[str, dict[str, Any]]] = []
-    replanner = Replanner(job(3), of_the_rule(job(3)), lambda kind, **fields: heard.append((kind, fields)))
+    heard: list[AnyEvent] = []
+    replanner = Replanner(job(3), of_the_rule(job(3)), heard.append)
     hear(replanner, 3, 3)
     assert not heard  # as it was planned before the run
     hear(replanner, 2, 2, 1)
-    (_, two), (_, proposal), (_, one) = heard
-    assert (two["workers"], two["strategy"]) == (2, "data_parallel")
-    assert two["predicted_step_seconds"] > 5.0 > two["best_step_seconds"] > 0
-    assert proposal["message"].startswith(f"with 2 workers {two['best']}")
-    assert proposal["message"].endswith(f"go on with --resume --workers 2 --strategy {two['best']}")
-    assert (one["workers"], one["best"]) == (1, "single")
-    assert one["predicted_step_seconds"] == pytest.approx(one["best_step_seconds"])
+    two, proposal, one = heard
+    assert isinstance(two, Plan) and isinstance(proposal, Warned) and isinstance(one, Plan)
+    assert (two.workers, two.strategy) == (2, "data_parallel")
+    assert two.predicted_step_seconds and two.best_step_seconds
+    assert two.predicted_step_seconds > 5.0 > two.best_step_seconds > 0
+    assert proposal.message.startswith(f"with 2 workers {two.best}")
+    assert proposal.message.endswith(f"go on with --resume --workers 2 --strategy {two.best}")
+    assert (one.workers, one.best) == (1, "single")
+    assert one.predicted_step_seconds == pytest.approx(one.best_step_seconds)
 
 
 def test_what_is_not_known_is_said() -> None:
-    heard: list[tuple[str, dict[str, Any]]] = []
-    hear(Replanner(job(2), of_the_rule(job(2)), lambda kind, **fields: heard.append((kind, fields))), 3)
-    ((kind, fields),) = heard
-    assert kind == "plan" and fields["predicted_step_seconds"] is None and "cordee plan" in fields["reason"]
+    heard: list[AnyEvent] = []
+    hear(Replanner(job(2), of_the_rule(job(2)), heard.append), 3)
+    (plan,) = heard
+    assert isinstance(plan, Plan) and plan.predicted_step_seconds is None and "cordee plan" in plan.reason

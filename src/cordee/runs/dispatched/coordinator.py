@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -21,7 +20,7 @@ from cordee.core.errors import JobError, StorageError, TrainingError
 from cordee.core.fault_points import reach
 from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger
-from cordee.monitoring import Summary
+from cordee.monitoring import AnyEvent, Summary, events
 from cordee.runs.dispatched.dispatcher import Dispatcher
 from cordee.runs.dispatched.facts import RunFacts
 from cordee.runs.dispatched.losses import Losses
@@ -206,11 +205,11 @@ class DispatchedLeader:
         if loaded is not None:
             for path, reason in loaded.damaged:
                 self._launcher.emit(
-                    "warning", message=f"checkpoint {path.name} is damaged ({reason}); using {loaded.path.name}"
+                    events.Warned(message=f"checkpoint {path.name} is damaged ({reason}); using {loaded.path.name}")
                 )
             return msgspec.convert(loaded.state.values["progress"], Progress)
         if resume:
-            self._launcher.emit("warning", message="the run has no checkpoint yet: starting from the beginning")
+            self._launcher.emit(events.Warned(message="the run has no checkpoint yet: starting from the beginning"))
         return Progress()
 
     def _handle_request(self, request: Scale | JoinRequest) -> str:
@@ -235,14 +234,14 @@ class DispatchedLeader:
             dispatcher.process_records[name].is_leaving = True
         for _ in range(num_workers - len(before)):
             self._starter.start_worker()
-        self._launcher.emit("scale", workers=num_workers, before=len(before), step=dispatcher.progress.step)
+        self._launcher.emit(events.Scale(workers=num_workers, before=len(before), step=dispatcher.progress.step))
         return f"from {len(before)} to {num_workers} workers"
 
-    def _take_event(self, kind: str, **fields: Any) -> None:
-        if kind == "worker_ended":
-            peak = fields.get("peak_memory_bytes") or 0
+    def _take_event(self, event: AnyEvent) -> None:
+        if isinstance(event, events.WorkerEnded):
+            peak = event.peak_memory_bytes or 0
             self._memory.peak_memory_bytes = max(self._memory.peak_memory_bytes, peak)
-        self._launcher.emit(kind, **fields)
+        self._launcher.emit(event)
 
     def _elapsed_s(self) -> float:
         return self._memory.base_s + time.perf_counter() - self._memory.begun_s

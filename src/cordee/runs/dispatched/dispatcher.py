@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 
 from cordee.cluster.control import CONTROL_NAME
 from cordee.cluster.members import ProcessRecord
+from cordee.cluster.messages import Event
 from cordee.cluster.policies import Stragglers
 from cordee.communication.channel import Received, ServerChannel
-from cordee.communication.messages import Accepted, Event, Failure, Heartbeat, JoinRequest, Message, Refused, Scale
+from cordee.communication.messages import Accepted, Failure, Heartbeat, JoinRequest, Message, Refused, Scale
 from cordee.core.errors import CommunicationError, JobError
 from cordee.core.fault_points import reach
 from cordee.data import Ledger, Unit
+from cordee.monitoring import events
 from cordee.parameters.server_slots import ServerSlot, ServerSlots
 from cordee.runs.dispatched.messages import (
     AskOrder,
@@ -190,7 +192,7 @@ class Dispatcher:
                 self.servers.ask(received, message)
             case SecondLost(address=address, reason=reason):
                 if self.servers.drop_follower(name, address):
-                    self.emit("warning", message=f"{reason}: continuing alone until there is another")
+                    self.emit(events.Warned(message=f"{reason}: continuing alone until there is another"))
                 self._acknowledge(received)
             case HandOver(has_retired=has_retired):
                 assert record is not None
@@ -214,11 +216,11 @@ class Dispatcher:
             case Heartbeat(step=step):
                 assert record is not None
                 record.step = step
-            case Event(type=kind, fields=fields, number=number):
+            case Event(record=event, number=number):
                 assert record is not None
                 if number > record.num_events:
                     record.num_events = number
-                    self.emit(kind, **fields)
+                    self.emit(event)
                 self._acknowledge(received)
             case Failure():
                 self.failures.append((name, message))
@@ -249,7 +251,7 @@ class Dispatcher:
             if has_worked and self.servers.serves(name):
                 self._restart_from(join.index, join.step)
         self._acknowledge(received)
-        self.emit("worker_started", worker=join.index, pid=join.pid, host=join.host, role=join.role)
+        self.emit(events.WorkerStarted(worker=join.index, pid=join.pid, host=join.host, role=join.role))
         self.servers.tell()
 
     def _hand_over(self, received: Received, record: ProcessRecord, *, has_retired: bool) -> None:
@@ -257,13 +259,13 @@ class Dispatcher:
         name = received.envelope.sender
         if not (self.is_over or self.servers.can_leave(name, has_retired=has_retired)):
             if not record.is_leaving:
-                self.emit("warning", message=f"{name} was told to leave: it stays until another has its part")
+                self.emit(events.Warned(message=f"{name} was told to leave: it stays until another has its part"))
             record.is_leaving = True
             self._acknowledge(received)
             return
         if not record.has_left:
             record.has_left = record.is_done = True
-            self.emit("worker_left", worker=record.index, role="server", step=self.progress.step)
+            self.emit(events.WorkerLeft(worker=record.index, role="server", step=self.progress.step))
             self.servers.lose(name)
         self._reply(received, Leave())
         self.servers.tell()
@@ -279,12 +281,12 @@ class Dispatcher:
         lost = now - step
         if lost > 0:
             self.progress.updates_lost += lost
-            self.emit("updates_lost", server=index, updates=lost, step=now, from_step=step)
+            self.emit(events.UpdatesLost(server=index, updates=lost, step=now, from_step=step))
             message = f"server {index} continues from step {step}: its slice lacks the updates of {lost} steps"
             advice = "With strategy.replicas = 2 none would be lost"
             if self.plan.settings.replicas > 1:
                 advice = f"All {self.plan.settings.replicas} of its processes were lost before there was another"
-            self.emit("warning", message=f"{message}. {advice}")
+            self.emit(events.Warned(message=f"{message}. {advice}"))
 
     def _commit(self, worker: str, done: TakeWork) -> None:
         if done.attempt != self._memory.attempt or not self.ledger.commit(done.done):
@@ -337,7 +339,7 @@ class Dispatcher:
             self._reply(self._waiting.pop(name), Leave())
             if not record.has_left:
                 record.has_left = True
-                self.emit("worker_left", worker=record.index, step=self.progress.step)
+                self.emit(events.WorkerLeft(worker=record.index, step=self.progress.step))
 
     def _hand_out(self) -> None:
         ledger, staleness = self.ledger, self.plan.max_staleness
@@ -401,7 +403,7 @@ class Dispatcher:
                 self.ledger.give_up(number)
                 self._timing.give_up(number)
                 late = f"{worker} is late with its part of step {unit.first_batch + 1} ({wait_s:.1f} s)"
-                self.emit("warning", message=f"{late}: another does it")
+                self.emit(events.Warned(message=f"{late}: another does it"))
 
     def _acknowledge(self, received: Received) -> None:
         self._reply(received, Joined(self.plan.failure_timeout_s))
@@ -413,7 +415,7 @@ class Dispatcher:
 class UnitTiming:
     """Not remembered by coordinators that come back: how long units were in hand before is not known."""
 
-    def __init__(self, emit: Callable[..., None]) -> None:
+    def __init__(self, emit: Emit) -> None:
         self._emit = emit
         self._taken_s: dict[int, float] = {}  # unit -> since when somebody has it
         self._stragglers = Stragglers()
@@ -429,8 +431,10 @@ class UnitTiming:
             return
         slow = self._stragglers.hear(worker, step, time.monotonic() - taken_s)
         if slow is not None:
-            self._emit("straggler", worker=worker_index, step=step, seconds=slow.seconds, median_seconds=slow.median_s)
-            self._emit("warning", message=slow.describe())
+            self._emit(
+                events.Straggler(worker=worker_index, step=step, seconds=slow.seconds, median_seconds=slow.median_s)
+            )
+            self._emit(events.Warned(message=slow.describe()))
 
     def forget(self, worker: str) -> None:
         """Compare nobody with a worker that is gone."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from cordee.core.errors import JobError
 from cordee.data.source import fingerprint
+from cordee.monitoring.events import RunStarted
 from cordee.strategies.table import elastic_teams
 from cordee.training.components import Components
 
@@ -23,7 +22,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     lr_factor: float
     dtype: str = "float32"  # of the parameters
     data: str = ""  # a fingerprint, where workers of other hosts may join
-    description: dict[str, Any]  # for the event `run_started`
+    description: RunStarted  # without its place
 
     @classmethod
     def of(cls, components: Components) -> RunFacts:

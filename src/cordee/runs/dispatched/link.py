@@ -8,18 +8,19 @@ import os
 import socket
 import threading
 import time
-from typing import Any
 
 from cordee.cluster.engine import SIGNALS
 from cordee.cluster.member_link import MemberLink, MemberSpec, describe_failure
+from cordee.cluster.messages import Event
 from cordee.communication.calls import Connection
 from cordee.communication.channel import ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
-from cordee.communication.messages import Event, Heartbeat, Message
+from cordee.communication.messages import Heartbeat, Message
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import reach
+from cordee.monitoring.events import AnyEvent, stamp
 from cordee.runs.dispatched.messages import LIMITS, SERVED, AskServers, Bye, Join, Joined, Servers
 from cordee.strategies.parameter_server.messages import LIMITS as PARAMETER_LIMITS
 from cordee.strategies.parameter_server.messages import PARAMETERS
@@ -82,9 +83,10 @@ class DispatchLink(MemberLink):
                     log.info("asking again: %s", error)
                     time.sleep(_AGAIN_S)
 
-    def emit(self, kind: str, fields: dict[str, Any]) -> None:
+    def emit(self, event: AnyEvent) -> None:
+        """Have an event of this process recorded. Returns when the coordinator has noted it."""
         self._num_events += 1
-        self.ask(Event(kind, fields, self._num_events))
+        self.ask(Event(stamp(event, f"{self._order.role} {self._order.index}"), self._num_events))
 
     def fail(self, error: BaseException) -> None:
         """Report the error this process ends with."""

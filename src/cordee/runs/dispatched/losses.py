@@ -14,6 +14,7 @@ from cordee.core.errors import TrainingError
 from cordee.core.fault_points import reach
 from cordee.core.settings import Cluster
 from cordee.data import Unit
+from cordee.monitoring import events
 from cordee.runs.dispatched.dispatcher import Dispatcher
 from cordee.runs.dispatched.process_starter import ProcessStarter
 from cordee.runs.dispatched.server_calls import ServerCalls
@@ -60,7 +61,7 @@ class Losses:
         record = dispatcher.process_records.get(name)
         step, incarnation = (record.step, record.incarnation) if record else (0, 0)
         units = dispatcher.lose(name)
-        self._launcher.emit("worker_lost", worker=index, role=role, step=step, reason=how)
+        self._launcher.emit(events.WorkerLost(worker=index, role=role, step=step, reason=how))
         if status >= 0:  # it ended by itself, which it may not: the next would do the same
             raise TrainingError(f"{name} {how} (in step {step + 1}); its log is {self._starter.log_file(name)}")
         self._refuse_deadly(units, f"{name} {how}")
@@ -68,12 +69,12 @@ class Losses:
         if role == "worker":
             memory.last = f"{name} {how} (in step {step + 1})"
         if role == "worker" and dispatcher.has_done_all:
-            self._launcher.emit("warning", message=f"{name} {how}: all work is done, nobody takes its place")
+            self._launcher.emit(events.Warned(message=f"{name} {how}: all work is done, nobody takes its place"))
             return
         if not self.can_replace and role == "worker":
             self._fence(name, incarnation)
             note = f"no replacement is left (cluster.max_restarts = {limit}), {_given(units)} to others"
-            self._launcher.emit("warning", message=f"{name} {how}: {note}")
+            self._launcher.emit(events.Warned(message=f"{name} {how}: {note}"))
             return
         if not self.can_replace:
             raise TrainingError(
@@ -91,7 +92,7 @@ class Losses:
         else:
             self._starter.start(role, 0)
             message = "another takes its place"
-        self._launcher.emit("warning", message=f"{name} {how}: {message}")
+        self._launcher.emit(events.Warned(message=f"{name} {how}: {message}"))
 
     def give_up(self, index: int, why: str) -> None:
         """Go on without a worker that is not replaced."""
@@ -102,8 +103,8 @@ class Losses:
         self._fence(name, record.incarnation)
         self._memory.last = f"{name} {why} (in step {record.step + 1})"
         self._begin_recovery("worker", name)
-        self._launcher.emit("worker_lost", worker=index, role="worker", step=record.step, reason=why)
-        self._launcher.emit("warning", message=f"{name} {why}: {_given(units)} to others")
+        self._launcher.emit(events.WorkerLost(worker=index, role="worker", step=record.step, reason=why))
+        self._launcher.emit(events.Warned(message=f"{name} {why}: {_given(units)} to others"))
 
     def check_failures(self) -> None:
         """Go on without external workers that failed; raise what the others say that went wrong."""
@@ -130,7 +131,7 @@ class Losses:
         elif memory.shortage is None:
             memory.shortage = Shortage.begin(lack.verdict(cluster), cluster, now_s)
             if warning := lack.describe_wait(cluster, self._starter.run_dir):
-                self._launcher.emit("warning", message=warning)
+                self._launcher.emit(events.Warned(message=warning))
         elif memory.shortage.is_past(now_s):
             if not dispatcher.active_workers:
                 raise TrainingError(memory.shortage.verdict)
@@ -141,7 +142,7 @@ class Losses:
         for loss in [loss for loss in self._memory.recovering if self._dispatcher.progress.step > loss.step]:
             self._memory.recovering.remove(loss)
             seconds = time.perf_counter() - loss.at_s
-            self._launcher.emit("recovery", role=loss.role, lost=loss.name, seconds=seconds)
+            self._launcher.emit(events.Recovery(role=loss.role, lost=loss.name, seconds=seconds))
 
     def _begin_recovery(self, role: str, name: str) -> None:
         self._memory.num_recoveries += 1

@@ -6,10 +6,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from cordee.cluster.messages import Event
 from cordee.communication.messages import (
     Accepted,
     Count,
-    Event,
     Failure,
     Heartbeat,
     JoinRequest,

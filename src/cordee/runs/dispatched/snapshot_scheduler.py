@@ -11,6 +11,7 @@ from cordee.checkpoint.layout import decode_values, encode_values
 from cordee.communication.channel import Received
 from cordee.communication.messages import Message
 from cordee.compute import Metrics
+from cordee.monitoring import events
 from cordee.runs.dispatched.messages import Leave, Order, OrderDone
 from cordee.runs.dispatched.plan import RunPlan
 from cordee.runs.dispatched.state import Outcome, SnapshotState
@@ -77,7 +78,7 @@ class SnapshotScheduler:
         if memory.is_order_open and not (memory.is_reading or memory.is_deciding):
             step = memory.ordered_at[0]
             message = f"the evaluator was lost with what it had read at step {step}: it is not measured and not saved"
-            self._emit("warning", message=message)
+            self._emit(events.Warned(message=message))
         if memory.is_order_open:
             self._order_again()
 
@@ -138,20 +139,22 @@ class SnapshotScheduler:
         memory.is_reading = memory.is_deciding = memory.is_order_open = False
         outcome.weights_sha256 = done.weights_sha256
         step, epoch, batch, samples = memory.ordered_at
-        self._emit("commit", step=step, epoch=epoch, batch=batch, samples=samples, weights_sha256=done.weights_sha256)
+        self._emit(
+            events.Commit(step=step, epoch=epoch, batch=batch, samples=samples, weights_sha256=done.weights_sha256)
+        )
         outcome.problem = done.problem
         if done.problem:
-            self._emit("warning", message=f"checkpoint at step {done.step} was not saved: {done.problem}")
+            self._emit(events.Warned(message=f"checkpoint at step {done.step} was not saved: {done.problem}"))
         elif done.path:
             memory.saved_step = done.step
-            self._emit("checkpoint", step=done.step, path=done.path, seconds=done.seconds, stall_s=memory.stall_s)
+            self._emit(events.Checkpoint(step=done.step, path=done.path, seconds=done.seconds, stall_s=memory.stall_s))
             outcome.stall_s += memory.stall_s
         if not done.metrics:
             return None
         metrics = msgspec.convert(decode_values(done.metrics.encode()), Metrics)
         outcome.metrics = metrics
-        told = progress.describe_evaluation(metrics) | {"train_loss": memory.ordered_loss}
-        self._emit("evaluation", step=done.step, epoch=max(1, epoch if batch == 0 else epoch + 1), **told)
+        found = progress.describe_evaluation(metrics, done.step, max(1, epoch if batch == 0 else epoch + 1))
+        self._emit(msgspec.structs.replace(found, train_loss=memory.ordered_loss))
         return progress.take_evaluation(metrics, done.step, self._plan.policy)
 
     def _order_again(self) -> None:

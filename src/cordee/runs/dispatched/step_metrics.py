@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from cordee.monitoring import AnyEvent, events
 from cordee.runs.dispatched.messages import TakeWork
 from cordee.runs.dispatched.plan import RunPlan
 from cordee.runs.dispatched.state import StepMetricsState, StepSum
 from cordee.training.progress import Progress
 
-Emit = Callable[..., None]  # an event for the run's file
+Emit = Callable[[AnyEvent], None]  # for the run's file
 MOST_REFUSALS = 100  # in a row: the run will not get anywhere
 
 
@@ -64,7 +65,7 @@ class StepMetrics:
         """Take what a worker says of its part of a step."""
         self._memory.num_refused_in_a_row = self._memory.num_refused_in_a_row + 1 if done.refused else 0
         if done.refused:  # by one server or by all of them: told once
-            self._emit("warning", message=f"{done.refused}: it is refused, and the step goes on without it")
+            self._emit(events.Warned(message=f"{done.refused}: it is refused, and the step goes on without it"))
         sums = self._memory.sums.setdefault(step, StepSum())
         if math.isfinite(done.loss_sum):
             sums.loss_sum += done.loss_sum
@@ -108,15 +109,16 @@ class StepMetrics:
         now_s = time.perf_counter()
         self._window = (progress.samples, now_s)
         self._emit(
-            "step",
-            step=progress.step,
-            epoch=plan.epoch_of(step) + 1,
-            loss=loss,
-            accuracy=sums.num_correct / sums.num_items if sums.num_items and plan.counts_classes else None,
-            lr=self._rate(plan.steps_before(step)),
-            gradient_norm=float(total_norm(sums.norms, plan.dtype)) if plan.clip_norm and sums.count else None,
-            samples=progress.samples,
-            samples_per_second=(progress.samples - samples) / max(now_s - since_s, 1e-9),
+            events.Step(
+                step=progress.step,
+                epoch=plan.epoch_of(step) + 1,
+                loss=loss,
+                accuracy=sums.num_correct / sums.num_items if sums.num_items and plan.counts_classes else None,
+                lr=self._rate(plan.steps_before(step)),
+                gradient_norm=float(total_norm(sums.norms, plan.dtype)) if plan.clip_norm and sums.count else None,
+                samples=progress.samples,
+                samples_per_second=(progress.samples - samples) / max(now_s - since_s, 1e-9),
+            )
         )
 
 

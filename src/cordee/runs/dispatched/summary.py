@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from cordee import checkpoint
-from cordee.monitoring import Summary
+from cordee.monitoring import AnyEvent, Summary, events
 from cordee.monitoring.summary import Status
 from cordee.runs.dispatched.facts import RunFacts
 from cordee.runs.dispatched.plan import RunPlan
@@ -28,7 +29,7 @@ class Summariser:
         facts: RunFacts,
         progress: Progress,
         memory: RunState,
-        emit: Callable[..., None],
+        emit: Callable[[AnyEvent], None],
     ) -> None:
         self._run_dir = run_dir
         self._plan = plan
@@ -39,13 +40,8 @@ class Summariser:
 
     def announce(self) -> None:
         """Tell that the run starts."""
-        self._emit(
-            "run_started",
-            run_dir=str(self._run_dir),
-            start_step=self._progress.step,
-            servers=self._plan.settings.servers,
-            **self._facts.description,
-        )
+        place = {"run_dir": str(self._run_dir), "start_step": self._progress.step}
+        self._emit(msgspec.structs.replace(self._facts.description, servers=self._plan.settings.servers, **place))
 
     def summarise_ended(self) -> Summary | None:
         """Return the summary of a resumed run that had ended already: going on would give other weights."""
@@ -70,7 +66,7 @@ class Summariser:
         trained = self._progress.samples - self._memory.samples_before
         summary = self._sum_up(outcome, trained / training_s if trained and training_s else None)
         if summary.staleness:
-            self._emit("staleness", ages=summary.staleness)
+            self._emit(events.Staleness(ages=summary.staleness))
         return summary
 
     def _sum_up(self, outcome: Outcome, samples_per_second: float | None) -> Summary:
@@ -84,9 +80,9 @@ class Summariser:
             name=job.name,
             strategy=job.strategy.name,
             workers=job.strategy.workers,
-            device=described["device"],
-            parameters=described["parameters"],
-            trainable_parameters=described["trainable_parameters"],
+            device=described.device,
+            parameters=described.parameters or 0,
+            trainable_parameters=described.trainable_parameters,
             steps=progress.step,
             epochs=progress.epochs_finished(-(-self._plan.num_samples // job.training.batch_size)),
             samples=progress.samples,

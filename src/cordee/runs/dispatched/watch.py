@@ -7,6 +7,7 @@ from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
 from cordee.cluster.members import Process, ProcessRecord, Silence, judge_silence
 from cordee.cluster.processes import ProcessorWatch, is_alive, is_stopped
 from cordee.core.errors import TrainingError
+from cordee.monitoring import events
 from cordee.runs.dispatched.dispatcher import Dispatcher
 from cordee.runs.dispatched.losses import Losses
 from cordee.runs.dispatched.process_starter import ProcessStarter
@@ -69,7 +70,9 @@ class Watch:
         if silence != "none":
             record.heard_s = now_s
         if silence == "frozen":
-            self._launcher.emit("warning", message=f"{process.name} is frozen: no sign of life for {silent_s:.1f} s")
+            self._launcher.emit(
+                events.Warned(message=f"{process.name} is frozen: no sign of life for {silent_s:.1f} s")
+            )
             if self._losses.can_replace or process.role != "worker":
                 self._launcher.signal(number, "kill")
             else:
@@ -98,7 +101,7 @@ class Watch:
             self._stopped_s.pop(number, None)
         elif now_s - self._stopped_s.setdefault(number, now_s) > self._timeout_s:
             self._stopped_s[number] = now_s
-            self._launcher.emit("warning", message=f"{name} is frozen: it was stopped before it had joined")
+            self._launcher.emit(events.Warned(message=f"{name} is frozen: it was stopped before it had joined"))
             self._launcher.signal(number, "kill")
 
     def _check_remote(self, process: Process, now_s: float) -> None:

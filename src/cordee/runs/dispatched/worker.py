@@ -28,7 +28,7 @@ from cordee.core.fault_points import identify, reach
 from cordee.core.seeds import derive_seed
 from cordee.data.order import count_batches
 from cordee.data.source import check_same
-from cordee.monitoring import setup_logging
+from cordee.monitoring import events, setup_logging
 from cordee.parameters.calls import ServerCalls
 from cordee.parameters.placement import Piece, make_layout
 from cordee.runs.dispatched.link import DispatchLink
@@ -166,14 +166,13 @@ class DispatchedWorker:
             has_asked = done.leaves
         seconds = time.perf_counter() - began_s
         self._link.emit(
-            "worker_ended",
-            {
-                "worker": self._index,
-                "units": self._num_units,
-                "seconds": seconds,
-                "waited_seconds": waited_s,
-                "peak_memory_bytes": self._memory.peak_bytes() or None,
-            },
+            events.WorkerEnded(
+                worker=self._index,
+                units=self._num_units,
+                seconds=seconds,
+                waited_seconds=waited_s,
+                peak_memory_bytes=self._memory.peak_bytes() or None,
+            )
         )
         self._client.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import msgspec
 
@@ -11,13 +10,14 @@ from cordee.cluster.autoscaling import Scaling
 from cordee.cluster.coordinator import Addresses, CoordinatorSpec
 from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
 from cordee.cluster.members import Membership
+from cordee.cluster.messages import TEAM, DataFingerprint, FirstStep, StepReached, StepTime, TeamReport, WorkerSummary
 from cordee.cluster.policies import Restarts, Stragglers
 from cordee.communication.channel import ServerChannel
-from cordee.communication.messages import COORDINATION, JoinRequest
+from cordee.communication.messages import JoinRequest
 from cordee.communication.wire import Codec
 from cordee.core import Job
 from cordee.core.errors import TrainingError
-from cordee.monitoring import Summary
+from cordee.monitoring import AnyEvent, Summary, events
 from cordee.runs.team.generations import Generations
 from cordee.runs.team.losses import Losses
 from cordee.runs.team.member_channel import MemberChannel
@@ -31,7 +31,7 @@ from cordee.training.components import bare_strategy
 class TeamLeader:
     """The `Leader` of one team."""
 
-    codec = Codec(COORDINATION)
+    codec = Codec(TEAM)
     _channel: MemberChannel
     _workers: Workers
     _losses: Losses
@@ -83,7 +83,7 @@ class TeamLeader:
     def open(self, channel: ServerChannel) -> None:
         memory, launcher = self._memory, self._launcher
         members = self._channel = MemberChannel(
-            channel, self._membership, self._take_event, self._scale, self._enlist, memory.channel
+            channel, self._membership, self._take_event, self._take_report, self._scale, self._enlist, memory.channel
         )
         workers = self._workers = Workers(
             self._spec, self._job, launcher, members, memory.workers, memory.addresses, self._check_size
@@ -139,48 +139,58 @@ class TeamLeader:
         wanted = msgspec.structs.replace(self._job.strategy, workers=num_workers)
         self._strategy.requirements(msgspec.structs.replace(self._job, strategy=wanted))  # raises what it cannot do
 
-    def _take_event(self, kind: str, fields: dict[str, Any]) -> None:
-        if kind in ("progress", "step"):
-            self._membership.told_step = max(self._membership.told_step, fields["step"])
-        self._memory.stall_s += fields.get("stall_s", 0.0)
-        if kind == "progress":
-            self._launcher.progress(step=fields["step"], loss=fields["loss"])
-        elif kind == "outcome":
-            self._memory.summaries[fields["worker"]] = msgspec.convert(fields["summary"], Summary)
-        elif kind == "pace":
-            self._note_pace(fields["worker"], fields["step"], fields["seconds"])
-        elif kind == "commit" and fields["generation"] < self._membership.generation:
-            pass  # of one that was given up, is back, and had not noticed: its generation is over
-        elif kind == "run_started":
-            if not self._memory.is_announced:
+    def _take_event(self, event: AnyEvent) -> None:
+        """Have an event of a worker recorded, unless it is of the past or another has told the same."""
+        match event:
+            case events.Step(step=step):
+                self._note_step(step)
+            case events.Checkpoint(stall_s=stall_s) | events.Warned(stall_s=float(stall_s)):
+                self._memory.stall_s += stall_s
+            case events.Commit(generation=int(generation)) if generation < self._membership.generation:
+                return  # of one that was given up, is back, and had not noticed: its generation is over
+            case events.RunStarted():
+                if self._memory.is_announced:
+                    return
                 self._memory.is_announced = True
-                self._launcher.emit(kind, **fields)
-        elif kind == "data":
-            self._workers.note_data(fields["fingerprint"])
-        elif kind == "first_step":
-            self._complete_recovery(fields["step"])
-        else:
-            self._launcher.emit(kind, **fields)
+        self._launcher.emit(event)
+
+    def _take_report(self, worker: int, report: TeamReport) -> None:
+        match report:
+            case StepReached(step=step, loss=loss):
+                self._note_step(step)
+                self._launcher.progress(step=step, loss=loss)
+            case StepTime(step=step, seconds=seconds):
+                self._note_pace(worker, step, seconds)
+            case FirstStep(step=step):
+                self._complete_recovery(step)
+            case DataFingerprint(fingerprint=fingerprint):
+                self._workers.note_data(fingerprint)
+            case WorkerSummary(summary=summary):
+                self._memory.summaries[worker] = summary
+
+    def _note_step(self, step: int) -> None:
+        self._membership.told_step = max(self._membership.told_step, step)
 
     def _note_pace(self, worker: int, step: int, seconds: float) -> None:
         if self._scaling is not None:
             self._scaling.hear(worker, seconds)
         if (slow := self._stragglers.hear(f"worker {worker}", step, seconds)) is not None:
             self._launcher.emit(
-                "straggler", worker=worker, step=step, seconds=slow.seconds, median_seconds=slow.median_s
+                events.Straggler(worker=worker, step=step, seconds=slow.seconds, median_seconds=slow.median_s)
             )
-            self._launcher.emit("warning", message=slow.describe())
+            self._launcher.emit(events.Warned(message=slow.describe()))
 
     def _complete_recovery(self, step: int) -> None:
         recovered = self._recoveries.complete(step, self._membership.members, time.monotonic())
         if recovered is not None:
             self._launcher.emit(
-                "recovery",
-                generation=self._membership.generation,
-                lost=recovered.lost,
-                seconds=recovered.seconds,
-                step=step,
-                steps_redone=recovered.steps_redone,
+                events.Recovery(
+                    generation=self._membership.generation,
+                    lost=recovered.lost,
+                    seconds=recovered.seconds,
+                    step=step,
+                    steps_redone=recovered.steps_redone,
+                )
             )
 
     def summarise(self) -> Summary:

@@ -9,6 +9,7 @@ from cordee.cluster.members import Membership
 from cordee.cluster.rendezvous import COULD_NOT_FORM
 from cordee.core.errors import TrainingError
 from cordee.core.fault_points import reach
+from cordee.monitoring import events
 from cordee.runs.team.losses import Losses
 from cordee.runs.team.member_channel import MemberChannel
 from cordee.runs.team.recoveries import Recoveries
@@ -97,7 +98,7 @@ class Generations:
         reach("generations.leave")
         for index in leaving:
             membership.finish(index)
-            self._launcher.emit("worker_left", worker=index, step=membership.step)
+            self._launcher.emit(events.WorkerLeft(worker=index, step=membership.step))
 
     def _form(self, members: list[int]) -> bool:
         """Begin the next generation, or end the run if that is what the members halted for."""
@@ -126,10 +127,11 @@ class Generations:
         self._workers.note_formed()
         self._memory.is_pause_told = self._memory.is_stop_told = False
         self._launcher.emit(
-            "generation",
-            generation=membership.generation,
-            members=members,
-            step=first.ready_step if first.ready_step >= 0 else None,
+            events.Generation(
+                generation=membership.generation,
+                members=members,
+                step=first.ready_step if first.ready_step >= 0 else None,
+            )
         )
         return True
 
@@ -154,4 +156,4 @@ class Generations:
         for index in late:
             membership.records[index].is_leaving = True
             membership.finish(index)
-        self._launcher.emit("warning", message=message)
+        self._launcher.emit(events.Warned(message=message))

@@ -11,19 +11,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from cordee.cluster.member_link import LONGEST_ABSENCE_S, MemberLink, describe_failure
 from cordee.cluster.members import WORKER_PREFIX
+from cordee.cluster.messages import TEAM, Event, Numbered, StepReached, StepTime, TeamReport
 from cordee.communication.channel import ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
 from cordee.communication.messages import (
-    COORDINATION,
     Directive,
-    Event,
     Failure,
     Goodbye,
     Heartbeat,
@@ -39,6 +38,7 @@ from cordee.communication.this_host import host_id
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import reach
+from cordee.monitoring.events import AnyEvent
 
 log = logging.getLogger("cordee.worker")
 
@@ -64,11 +64,11 @@ class TeamLink(MemberLink):
     def __init__(self, address: str, run: str, worker_index: int, keys: ClientKeys) -> None:
         name = f"{WORKER_PREFIX}{worker_index}"
         speaker = Speaker(run=run, name=name, incarnation=time.time_ns())
-        super().__init__(ClientChannel(address, speaker, Codec(COORDINATION), keys))
+        super().__init__(ClientChannel(address, speaker, Codec(TEAM), keys))
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._ready: Ready | None = None  # asked and not answered
         self._num_asked = 0
-        self._outbox: deque[Event | Failure | Goodbye] = deque()  # told and not noted
+        self._outbox: deque[Numbered] = deque()  # told and not noted
         self._num_told = 0
         self._last_beat = (0, 0)  # its sequence, and what had been told before it
         self._telling = threading.Condition()
@@ -160,13 +160,16 @@ class TeamLink(MemberLink):
         """Have the coordinator told that this worker must go. For signal handlers: returns at once."""
         self._wants_to_leave = True
 
-    def emit(self, kind: str, fields: dict[str, Any]) -> None:
+    def emit(self, event: AnyEvent) -> None:
         """Pass an event on. It reaches the coordinator, now or when it is back."""
-        self._tell(Event(kind, fields))
+        self._tell(Event(event))
 
-    def mention(self, kind: str, fields: dict[str, Any]) -> None:
-        """Pass on what is soon out of date, if somebody listens."""
-        self._say(Event(kind, fields))
+    def report(self, report: TeamReport) -> None:
+        """Tell the coordinator how training goes: now or when it is back, or not at all if that is soon out of date."""
+        if isinstance(report, StepTime | StepReached):
+            self._say(report)
+        else:
+            self._tell(report)
 
     def fail(self, error: BaseException, step: int) -> None:
         """Report the error this worker ends with."""
@@ -187,7 +190,7 @@ class TeamLink(MemberLink):
             _reach_point_of(message)
             self._channel.send(message, timeout_s=0.0)
 
-    def _tell(self, message: Event | Failure | Goodbye) -> None:
+    def _tell(self, message: Numbered) -> None:
         with self._telling:
             self._num_told += 1
             message = msgspec.structs.replace(message, number=self._num_told)

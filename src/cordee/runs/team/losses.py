@@ -13,6 +13,7 @@ from cordee.cluster.processes import is_alive
 from cordee.core.errors import TrainingError
 from cordee.core.fault_points import reach
 from cordee.core.settings import Cluster
+from cordee.monitoring import events
 from cordee.runs.team.recoveries import Recoveries
 from cordee.runs.team.state import LossState
 from cordee.runs.team.workers import Workers
@@ -79,7 +80,7 @@ class Losses:
         elif shortage.is_past(time.monotonic()):
             self._memory.shortage = None
             self.end_early(shortage.verdict)
-            self._launcher.emit("warning", message=f"{shortage.verdict}; saving and ending")
+            self._launcher.emit(events.Warned(message=f"{shortage.verdict}; saving and ending"))
 
     def _bear(self, loss: Trouble) -> None:
         """Take a loss: start a replacement if there is one left; otherwise go on with fewer, or give up."""
@@ -87,9 +88,9 @@ class Losses:
         record = membership.records[lost]
         reach("losses.found")
         self._recoveries.take(loss, is_external=record.is_external)
-        self._launcher.emit("worker_lost", worker=lost, step=membership.step, reason=loss.reason)
+        self._launcher.emit(events.WorkerLost(worker=lost, step=membership.step, reason=loss.reason))
         if record.state != "gone":  # another loss of this turn has started the whole team again
-            self._launcher.emit("warning", message=f"{loss.describe()}; it starts again with the team")
+            self._launcher.emit(events.Warned(message=f"{loss.describe()}; it starts again with the team"))
             return
         is_replaced = not record.is_external and self._recoveries.restarts.may_replace()
         if is_replaced and membership.is_elastic:
@@ -112,7 +113,7 @@ class Losses:
             what += (
                 "; if it can be heard again it joins again" if record.is_remote else "; if it wakes up it joins again"
             )
-        self._launcher.emit("warning", message=f"{loss.describe()}; {what}")
+        self._launcher.emit(events.Warned(message=f"{loss.describe()}; {what}"))
         reach("losses.replaced")
 
     def _bear_shortage(self, loss: Trouble) -> None:
@@ -126,10 +127,10 @@ class Losses:
             raise TrainingError(verdict)
         self._memory.shortage = Shortage.begin(verdict, cluster, time.monotonic())
         if warning := lack.describe_wait(cluster, self._workers.run_dir):
-            self._launcher.emit("warning", message=warning)
+            self._launcher.emit(events.Warned(message=warning))
 
     def _fail(self, trouble: Trouble) -> None:
-        self._launcher.emit("worker_lost", worker=trouble.worker_index, step=trouble.step, reason=trouble.reason)
+        self._launcher.emit(events.WorkerLost(worker=trouble.worker_index, step=trouble.step, reason=trouble.reason))
         if trouble.traceback:
             log.error("worker %d failed:\n%s", trouble.worker_index, trouble.traceback)
         raise TrainingError(f"{trouble.describe()}; its log is {self._workers.log_file(trouble.worker_index)}")

@@ -9,18 +9,26 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import msgspec
 
 from cordee.cluster.control import CONTROL_NAME, NOT_YET, NotYetError
 from cordee.cluster.members import WORKER_PREFIX, Membership, Trouble
+from cordee.cluster.messages import (
+    DataFingerprint,
+    Event,
+    FirstStep,
+    Numbered,
+    StepReached,
+    StepTime,
+    TeamReport,
+    WorkerSummary,
+)
 from cordee.communication.channel import Peer, Received, ServerChannel
 from cordee.communication.messages import (
     Accepted,
     Ask,
     Directive,
-    Event,
     Failure,
     Goodbye,
     Heartbeat,
@@ -39,6 +47,7 @@ from cordee.communication.messages import (
 )
 from cordee.core.errors import CommunicationError, JobError
 from cordee.core.fault_points import reach
+from cordee.monitoring.events import AnyEvent, Warned, WorkerStarted
 
 REPLACED = "replaced"  # why a process that was taken for lost is not let in again
 
@@ -67,17 +76,21 @@ class MemberChannel:
         self,
         channel: ServerChannel,
         membership: Membership,
-        on_event: Callable[[str, dict[str, Any]], None],
+        on_event: Callable[[AnyEvent], None],
+        on_report: Callable[[int, TeamReport], None],
         on_scale: Callable[[int, int], str] | None = None,
         on_enlist: Callable[[JoinRequest], str] | None = None,
         state: ChannelState | None = None,
     ) -> None:
-        """`on_scale` takes a wish for numbers of workers and of threads and says what it does, `on_enlist` one to join
+        """`on_event` takes what is to be recorded, `on_report` what a worker tells of the training.
+
+        `on_scale` takes a wish for numbers of workers and of threads and says what it does, `on_enlist` one to join
         and returns what the new worker is told; both may raise JobError.
         """
         self._channel = channel
         self.membership = membership
         self._on_event = on_event
+        self._on_report = on_report
         self._on_scale = on_scale
         self._on_enlist = on_enlist
         self._peers: dict[int, Peer] = {}
@@ -120,7 +133,7 @@ class MemberChannel:
                 if directive.action == "disband":  # maybe it is the one that was lost
                     continue
                 warning = f"worker {index} could not be told to {directive.action}: {error}"
-                self._on_event("warning", {"message": warning})
+                self._on_event(Warned(message=warning))
             reach("coordinator.directed")
 
     def direct(self, action: str, workers: Iterable[int], reason: str = "") -> None:
@@ -191,25 +204,27 @@ class MemberChannel:
                 self._take_ready(index, known, ready)
             case Leaving():
                 membership.records[index].is_leaving = True
-            case Event(number=0, type=kind, fields=fields):
-                self._on_event(kind, dict(fields))
-            case Event() | Failure() | Goodbye() as told:
+            case StepTime() | StepReached() as report:
+                self._on_report(index, report)
+            case Event() | FirstStep() | DataFingerprint() | WorkerSummary() | Failure() | Goodbye() as told:
                 self._take_note(received, index, known, told)
             case other:
                 self._reply(received, Refused("unexpected", type(other).__name__))
 
-    def _take_note(self, received: Received, index: int, known: WorkerState, told: Event | Failure | Goodbye) -> None:
+    def _take_note(self, received: Received, index: int, known: WorkerState, told: Numbered) -> None:
         """Take what must not be lost: once, and in order. The worker sends again what is missing."""
         if told.number == known.num_noted + 1:
             known.num_noted += 1
             match told:
-                case Event(type=kind, fields=fields):
-                    self._on_event(kind, dict(fields))
+                case Event(record=event):
+                    self._on_event(event)
                 case Failure(step=step, error=error, traceback=text, is_consequence=is_consequence):
                     self.membership.report(Trouble(index, step, error, text, is_consequence, at_s=time.monotonic()))
                 case Goodbye():
                     self.membership.finish(index)
-        if not isinstance(told, Event):  # the worker waits for it before it ends
+                case report:
+                    self._on_report(index, report)
+        if isinstance(told, Failure | Goodbye):  # the worker waits for it before it ends
             self._reply(received, Noted(known.num_noted))
 
     def _take_ready(self, index: int, known: WorkerState, ready: Ready) -> None:
@@ -263,7 +278,7 @@ class MemberChannel:
         self.state.workers[index] = WorkerState(incarnation, member)
         self.state.least[index] = incarnation
         self.membership.register(index, time.monotonic())
-        self._on_event("worker_started", {"worker": index, "pid": hello.pid, "host": hello.host, "role": hello.role})
+        self._on_event(WorkerStarted(worker=index, pid=hello.pid, host=hello.host, role=hello.role))
 
     def _reply(self, received: Received, message: Message) -> None:
         self._replies.append((received, message))

@@ -14,6 +14,7 @@ import msgspec
 from cordee.cluster import Team
 from cordee.cluster.member_link import MemberSpec
 from cordee.cluster.members import WORKER_PREFIX
+from cordee.cluster.messages import DataFingerprint, StepReached, WorkerSummary
 from cordee.cluster.rendezvous import BetweenHosts, CoordinatorStore, meet
 from cordee.communication.exchange import find_lost_peer
 from cordee.communication.keys import ClientKeys
@@ -23,7 +24,7 @@ from cordee.compute.devices import MemoryWatch
 from cordee.core import Job, fault_points
 from cordee.core.errors import CommunicationError
 from cordee.data.source import check_same, fingerprint
-from cordee.monitoring import Event, Monitor, setup_logging
+from cordee.monitoring import AnyEvent, Monitor, events, setup_logging
 from cordee.runs.team.link import Answer, TeamLink
 from cordee.training.components import assemble
 from cordee.training.session import Session
@@ -39,20 +40,17 @@ class LinkSink:
         self._worker = worker
         self.is_first = False
 
-    def emit(self, event: Event) -> None:
-        if event.type == "pace":
-            self._link.mention(event.type, {**event.fields, "worker": self._worker})
-        elif event.type == "commit":
-            self._link.emit(event.type, {**event.fields, "worker": self._worker})
-        elif self.is_first or event.type == "checkpoint":  # which may be finished by one that was the first
-            self._link.emit(event.type, event.fields)
-        elif event.type == "warning":
-            self._link.emit("warning", {**event.fields, "worker": self._worker})
+    def emit(self, event: AnyEvent) -> None:
+        is_own = isinstance(event, events.Commit) or (isinstance(event, events.Warned) and not self.is_first)
+        if is_own:
+            self._link.emit(msgspec.structs.replace(event, worker=self._worker))
+        elif self.is_first or isinstance(event, events.Checkpoint):  # which may be finished by one that was the first
+            self._link.emit(event)
 
     def refresh(self, step: int, loss: SupportsFloat | None) -> None:
         self._link.step = step
         if self.is_first:
-            self._link.mention("progress", {"step": step, "loss": None if loss is None else float(loss)})
+            self._link.report(StepReached(step, None if loss is None else float(loss)))
 
     def close(self) -> None:
         pass
@@ -113,22 +111,23 @@ class _Member:
         if order.is_remote:
             check_same(order.data, parts.splits)
         elif order.host_address:
-            link.emit("data", {"fingerprint": fingerprint(parts.splits)})
+            link.report(DataFingerprint(fingerprint(parts.splits)))
         sink = LinkSink(link, order.index)
-        with Monitor([sink]) as monitor:
+        with Monitor([sink], member=f"worker {order.index}") as monitor:
             self._session = session = Session(
                 parts,
                 monitor,
                 self._run_dir,
                 should_stop=lambda: link.is_stop_asked,
                 should_pause=lambda: link.is_pause_asked,
+                report=link.report,
                 memory=self._memory,
             )
             with contextlib.closing(session):
                 if not self._train_on(session, sink):
                     return
-            summary = msgspec.to_builtins(session.summarise(None))
-        link.emit("outcome", {"worker": order.index, "summary": summary})
+            summary = session.summarise(None)
+        link.report(WorkerSummary(summary))
 
     def _train_on(self, session: Session, sink: LinkSink) -> bool:
         """Train in one team after the other; return whether the run has ended, and not just for this worker."""

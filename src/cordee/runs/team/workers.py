@@ -20,6 +20,7 @@ from cordee.communication.messages import JoinRequest
 from cordee.core import Job
 from cordee.core.errors import JobError
 from cordee.core.fault_points import reach
+from cordee.monitoring import events
 from cordee.runs.team.member_channel import MemberChannel
 from cordee.runs.team.state import WorkersState
 
@@ -109,12 +110,13 @@ class Workers:
         if threads:
             self._memory.threads, self._memory.is_reform_wanted = threads, True
         self._launcher.emit(
-            "scale",
-            workers=num_workers,
-            before=len(before),
-            threads=threads or None,
-            step=membership.step,
-            reason=reason or None,
+            events.Scale(
+                workers=num_workers,
+                before=len(before),
+                threads=threads or None,
+                step=membership.step,
+                reason=reason or None,
+            )
         )
         reach("staff.scaled")
         each = f", {threads} threads each" if threads else ""

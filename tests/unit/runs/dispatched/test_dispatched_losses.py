@@ -14,6 +14,7 @@ from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherSpec
 from cordee.cluster.members import Process
 from cordee.core.errors import TrainingError
 from cordee.core.settings import Cluster
+from cordee.monitoring.events import AnyEvent, Warned, WorkerLeft
 from cordee.runs.dispatched.losses import Losses
 from cordee.runs.dispatched.messages import AskOrder, HandOver, Join, Leave, Order, TakeWork
 from cordee.runs.dispatched.process_starter import ProcessStarter
@@ -57,9 +58,9 @@ class Launcher:
     def start(self, spec: ProcessSpec) -> None:
         self.started.append(f"{spec.argument['role']}-{spec.argument['index']}")
 
-    def emit(self, kind: str, **fields: Any) -> None:
-        if kind == "warning":
-            self.warnings.append(fields["message"])
+    def emit(self, event: AnyEvent) -> None:
+        if isinstance(event, Warned):
+            self.warnings.append(event.message)
 
 
 class Servers:
@@ -126,8 +127,8 @@ def test_a_server_told_to_leave_stays_until_another_has_everything() -> None:
     for _ in range(2):  # the answer was lost
         assert ("server-0", Leave()) in play.say("server-0", HandOver(has_retired=True))
         assert servers.addresses == ["elsewhere"]
-    assert [fields for kind, fields in play.events if kind == "worker_left"] == [
-        {"worker": 0, "role": "server", "step": 0}
+    assert [event for event in play.events if isinstance(event, WorkerLeft)] == [
+        WorkerLeft(worker=0, role="server", step=0)
     ]
     scene.losses.start_seconds()
     assert scene.launcher.started == ["server-0"], "one replica is what the job asks for"

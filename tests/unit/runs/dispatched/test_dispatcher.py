@@ -11,6 +11,7 @@ from cordee.communication.messages import Message
 from cordee.core import Job
 from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger
+from cordee.monitoring import AnyEvent, events
 from cordee.runs.dispatched.dispatcher import Dispatcher
 from cordee.runs.dispatched.messages import AskOrder, Join, Leave, Order, OrderDone, SnapshotTaken, TakeWork, Work
 from cordee.runs.dispatched.plan import RunPlan
@@ -47,13 +48,13 @@ class Play:
         })  # fmt: skip
         plan = RunPlan(job, ParameterServerSettings(**strategy), 8, 6, StopPolicy(job.stop), counts_classes=True)
         self.channel = Channel()
-        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[AnyEvent] = []
         self.dispatcher = Dispatcher(
             self.channel,  # type: ignore[arg-type]
             plan,
             Ledger(plan.exchanges, num_workers),
             Progress(),
-            emit=lambda kind, **fields: self.events.append((kind, fields)),
+            emit=self.events.append,
             show=lambda step, loss: None,
             elapsed_s=lambda: 0.0,
             rate=lambda step: 0.1,
@@ -140,7 +141,7 @@ def test_a_refused_gradient_is_told_once_and_the_run_goes_on() -> None:
     work = work_of(play.say("worker-0", TakeWork()))
     answers = play.say("worker-0", TakeWork(done=work.unit, refused="the gradient of worker-0 is not finite"))
     assert work_of(answers).unit == work.unit + 1
-    (warning,) = [fields["message"] for kind, fields in play.events if kind == "warning"]
+    (warning,) = [event.message for event in play.events if isinstance(event, events.Warned)]
     assert warning == "the gradient of worker-0 is not finite: it is refused, and the step goes on without it"
 
 
@@ -172,8 +173,8 @@ def test_an_evaluation_tells_of_the_steps_it_measured() -> None:
     (work,) = [message for _, message in play.say("evaluator-0", SnapshotTaken(())) if isinstance(message, Work)]
     play.say("worker-0", TakeWork(done=work.unit, loss_sum=4.0, count=4, num_samples=4))  # while it is measured
     play.carry_out(order)
-    (told,) = [fields for kind, fields in play.events if kind == "evaluation"]
-    assert (told["step"], told["epoch"], told["train_loss"]) == (2, 1, 4.0)
+    (told,) = [event for event in play.events if isinstance(event, events.Evaluation)]
+    assert (told.step, told.epoch, told.train_loss) == (2, 1, 4.0)
 
 
 def test_a_server_that_nobody_followed_costs_whole_steps_and_says_how_many() -> None:
@@ -186,8 +187,8 @@ def test_a_server_that_nobody_followed_costs_whole_steps_and_says_how_many() -> 
     assert play.dispatcher.progress.step == 1
     play.dispatcher.lose("server-0")
     play.say("server-0.1", Join("server", 0, 2, "host", "elsewhere", step=0))
-    (lost,) = [fields for kind, fields in play.events if kind == "updates_lost"]
-    assert lost == {"server": 0, "updates": 1, "step": 1, "from_step": 0}
+    (lost,) = [event for event in play.events if isinstance(event, events.UpdatesLost)]
+    assert lost == events.UpdatesLost(server=0, updates=1, step=1, from_step=0)
     assert play.dispatcher.progress.updates_lost == 1
     again = work_of(play.say("worker-0", TakeWork(done=ahead.unit, loss_sum=99.0, count=2, num_samples=2)))
     assert (again.unit, again.attempt) != (ahead.unit, ahead.attempt) and again.step == ahead.step
@@ -205,5 +206,5 @@ def test_a_unit_that_is_late_goes_to_another(monkeypatch: pytest.MonkeyPatch) ->
     assert not [message for _, message in answers if isinstance(message, Work)], "nothing is late yet"
     now_s[0] += 2.0
     assert work_of(play.say("evaluator-0", AskOrder())).unit == late.unit
-    (warning,) = [fields["message"] for kind, fields in play.events if kind == "warning"]
+    (warning,) = [event.message for event in play.events if isinstance(event, events.Warned)]
     assert warning == "worker-0 is late with its part of step 1 (6.0 s): another does it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from test_dispatcher import Play
 
+from cordee.monitoring.events import Warned
 from cordee.parameters.server_slots import ServerSlot, ServerSlots
 from cordee.runs.dispatched.messages import Join, SecondLost
 
@@ -29,7 +30,7 @@ def test_a_second_that_was_dropped_does_not_take_over() -> None:
     assert not play.dispatcher.servers.has_part("server-0.1")
     play.dispatcher.lose("server-0")
     assert not play.dispatcher.servers.is_served(0)
-    (warning,) = [fields["message"] for kind, fields in play.events if kind == "warning"]
+    (warning,) = [event.message for event in play.events if isinstance(event, Warned)]
     assert warning == "server-0 has lost its second server (no reply): continuing alone until there is another"
 
 

@@ -11,12 +11,23 @@ import msgspec
 import pytest
 
 from cordee.cluster.members import Membership
+from cordee.cluster.messages import (
+    TEAM,
+    DataFingerprint,
+    FirstStep,
+    StepReached,
+    StepTime,
+    TeamReport,
+    WorkerSummary,
+)
 from cordee.communication.channel import ClientChannel, RefusedError, ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys
-from cordee.communication.messages import COORDINATION, Directive, Hello, Welcome
+from cordee.communication.messages import Directive, Hello, Welcome
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
+from cordee.monitoring import AnyEvent, Summary
+from cordee.monitoring.events import Commit, Step, Warned
 from cordee.runs.team.link import Answer, TeamLink
 from cordee.runs.team.member_channel import ChannelState, MemberChannel
 
@@ -29,17 +40,19 @@ class Served:
     """A coordinator of two workers that is served by a thread; the next one knows what `before` knew."""
 
     def __init__(self, before: Served | None = None) -> None:
-        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[AnyEvent] = []
+        self.reports: list[tuple[int, TeamReport]] = []
         self.membership = Membership(2, TIMEOUT_S, startup_timeout_s=10.0, started_s=time.monotonic())
         if before is not None:
             self.membership = msgspec.convert(msgspec.to_builtins(before.membership), Membership)
         speaker = Speaker(run="run", name="coordinator", incarnation=time.time_ns())
         address = before.address if before else "tcp://127.0.0.1:*"
-        self._channel = ServerChannel(address, speaker, Codec(COORDINATION), SERVER_KEYS)
+        self._channel = ServerChannel(address, speaker, Codec(TEAM), SERVER_KEYS)
         self.coordinator = MemberChannel(
             self._channel,
             self.membership,
-            lambda kind, fields: self.events.append((kind, fields)),
+            self.events.append,
+            lambda worker, report: self.reports.append((worker, report)),
             state=msgspec.msgpack.decode(msgspec.msgpack.encode(before.coordinator.state), type=ChannelState)
             if before
             else None,
@@ -62,10 +75,10 @@ class Served:
 
     def channel(self, name: str) -> ClientChannel:
         speaker = Speaker(run="run", name=name, incarnation=1)
-        return ClientChannel(self.address, speaker, Codec(COORDINATION), CLIENT_KEYS)
+        return ClientChannel(self.address, speaker, Codec(TEAM), CLIENT_KEYS)
 
     def kinds(self) -> list[str]:
-        return [kind for kind, _ in self.events]
+        return [str(event.__struct_config__.tag) for event in self.events]
 
     def close(self) -> None:
         self._is_over.set()
@@ -155,22 +168,22 @@ def test_a_worker_that_was_replaced_is_not_heard_any_more(served: Served) -> Non
     with served.link(0) as first, served.link(1) as second:
         joined(served, first, second)
         served.coordinator.fence(1)
-        second.emit("step", {"step": 1})
-        first.emit("step", {"step": 2})
+        second.emit(Step(step=1))
+        first.emit(Step(step=2))
         wait_until(lambda: "step" in served.kinds())
-    assert [fields for kind, fields in served.events if kind == "step"] == [{"step": 2}]
+    assert [event for event in served.events if isinstance(event, Step)] == [Step(step=2)]
 
 
 def test_one_that_was_given_up_joins_again_where_it_may(served: Served) -> None:
     with served.link(0) as first, served.link(1) as second:
         joined(served, first, second)
-        second.emit("step", {"step": 1})
+        second.emit(Step(step=1))
         wait_until(lambda: "step" in served.kinds())
         served.coordinator.fence(1)
         served.membership.exit(1, "is frozen", time.monotonic(), is_killed=True)
         served.membership.records[1].is_away = True
         wait_until(lambda: served.membership.records[1].state == "preparing")
-        second.emit("step", {"step": 2})  # counts anew, and is heard
+        second.emit(Step(step=2))  # counts anew, and is heard
         wait_until(lambda: served.kinds().count("step") == 2)
         assert served.kinds().count("worker_started") == 3
 
@@ -207,9 +220,23 @@ def test_heartbeats_tell_how_far_a_worker_is(served: Served) -> None:
 def test_events_pass_through(served: Served) -> None:
     with served.link(0) as first, served.link(1) as second:
         joined(served, first, second)
-        first.emit("step", {"step": 3, "loss": 0.5, "nested": {"a": [1, None]}})
-        wait_until(lambda: "step" in served.kinds())
-    assert dict(served.events)["step"] == {"step": 3, "loss": 0.5, "nested": {"a": [1, None]}}
+        told = Commit(step=3, epoch=0, batch=3, samples=24, digest={"model": "ab"}, time=12.5, member="worker 0")
+        first.emit(told)
+        wait_until(lambda: "commit" in served.kinds())
+    assert told in served.events, "with its time and its member"
+
+
+def test_what_the_coordinator_decides_by_is_no_event(served: Served) -> None:
+    told = [FirstStep(1, number=1), DataFingerprint("ab", number=2), WorkerSummary(Summary(status="completed"), 3)]
+    with served.link(0) as first, served.link(1) as second:
+        joined(served, first, second)
+        for report in told:
+            second.report(report)
+        second.report(StepTime(2, 0.25))
+        second.report(StepReached(2, None))
+        wait_until(lambda: len(served.reports) == 5)
+    assert served.reports == [(1, report) for report in (*told, StepTime(2, 0.25), StepReached(2, None))]
+    assert set(served.kinds()) == {"worker_started"}
 
 
 def test_a_failure_is_a_cause_and_a_lost_peer_a_consequence(served: Served) -> None:
@@ -243,18 +270,19 @@ def test_a_stop_for_a_worker_that_is_gone_is_told_and_no_error(served: Served) -
             joined(served, first, second)
         wait_until(lambda: served.coordinator.direct("stop", [0, 1]) or "warning" in served.kinds())
         wait_until(lambda: first.is_stop_asked)
-    assert "worker 1 could not be told to stop" in dict(served.events)["warning"]["message"]
+    (warning, *_) = [event for event in served.events if isinstance(event, Warned)]
+    assert "worker 1 could not be told to stop" in warning.message
 
 
 def test_another_coordinator_takes_up_where_one_was(served: Served) -> None:
     with served.link(0) as first, served.link(1) as second:
         joined(served, first, second)
-        first.emit("step", {"step": 1})
+        first.emit(Step(step=1))
         wait_until(lambda: "step" in served.kinds())
         served.close()
         # Nobody listens: what is said now waits, and who asks waits for the answer.
         for step in (2, 3):
-            first.emit("step", {"step": step})
+            first.emit(Step(step=step))
         answers: list[Answer] = []
         waiting = [
             threading.Thread(target=lambda: answers.append(first.await_generation(3, has_dropped=False))),
@@ -270,7 +298,8 @@ def test_another_coordinator_takes_up_where_one_was(served: Served) -> None:
                 thread.join(10)
             assert [answer.generation for answer in answers] == [2, 2]
             wait_until(lambda: len(again.events) == 2)
-            assert [fields["step"] for _, fields in again.events] == [2, 3], "each once, and in order"
+            steps = [event.step for event in again.events if isinstance(event, Step)]
+            assert steps == [2, 3], "each once, and in order"
             leaving = threading.Thread(target=first.leave)
             leaving.start()
             second.leave()
