@@ -29,6 +29,7 @@ from cordee.core.errors import CheckpointError, JobError, RunDirectoryError, Sto
 from cordee.core.fault_points import identify, reach
 from cordee.core.importing import refuse_what_workers_miss, stop_import
 from cordee.core.interrupts import InterruptFlag
+from cordee.core.module_changes import refuse_changed_modules
 from cordee.core.references import LIVE_PREFIX
 from cordee.monitoring import (
     JsonlSink,
@@ -91,6 +92,7 @@ def train(
             _refuse_live_parts(job)
             if used := _used_of_this_script(job):
                 refuse_what_workers_miss(used)
+            refuse_changed_modules([text for text in _texts(job.to_dict()) if ":" in text])
             if not plans_first(asked):  # it imports torch while the job is looked at here
                 engine = stack.enter_context(open_engine(PROCESS_MODULES))
         team = Team(num_workers=num_workers, num_local_workers=num_workers)

@@ -117,14 +117,14 @@ def refuse_what_workers_miss(used: Collection[str]) -> None:
             first, line, name = found
             raise JobError(
                 f"{file}: line {line} uses {name!r}, which functions or classes above use as well, and workers import "
-                f"the script only up to its first call of cordee, at line {first}: {_ADVICE}; if "
+                f"the script only up to its first call of cordee, at line {first}: {ADVICE}; if "
                 "nothing changes, put the calls under if __name__ == '__main__':"
             )
         if (guarded := find_guarded(source, used)) is not None:
             line, name = guarded
             raise JobError(
                 f"{file}: line {line} changes {name!r} under if __name__ == '__main__':, which workers do not execute, "
-                f"and what the job uses reads {name!r}: {_ADVICE}"
+                f"and what the job uses reads {name!r}: {ADVICE}"
             )
         read = globals_read(source, used)
         for name, value in _plain_values().items():
@@ -132,11 +132,11 @@ def refuse_what_workers_miss(used: Collection[str]) -> None:
             if before != value and name.partition(".")[0] in read:
                 raise JobError(
                     f"{file}: {name!r} was {before} at the first call of cordee and is {value} now, and workers "
-                    f"import the script as it was then: {_ADVICE}"
+                    f"import the script as it was then: {ADVICE}"
                 )
 
 
-_ADVICE = (
+ADVICE = (
     "give what changes between the calls as a setting, cordee.Use(Model, name=value), since workers do not see a "
     "changed global"
 )
