@@ -134,6 +134,7 @@ class Place(msgspec.Struct, frozen=True):
     samples: int = 0  # that were taken, from the very first
     file: str = ""  # the last one that was taken from
     offset: int = 0  # rows of it that were taken
+    digest: int = 0  # of the labels that were taken from an iterable; 0 where targets are no labels
 
 
 class Feed(Protocol):
@@ -301,7 +302,7 @@ class IterableFeed:
     """Takes the samples of an iterable, which a thread reads ahead, so that waiting for them holds nothing up.
 
     To continue in mid-stream, `dataset.seek(num_samples)` is called if there is such a method; otherwise as many
-    samples are read and dropped.
+    samples are read and dropped, which must have the labels of those that were taken before.
     """
 
     def __init__(self, dataset: Any, source: GrowingSource, place: Place) -> None:
@@ -313,12 +314,12 @@ class IterableFeed:
         self._num_wanted = 1
         self._is_closed = False
         self._news = threading.Condition()
-        self._thread = threading.Thread(target=self._read_on, args=(place.samples,), name="cordee-feed", daemon=True)
+        self._thread = threading.Thread(target=self._read_on, args=(place,), name="cordee-feed", daemon=True)
         self._thread.start()
 
     @property
     def mark(self) -> str:
-        return str(self.place.samples)
+        return f"{self.place.samples} {self.place.digest}"
 
     def poll(self, num_wanted: int) -> int:
         with self._news:
@@ -333,8 +334,9 @@ class IterableFeed:
             pairs = [self._samples.popleft() for _ in range(num_samples)]
             self._news.notify_all()
         names = range(self.place.samples, self.place.samples + num_samples)
-        self.place = Place(self.place.samples + num_samples)
         batch = stacked(pairs, names, self._source.what, self._source.num_classes, self._source.ignored)
+        digest = _digest_labels(batch.targets, self.place.digest)
+        self.place = Place(self.place.samples + num_samples, digest=digest)
         return self._source.check(batch, f"sample {names[0]} and those after it of {self._source.what}")
 
     def close(self) -> None:
@@ -343,29 +345,53 @@ class IterableFeed:
             self._news.notify_all()
         self._thread.join(timeout=1.0)  # it may wait for a sample that never comes
 
-    def _read_on(self, num_taken: int) -> None:
-        position = num_taken
+    def _read_on(self, place: Place) -> None:
+        position = 0
         try:
-            iterator = self._iterate(num_taken)
-            for position in itertools.count(num_taken):
+            iterator = iter(self._dataset) if place == Place() else self._continue(place)
+            for position in itertools.count(place.samples):
                 item = next(iterator, _END)
                 if item is _END:
                     break
-                pair = checked_pair(item, f"sample {position} of {self._source.what}")
+                pair = self._check(item, position)
                 with self._news:
                     self._samples.append(pair)
                     self._news.wait_for(lambda: self._is_closed or len(self._samples) < self._num_wanted)
                     if self._is_closed:
                         return
             self.is_ended = True
+        except DataError as error:
+            self._error = error
         except Exception as error:  # noqa: BLE001 - raised where the samples are taken
             self._error = reading_error(f"sample {position} of {self._source.what}", error)
 
-    def _iterate(self, num_taken: int) -> Iterator[Any]:
-        if num_taken and hasattr(self._dataset, "seek"):
-            self._dataset.seek(num_taken)
+    def _continue(self, place: Place) -> Iterator[Any]:
+        """Return the samples after `place`. Raises DataError if those before are not what was taken then."""
+        if hasattr(self._dataset, "seek"):
+            self._dataset.seek(place.samples)
             return iter(self._dataset)
-        return itertools.islice(iter(self._dataset), num_taken, None)
+        iterator: Iterator[Any] = iter(self._dataset)
+        digest, position = 0, -1
+        for position, item in enumerate(itertools.islice(iterator, place.samples)):
+            target = torch.as_tensor(self._check(item, position)[1])
+            digest = _digest_labels(target, digest)
+        if position + 1 != place.samples or (place.digest and digest != place.digest):
+            raise DataError(
+                f"{self._source.what} gave other samples than before when it was iterated over again, to continue "
+                f"after sample {place.samples}: it must begin anew each time, with the same samples in the same order, "
+                "or have a method seek(num_samples)"
+            )
+        return iterator
+
+    def _check(self, item: Any, position: int) -> tuple[Any, Any]:
+        return checked_pair(item, f"sample {position} of {self._source.what}")
+
+
+def _digest_labels(targets: Tensor, before: int) -> int:
+    """Return a number that follows from these labels and all before; random changes of inputs do not count."""
+    if targets.is_floating_point():
+        return 0
+    return zlib.crc32(targets.to(torch.int64).contiguous().numpy().tobytes(), before)
 
 
 def _list_files(root: Path) -> list[str]:

@@ -42,13 +42,15 @@ def decide(words: list[int]) -> Verdict:
     for bit, verdict in ((_HALT, "interrupt"), (_TIME, "time")):
         if any(word & bit for word in words):
             return verdict  # type: ignore[return-value]
-    if all(word & _READY for word in words):
-        if len({word >> _MARK_SHIFT for word in words}) > 1:
-            raise DataError(
-                "workers found different files behind the same place: names of new files must come after those that "
-                "are there, and files must not change"
-            )
+    is_ready, is_ended = [bool(word & _READY) for word in words], [bool(word & _END) for word in words]
+    has_same = len({word >> _MARK_SHIFT for word in words}) == 1
+    if (all(is_ready) and not has_same) or (any(is_ready) and any(is_ended)):
+        raise DataError(
+            "workers found different data behind the same place: names of new files must come after those that are "
+            "there, and files must not change; an iterable must give the same to every worker"
+        )
+    if all(is_ready):
         return "take"
-    if all(word & _END for word in words):
+    if all(is_ended):
         return "end"
     return "idle" if any(word & _IDLE for word in words) else "wait"

@@ -239,7 +239,7 @@ def test_an_iterable_is_waited_for_without_standing_still(can_seek: bool, monkey
     assert isinstance(source, GrowingSource)
     stream = OnlineStream(source, Place(), batch_size=8, holdout=0.0, shards=ALONE)
     taken = stream.take(ready_soon(stream))
-    assert numbers_of(taken.part) == list(range(8)) and taken.place == Place(8)
+    assert numbers_of(taken.part) == list(range(8)) and taken.place.samples == 8
     assert stream.ready() == 0, "the rest is not there yet"
     ticker.more.set()
     assert numbers_of(stream.take(ready_soon(stream)).part) == list(range(8, 16))
@@ -266,6 +266,44 @@ def test_what_an_iterable_raises_is_told_with_the_sample() -> None:
     stream.close()
 
 
+@pytest.mark.parametrize("limit", [40, 20])  # other samples, or too few of them
+def test_an_iterable_that_does_not_begin_anew_is_not_continued(limit: int) -> None:
+    class Queue(IterableDataset[tuple[Tensor, int]]):
+        """Goes on where it was, as a connection does."""
+
+        num_classes = 3
+
+        def __init__(self) -> None:
+            self.numbers = iter(range(limit))
+
+        def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+            return ((torch.tensor([float(number)]), number % 3) for number in self.numbers)
+
+    source = load_data(Data(use=Queue(), online=True), seed=0).train
+    assert isinstance(source, GrowingSource)
+    stream = OnlineStream(source, Place(), batch_size=7, holdout=0.0, shards=ALONE)
+    place = stream.take(ready_soon(stream)).place
+    stream.close()
+    again = OnlineStream(source, place, batch_size=7, holdout=0.0, shards=ALONE)
+    with pytest.raises(DataError, match="gave other samples than before when it was iterated over again"):
+        ready_soon(again)
+    again.close()
+
+
+def test_streams_of_other_labels_have_another_mark() -> None:
+    def mark(shift: int) -> int:
+        ticker = Ticker(12)
+        ticker.first = shift
+        source = load_data(Data(use=ticker, online=True), seed=0).train
+        assert isinstance(source, GrowingSource)
+        stream = OnlineStream(source, Place(), batch_size=4, holdout=0.0, shards=ALONE)
+        stream.take(ready_soon(stream))
+        stream.close()
+        return stream.mark
+
+    assert mark(0) == mark(3) != mark(1)  # of inputs it says nothing: they may be changed at random
+
+
 # Agreeing ---------------------------------------------------------------------------------------------------
 
 
@@ -290,3 +328,5 @@ def test_what_members_do(words: list[int], verdict: str) -> None:
 def test_members_that_see_different_files_do_not_go_on() -> None:
     with pytest.raises(DataError, match="names of new files must come after those that are there"):
         decide([16 + (1 << 8), 16 + (2 << 8)])
+    with pytest.raises(DataError, match="different data behind the same place"):
+        decide([16, 8])  # it would be waited for for ever

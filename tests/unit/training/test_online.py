@@ -57,7 +57,7 @@ def test_it_trains_on_everything_once_and_ends_with_the_data(tmp_path: Path) -> 
     assert [event["step"] for event in evaluations] == [5, 10, 15, 17]
     assert [event["samples"] for event in evaluations] == [4, 8, 12, 12], "the newest of those set aside"
     state = checkpoint.load(tmp_path / "run" / "checkpoints" / "step-17")
-    assert state.values["progress"]["place"] == {"samples": 150, "file": "0004.npz", "offset": 30}
+    assert state.values["progress"]["place"] == {"samples": 150, "file": "0004.npz", "offset": 30, "digest": 0}
 
 
 def test_it_waits_for_data_and_stops_when_nothing_comes(tmp_path: Path) -> None:
