@@ -142,8 +142,9 @@ class LoopTeam:
             values = values.reshape(1)
         if self.num_workers == 1:
             return values
-        if self._is_standing_in(batches):
+        if (loader := self._standing_in(batches)) is not None:
             values = values[:0]  # a worker without samples has computed somebody else's
+            loader.notice()
         lengths = [torch.zeros(2, dtype=torch.int64) for _ in range(self.num_workers)]
         dist.all_gather(lengths, torch.tensor([len(values), self._progress.digest]))
         self._refuse_other_batches(index for index, each in enumerate(lengths) if each[1] != lengths[0][1])
@@ -155,9 +156,20 @@ class LoopTeam:
         return torch.cat([part[: int(length)] for part, (length, _) in zip(parts, lengths, strict=True)])
 
     def sum(self, *values: float) -> list[float]:
-        """Return each value summed over the workers. Collective."""
-        *totals, digest_sum = self._team.sum([*values, self._short_digest()])
+        """Return each value summed over the workers. Collective.
+
+        Raises DataError if a worker may have counted a sample that it computed in another's place: in the loop before,
+        it had none of a batch, and the script did not ask whether (`batches.is_standing_in`).
+        """
+        unnoticed, self._progress.num_unnoticed = self._progress.num_unnoticed, 0
+        *totals, digest_sum, num_unnoticed = self._team.sum([*values, self._short_digest(), float(unnoticed)])
         self._check_digest(digest_sum)
+        if num_unnoticed:
+            raise DataError(
+                "team.sum: a batch was smaller than the team, and workers without a sample of it have computed its "
+                "first one, which a sum over the loop counts again: add to it only if not batches.is_standing_in, or "
+                "gather the rows with team.gather, which leaves them out"
+            )
         return totals
 
     def print(self, *values: object) -> None:
@@ -209,7 +221,7 @@ class LoopTeam:
     def _weight(self, batches: Iterable[Any] | None, count: float | None, reduction: str) -> float:
         """Return what this worker's loss counts for. Collective with a count."""
         if count is not None:
-            own = 0.0 if self._is_standing_in(batches) else count
+            own = count if self._standing_in(batches) is None else 0.0
             total, digest_sum = self._team.sum([own, self._short_digest()])
             self._check_digest(digest_sum)
             return own / total if total else 0.0
@@ -242,12 +254,13 @@ class LoopTeam:
         sizes = (one.share.num_all, other.share.num_all)
         return sizes[0] == sizes[1] or not any(size % self.num_workers for size in sizes)
 
-    def _is_standing_in(self, batches: Iterable[Any] | None) -> bool:
-        """Whether what this worker computes now is somebody else's sample: it has none of the present batch."""
+    def _standing_in(self, batches: Iterable[Any] | None) -> SharedBatches | None:
+        """Return the loader of whose present batch this worker has no sample, so that it computes somebody else's."""
         if batches is not None:
-            return not self._find(batches).share.num_own
+            found = self._find(batches)
+            return None if found.share.num_own else found
         if not self._progress.open:
-            return False
+            return None
         innermost = max(self._progress.open, key=lambda one: one.given_at)
         for other in self._progress.open:
             is_outer = innermost.begun_at >= other.given_at
@@ -258,7 +271,7 @@ class LoopTeam:
                     f"smaller than the team ({innermost.share.num_all} and {other.share.num_all} samples): say "
                     "which with batches=loader"
                 )
-        return not innermost.share.num_own
+        return None if innermost.share.num_own else innermost.batches
 
     def _find(self, batches: Iterable[Any]) -> SharedBatches:
         known = [each for each in self._loaders if batches is each or batches is each.source]

@@ -95,15 +95,16 @@ def train(index: int, size: int, kind: str, how: str = "plain") -> tuple[dict[st
         loss_sum = num_samples = 0.0
         for number, batch in enumerate(batches):
             inputs, targets, ids = unpack(batch)
-            loss_sum += step(team, model, inputs, targets, how)
-            num_samples += 0 if batches.is_standing_in else len(targets)
+            own_sum = step(team, model, inputs, targets, how)
+            if not batches.is_standing_in:
+                loss_sum, num_samples = loss_sum + own_sum, num_samples + len(targets)
             seen.append(team.gather(ids).tolist())
             if how != "sum over batches" or number % 2:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=how != "zeros")
         optimizer.zero_grad()
-        loss_sum, num_samples = team.sum(loss_sum * (0 if batches.is_standing_in else 1), num_samples)
-        losses.append(loss_sum)
+        loss_sum, num_samples = team.sum(loss_sum, num_samples)
+        losses.append(loss_sum / num_samples)
     assert team.gather(torch.full((2, 1), float(index))).flatten().tolist() == np.repeat(range(size), 2).tolist()
     assert team.gather(torch.tensor(float(index))).tolist() == list(range(size))
     return {name: value.detach().numpy() for name, value in model.state_dict().items()}, seen, losses
@@ -132,9 +133,10 @@ CASES = [(kind, "plain") for kind in KINDS] + [("shuffled", how) for how in ("in
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_same_on_any_number_of_workers(two: Crew, three: Crew, size: int, kind: str, how: str) -> None:
     """1e-6: sums in another order, over 9 steps of a tiny model."""
-    weights, seen, _ = train(0, 1, kind, how)
+    weights, seen, losses = train(0, 1, kind, how)
     outcomes = (two if size == 2 else three).run(train, kind, how)
-    for own_weights, own_seen, _ in outcomes:
+    for own_weights, own_seen, own_losses in outcomes:
+        assert own_losses == pytest.approx(losses, rel=1e-5)
         for name, value in weights.items():
             np.testing.assert_allclose(own_weights[name], value, rtol=0, atol=1e-6, err_msg=name)
         assert own_seen == seen, "gathered in order, each sample once"
@@ -145,6 +147,37 @@ def test_the_same_on_any_number_of_workers(two: Crew, three: Crew, size: int, ki
             assert len(ids) == len(set(ids)) == num_full
     if kind == "shuffled":
         assert seen[:3] != seen[3:6], "another order in each epoch"
+
+
+def count(index: int, size: int, how: str) -> list[float] | str:
+    """Return the sum over a loop whose last batch has one sample, or what is said of it."""
+    team = LoopTeam(Team(index, size, num_local_workers=size, local_rank=index))
+    batches, others = team.prepare(torch.arange(9.0).split(4), torch.arange(8.0).split(4))
+    total = 0.0
+    for x in batches:
+        if how == "asked":
+            total += 0 if batches.is_standing_in else len(x)
+        elif how == "gathered":
+            total += len(team.gather(x)) / size
+        else:
+            total += len(x)
+    if how == "another loop":
+        total = float(sum(len(x) for x in others))
+    try:
+        return team.sum(total)
+    except DataError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("how", "total"), [("asked", 9.0), ("gathered", 9.0), ("another loop", 8.0), ("plain", None)])
+def test_a_sample_that_was_computed_twice_is_not_summed_twice(two: Crew, how: str, total: float | None) -> None:
+    alone = count(0, 1, how)
+    assert alone == [9.0 if total is None else total]
+    for outcome in two.run(count, how):
+        if total is None:
+            assert "add to it only if not batches.is_standing_in" in str(outcome)
+        else:
+            assert outcome == [total]
 
 
 # Mistakes ---------------------------------------------------------------------------------------------------

@@ -53,9 +53,17 @@ class Progress:
         self.open: list[Pass] = []
         self.num_given = 0
         self.digest = 0  # of everything given so far; the same on all workers, or they do not have the same batches
+        self.num_unnoticed = 0  # batches of the latest loops in which this worker stood in, and was not asked whether
+
+    def begin(self) -> None:
+        """Take note that an iteration begins: what was given before, of loops that have ended, has been used."""
+        if not self.open:
+            self.num_unnoticed = 0
 
     def note(self, one: Pass, share: Share, fingerprint: int) -> None:
         self.num_given += 1
+        self.num_unnoticed += not share.num_own
+        one.batches.is_noticed = False
         one.share, one.given_at = share, self.num_given
         one.batches.share = share
         self.digest = zlib.crc32(f"{one.batches.number} {share.num_all} {fingerprint}".encode(), self.digest)
@@ -80,6 +88,7 @@ class SharedBatches:
         progress: Progress | None = None,
     ) -> None:
         self.number = number  # among the loaders of a script
+        self.is_noticed = False  # that the present batch has no sample for this worker
         self.share = Share(1, 1)
         self._batches = batches
         self._worker_index = worker_index
@@ -110,7 +119,16 @@ class SharedBatches:
     def is_standing_in(self) -> bool:
         """Whether the present batch has no sample for this worker, which computes somebody else's."""
         is_open = any(one.batches is self for one in self._progress.open)
-        return is_open and not self.share.num_own
+        if not is_open or self.share.num_own:
+            return False
+        self.notice()
+        return True
+
+    def notice(self) -> None:
+        """Take note that whoever asked leaves the present batch out where this worker stands in."""
+        if not self.share.num_own and not self.is_noticed:
+            self.is_noticed = True
+            self._progress.num_unnoticed = max(0, self._progress.num_unnoticed - 1)
 
     def __len__(self) -> int:
         if not isinstance(self._batches, Sized):
@@ -118,6 +136,7 @@ class SharedBatches:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
+        self._progress.begin()
         one = Pass(self, self._progress.num_given)
         own = self._from_any() if self._own_loader is None else self._from_loader(*self._own_loader)
         try:
