@@ -1,4 +1,4 @@
-"""A model, a Dataset and a loss of one's own, and a job that uses them live.
+"""Your own model, Dataset and loss, and a job that uses them as live objects.
 
 python examples/own.py
 cordee train examples/own.toml      the same job, with these classes by name

@@ -1,4 +1,4 @@
-"""Your own training loop on many workers: the loop stays yours, the batch is shared out.
+"""Your own training loop on many workers: each worker computes its share of the batch.
 
     python examples/own_loop.py                      alone
     cordee run -n 2 examples/own_loop.py             two workers on this host
