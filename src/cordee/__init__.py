@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from cordee.launch import train
     from cordee.loop import join
     from cordee.parameters import KVStore
-    from cordee.planner.plan import Plan
-    from cordee.planner.planning import plan
+    from cordee.planner.planning import Plan, plan
     from cordee.run import Run
 
 # Names are imported when first used, so that `cordee --help` does not wait for torch.
@@ -31,7 +30,7 @@ _HOMES = {
     "Job": "cordee.core",
     "KVStore": "cordee.parameters",
     "Monitoring": "cordee.core.settings",
-    "Plan": "cordee.planner.plan",
+    "Plan": "cordee.planner.planning",
     "Run": "cordee.run",
     "Splits": "cordee.data",
     "Stop": "cordee.core.settings",

@@ -9,7 +9,7 @@ import pytest
 from cordee.bench import reproducible
 from cordee.core import Job
 
-MODES = [(model, is_reproducible) for model in reproducible._MODELS for is_reproducible in (False, True)]
+MODES = [(model, is_reproducible) for model in reproducible._WORK for is_reproducible in (False, True)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,8 +30,8 @@ def test_every_job_is_one(model: str, is_reproducible: bool, monkeypatch: pytest
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_both_modes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    use, data, _ = reproducible._MODELS["mlp"]
-    monkeypatch.setattr(reproducible, "_MODELS", {"mlp": (use, data, 2)})
+    use, data, _ = reproducible._WORK["mlp"]
+    monkeypatch.setattr(reproducible, "_WORK", {"mlp": (use, data, 2)})
     said: list[str] = []
     report = reproducible.measure(rounds=1, say=said.append)
     assert [(row["model"], row["workers"]) for row in report.rows] == [("mlp", 1), ("mlp", 2)]

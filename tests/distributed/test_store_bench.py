@@ -11,7 +11,7 @@ pytestmark = pytest.mark.long
 
 def test_every_part_measures() -> None:
     said: list[str] = []
-    report = server.run(rounds=2, sizes=(256, 1 << 19), far_sizes=(256,), num_pushes=50, say=said.append)
+    report = server.measure(rounds=2, sizes=(256, 1 << 19), far_sizes=(256,), num_pushes=50, say=said.append)
     near = [row for row in report.rows if row["where"] == "one host"]
     assert [row["floats"] for row in near] == [256, 1 << 19] and all(row["times_peer"] > 0 for row in near)
     far = [row["peer"] for row in report.rows if row["where"] == "two networks"]

@@ -22,7 +22,7 @@ import pytest
 from wires import Wires, two_networks
 
 import warm_launch
-from cordee.bench.report import describe_machine
+from cordee.bench.harness import describe_machine
 from cordee.cluster.control import scale_run
 from cordee.core.errors import JobError, RunDirectoryError
 from cordee.tools.audit import audit_run

@@ -8,23 +8,21 @@ processes at the same time, without any waiting: it can not be beaten by a metho
 
 from __future__ import annotations
 
+import contextlib
 import json
-import multiprocessing as mp
 import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cordee.bench.report import Report, describe_machine, median_ratio
+from cordee.bench.harness import Place, Processes, Report, describe_machine, interleave, median_ratio
 from cordee.communication.shared_memory import register
 from cordee.core.errors import JobError
 
@@ -35,49 +33,38 @@ _BYTES_PER_ROUND = 1 << 27
 _PATIENCE_S = 300.0
 
 
-def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
-    """Measure with 2 and with 4 processes; for `cordee bench allreduce`."""
-    outcome = run(rounds=rounds, say=say)
-    settings = {"sizes": list(SIZES), "processes": list(PROCESSES), "rounds": rounds, "threads": 1}
-    return Report("allreduce", describe_machine(), settings, outcome["raw"], "ms", outcome["rows"])
-
-
-def run(
+def measure(
     *,
-    rounds: int = 5,
+    rounds: int,
+    say: Callable[[str], None],
     sizes: Sequence[int] = SIZES,
     processes: Sequence[int] = PROCESSES,
-    mpi_python: str | None = None,
-    say: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
-    """Measure; return `raw` (contestant, processes, bytes -> milliseconds per round) and `rows` (medians, ratios).
+) -> Report:
+    """Measure; in the rows, ratios above 1 mean that Cordée is that many times faster.
 
-    `mpi_python` is an interpreter that has mpi4py; None looks whether this one has. Ratios above 1 mean that
-    Cordée is that many times faster; `share_of_limit` is how much of the speed of a bare copy and addition it reaches.
+    `share_of_limit` is how much of the speed of a bare copy and addition it reaches.
     """
     if rounds < 1:
         raise JobError(f"rounds is {rounds}: it must be at least 1")
-    python = mpi_python or _own_mpi()
-    if python is None:
+    has_mpi = _has_mpi()
+    if not has_mpi:
         say("no mpirun or no mpi4py, so OpenMPI is left out (Debian: openmpi-bin libopenmpi-dev; pip: mpi4py)")
     raw: dict[str, list[float]] = {}
     for num_processes in processes:
-        with _TimedGroup(num_processes) as group:
+        with contextlib.closing(Processes(_serve, num_processes)) as group:
             contestants: dict[str, Callable[[], list[float]]] = {
-                name: lambda name=name: group.time(name, sizes)  # type: ignore[misc]
+                name: lambda name=name: group.ask((name, sizes))[0]  # type: ignore[misc]
                 for name in ("cordee", "gloo", "limit")
             }
-            if python is not None:
-                contestants["openmpi"] = lambda: _time_openmpi(python, num_processes, sizes)  # noqa: B023
-            names = list(contestants)
-            for index in range(rounds):
-                shift = index % len(names)
-                for name in names[shift:] + names[:shift]:
-                    for size, milliseconds in zip(sizes, contestants[name](), strict=True):
-                        raw.setdefault(_key(name, num_processes, size), []).append(milliseconds)
-                say(f"{num_processes} processes: round {index + 1} of {rounds}")
+            if has_mpi:
+                contestants["openmpi"] = lambda: _time_openmpi(num_processes, sizes)  # noqa: B023
+            say(f"{num_processes} processes")
+            for name, figures in interleave(contestants, rounds, say).items():
+                for size, milliseconds in zip(sizes, zip(*figures, strict=True), strict=True):
+                    raw[_key(name, num_processes, size)] = list(milliseconds)
     rows = [_row(raw, num_processes, size) for num_processes in processes for size in sizes]
-    return {"raw": raw, "unit": "ms", "rows": rows}
+    settings = {"sizes": list(sizes), "processes": list(processes), "rounds": rounds, "threads": 1}
+    return Report("allreduce", describe_machine(), settings, raw, "ms", rows)
 
 
 def repetitions(num_bytes: int) -> int:
@@ -107,60 +94,15 @@ def _row(raw: dict[str, list[float]], num_processes: int, num_bytes: int) -> dic
     }
 
 
-class _TimedGroup:
-    """Processes with a cordee and a gloo group, asleep unless asked to measure."""
-
-    def __init__(self, size: int) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="cordee-bench-")
-        context = mp.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            meeting = str(Path(self._folder.name) / "meeting")
-            process = context.Process(target=_serve, args=(rank, size, theirs, meeting), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    def time(self, contestant: str, sizes: Sequence[int]) -> list[float]:
-        for pipe in self._pipes:
-            pipe.send((contestant, list(sizes)))
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(_PATIENCE_S):
-                raise RuntimeError(f"rank {rank} of the benchmark did not answer within {_PATIENCE_S:g} s")
-            answers.append(pipe.recv())
-        return list(answers[0])
-
-    def __enter__(self) -> _TimedGroup:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pipe in self._pipes:
-            pipe.close()  # a rank that reads the end of its pipe leaves
-        for process in self._processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._folder.cleanup()
-
-
-def _serve(rank: int, size: int, pipe: Connection, meeting: str) -> None:
-    torch.set_num_threads(1)
+def _serve(place: Place, pipe: Connection) -> None:
+    """Be a process with a cordee and a gloo group, asleep unless asked to measure."""
     register()
-    dist.init_process_group("cordee", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    dist.init_process_group("cordee", init_method=place.meeting, rank=place.rank, world_size=place.size)
     groups = {"cordee": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     while True:
-        try:
-            contestant, sizes = pipe.recv()
-        except EOFError:
-            break
+        contestant, sizes = pipe.recv()
         dist.barrier(groups["gloo"])
         pipe.send([_time_one(groups.get(contestant), num_bytes) for num_bytes in sizes])
-    dist.destroy_process_group()
 
 
 def _time_one(group: Any, num_bytes: int) -> float:
@@ -205,9 +147,9 @@ if world.rank == 0:
 """
 
 
-def _time_openmpi(python: str, num_processes: int, sizes: Sequence[int]) -> list[float]:
+def _time_openmpi(num_processes: int, sizes: Sequence[int]) -> list[float]:
     work = json.dumps([(size, repetitions(size)) for size in sizes])
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(num_processes), python]
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(num_processes), sys.executable]
     finished = subprocess.run(
         [*command, "-c", _MPI_SCRIPT, work], capture_output=True, text=True, timeout=_PATIENCE_S, check=False
     )
@@ -216,9 +158,8 @@ def _time_openmpi(python: str, num_processes: int, sizes: Sequence[int]) -> list
     return [float(value) for value in json.loads(finished.stdout.strip().splitlines()[-1])]
 
 
-def _own_mpi() -> str | None:
-    """Return this interpreter if OpenMPI can be used from it."""
+def _has_mpi() -> bool:
+    """Return whether OpenMPI can be used from this interpreter."""
     if shutil.which("mpirun") is None:
-        return None
-    found = subprocess.run([sys.executable, "-c", "import mpi4py"], capture_output=True, check=False)
-    return sys.executable if found.returncode == 0 else None
+        return False
+    return subprocess.run([sys.executable, "-c", "import mpi4py"], capture_output=True, check=False).returncode == 0

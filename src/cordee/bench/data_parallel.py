@@ -6,26 +6,26 @@ processes that train alone at the same time: what two workers would reach if agr
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from cordee.bench.contest import Contestant, Loop
-from cordee.bench.loops import accelerate_loop, cordee_loop, ddp_loop, fsdp_loop, lightning_loop
-from cordee.bench.materials import image_data
-from cordee.bench.report import Report, describe_machine, interleave, median_ratio, medians
+from cordee.bench.harness import (
+    Contestant,
+    Loop,
+    Report,
+    compare_speeds,
+    compete,
+    describe_machine,
+    run_apart,
+    verdict,
+)
+from cordee.bench.loops import cordee_loop, fsdp_loop, image_data, installed_peers, synthetic_images, torch_loop
 from cordee.core.settings import Data
 
 BATCH_SIZE = 32  # per worker
 NUM_WORKERS = 2
-
-
-class _Goal(NamedTuple):
-    ours: str
-    peer: str
-    least: float
+ONE_WORKER = "one worker"
 
 
 class _Heat(NamedTuple):
@@ -35,7 +35,7 @@ class _Heat(NamedTuple):
     num_steps: int  # per round: one to three seconds
     data: Data
     loops: Mapping[str, Loop]
-    goals: tuple[_Goal, ...]
+    goals: Mapping[str, float]  # peer -> how many times as fast `cordee` should be
 
 
 def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
@@ -44,11 +44,16 @@ def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
     heats = _heats(say)
     for heat in heats:
         say(f"{heat.model}: {', '.join(heat.loops)}; {heat.num_steps} steps of {BATCH_SIZE} per worker and round")
-        with contextlib.ExitStack() as stack:
-            running = {name: stack.enter_context(contextlib.closing(_start(heat, name))) for name in heat.loops}
-            figures = interleave(running, rounds, say)
+        contestants = {
+            name: Contestant(loop, 1 if name == ONE_WORKER else NUM_WORKERS, heat.num_steps, BATCH_SIZE)
+            for name, loop in heat.loops.items()
+        }
+        figures, _ = compete(contestants, rounds, say)
         raw |= {f"{heat.model}, {name}": values for name, values in figures.items()}
-        rows += _rows(heat, figures)
+        for row in compare_speeds(figures):
+            goal = heat.goals.get(row["contestant"])
+            outcome = "" if goal is None else verdict(row["cordee_is_times"] >= goal)
+            rows.append({"model": heat.model, **row, "goal": goal, "outcome": outcome})
     settings = {
         "workers": NUM_WORKERS,
         "batch_size_per_worker": BATCH_SIZE,
@@ -61,86 +66,29 @@ def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
 
 
 def _heats(say: Callable[[str], None]) -> list[_Heat]:
-    images = image_data()
-    cifar_like = Data("synthetic", args={"shape": [3, 32, 32], "num_classes": 10, "size": 10_000, "test_size": 0})
+    images, cifar_like = image_data(), synthetic_images(3, 32, size=10_000, test_size=0)
     lenet: dict[str, Any] = {"model": "lenet", "data": images, "batch_size": BATCH_SIZE}
+    mlp: dict[str, Any] = {**lenet, "model": "mlp"}
     resnet: dict[str, Any] = {"model": "resnet18", "data": cifar_like, "batch_size": BATCH_SIZE}
-    mlp: dict[str, Any] = {"model": "mlp", "data": images, "batch_size": BATCH_SIZE}
-    loops: dict[str, Loop] = {
-        "cordee": partial(cordee_loop, **lenet),
-        "ddp on gloo": partial(ddp_loop, **lenet),
-        "ddp on gloo, tuned": partial(ddp_loop, **lenet, tuned=True),
+    peers: dict[str, Loop] = {
+        "ddp on gloo": partial(torch_loop, **lenet),
+        "ddp on gloo, tuned": partial(torch_loop, **lenet, tuned=True),
+        **{name: partial(loop, **lenet) for name, loop in installed_peers(say).items()},
     }
-    for name, loop in (("accelerate", accelerate_loop), ("lightning", lightning_loop)):
-        if importlib.util.find_spec(name):
-            loops[name] = partial(loop, **lenet)
-        else:
-            say(f"not installed, so left out: {name} (pip install 'cordee[bench]')")
-    alone: Loop = partial(cordee_loop, **resnet)
+    ours: Loop = partial(cordee_loop, **resnet)
+    resnets: dict[str, Loop] = {
+        "cordee": ours,
+        "ddp on gloo": partial(torch_loop, **resnet),
+        "independent": partial(run_apart, loop=ours),
+        ONE_WORKER: ours,
+    }
+    sharded: dict[str, dict[str, Loop]] = {
+        model["model"]: {name: partial(fsdp_loop, **model, backend=name) for name in ("cordee", "gloo")}
+        for model in (lenet, mlp)
+    }
     return [
-        _Heat("lenet", 300, images, loops, tuple(_Goal("cordee", name, 1.4) for name in loops if name != "cordee")),
-        _Heat(
-            "resnet18",
-            2,
-            cifar_like,
-            {"cordee": alone, "ddp on gloo": partial(ddp_loop, **resnet), "independent": alone, "one worker": alone},
-            (_Goal("cordee", "ddp on gloo", 1.05), _Goal("cordee", "independent", 0.9)),
-        ),
-        _Heat(
-            "lenet, fsdp2",
-            40,
-            images,
-            {name: partial(fsdp_loop, **lenet, backend=name) for name in ("cordee", "gloo")},
-            (_Goal("cordee", "gloo", 1.0),),
-        ),
-        _Heat(
-            "mlp of 40 M, fsdp2",
-            3,
-            images,
-            {name: partial(fsdp_loop, **mlp, backend=name) for name in ("cordee", "gloo")},
-            (_Goal("cordee", "gloo", 1.5),),
-        ),
+        _Heat("lenet", 300, images, {"cordee": partial(cordee_loop, **lenet), **peers}, dict.fromkeys(peers, 1.4)),
+        _Heat("resnet18", 2, cifar_like, resnets, {"ddp on gloo": 1.05, "independent": 0.9}),
+        _Heat("lenet, fsdp2", 40, images, sharded["lenet"], {"gloo": 1.0}),
+        _Heat("mlp of 40 M, fsdp2", 3, images, sharded["mlp"], {"gloo": 1.5}),
     ]
-
-
-class _Several:
-    """Contestants of one process each that run at the same time, without knowing of each other."""
-
-    def __init__(self, members: list[Contestant]) -> None:
-        self._members = members
-
-    def __call__(self) -> float:
-        for member in self._members:
-            member.begin()
-        return sum(member.end() for member in self._members)
-
-    def close(self) -> None:
-        for member in self._members:
-            member.close()
-
-
-def _start(heat: _Heat, name: str) -> Contestant | _Several:
-    loop, steps = heat.loops[name], heat.num_steps
-    if name == "independent":
-        return _Several([Contestant(loop, size=1, num_steps=steps, batch_size=BATCH_SIZE) for _ in range(NUM_WORKERS)])
-    size = 1 if name == "one worker" else NUM_WORKERS
-    return Contestant(loop, size=size, num_steps=steps, batch_size=BATCH_SIZE)
-
-
-def _rows(heat: _Heat, figures: Mapping[str, list[float]]) -> list[dict[str, Any]]:
-    middle, goals = medians(figures), {goal.peer: goal for goal in heat.goals}
-    rows = []
-    for name in figures:
-        ratio = median_ratio(figures["cordee"], figures[name])
-        goal = goals.get(name)
-        rows.append(
-            {
-                "model": heat.model,
-                "contestant": name,
-                "samples_per_second": middle[name],
-                "cordee_is_times": ratio,
-                "goal": goal.least if goal else None,
-                "outcome": "" if goal is None else "reached" if ratio >= goal.least else "MISSED",
-            }
-        )
-    return rows

@@ -9,29 +9,90 @@ own, which is what these cores do when both are busy all the time.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import statistics
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from cordee.bench.contest import Contestant, Loop
-from cordee.bench.pipeline_loops import MODELS, Work, alone_loop, cordee_loop, measure_cut, torch_loop
-from cordee.bench.report import Report, describe_machine, interleave, median_ratio, medians
+from cordee.bench.harness import (
+    Clock,
+    Contestant,
+    Loop,
+    Place,
+    Report,
+    compare_speeds,
+    compete,
+    describe_machine,
+    run_apart,
+    verdict,
+)
+from cordee.bench.loops import (
+    LEARNING_RATE,
+    endless_job,
+    own_batches,
+    synthetic_images,
+    train_for_ever,
+    train_tensors,
+)
+from cordee.communication.shared_memory import register
+from cordee.compute import Computation, make_loss
+from cordee.core import Use
+from cordee.core.settings import Data
+from cordee.models import gpt, resnet
+from cordee.models.cutting import Chain, cut_by_time, make_chain
+from cordee.strategies.pipeline.schedules import measure_blocks
 
 NUM_STAGES = 2
 NUM_MICROBATCHES = 8
-ALONE = "two alone"
 LEAST_RATIO = 1.0
 LARGEST_GAP = 0.10  # between the idle share and theory
+_ALONE = ("one worker", "two alone")  # contestants whose processes have a whole model each
+_SCHEDULES: Mapping[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+
+class _Model(NamedTuple):
+    use: dict[str, Any]
+    build: Callable[[], nn.Module]
+    data: Data
+    batch_size: int
+
+
+_GPT: dict[str, Any] = {"num_layers": 4, "num_heads": 4, "embedding_width": 128, "tie_embeddings": False}
+MODELS: Mapping[str, _Model] = {
+    "resnet20": _Model(
+        {"use": "resnet", "depth": 20},
+        lambda: resnet(input_shape=(3, 32, 32), num_classes=10, depth=20),
+        synthetic_images(3, 32, size=2048, test_size=0),
+        64,
+    ),
+    "gpt": _Model(
+        {"use": "gpt", **_GPT},
+        lambda: gpt(input_shape=(64,), num_classes=256, **_GPT),
+        Data("synthetic", args={"kind": "tokens", "shape": [64], "num_classes": 256, "size": 1024, "test_size": 0}),
+        32,
+    ),
+}
 
 
 class _Heat(NamedTuple):
+    """What all contestants that are measured in turn do."""
+
     model: str
     schedule: str
     num_steps: int  # per round: one to three seconds
+    counts: tuple[int, ...] = ()  # blocks of each stage
+
+    @property
+    def label(self) -> str:
+        return f"{self.model}, {self.schedule}"
 
 
 HEATS = (_Heat("resnet20", "1f1b", 5), _Heat("gpt", "1f1b", 6), _Heat("gpt", "gpipe", 6))
@@ -40,30 +101,14 @@ HEATS = (_Heat("resnet20", "1f1b", 5), _Heat("gpt", "1f1b", 6), _Heat("gpt", "gp
 def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
     raw: dict[str, list[float]] = {}
     rows: list[dict[str, Any]] = []
-    cuts: dict[str, list[int]] = {}
-    for heat in HEATS:
-        if heat.model not in cuts:
-            cuts[heat.model] = _cut(heat.model)
-        label = f"{heat.model}, {heat.schedule}"
-        say(f"{label}: {cuts[heat.model]} blocks on the stages, {heat.num_steps} steps a round")
-        work = Work(heat.model, heat.schedule, NUM_MICROBATCHES, tuple(cuts[heat.model]))
-        loops: dict[str, Loop] = {
-            "cordee": partial(cordee_loop, work=work),
-            "torch on gloo": partial(torch_loop, work=work, backend="gloo"),
-            "torch on cordee": partial(torch_loop, work=work, backend="cordee"),
-            "one worker": partial(alone_loop, work=work),
-            ALONE: partial(alone_loop, work=work),
-        }
-        with contextlib.ExitStack() as stack:
-            running = {
-                name: stack.enter_context(contextlib.closing(_start(name, loop, heat))) for name, loop in loops.items()
-            }
-            shares: dict[str, list[float]] = {name: [] for name in running}
-            figures = interleave({name: _noting(one, shares[name]) for name, one in running.items()}, rounds, say)
-        idle = {name: [1 - share for share in noted[1:]] for name, noted in shares.items() if _is_split(name)}
-        raw |= {f"{label}, {name}": values for name, values in figures.items()}
-        raw |= {f"{label}, {name}, idle share": values for name, values in idle.items()}
-        rows += _rows(label, figures, idle)
+    cuts = {model: measure_cut(model) for model in MODELS}
+    for heat in (heat._replace(counts=tuple(cuts[heat.model])) for heat in HEATS):
+        say(f"{heat.label}: {cuts[heat.model]} blocks on the stages, {heat.num_steps} steps a round")
+        figures, busy_shares = compete(_contestants(heat), rounds, say)
+        idle = {name: [1 - share for share in busy] for name, busy in busy_shares.items() if name not in _ALONE}
+        raw |= {f"{heat.label}, {name}": values for name, values in figures.items()}
+        raw |= {f"{heat.label}, {name}, idle share": values for name, values in idle.items()}
+        rows += _rows(heat.label, figures, idle)
     settings = {
         "stages": NUM_STAGES,
         "microbatches": NUM_MICROBATCHES,
@@ -71,66 +116,131 @@ def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
         "blocks_per_stage": cuts,
         "threads_per_worker": 1,
         "rounds": rounds,
-        "steps_per_round": {f"{heat.model}, {heat.schedule}": heat.num_steps for heat in HEATS},
+        "steps_per_round": {heat.label: heat.num_steps for heat in HEATS},
     }
     return Report("pipeline", describe_machine(), settings, raw, "samples/s", rows)
 
 
-def _cut(model: str) -> list[int]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the contestants have
-    try:
-        return measure_cut(model, NUM_STAGES, NUM_MICROBATCHES)
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-def _start(name: str, loop: Loop, heat: _Heat) -> Contestant:
-    size = 1 if name == "one worker" else NUM_STAGES
+def _contestants(heat: _Heat) -> dict[str, Contestant]:
+    batch_size = MODELS[heat.model].batch_size
+    one: Loop = partial(run_apart, loop=partial(_train_whole, heat=heat))
+    loops: dict[str, Loop] = {
+        "cordee": partial(_train_stage, heat=heat),
+        "torch on gloo": partial(_train_by_torch, heat=heat, backend="gloo"),
+        "torch on cordee": partial(_train_by_torch, heat=heat, backend="cordee"),
+    }
     # A contestant counts the samples of all its processes; those of a pipeline have one batch between them.
-    num_sharing = size if _is_split(name) else 1
-    batch_size = MODELS[heat.model].batch_size // num_sharing
-    return Contestant(loop, size=size, num_steps=heat.num_steps, batch_size=batch_size)
-
-
-def _is_split(name: str) -> bool:
-    return name not in ("one worker", ALONE)
-
-
-def _noting(contestant: Contestant, shares: list[float]) -> Callable[[], float]:
-    """Return a call of the contestant that also keeps the share of its time that it computed; the first warms up."""
-
-    def call() -> float:
-        figure = contestant()
-        shares.append(contestant.busy_share)
-        return figure
-
-    return call
+    split = {
+        name: Contestant(loop, NUM_STAGES, heat.num_steps, batch_size // NUM_STAGES) for name, loop in loops.items()
+    }
+    alone = {name: Contestant(one, size, heat.num_steps, batch_size) for name, size in zip(_ALONE, (1, 2), strict=True)}
+    return split | alone
 
 
 def _rows(
     label: str, figures: Mapping[str, list[float]], idle_shares: Mapping[str, list[float]]
 ) -> list[dict[str, Any]]:
-    middle = medians(figures)
     theory = (NUM_STAGES - 1) / (NUM_MICROBATCHES + NUM_STAGES - 1)
     rows = []
-    for name in figures:
-        ratio = median_ratio(figures["cordee"], figures[name])
+    for row in compare_speeds(figures):
+        name, outcome = row["contestant"], ""
         idle = statistics.median(idle_shares[name]) if name in idle_shares else None
-        outcome = ""
         if name == "torch on gloo":
-            outcome = "reached" if ratio >= LEAST_RATIO else "MISSED"
+            outcome = verdict(row["cordee_is_times"] >= LEAST_RATIO)
         elif name == "cordee":
-            outcome = "reached" if idle is not None and idle - theory <= LARGEST_GAP else "MISSED"
-        rows.append(
-            {
-                "model": label,
-                "contestant": name,
-                "samples_per_second": middle[name],
-                "cordee_is_times": ratio,
-                "idle_share": idle,
-                "idle_in_theory": theory if _is_split(name) else None,
-                "outcome": outcome,
-            }
-        )
+            outcome = verdict(idle is not None and idle - theory <= LARGEST_GAP)
+        in_theory = None if name in _ALONE else theory
+        rows.append({"model": label, **row, "idle_share": idle, "idle_in_theory": in_theory, "outcome": outcome})
     return rows
+
+
+def measure_cut(name: str) -> list[int]:
+    """Return how many blocks each stage gets, as the pipeline strategy would cut."""
+    model, chain, inputs = _chain(name)
+    model.train()
+    computation = Computation(make_loss(Use("cross_entropy")), torch.device("cpu"), "fp32", True)
+    microbatch = inputs[: MODELS[name].batch_size // NUM_MICROBATCHES]
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the contestants have
+    try:
+        return cut_by_time(measure_blocks(chain, microbatch, computation), NUM_STAGES)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def placement_of(chain: Chain, counts: Sequence[int]) -> list[list[str]]:
+    """Return the names of all modules of each stage, for `strategy.placement`."""
+    ends = itertools.accumulate(counts)
+    stages = [chain.blocks[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    return [[name for block in stage for name in block.names] for stage in stages]
+
+
+def _train_stage(place: Place, clock: Clock, *, heat: _Heat) -> None:
+    _time_passes(clock)
+    model = MODELS[heat.model]
+    strategy = {
+        "name": "pipeline",
+        "schedule": heat.schedule,
+        "microbatches": NUM_MICROBATCHES,
+        "placement": placement_of(_chain(heat.model)[1], heat.counts),
+    }
+    job = endless_job(model.use, model.data, model.batch_size, place.size, strategy=strategy)
+    train_for_ever(job, place, clock)
+
+
+def _train_whole(place: Place, clock: Clock, *, heat: _Heat) -> None:
+    """A worker that computes the same micro-batches."""
+    model = MODELS[heat.model]
+    job = endless_job(model.use, model.data, model.batch_size, 1, accumulate=NUM_MICROBATCHES)
+    train_for_ever(job, place, clock)
+
+
+def _train_by_torch(place: Place, clock: Clock, *, heat: _Heat, backend: str) -> None:
+    """torch's pipelining as its manual says, with an optimizer that is fused as ours is."""
+    _time_passes(clock)
+    register()
+    dist.init_process_group(backend, init_method=place.meeting, rank=place.rank, world_size=place.size)
+    _, chain, _ = _chain(heat.model)
+    start = sum(heat.counts[: place.rank])
+    blocks = chain.blocks[start : start + heat.counts[place.rank]]
+    module = nn.Sequential(*(module for block in blocks for module in block.modules))
+    stage = PipelineStage(module, place.rank, place.size, torch.device("cpu"))
+    schedule = _SCHEDULES[heat.schedule](stage, NUM_MICROBATCHES, loss_fn=_loss)
+    optimizer = torch.optim.Adam(module.parameters(), lr=LEARNING_RATE, fused=True)
+    model = MODELS[heat.model]
+    for inputs, targets in own_batches(Place(0, 1, ""), *train_tensors(model.data), model.batch_size):
+        clock.tick()
+        optimizer.zero_grad()
+        if place.rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=targets)
+        optimizer.step()
+
+
+def _time_passes(clock: Clock) -> None:
+    """Have this process's stages add the time of each forward and backward pass to the clock's."""
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return method(*arguments, **options)
+            finally:
+                clock.busy_s += time.perf_counter() - started
+
+        return call
+
+    for name in ("forward_one_chunk", "backward_one_chunk"):
+        setattr(PipelineStage, name, timed(getattr(PipelineStage, name)))
+
+
+def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def _chain(name: str) -> tuple[nn.Module, Chain, Tensor]:
+    torch.manual_seed(0)
+    model = MODELS[name].build()
+    inputs, _ = train_tensors(MODELS[name].data)
+    return model, make_chain(model, inputs[:2]), inputs

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from cordee.bench.report import Report, describe_machine
+from cordee.bench.harness import Report, describe_machine
 from cordee.core.errors import CordeeError
 
 WARM_STEPS = 50

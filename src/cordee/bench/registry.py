@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from cordee.bench.report import Report
+from cordee.bench.harness import Report
 from cordee.core.errors import JobError, StorageError, nearest
 
 BENCHMARKS = {

@@ -1,20 +1,25 @@
 """Parameter servers when workers are unlike, and what free-running workers learn.
 
-- Four workers, one of them four times slower for a third of its time: how much the others wait, in step and with
+- Four workers, one of them four times slower for a third of its time: how much the others wait, synchronous and with
   `staleness = 8`.
 - Four workers, one of them always four times slower: the time against ideal sharing of the work.
-- LeNet on Fashion-MNIST, four free-running workers against four in step, three seeds.
+- LeNet on Fashion-MNIST, four free-running workers against four synchronous ones, three seeds.
 """
 
 from __future__ import annotations
 
+import os
+import random
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cordee.bench.report import Report, describe_machine
+from torch import Tensor, nn
+
+from cordee.bench.harness import Report, describe_machine
 from cordee.core import Job
 from cordee.core.errors import DataError
 from cordee.data import find_files
@@ -60,7 +65,7 @@ def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
 
 
 QUALITY: dict[str, dict[str, Any]] = {
-    "accuracy, in step": {"staleness": 0},
+    "accuracy, synchronous": {"staleness": 0},
     "accuracy, unbounded, staleness_lr": {"staleness": "unbounded", "staleness_lr": "inverse"},
     "accuracy, unbounded, delay compensation": {"staleness": "unbounded", "delay_compensation": 0.04},
 }
@@ -78,7 +83,7 @@ def _row(name: str, figures: list[float]) -> dict[str, Any]:
         "median": statistics.median(figures),
         "lowest": min(figures),
         "highest": max(figures),
-        "goal": GOALS.get(name, "within 0.01 of in step" if "unbounded" in name else "–"),
+        "goal": GOALS.get(name, "within 0.01 of synchronous" if "unbounded" in name else "–"),
     }
 
 
@@ -86,7 +91,7 @@ def _run_paced(staleness: Any, slow_share: float) -> tuple[Run, list[dict[str, A
     with tempfile.TemporaryDirectory(prefix="cordee-bench-") as folder:
         job = Job.from_dict({
             "name": "paced",
-            "model": {"use": "cordee.bench.paced:Paced", "folder": folder, "pace_s": PACE_S, "slow_share": slow_share},
+            "model": {"use": f"{__name__}:Paced", "folder": folder, "pace_s": PACE_S, "slow_share": slow_share},
             "data": {"use": "synthetic", "shape": [8], "num_classes": 3, "size": 4000, "test_size": 8},
             "optimizer": {"use": "sgd", "lr": 0.01},
             "training": {"batch_size": NUM_WORKERS, "steps": STEPS, "threads": 1},
@@ -99,7 +104,7 @@ def _run_paced(staleness: Any, slow_share: float) -> tuple[Run, list[dict[str, A
 
 
 def _waiting_share(ended: list[dict[str, Any]]) -> float:
-    """Return what share of their time the workers but the slow one waited for leave to go on."""
+    """Return what share of their time the workers but the slow one waited for leave to continue."""
     others = sorted(ended, key=lambda event: -event["waited_seconds"] / event["seconds"])[: NUM_WORKERS - 1]
     waited_s, seconds = (sum(float(event[key]) for event in others) for key in ("waited_seconds", "seconds"))
     return waited_s / seconds
@@ -129,3 +134,45 @@ def _accuracy(settings: dict[str, Any], seed: int) -> float:
         run = train(job, run_dir=Path(folder) / "run", quiet=True)
         assert run.summary.test_accuracy is not None
         return run.summary.test_accuracy
+
+
+class Paced(nn.Module):
+    """A linear layer that takes `pace_s` for every training pass, and on the slow worker four times that.
+
+    It sleeps instead of computing, so that four workers fit on two cores. One worker of a run is the slow one: the
+    first that claims it, by a file in `folder`, which all of them know. `slow_share` is the share of its passes that
+    are slow, in spells of four; 1 is always.
+    """
+
+    def __init__(
+        self, input_shape: tuple[int, ...], num_classes: int, *, folder: str, pace_s: float, slow_share: float
+    ) -> None:
+        super().__init__()
+        self.linear = nn.Linear(input_shape[0], num_classes)
+        self._folder, self._pace_s, self._slow_share = Path(folder), pace_s, slow_share
+        self._is_slow: bool | None = None  # not known before the first pass: servers never make one
+        self._random = random.Random(0)
+        self._spell, self._is_in_spell = 0, False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(self._pace_s * (4 if self._draw() else 1))
+        outputs: Tensor = self.linear(inputs)
+        return outputs
+
+    def _draw(self) -> bool:
+        if self._is_slow is None:
+            self._is_slow = self._claim()
+        if not self._is_slow:
+            return False
+        if self._spell == 0:
+            self._spell, self._is_in_spell = 4, self._random.random() < self._slow_share
+        self._spell -= 1
+        return self._is_in_spell
+
+    def _claim(self) -> bool:
+        try:
+            os.close(os.open(self._folder / "slow", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True

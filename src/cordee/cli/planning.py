@@ -47,8 +47,8 @@ def plan(
 
         load_cluster(cluster)
 
-    from cordee.planner.plan import render_plan
     from cordee.planner.planning import plan as make_plan
+    from cordee.planner.planning import render_plan
 
     found = make_plan(job, overrides=settings or [], workers=workers, cluster=cluster, fresh=fresh, tell=print_note)
     if as_json:
@@ -94,13 +94,14 @@ def simulate(
     """
     from cordee.core.errors import JobError
     from cordee.planner.simulate import (
+        draw_page,
+        draw_picture,
         find_scenario,
         render_outcomes,
         render_strategies,
         scenario_of_job,
         simulate_here,
-        write_page,
-        write_picture,
+        write_drawing,
     )
     from cordee.planner.simulator import simulate as run_simulation
 
@@ -121,9 +122,9 @@ def simulate(
     chosen = find_scenario(scenario, overrides) if scenario else scenario_of_job(job or "", cluster, overrides)
     outcomes = run_simulation(chosen)
     if page is not None:
-        write_page(page, chosen, outcomes)
+        write_drawing(page, draw_page(chosen, outcomes).encode())
     if picture is not None:
-        write_picture(picture, chosen, outcomes)
+        write_drawing(picture, draw_picture(chosen, outcomes))
     if as_json:
         print_json({"scenario": chosen, "outcomes": outcomes})
         return

@@ -18,14 +18,12 @@ from cordee.core.references import LIVE_PREFIX
 from cordee.data.datasets import IterableSource
 from cordee.monitoring import AnyEvent, events
 from cordee.planner.amounts import in_time
-from cordee.planner.cache import keep, read_kept
 from cordee.planner.cost_model import predict
 from cordee.planner.hardware import ThisMachine
-from cordee.planner.machine import free_memory_bytes, is_busy
+from cordee.planner.measurements import ModelProfile, free_memory_bytes, is_busy, keep, read_kept
 from cordee.planner.pipelines import num_chunks_of
 from cordee.planner.planning import job_as, kept_machine, refusal, refused_slices
 from cordee.planner.prediction import Candidate, Prediction, Work, mesh_of
-from cordee.planner.profile import ModelProfile
 from cordee.planner.profiling import assemble_alone, estimate_step_s, profile_key, take_profile
 from cordee.planner.search import CLOSE, is_candidate, search
 from cordee.strategies.choice import choose_strategy
@@ -47,7 +45,7 @@ class Decision:
 
 
 def plans_first(asked: Job) -> bool:
-    """Return whether `decide` may measure: then nothing else should be going on in the meantime."""
+    """Return whether `decide` may measure: then nothing else should run in the meantime."""
     workers = asked.strategy.workers
     return asked.strategy.name == "auto" and workers > 1 and kept_machine().has_exchanges(workers)
 
@@ -157,7 +155,7 @@ class Replanner:
 
     The strategy of a run that is under way stays: those that can lose and gain workers are not worth giving up for a
     few percent, and the others have their size for good. A strategy that is predicted to be faster is proposed: a
-    run that is ended and resumed goes on with it from the last step. Takes milliseconds, in the launcher.
+    run that is ended and resumed continues with it from the last step. Takes milliseconds, in the launcher.
     """
 
     def __init__(self, asked: Job, parts: Components, emit: Callable[[AnyEvent], None]) -> None:
@@ -196,7 +194,7 @@ class Replanner:
         self._emit(
             events.Warned(
                 message=f"with {num_workers} workers {best.label} is predicted to take {in_time(best.step_s)} a step, "
-                f"and {current.strategy.name} {in_time(own.step_s)}: to change, end the run and go on with --resume "
+                f"and {current.strategy.name} {in_time(own.step_s)}: to change, end the run and continue with --resume "
                 f"--workers {num_workers} --strategy {best.strategy}"
             )
         )

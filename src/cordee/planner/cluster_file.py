@@ -38,7 +38,7 @@ class DeviceKind(Section, frozen=True, kw_only=True):
 
     speed: float  # times the machine that the model is profiled on, with all its cores
     memory: str | int  # of one device, for a worker's model and data: "80 GiB", or bytes
-    overlaps: bool = False  # gradients travel while the backward pass goes on, as on GPUs
+    overlaps: bool = False  # gradients travel while the backward pass continues, as on GPUs
 
 
 class HostKind(Section, frozen=True, kw_only=True):
@@ -123,7 +123,7 @@ def _device_kind(name: str, table: Any) -> DeviceKind:
     for key in ("speed", "memory"):
         if isinstance(table, Mapping) and key not in table:
             raise JobError(f"[devices.{name}] has no '{key}': add it")
-    kind: DeviceKind = read_section(f"devices.{name}", _floats(table, "speed"), DeviceKind)
+    kind: DeviceKind = read_section(f"devices.{name}", table, DeviceKind)
     if not 0 < kind.speed <= MOST_SPEED:
         raise JobError(f"devices.{name}.speed = {kind.speed} must be above 0 and at most {MOST_SPEED:g}")
     return kind
@@ -150,7 +150,7 @@ def _host(where: str, table: Any, kinds: Mapping[str, DeviceKind]) -> HostKind:
 def _link(where: str, table: Any) -> Link:
     if isinstance(table, Mapping) and "bandwidth" not in table:
         raise JobError(f"{where} has no 'bandwidth': add it, for example bandwidth = \"25 Gbit/s\"")
-    kind: LinkKind = read_section(where, _floats(table, "latency", "bandwidth"), LinkKind)
+    kind: LinkKind = read_section(where, table, LinkKind)
     return Link(parse_latency(kind.latency, f"{where}.latency"), parse_rate(kind.bandwidth, f"{where}.bandwidth"))
 
 
@@ -170,13 +170,3 @@ def _refuse_gaps(
     mixed = {kinds[name].overlaps for name in used}
     if len(mixed) > 1:
         raise JobError("some devices have overlaps = true and some have not: workers of one job do it all, or none")
-
-
-def _floats(table: Any, *keys: str) -> Any:
-    """TOML tells 40 from 40.0; a person need not."""
-    if not isinstance(table, Mapping):
-        return table
-    return {
-        key: float(value) if key in keys and isinstance(value, int) and not isinstance(value, bool) else value
-        for key, value in table.items()
-    }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-from cordee.planner.machine import Amount, Machine
-from cordee.planner.profile import Block, ModelProfile, Timing, slowed
+from cordee.planner.measurements import Amount, Block, Machine, ModelProfile, Timing
 
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 COPY_BYTES_PER_S = 4e9  # where nothing was measured: one core of the 2-core machine this was written on
 
 
@@ -37,7 +37,7 @@ class Hardware(Protocol):
     """What the cost model asks. `members` are indices of devices."""
 
     devices: Sequence[Device]
-    overlaps: bool  # gradients travel while the backward pass goes on
+    overlaps: bool  # gradients travel while the backward pass continues
 
     def step(self, profile: ModelProfile, samples: float, member: int, num_members: int) -> Timing:
         """Return a step over `samples` on one device while `num_members` devices in all compute."""
@@ -45,12 +45,8 @@ class Hardware(Protocol):
     def num_lanes(self, num_members: int) -> int:
         """Return how many of `num_members` devices can compute at once, each as fast as one of so many does."""
 
-    def all_reduce_s(self, num_bytes: float, members: Sequence[int]) -> float: ...
-
-    def all_gather_s(self, num_bytes: float, members: Sequence[int]) -> float:
-        """`num_bytes` is what everybody has in the end."""
-
-    def reduce_scatter_s(self, num_bytes: float, members: Sequence[int]) -> float: ...
+    def exchange_s(self, kind: Collective, num_bytes: float, members: Sequence[int]) -> float:
+        """`num_bytes` is of the whole: what each has before it is summed, or in the end when it is gathered."""
 
     def send_s(self, num_bytes: float, source: int, target: int) -> float: ...
 
@@ -88,19 +84,14 @@ class ThisMachine:
     def step(self, profile: ModelProfile, samples: float, member: int, num_members: int) -> Timing:
         if profile.has_timings(num_members):
             return profile.step(samples, num_members)
-        return slowed(profile.step(samples), self._machine.slowdown(num_members))
+        slowdown = self._machine.slowdown(num_members)
+        return profile.step(samples).times(slowdown, optimizer=slowdown)
 
     def num_lanes(self, num_members: int) -> int:
         return min(num_members, self._machine.cores)
 
-    def all_reduce_s(self, num_bytes: float, members: Sequence[int]) -> float:
-        return self._exchange_s("all_reduce", num_bytes, len(members))
-
-    def all_gather_s(self, num_bytes: float, members: Sequence[int]) -> float:
-        return self._exchange_s("all_gather", num_bytes, len(members))
-
-    def reduce_scatter_s(self, num_bytes: float, members: Sequence[int]) -> float:
-        return self._exchange_s("reduce_scatter", num_bytes, len(members))
+    def exchange_s(self, kind: str, num_bytes: float, members: Sequence[int]) -> float:
+        return self._exchange_s(kind, num_bytes, len(members))
 
     def send_s(self, num_bytes: float, source: int, target: int) -> float:
         return self._exchange_s("send", num_bytes, len(self.devices)) if source != target else 0.0
@@ -145,19 +136,21 @@ class DescribedCluster:
         self._networks = networks  # of each host
 
     def step(self, profile: ModelProfile, samples: float, member: int, num_members: int) -> Timing:
-        return slowed(profile.step(samples), 1.0 / self.devices[member].speed)
+        slowdown = 1.0 / self.devices[member].speed
+        return profile.step(samples).times(slowdown, optimizer=slowdown)
 
     def num_lanes(self, num_members: int) -> int:
         return num_members
 
-    def all_reduce_s(self, num_bytes: float, members: Sequence[int]) -> float:
-        return 2 * self._ring_s(num_bytes, members)
-
-    def all_gather_s(self, num_bytes: float, members: Sequence[int]) -> float:
-        return self._ring_s(num_bytes, members)
-
-    def reduce_scatter_s(self, num_bytes: float, members: Sequence[int]) -> float:
-        return self._ring_s(num_bytes, members)
+    def exchange_s(self, kind: Collective, num_bytes: float, members: Sequence[int]) -> float:
+        """Return the time to pass each share round the ring: (n-1) hops of 1/n of the bytes each, twice for a sum."""
+        if len(members) < 2:
+            return 0.0
+        hops = [self.link(a, b) for a, b in zip(members, [*members[1:], members[0]], strict=True)]
+        latency_s = max(hop.latency_s for hop in hops)
+        bytes_per_s = min(hop.bytes_per_s for hop in hops)
+        round_s = (len(members) - 1) * (latency_s + num_bytes / len(members) / bytes_per_s)
+        return 2 * round_s if kind == "all_reduce" else round_s
 
     def send_s(self, num_bytes: float, source: int, target: int) -> float:
         return 0.0 if source == target else self.link(source, target).seconds(num_bytes)
@@ -187,15 +180,6 @@ class DescribedCluster:
             return self._inside
         return min(self._networks[a], self._networks[b], key=lambda link: link.bytes_per_s)
 
-    def _ring_s(self, num_bytes: float, members: Sequence[int]) -> float:
-        """Return the time to pass each share once round the ring: (n-1) hops of 1/n of the bytes each."""
-        if len(members) < 2:
-            return 0.0
-        hops = [self.link(a, b) for a, b in zip(members, [*members[1:], members[0]], strict=True)]
-        latency_s = max(hop.latency_s for hop in hops)
-        bytes_per_s = min(hop.bytes_per_s for hop in hops)
-        return (len(members) - 1) * (latency_s + num_bytes / len(members) / bytes_per_s)
-
 
 UNIT_BYTES = 4 << 20  # of sharded, as in its settings
 
@@ -213,14 +197,14 @@ def sharded_amount(profile: ModelProfile) -> Amount:
 
 def summing_s(hardware: Hardware, num_bytes: float, members: Sequence[int]) -> float:
     """Return the seconds to copy gradients into one flat buffer and to sum it over the members."""
-    return hardware.copy_s(num_bytes, len(members)) + hardware.all_reduce_s(num_bytes, members)
+    return hardware.copy_s(num_bytes, len(members)) + hardware.exchange_s("all_reduce", num_bytes, members)
 
 
 def gathering_s(hardware: Hardware, units: Sequence[int], members: Sequence[int]) -> tuple[float, float]:
     """Return the seconds to gather all units and copy them into the parameters, and to scatter their gradients."""
     copy_s = hardware.copy_s(sum(units), len(members))
-    gather_s = copy_s + sum(hardware.all_gather_s(size, members) for size in units)
-    return gather_s, copy_s + sum(hardware.reduce_scatter_s(size, members) for size in units)
+    gather_s = copy_s + sum(hardware.exchange_s("all_gather", size, members) for size in units)
+    return gather_s, copy_s + sum(hardware.exchange_s("reduce_scatter", size, members) for size in units)
 
 
 def num_sums(block: Block) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cordee.compute import Computation
 from cordee.compute.devices import forget_peak, peak_bytes, release_unused
 from cordee.core import Batch
-from cordee.planner.profile import Block
+from cordee.planner.measurements import Block
 
 # Layers whose weights `tensor` can slice over workers.
 _SPLITTABLE = (nn.Linear, nn.Embedding, nn.MultiheadAttention)

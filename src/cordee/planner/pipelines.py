@@ -101,7 +101,7 @@ def _estimate(pipeline: Pipeline) -> float:
     # The other workers' passes of the first and the last micro-batch: of one chunk each.
     fill = (pipeline.compute_s - busiest) * num_workers / len(forward)
     hops = 2 * (len(forward) - 1) * send_s
-    # A message is on its way while its sender goes on; in 1f1b each micro-batch waits for one now and then.
+    # A message is on its way while its sender continues; in 1f1b each micro-batch waits for one now and then.
     return num_micro * busiest + fill + hops + (num_micro * send_s if schedule == "1f1b" else 0.0)
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from cordee.core.mesh import Mesh
 from cordee.planner.hardware import Hardware
-from cordee.planner.profile import ModelProfile
+from cordee.planner.measurements import ModelProfile
 from cordee.strategies.table import STRATEGIES
 
 
@@ -26,12 +26,9 @@ def mesh_of(candidate: Candidate) -> Mesh:
     return STRATEGIES[candidate.strategy].mesh(candidate.workers, candidate.settings)
 
 
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+class Prediction(Candidate, frozen=True, kw_only=True):
     """What a candidate would take."""
 
-    strategy: str
-    workers: int
-    settings: dict[str, Any]
     step_s: float
     compute_s: float  # of the step, on the busiest worker
     communication_s: float  # of the step, that computing does not hide

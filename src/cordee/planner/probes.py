@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,9 +21,8 @@ from cordee.compute.devices import MemoryWatch
 from cordee.core import Job
 from cordee.core.errors import CordeeError
 from cordee.core.temporary import temporary_folder
-from cordee.planner.machine import Exchange, Machine
+from cordee.planner.measurements import Exchange, Machine, ModelProfile, Timing
 from cordee.planner.measuring import time_call
-from cordee.planner.profile import ModelProfile, Timing
 from cordee.planner.profiling import sharing, take_memory, take_timings
 from cordee.planner.trials import KINDS, SMALL, Bare, measure_bare
 from cordee.training.components import assemble
@@ -101,8 +101,8 @@ def _mean_timings(reports: Sequence[ProbeReport]) -> list[Timing]:
                 same[0],
                 forward_s=_means([timing.forward_s for timing in same]),
                 backward_s=_means([timing.backward_s for timing in same]),
-                optimizer_s=sum(timing.optimizer_s for timing in same) / len(same),
-                other_s=sum(timing.other_s for timing in same) / len(same),
+                optimizer_s=statistics.fmean(timing.optimizer_s for timing in same),
+                other_s=statistics.fmean(timing.other_s for timing in same),
             )
         )
     return merged
@@ -126,9 +126,10 @@ def _await(engine: Engine, num_processes: int, folder: Path) -> None:
 
 
 def _means(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    return tuple(sum(column) / len(column) for column in zip(*rows, strict=True))
+    return tuple(map(statistics.fmean, zip(*rows, strict=True)))
 
 
+EXCHANGES = ("all_reduce", "all_gather", "reduce_scatter", "send", "copy")
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23, 1 << 25)  # bytes
 
 
@@ -178,7 +179,7 @@ def main(argument: dict[str, Any]) -> int:
         report = msgspec.structs.replace(
             report,
             bare=tuple(measure_bare(spec.index, size, hidden) for hidden in KINDS),
-            exchanges=tuple(_exchange(kind, num_bytes_of) for kind, num_bytes_of in _KINDS.items()),
+            exchanges=tuple(map(_exchange, EXCHANGES)),
             slowdown=_slowdown(spec.index),
         )
     else:
@@ -191,10 +192,10 @@ def main(argument: dict[str, Any]) -> int:
     return 0
 
 
-def _exchange(kind: str, make: Callable[[int], Callable[[], object]]) -> Exchange:
+def _exchange(kind: str) -> Exchange:
     seconds = []
     for num_bytes in SIZES:
-        call = make(num_bytes)
+        call = _make_call(kind, num_bytes)
         # Collectives need equally many calls everywhere; the sizes say how many, not the clock.
         num_calls = max(4, min(100, (1 << 23) // num_bytes))
         dist.barrier()
@@ -202,54 +203,31 @@ def _exchange(kind: str, make: Callable[[int], Callable[[], object]]) -> Exchang
     return Exchange(kind=kind, num_processes=dist.get_world_size(), sizes=SIZES, seconds=tuple(seconds))
 
 
-def _all_reduce(num_bytes: int) -> Callable[[], object]:
-    data = torch.ones(num_bytes // 4)
-    return lambda: dist.all_reduce(data)
-
-
-def _all_gather(num_bytes: int) -> Callable[[], object]:
-    share = torch.ones(max(1, num_bytes // 4 // dist.get_world_size()))
-    whole = torch.empty(share.numel() * dist.get_world_size())
-    return lambda: dist.all_gather_into_tensor(whole, share)
-
-
-def _reduce_scatter(num_bytes: int) -> Callable[[], object]:
-    share = torch.ones(max(1, num_bytes // 4 // dist.get_world_size()))
-    whole = torch.ones(share.numel() * dist.get_world_size())
-    return lambda: dist.reduce_scatter_tensor(share, whole)
-
-
-def _send(num_bytes: int) -> Callable[[], object]:
-    """Half of a ping-pong between neighbours, all pairs at once."""
-    data = torch.ones(num_bytes // 4)
+def _make_call(kind: str, num_bytes: int) -> Callable[[], object]:
+    """Return an exchange of `num_bytes`, in memory of its own."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    if kind in ("all_gather", "reduce_scatter"):
+        share = torch.ones(max(1, num_bytes // 4 // size))
+        whole = torch.ones(share.numel() * size)
+        if kind == "all_gather":
+            return lambda: dist.all_gather_into_tensor(whole, share)
+        return lambda: dist.reduce_scatter_tensor(share, whole)
+    data = torch.ones(num_bytes // 4)
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(data)
+    if kind == "copy":
+        target = torch.empty_like(data)
+        return lambda: target.copy_(data)
     peer = rank ^ 1
     if peer >= size:  # an odd one out has nobody to talk to
         return lambda: None
 
     def ping_pong() -> None:
-        if rank % 2 == 0:
-            dist.send(data, peer)
-            dist.recv(data, peer)
-        else:
-            dist.recv(data, peer)
-            dist.send(data, peer)
+        """Between neighbours, all pairs at once."""
+        for call in (dist.send, dist.recv) if rank % 2 == 0 else (dist.recv, dist.send):
+            call(data, peer)
 
     return ping_pong
-
-
-def _copy(num_bytes: int) -> Callable[[], object]:
-    source, target = torch.ones(num_bytes // 4), torch.empty(num_bytes // 4)
-    return lambda: target.copy_(source)
-
-
-_KINDS: dict[str, Callable[[int], Callable[[], object]]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "send": _send,
-    "copy": _copy,
-}
 
 
 def _slowdown(index: int) -> float:

@@ -17,8 +17,7 @@ from cordee.compute import split_batch
 from cordee.compute.devices import MemoryWatch
 from cordee.core import Batch, Job
 from cordee.core.errors import ModelError
-from cordee.planner.cache import key_of
-from cordee.planner.machine import describe_machine
+from cordee.planner.measurements import ModelProfile, Timing, describe_machine, key_of
 from cordee.planner.measuring import (
     describe_blocks,
     measure_pass_memory,
@@ -27,7 +26,6 @@ from cordee.planner.measuring import (
     time_call,
     time_steps,
 )
-from cordee.planner.profile import ModelProfile, Timing
 from cordee.strategies.table import usual_strategy
 from cordee.training.components import Components, assemble
 

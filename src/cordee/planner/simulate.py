@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import html
+import io
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -12,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from cordee.core import Job
-from cordee.core.errors import JobError, StorageError, nearest
+from cordee.core.errors import JobError, MissingExtraError, StorageError, nearest
+from cordee.monitoring.wording import plural
 from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.cluster_file import load_cluster
 from cordee.planner.hardware import DescribedCluster
 from cordee.planner.simulator import PUBLISHED, ClusterOutcome, Scenario, load_scenario, read_scenario
-from cordee.planner.simulator.report import draw_page, draw_picture
 
 
 def find_scenario(name: str, overrides: Sequence[str]) -> Scenario:
@@ -104,6 +108,16 @@ def render_strategies(outcomes: Sequence[StrategyOutcome]) -> RenderableType:
 
 def render_outcomes(scenario: Scenario, outcomes: Sequence[ClusterOutcome]) -> RenderableType:
     """Return a table of the outcomes."""
+    columns = _columns(scenario)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        table.add_row(*(cell(outcome) for cell in columns.values()))
+    return Group(Text(scenario.name, "bold"), Text(scenario.describe()), table)
+
+
+def _columns(scenario: Scenario) -> dict[str, Callable[[ClusterOutcome], str]]:
     columns: dict[str, Callable[[ClusterOutcome], str]] = {
         "workers": lambda o: f"{o.workers:,}",
         "step": lambda o: in_time(o.step_s),
@@ -116,25 +130,11 @@ def render_outcomes(scenario: Scenario, outcomes: Sequence[ClusterOutcome]) -> R
     }
     if scenario.has_servers:
         columns |= {"behind": lambda o: f"{o.behind_mean:.2f}", "apart": lambda o: str(o.apart_most)}
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    for outcome in outcomes:
-        table.add_row(*(cell(outcome) for cell in columns.values()))
-    return Group(Text(scenario.name, "bold"), Text(scenario.describe()), table)
+    return columns
 
 
-def write_page(path: Path, scenario: Scenario, outcomes: Sequence[ClusterOutcome]) -> None:
-    """Write the HTML page. Raises StorageError if it cannot be written, MissingExtraError without matplotlib."""
-    _write(path, draw_page(scenario, outcomes).encode())
-
-
-def write_picture(path: Path, scenario: Scenario, outcomes: Sequence[ClusterOutcome]) -> None:
-    """Write the charts as PNG. Raises StorageError if it cannot be written, MissingExtraError without matplotlib."""
-    _write(path, draw_picture(scenario, outcomes))
-
-
-def _write(path: Path, content: bytes) -> None:
+def write_drawing(path: Path, content: bytes) -> None:
+    """Write a page or picture. Raises StorageError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -153,3 +153,133 @@ def _links(hardware: DescribedCluster) -> dict[str, Any]:
     if per_host > 1:
         links["inside_bandwidth"] = hardware.link(0, 1).bytes_per_s
     return links
+
+
+WIDTH, HEIGHT = 7.2, 3.6  # inches, of a chart
+HEAD = 0.7  # inches above the charts of a picture
+PIXELS_PER_INCH = 200
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 760px; margin: 2em auto; color: #222; }
+table { border-collapse: collapse; } td, th { padding: 2px 12px 2px 0; text-align: right; }
+th { border-bottom: 1px solid #999; font-weight: 600; } svg { max-width: 100%; height: auto; }
+"""
+
+
+class Chart(NamedTuple):
+    """Lines over the number of workers."""
+
+    title: str
+    height_means: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]  # name -> workers and height
+    is_share: bool  # heights are from 0 to 1; others are factors, on a logarithmic axis
+
+
+def charts_of(scenario: Scenario, outcomes: Sequence[ClusterOutcome]) -> list[Chart]:
+    """Return where the workers' time goes, and how fast they are, over the number of workers. Pure."""
+    outcomes = sorted(outcomes, key=lambda outcome: outcome.workers)
+    shares = {
+        "computing": [(o.workers, o.efficiency) for o in outcomes],
+        "exchanging": [(o.workers, o.exchange_share) for o in outcomes],
+        "idle": [(o.workers, o.idle_share) for o in outcomes],
+    }
+    if scenario.mtbf_s:
+        shares["training kept"] = [(o.workers, o.effective_share) for o in outcomes]
+    charts = [Chart("Where the workers' time goes", "share of the time", shares, is_share=True)]
+    moving = [outcome for outcome in outcomes if outcome.throughput > 0]  # failures may leave many workers nothing
+    if len(moving) > 1:
+        base = moving[0]
+        speedup = {
+            "simulated": [(o.workers, o.throughput / base.throughput) for o in moving],
+            "without any loss": [(o.workers, o.workers / base.workers) for o in moving],
+        }
+        charts.append(Chart("Speed", f"times as fast as {plural(base.workers, 'worker')}", speedup, is_share=False))
+    return charts
+
+
+def draw_page(scenario: Scenario, outcomes: Sequence[ClusterOutcome]) -> str:
+    """Return the HTML page. Raises MissingExtraError without matplotlib."""
+    title = html.escape(scenario.name or scenario.strategy)
+    charts = "".join(map(_svg, charts_of(scenario, outcomes)))
+    return (
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>"
+        f"<h1>{title}</h1><p>{html.escape(scenario.describe())}</p>{charts}{_table(scenario, outcomes)}</html>\n"
+    )
+
+
+def draw_picture(scenario: Scenario, outcomes: Sequence[ClusterOutcome]) -> bytes:
+    """Return the PNG file, with the charts below each other. Raises MissingExtraError without matplotlib."""
+    charts = charts_of(scenario, outcomes)
+    height = HEAD + HEIGHT * len(charts)
+    with _figure(height, scenario.name) as figure:
+        heads = ((scenario.name or scenario.strategy, 14, 0.22), (scenario.describe(), 8, 0.52))
+        for text, size, below in heads:
+            figure.text(0.02, 1 - below / height, text, fontsize=size, wrap=True, parse_math=False, va="center")
+        figure.get_layout_engine().set(rect=(0, 0, 1, 1 - HEAD / height))
+        for chart, axes in zip(charts, figure.subplots(len(charts), squeeze=False)[:, 0], strict=True):
+            _draw(chart, axes)
+        return _saved(figure, "png")
+
+
+def _svg(chart: Chart) -> str:
+    with _figure(HEIGHT, chart.title) as figure:
+        _draw(chart, figure.subplots())
+        text = _saved(figure, "svg").decode()
+    return text[text.index("<svg") :]  # without the XML header, which a page must not have inside
+
+
+@contextmanager
+def _figure(height: float, salt: str) -> Iterator[Any]:
+    """A figure that belongs to no window, and warnings that concern nobody (letters that the font lacks) kept quiet."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("a chart", "report") from None
+    # Text stays text. Ids inside a drawing follow from `salt`: drawings of one page must not share any.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")
+        yield Figure(figsize=(WIDTH, height), layout="constrained")
+
+
+def _draw(chart: Chart, axes: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter, StrMethodFormatter
+
+    for name, points in chart.lines.items():
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
+    axes.set_title(chart.title, loc="left", fontweight="bold", fontsize=11)
+    axes.set_xlabel("workers")
+    axes.set_ylabel(chart.height_means)
+    # A speed-up is a straight line where both axes are logarithmic.
+    scaled = [axes.xaxis] if chart.is_share else [axes.xaxis, axes.yaxis]
+    axes.set_xscale("log", base=2)
+    if chart.is_share:
+        axes.set_ylim(-0.03, 1.03)
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    else:
+        axes.set_yscale("log", base=2)
+    for axis in scaled:
+        axis.set_major_locator(LogLocator(base=2, numticks=10 if axis is axes.yaxis else 8))
+        axis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+        axis.set_minor_locator(NullLocator())
+    axes.grid(axis="y", color="#dddddd")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+
+
+def _saved(figure: Any, file_format: str) -> bytes:
+    file = io.BytesIO()
+    # Nothing but the drawing, so that the same outcomes give the same file.
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type") if file_format == "svg" else ("Software",))
+    figure.savefig(file, format=file_format, dpi=PIXELS_PER_INCH, metadata=metadata)
+    return file.getvalue()
+
+
+def _table(scenario: Scenario, outcomes: Sequence[ClusterOutcome]) -> str:
+    columns = _columns(scenario)
+    rows = [
+        "".join(f"<td>{html.escape(cell(outcome))}" for cell in columns.values())
+        for outcome in sorted(outcomes, key=lambda outcome: outcome.workers)
+    ]
+    head = "".join(f"<th>{name}" for name in columns)
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"

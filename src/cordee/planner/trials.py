@@ -26,7 +26,7 @@ from cordee.core.errors import CordeeError
 from cordee.core.temporary import temporary_folder
 from cordee.monitoring import AnyEvent, Monitor, RunDirectory, events
 from cordee.planner.hardware import ThisMachine, gathering_s, summing_s
-from cordee.planner.machine import Amount, Machine, Overhead
+from cordee.planner.measurements import Amount, Machine, Overhead
 from cordee.planner.measuring import typical_s
 from cordee.runs.kind import lead_run
 from cordee.strategies.table import STRATEGIES, CostModel, usual_strategy

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cordee.bench.materials import train_tensors
-from cordee.bench.pipeline import _rows
-from cordee.bench.pipeline_loops import MODELS, measure_cut, placement_of
+from cordee.bench.loops import train_tensors
+from cordee.bench.pipeline import MODELS, _rows, measure_cut, placement_of
 from cordee.models.cutting import cut_by_hand, make_chain
 
 
@@ -31,7 +30,7 @@ def test_idle_shares_and_ratios() -> None:
 
 def test_the_cut_has_all_blocks() -> None:
     assert MODELS["gpt"].batch_size % 8 == 0
-    counts = measure_cut("gpt", 2, 8)
+    counts = measure_cut("gpt")
     assert len(counts) == 2 and sum(counts) == 6
 
 

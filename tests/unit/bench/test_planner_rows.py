@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cordee.bench.planner import measure
-from cordee.bench.planner_rows import MB, PlanTimes, Trial, by_way, make_rows
+from cordee.bench.planner import MB, PlanTimes, Trial, by_way, make_rows, measure
 from cordee.bench.registry import run_benchmark
 from cordee.core.errors import JobError
 from cordee.planner.prediction import Prediction

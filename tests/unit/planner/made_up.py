@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from cordee.planner.hardware import DescribedCluster, Device, Link, ThisMachine
-from cordee.planner.machine import Exchange, Machine
+from cordee.planner.measurements import Block, Exchange, Machine, ModelProfile, Timing
 from cordee.planner.prediction import Work
-from cordee.planner.profile import Block, ModelProfile, Timing
 
 MB = 1_000_000
 

@@ -10,8 +10,7 @@ import pytest
 import cordee
 from cordee.cluster import Team
 from cordee.planner.auto import Decision, decide, plans_first, predict_as
-from cordee.planner.cache import keep
-from cordee.planner.machine import Exchange, Machine
+from cordee.planner.measurements import Exchange, Machine, keep
 from cordee.planner.planning import machine_key
 from cordee.planner.profiling import assemble_alone, profile_key, take_profile
 from cordee.training.components import Components, assemble

@@ -10,9 +10,9 @@ from cordee.core.errors import JobError
 from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.cost_model import predict
 from cordee.planner.hardware import DescribedCluster, Device, Link, ThisMachine
-from cordee.planner.machine import Machine
+from cordee.planner.measurements import Machine
 from cordee.planner.pipelines import Pipeline, cut, last_pass_s, num_ahead, num_chunks_of, order_of
-from cordee.planner.plan import refuse_without_room
+from cordee.planner.planning import refuse_without_room
 from cordee.planner.prediction import Candidate, Work
 from cordee.planner.search import candidates, choose, degrees, search
 

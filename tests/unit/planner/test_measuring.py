@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import cordee
-from cordee.planner.cache import keep, key_of, read_kept
-from cordee.planner.machine import Exchange, Machine, free_memory_bytes
+from cordee.planner.measurements import Exchange, Machine, ModelProfile, free_memory_bytes, keep, key_of, read_kept
 from cordee.planner.measuring import describe_blocks, name_blocks, time_blocks
-from cordee.planner.profile import ModelProfile
 from cordee.planner.profiling import assemble_alone, first_batch, profile_key, take_profile
 
 

@@ -10,7 +10,7 @@ from test_auto import job, know_the_machine, of_the_rule
 from cordee.monitoring import AnyEvent
 from cordee.monitoring.events import Generation, Plan, Warned
 from cordee.planner.auto import Replanner
-from cordee.planner.cache import keep
+from cordee.planner.measurements import keep
 from cordee.planner.profiling import assemble_alone, profile_key, take_profile
 
 
@@ -39,7 +39,7 @@ def test_every_new_size_is_planned_once() -> None:
     assert two.predicted_step_seconds and two.best_step_seconds
     assert two.predicted_step_seconds > 5.0 > two.best_step_seconds > 0
     assert proposal.message.startswith(f"with 2 workers {two.best}")
-    assert proposal.message.endswith(f"go on with --resume --workers 2 --strategy {two.best}")
+    assert proposal.message.endswith(f"continue with --resume --workers 2 --strategy {two.best}")
     assert (one.workers, one.best) == (1, "single")
     assert one.predicted_step_seconds == pytest.approx(one.best_step_seconds)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cordee.core.errors import CordeeError
-from cordee.planner.machine import Amount
+from cordee.planner.measurements import Amount
 from cordee.planner.trials import fit, step_of
 
 FIELDS = ("step_s", "part_s", "tensor_s", "byte_s")

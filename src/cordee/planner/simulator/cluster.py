@@ -79,8 +79,8 @@ def _all_reduce(scenario: Scenario, times: NDArray[np.float64]) -> tuple[float, 
     """Return the mean step and the share of time that workers wait for the slowest."""
     workers = times.shape[1]
     hardware, members = _ring(scenario, workers), range(workers)
-    fixed_s = hardware.all_reduce_s(0.0, members)
-    per_byte_s = (hardware.all_reduce_s(1e9, members) - fixed_s) / 1e9
+    fixed_s = hardware.exchange_s("all_reduce", 0.0, members)
+    per_byte_s = (hardware.exchange_s("all_reduce", 1e9, members) - fixed_s) / 1e9
     ready = [(1 - scenario.backward) + scenario.backward * share for share in _ready_shares(scenario)]
     slowest = times.max(axis=1)
     # The slowest worker's gradients are the last ones there, so only its step counts.
@@ -204,14 +204,3 @@ def effective_share(scenario: Scenario, workers: int) -> float:
     # A gap first goes into starting, then into whole rounds of training and saving; the broken round is lost.
     rounds = np.floor(np.maximum(gaps - restart_s, 0.0) / (every_s + saving_s))
     return float(rounds.sum() * every_s / gaps.sum())
-
-
-def expected_share(scenario: Scenario, workers: int) -> float:
-    """Return the same in closed form, after J. T. Daly (2006), "A higher order estimate of the optimum checkpoint
-    interval": each round succeeds with probability exp(-round / mtbf), and starting again costs exp(restart / mtbf).
-    """
-    every_s, saving_s = scenario.checkpoint_every_s, scenario.checkpoint_time_s
-    if not scenario.mtbf_s:
-        return every_s / (every_s + saving_s)
-    mean_s = scenario.mtbf_s / workers
-    return every_s / (mean_s * math.exp(scenario.restart_s / mean_s) * math.expm1((every_s + saving_s) / mean_s))

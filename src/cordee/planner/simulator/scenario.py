@@ -18,7 +18,6 @@ from cordee.planner.amounts import in_bytes, in_time, parse_latency, parse_rate,
 from cordee.strategies.table import quote_names, strategies_where
 
 _REQUIRED = ("workers", "step", "gradients")
-_NUMBERS = ("step", "spread", "gradients", "bucket", "bandwidth", "inside_bandwidth", "latency", "backward")
 MOST_WORKERS = 100_000
 MOST_LAYERS = 10_000
 MOST_STEPS = 20_000_000  # of all workers together: so many are held in 160 MB
@@ -38,7 +37,7 @@ class Scenario(Section, frozen=True, kw_only=True):
     strategy: str = ALL_REDUCE  # or one with servers
     spread: float = 0.0  # deviation of a worker's step from one to the next, as a share of it
     backward: float = 0.67  # share of the step that is the backward pass
-    overlap: bool = True  # exchange gradients while the backward pass goes on
+    overlap: bool = True  # exchange gradients while the backward pass continues
     layers: int = 50  # whose gradients are ready one after the other
     bucket: str | float = "64 MiB"  # at most so many bytes of them are exchanged at once
     # When gradients are ready: (share of the backward pass, share of the bytes ready by then). Even where empty.
@@ -175,9 +174,6 @@ def read_scenario(table: Mapping[str, Any], overrides: Iterable[str] = ()) -> Sc
         apply_override(table, override)
     if isinstance(table.get("workers"), int):
         table["workers"] = [table["workers"]]
-    for key in _NUMBERS:  # TOML tells 1 from 1.0; a person need not
-        if isinstance(table.get(key), int) and not isinstance(table.get(key), bool):
-            table[key] = float(table[key])
     fields = [field.name for field in msgspec.structs.fields(Scenario)]
     for key in table:
         if key not in fields:
@@ -256,12 +252,3 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "steps": 60,
     },
 }
-
-# Scenario -> workers -> scaling efficiency as measured.
-SCALING = {
-    "horovod-inception3": {128: 0.90, 512: 0.90},
-    "horovod-resnet101": {128: 0.90, 512: 0.90},
-    "horovod-vgg16": {128: 0.79, 512: 0.68},
-}
-# Maximal delay -> share of the time that workers idle, as measured.
-IDLING = {0: 0.50, 16: 0.017}

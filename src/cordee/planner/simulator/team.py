@@ -13,10 +13,9 @@ import msgspec
 import numpy as np
 
 from cordee.planner.hardware import gathering_s, num_sums, sharded_amount, sharded_units, summing_s
-from cordee.planner.machine import Amount
+from cordee.planner.measurements import Amount, Timing
 from cordee.planner.pipelines import Pipeline, Task, cut, num_chunks_of, simulate_tasks, tasks_of
-from cordee.planner.prediction import Candidate, Prediction, Work, mesh_of
-from cordee.planner.profile import Timing
+from cordee.planner.prediction import Candidate, Work, mesh_of
 from cordee.strategies.table import STRATEGIES, CostModel, strategies_on
 
 
@@ -28,13 +27,12 @@ class TeamOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate_team(
-    found: Prediction | Candidate, work: Work, *, steps: int = 8, spread: float = 0.03, seed: int = 0
+    candidate: Candidate, work: Work, *, steps: int = 8, spread: float = 0.03, seed: int = 0
 ) -> TeamOutcome:
-    """Return the mean step of a strategy that trains in step, with its numbers.
+    """Return the mean step of a synchronous strategy, with its numbers.
 
     `spread` is by how much a worker's computing differs from one piece to the next, as a share of it.
     """
-    candidate = Candidate(strategy=found.strategy, workers=found.workers, settings=found.settings)
     random = np.random.default_rng(seed)
     sigma = math.sqrt(math.log(1 + spread**2))
 
@@ -131,14 +129,14 @@ def _sliced(
         tasks.append(Task((name, worker), drawn(seconds * share)))
         if block.splittable:
             output_bytes = block.output_bytes * work.batch_size / mesh.num_shares
-            summed_s = num_sums(block) * hardware.all_reduce_s(output_bytes, range(mesh.tensor))
+            summed_s = num_sums(block) * hardware.exchange_s("all_reduce", output_bytes, range(mesh.tensor))
             before = f"sum {name}"
             tasks.append(_exchange(before, worker, members, name, summed_s + block.sliceable * part_s / 2))
     tasks.append(Task(("other", worker), drawn(timing.other_s + timing.optimizer_s / mesh.tensor)))
     if mesh.num_shares > 1:
         share_bytes = profile.parameter_bytes / mesh.tensor
         seconds = hardware.copy_s(share_bytes, candidate.workers)
-        seconds += hardware.all_reduce_s(share_bytes, range(mesh.num_shares))
+        seconds += hardware.exchange_s("all_reduce", share_bytes, range(mesh.num_shares))
         tasks.append(_exchange("gradients", worker, members, "other", seconds))
     return tasks
 
@@ -166,7 +164,9 @@ def _in_stages(candidate: Candidate, work: Work, drawn: Callable[[float], float]
     if mesh.num_shares > 1:
         chunk_bytes = [sum(block.parameter_bytes for block in profile.blocks[a:b]) for a, b in bounds]
         largest = max(sum(chunk_bytes[stage :: mesh.pipeline]) for stage in members)
-        last_s += hardware.copy_s(largest, candidate.workers) + hardware.all_reduce_s(largest, range(mesh.num_shares))
+        last_s += hardware.copy_s(largest, candidate.workers) + hardware.exchange_s(
+            "all_reduce", largest, range(mesh.num_shares)
+        )
     orders = []
     for worker, tasks in enumerate(passes):
         order = [task._replace(seconds=drawn(task.seconds)) for task in tasks]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from cordee.core.errors import JobError, MissingExtraError
-from cordee.planner.simulator import ClusterOutcome, load_scenario, read_scenario, simulate
-from cordee.planner.simulator.cluster import effective_share, expected_share
-from cordee.planner.simulator.report import charts_of, draw_page, draw_picture
+from cordee.planner.simulate import charts_of, draw_page, draw_picture
+from cordee.planner.simulator import ClusterOutcome, Scenario, load_scenario, read_scenario, simulate
+from cordee.planner.simulator.cluster import effective_share
 
 BASE: dict[str, Any] = {
     "workers": 4,
@@ -73,6 +73,17 @@ def test_staleness_bounds_how_far_workers_are_apart() -> None:
 
 def test_the_same_seed_gives_the_same_numbers() -> None:
     assert one(spread=0.3, seed=1) == one(spread=0.3, seed=1) != one(spread=0.3, seed=2)
+
+
+def expected_share(scenario: Scenario, workers: int) -> float:
+    """Return the same in closed form, after J. T. Daly (2006), "A higher order estimate of the optimum checkpoint
+    interval": each round succeeds with probability exp(-round / mtbf), and starting again costs exp(restart / mtbf).
+    """
+    every_s, saving_s = scenario.checkpoint_every_s, scenario.checkpoint_time_s
+    if not scenario.mtbf_s:
+        return every_s / (every_s + saving_s)
+    mean_s = scenario.mtbf_s / workers
+    return every_s / (mean_s * math.exp(scenario.restart_s / mean_s) * math.expm1((every_s + saving_s) / mean_s))
 
 
 @pytest.mark.parametrize(("workers", "mtbf"), [(64, "20d"), (1024, "20d"), (1024, "5d")])
