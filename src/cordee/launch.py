@@ -9,6 +9,7 @@ import shlex
 import socket
 import sys
 import time
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from cordee.core.errors import CheckpointError, JobError, RunDirectoryError, Sto
 from cordee.core.fault_points import identify, reach
 from cordee.core.importing import refuse_what_workers_miss, stop_import
 from cordee.core.interrupts import InterruptFlag
+from cordee.core.job import changed_keys
 from cordee.core.module_changes import refuse_changed_modules
 from cordee.core.references import LIVE_PREFIX
 from cordee.monitoring import (
@@ -51,9 +53,8 @@ from cordee.planner.auto import Decision, Replanner, decide, plans_first
 from cordee.run import Run
 from cordee.runs import PROCESS_MODULES
 from cordee.runs.kind import KINDS, kind_of, lead_run, needs_engine
-from cordee.strategies.choice import choose_strategy, refuse_others_settings
+from cordee.strategies.choice import choose_strategy, foreign_settings, refuse_others_settings
 from cordee.training.components import Components, assemble
-from cordee.training.resuming import fit_to_run
 from cordee.training.session import Session
 from cordee.version import __version__
 
@@ -71,7 +72,7 @@ def train(
     """Train `job` (a Job, a table in the shape of the job file, or the path of one) and return the run.
 
     The first Ctrl-C ends the run after the step, saved, with the status 'interrupted'. Raises a CordeeError
-    if the job cannot be run or the training fails; what was saved before stays, and `resume` goes on from it.
+    if the job cannot be run or the training fails; what was saved before stays, and `resume` continues from it.
     """
     stop_import("cordee.train")
     memory = MemoryWatch()
@@ -343,13 +344,13 @@ def _resume_command(path: Path) -> str:
 
 @contextlib.contextmanager
 def _telling_how_to_go_on(directory: RunDirectory, quiet: bool) -> Iterator[None]:
-    """After a second Ctrl-C or a failure: print what is kept and the command that goes on from it."""
+    """After a second Ctrl-C or a failure: print what is kept and the command that continues from it."""
     try:
         yield
     except (KeyboardInterrupt, Exception) as error:
         is_interrupted = isinstance(error, KeyboardInterrupt)
         kept = _newest_whole(directory.checkpoints)
-        start = f"goes on from {kept}" if kept else "starts again: there is no checkpoint yet"
+        start = f"continues from {kept}" if kept else "starts again: there is no checkpoint yet"
         if not quiet and (is_interrupted or (kept and not isinstance(error, CheckpointError))):
             what = "stopped at once" if is_interrupted else "the run failed"
             _console().print(f"{what}; this {start}\n  {_resume_command(directory.path)}", soft_wrap=True)
@@ -367,10 +368,56 @@ def _newest_whole(checkpoints: Path) -> str | None:
 
 @contextlib.contextmanager
 def _leaving_torch_as_it_was() -> Iterator[None]:
-    """Give the caller's random numbers and thread count back afterwards: a notebook goes on with them."""
+    """Give the caller's random numbers and thread count back afterwards: a notebook continues with them."""
     random_state, num_threads = torch.get_rng_state(), torch.get_num_threads()
     try:
         yield
     finally:
         torch.set_rng_state(random_state)
         torch.set_num_threads(num_threads)
+
+
+def fit_to_run(job: Job, path: Path, overrides: Iterable[str]) -> tuple[Job, str]:
+    """Return the job as it continues in the run directory `path`, and what is left out of it, in words.
+
+    Settings of the strategy that the run had before are left out if it continues with another, unless `overrides` (of
+    the form "a.b=c") give them. Raises JobError for changes that would make it another run, and RunDirectoryError if
+    what the directory says is damaged.
+    """
+    before = _recorded(path)
+    if before is None:
+        return job, ""
+    now = tomllib.loads(job.to_toml())
+    if changes := changed_keys(before, now):
+        raise JobError(
+            f"the job has changed since the run in {path} began: {'; '.join(changes)}. "
+            "Put it back to resume, or start a new run"
+        )
+    name, old = choose_strategy(job), before.get("strategy", {})
+    if name == old.get("name"):
+        return job, ""
+    asked_for = {keys[-1] for keys in map(_keys, overrides) if keys[0] == "strategy"}
+    stale = [
+        key
+        for key in foreign_settings(name, job.strategy.settings)
+        if key not in asked_for and key in old and old[key] == now["strategy"].get(key)
+    ]
+    if not stale:
+        return job, ""
+    settings = {key: value for key, value in job.strategy.settings.items() if key not in stale}
+    listed = ", ".join(f"strategy.{key} = {old[key]!r}" for key in stale)
+    note = f"left out, since the run continues with '{name}' and not with '{old.get('name')}': {listed}"
+    return msgspec.structs.replace(job, strategy=msgspec.structs.replace(job.strategy, settings=settings)), note
+
+
+def _recorded(path: Path) -> Mapping[str, Any] | None:
+    try:
+        return tomllib.loads((path / "job.toml").read_text(encoding="utf-8"))
+    except OSError:
+        return None  # whoever opens the directory says what is wrong with it
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RunDirectoryError(f"{path / 'job.toml'} is damaged: {error}") from None
+
+
+def _keys(override: str) -> list[str]:
+    return override.partition("=")[0].strip().split(".")

@@ -34,7 +34,7 @@ LOOK_EVERY_S = 0.05  # for data that keeps arriving
 
 
 class Trainer:
-    """Takes one worker through a run: step, evaluate, save, until the end or until told to stop."""
+    """Takes one worker through a run: step, evaluate, save, until the end or until it is asked to stop."""
 
     def __init__(
         self,
@@ -165,10 +165,10 @@ class Trainer:
         self._saver.step = self._progress.step
 
     def run(self, is_end: Callable[[], bool] = lambda: True) -> Outcome | None:
-        """Train to the end. Raises TrainingError when training cannot go on; nothing saved before is lost.
+        """Train to the end. Raises TrainingError when training cannot continue; nothing saved before is lost.
 
         When a member of the team asked for a halt after a step, `is_end` says whether the run ends there. If it
-        does not, None is returned, and a later call goes on. Raises StorageError when the weights it ended
+        does not, None is returned, and a later call continues. Raises StorageError when the weights it ended
         with could not be saved.
         """
         progress = self._progress
@@ -205,7 +205,7 @@ class Trainer:
         return Outcome(progress, stopped_by, progress.metrics, speed, self._saver.stall_s)
 
     def _why_stopped_before(self) -> str | None:
-        """Return why a resumed run had ended already: going on would give other weights than it ended with."""
+        """Return why a resumed run had ended already: continuing would give other weights than it ended with."""
         progress = self._progress
         if progress.step == 0:
             return None
@@ -234,7 +234,7 @@ class Trainer:
             if is_exhausted and progress.batch == 0:
                 raise DataError(
                     f"the training set gave no samples in epoch {progress.epoch + 1}: "
-                    "an IterableDataset must start anew each time it is iterated over"
+                    "an IterableDataset must start again each time it is iterated over"
                 )
             is_over = progress.epochs_finished(self._parts.train.num_batches) > progress.epoch
             if (is_exhausted or is_over) and (reason := self._after_epoch()) is not None:
@@ -413,7 +413,7 @@ class Trainer:
 
     def _weights_lost(self) -> str:
         kept = self._saver.last()
-        start = f"goes on after {kept}" if kept else "starts again"
+        start = f"continues after {kept}" if kept else "starts again"
         return (
             f"step {self._progress.step} was reached, but its weights could not be saved: {self._saver.problem}. "
             f"Free some space, then --resume {start}"
@@ -452,7 +452,7 @@ class Trainer:
         return Votes(interrupt=int(wants_halt), time=int(self._policy.is_time_up(self._elapsed_s())))
 
     def _agree_to_stop(self) -> bool:
-        """Return whether any worker was told to stop. Collective; for what lasts longer than a step."""
+        """Return whether any worker was asked to stop. Collective; for what lasts longer than a step."""
         self._is_stopping = self._is_stopping or self._parts.team.any(self._should_stop())
         return self._is_stopping
 
@@ -471,7 +471,7 @@ class Trainer:
             self._window = (self._window[0], self._window[1] + spent)
 
     def _epoch_number(self) -> int:
-        """Return the epoch that is going on, counted from 1, or the last one where none is."""
+        """Return the present epoch, counted from 1, or the last one where none is."""
         return self._progress.epoch + 1 if self._progress.batch else max(1, self._progress.epoch)
 
     def _refuse_not_finite(self, state: State) -> None:

@@ -95,7 +95,7 @@ def test_another_strategy_goes_on_without_the_settings_of_servers(tmp_path: Path
     after = train(run_dir / "job.toml", overrides=overrides, run_dir=run_dir, resume=True, quiet=True)
     assert (after.summary.steps, after.summary.weights_sha256) == (NUM_STEPS, alone.summary.weights_sha256)
     assert [event["message"] for event in events(after, "warning")] == [
-        "left out, since the run goes on with 'single' and not with 'parameter_server': "
+        "left out, since the run continues with 'single' and not with 'parameter_server': "
         "strategy.servers = 2, strategy.staleness = 0"
     ]
     assert Job.load(run_dir / "job.toml").strategy.settings == {}

@@ -144,9 +144,14 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(
     filler = fill(small_disk, leave_bytes=220_000)  # room for a few checkpoints of 70 kB, not for the events as well
     done = workspace.train(*settings(checkpoint__keep=100), run_dir=run)
     assert "warning: checkpoint at step 100 was not saved" in done.stdout, "it goes on as long as it can"
-    facts = ("step 120 was reached", "could not be saved", "No space left on device", "--resume goes on after step-20")
+    facts = (
+        "step 120 was reached",
+        "could not be saved",
+        "No space left on device",
+        "--resume continues after step-20",
+    )
     assert_refused(done, 1, *facts)
-    assert re.search(rf"this goes on from step-20\n  cordee train \S+ --resume --run-dir {run}\n", done.stdout)
+    assert re.search(rf"this continues from step-20\n  cordee train \S+ --resume --run-dir {run}\n", done.stdout)
     assert summary(run)["status"] == "failed"
     assert not list(run.rglob("*.tmp")), "half-written files take room that is needed"
     kept = sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir())

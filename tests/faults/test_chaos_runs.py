@@ -15,8 +15,7 @@ import pytest
 
 from cordee.core.errors import JobError
 from cordee.core.fault_points import Fault
-from cordee.tools.chaos import FAULTS, aim, plan_faults
-from cordee.tools.network_fault import _copy_descriptor, cut_off
+from cordee.tools.chaos import FAULTS, _copy_descriptor, aim, cut_off, plan_faults
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -358,7 +358,7 @@ def test_ctrl_c_twice_ends_at_once_and_tells_how_far_it_came(tmp_path: Path) -> 
     steps = summary["steps"]
     assert steps >= 60 and (summary["epochs"], summary["samples"]) == ((steps - 1) // 30, 32 * steps)
     saved = {path.name for path in (launched.run_dir / "checkpoints").glob("step-*")}
-    found = re.search(r"stopped at once; this goes on from (\S+)\n  cordee train \S+ --resume", output)
+    found = re.search(r"stopped at once; this continues from (\S+)\n  cordee train \S+ --resume", output)
     assert found and found[1] in saved, output
 
 

@@ -254,7 +254,7 @@ def test_a_failure_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(TrainingError):
         train(job, run_dir="a")
     command = "cordee train a/job.toml --resume --run-dir a"
-    assert f"the run failed; this goes on from step-2\n  {command}\n" in capsys.readouterr().out
+    assert f"the run failed; this continues from step-2\n  {command}\n" in capsys.readouterr().out
     Failing.fails_at = 1
     with pytest.raises(TrainingError):
         train(job, run_dir="b")

@@ -595,7 +595,7 @@ def test_a_stream_left_in_the_middle_of_an_epoch_is_taken_up_there(tmp_path: Pat
 
 
 def test_a_stream_that_runs_dry_does_not_hang(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"gave no samples in epoch 2: .* must start anew"):
+    with pytest.raises(DataError, match=r"gave no samples in epoch 2: .* must start again"):
         run(small_job(data=small_jobs.OneShotData(), training={"steps": 50}), tmp_path / "run")
 
 

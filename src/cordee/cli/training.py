@@ -17,7 +17,7 @@ def train(
     run_dir: Annotated[
         Path | None, typer.Option(help="Where the run is written; else a new folder in ./runs.", metavar="D")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --run-dir, or the newest.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir, or the newest.")] = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Override one key, e.g. training.epochs=3.", metavar="K=V")
     ] = None,

@@ -211,12 +211,12 @@ def _check_generations(events: Sequence[Event]) -> Iterator[str]:
         elif event["type"] == "commit" and event.get("worker") is not None and event["generation"] != current:
             yield (
                 f"worker {event['worker']} committed step {event['step']} in generation {event['generation']} "
-                f"while {current} was going on"
+                f"while {current} was current"
             )
 
 
 def _check_steps(events: Sequence[Event]) -> Iterator[str]:
-    """Commits never go back, but to one whose checkpoint was saved, where nobody was left to go on from.
+    """Commits never go back, but to one whose checkpoint was saved, where nobody was left to continue from.
 
     Those of one worker are recorded in order; the news of one that is cut off come after those of the others.
     """
@@ -232,13 +232,13 @@ def _check_steps(events: Sequence[Event]) -> Iterator[str]:
             may_load = event.get("step") is None
             last = max(committed.values(), default=0)
             if not may_load and event["step"] < last:
-                yield f"generation {event['generation']} goes on from step {event['step']} after step {last}"
+                yield f"generation {event['generation']} continues from step {event['step']} after step {last}"
             floor = event.get("step") or 0
         elif kind == "commit":
             worker, step = event.get("worker"), event["step"]
             last = max(committed.values(), default=0) if may_load else max(committed.get(worker, 0), floor)
             if may_load and step in saved:
-                committed = {}  # all go on from there
+                committed = {}  # all continue from there
             elif step < last:
                 yield f"step {step} was committed after step {last}"
             if may_load:
@@ -362,7 +362,7 @@ def _updates(events: Sequence[Event]) -> Finding:
 
 
 def _losses(events: Sequence[Event]) -> Finding:
-    """At most one step is computed again, unless nobody is left who could go on from where the team was."""
+    """At most one step is computed again, unless nobody is left who could continue from where the team was."""
     recoveries = [event for event in events if event["type"] == "recovery"]
     redone = sum(event.get("steps_redone", 0) for event in recoveries)
     longest = max((event["seconds"] for event in recoveries), default=0.0)

@@ -77,29 +77,17 @@ def check_cores() -> Iterable[Finding]:
 def check_memory(control_groups: Path = Path("/sys/fs/cgroup")) -> Iterable[Finding]:
     import psutil
 
+    from cordee.planner.measurements import memory_limit
+
     memory = psutil.virtual_memory()
     free, total, whose = memory.available, memory.total, ""
-    if (limit := _memory_limit(control_groups)) is not None and limit[1] < total:
+    if (limit := memory_limit(control_groups)) is not None and limit[1] < total:
         free, total, whose = min(free, limit[0]), limit[1], " (the limit of this container)"
     detail = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}{whose}"
     if free < LEAST_MEMORY_BYTES:
         yield Finding("memory", "problem", detail, "end other programs, raise the limit, or use a smaller batch")
     else:
         yield Finding("memory", "ok", detail)
-
-
-def _memory_limit(folder: Path) -> tuple[int, int] | None:
-    """Return what is left of, and the whole of, the memory that this process's container may use, if limited."""
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit, used = (int((folder / name).read_text()) for name in (limit_file, used_file))
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-        return max(0, limit - used), limit
-    return None
 
 
 def check_shared_memory() -> Iterable[Finding]:

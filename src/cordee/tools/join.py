@@ -24,7 +24,7 @@ ASK_EVERY_S = 0.5
 def join_run(place: Path, control: Control, data_root: Path | None, say: Callable[[str], None]) -> None:
     """Be a worker of the run until it ends, or Ctrl-C or SIGTERM. `place` is the run directory, or the ticket.
 
-    Raises CordeeError if the run does not take this process, or if it cannot go on; the run goes on without it.
+    Raises CordeeError if the run does not take this process, or if it cannot continue; the run continues without it.
     """
     if data_root is not None and not control.is_remote:
         raise JobError("--data-root is for joining from another host: on its own host a run has its data")
@@ -41,7 +41,7 @@ def join_run(place: Path, control: Control, data_root: Path | None, say: Callabl
         say(f"joining {place} as worker {spec.index}; Ctrl-C leaves after the step")
     if (error := kind.work(spec)) is not None:
         what = str(error) if isinstance(error, CordeeError) else f"{type(error).__name__}: {error}"
-        raise TrainingError(f"worker {spec.index} could not go on: {what}; its log is {spec.log_file}")
+        raise TrainingError(f"worker {spec.index} could not continue: {what}; its log is {spec.log_file}")
     say(f"worker {spec.index} is done")
 
 

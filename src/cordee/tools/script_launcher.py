@@ -1,15 +1,18 @@
-"""`cordee run`: the user's own script on N local workers, seen from the launcher.
+"""`cordee run`: the user's own script on N local workers, seen from the launcher and in a worker.
 
 Does without torch until the fork server has begun to import it: both take seconds, and so run side by side.
 """
 
 from __future__ import annotations
 
+import runpy
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from cordee.cluster.engine import AgentLost, CannotStart, Engine, Exited, ProcessSpec
 from cordee.cluster.engines import open_engine
@@ -51,7 +54,7 @@ def run_script(script: Path, args: list[str], num_workers: int) -> bool:
         for rank, account in enumerate(accounts):
             environment = script_environment(Place(rank, num_workers, rank, num_workers), store.port)
             order = {"script": str(script), "args": args, "num_local_workers": num_workers, "account": str(account)}
-            spec = ProcessSpec.new(rank, "cordee.tools.script_worker:main", order, environment=environment)
+            spec = ProcessSpec.new(rank, "cordee.tools.script_launcher:main", order, environment=environment)
             engine.start(spec)
         ended = _attend(engine, num_workers, flag)
         if flag():
@@ -107,3 +110,32 @@ def _describe(failure: Exited, account: str) -> str:
     if failure.status == 0:
         return f"worker {failure.index} came to its end while the others still needed it; they were ended"
     return f"worker {failure.index} {failure.describe()}; the others were ended"
+
+
+def main(order: dict[str, Any]) -> int:
+    """Run the script as a worker, in a fresh fork of the fork server, and say how it failed."""
+    from cordee.communication.exchange import find_lost_peer
+    from cordee.compute import share_threads
+
+    script, account = str(order["script"]), Path(order["account"])
+    sys.argv = [script, *order["args"]]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    share_threads(0, int(order["num_local_workers"]))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # noqa: BLE001 - whatever the script raises is reported
+        # The launcher prints one account: N of the same failure, or of its consequences, would hide it.
+        lost = find_lost_peer(error)
+        account.write_text(_traceback(error, script) if lost is None else str(lost))
+        return 1 if lost is None else CONSEQUENCE
+    return 0
+
+
+def _traceback(error: Exception, script: str) -> str:
+    """Return the traceback as Python would have printed it: from the script on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != script:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(frames or error.__traceback__)))

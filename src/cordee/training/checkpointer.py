@@ -18,7 +18,7 @@ WORTH_SAYING_S = 0.5  # that a checkpoint waited for the one before
 
 
 class Checkpointer:
-    """Saves, and tells of it. A disk that is full costs the checkpoint, not the run."""
+    """Saves, and reports it. A disk that is full costs the checkpoint, not the run."""
 
     def __init__(self, folder: Path, rules: settings.Checkpoint, monitor: Monitor) -> None:
         self._folder = folder

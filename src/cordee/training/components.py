@@ -72,7 +72,7 @@ class Components:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether every worker has all that is needed to go on."""
+        """Whether every worker has all that is needed to continue."""
         return entry_of(self.job).is_elastic
 
     def open_stream(self, place: Place) -> OnlineStream:

@@ -187,7 +187,7 @@ class Session:
         self._is_untrained = True
 
     def _require_checkpoint(self) -> None:
-        """Raise TrainingError where this worker has trained before and there is nothing to go on from."""
+        """Raise TrainingError where this worker has trained before and there is nothing to continue from."""
         if self._is_live and not checkpoint.list_checkpoints(self._run_dir / "checkpoints"):
             raise TrainingError(_nothing_left(self.step))
 

@@ -40,10 +40,10 @@ def test_a_sound_run() -> None:
 @pytest.mark.parametrize(
     ("added", "subject", "message"),
     [
-        ([commit(5, 0, 1)], "generations", "worker 0 committed step 5 in generation 1 while 2 was going on"),
+        ([commit(5, 0, 1)], "generations", "worker 0 committed step 5 in generation 1 while 2 was current"),
         ([generation(4, 5)], "generations", "generation 4 follows 2"),
         ([commit(3, 0, 2)], "steps", "step 3 was committed after step 5"),
-        ([generation(3, 4)], "steps", "generation 3 goes on from step 4 after step 5"),
+        ([generation(3, 4)], "steps", "generation 3 continues from step 4 after step 5"),
         ([generation(3), commit(3, 0, 3)], "steps", "step 3 was committed after step 5"),
         ([commit(6, 0, 2, samples=24)], "samples", "24 samples were counted by step 6, there were 20"),
         ([{"type": "step", "step": 7, "samples": 20}], "samples", "20 samples were counted by step 7, there were 24"),
