@@ -111,7 +111,7 @@ def doctor(
 
 
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Which one of those below.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A benchmark of the list below.", show_default=False)],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write the raw figures to this JSON file.")
     ] = None,

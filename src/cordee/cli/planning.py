@@ -15,13 +15,13 @@ def plan(
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Look at up to so many; else the job's, this machine's cores, or the cluster's devices.",
+            help="Look at up to N workers; else the job's, this machine's cores, or the cluster's devices.",
             metavar="N",
             min=1,
         ),
     ] = None,
     cluster: Annotated[
-        Path | None, typer.Option(help="A cluster file: machines that are not here.", metavar="FILE")
+        Path | None, typer.Option(help="A cluster file: other machines than this one.", metavar="FILE")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is in the cache.")] = False,
     settings: Annotated[
@@ -79,7 +79,7 @@ def simulate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
-    """Predict scaling, idling, staleness and losses on clusters that are not here.
+    """Predict scaling, idle time, staleness and failures on other clusters.
 
     A scenario is a TOML file (docs/planner.md lists its keys), a job with a cluster file, or a published one:
     horovod-inception3, horovod-resnet101, horovod-vgg16, parameter-server.

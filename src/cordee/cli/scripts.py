@@ -42,7 +42,7 @@ def server(
     ] = None,
     workers: Annotated[
         int,
-        typer.Option(help="End when so many workers have come and left; 0: serve until Ctrl-C.", metavar="N", min=0),
+        typer.Option(help="End when N workers have joined and left; 0: serve until Ctrl-C.", metavar="N", min=0),
     ] = 0,
     servers: Annotated[int, typer.Option(help="How many servers the store has, this one included.", min=1)] = 1,
     replicas: Annotated[
@@ -58,15 +58,17 @@ def server(
     ] = None,
     key_file: Annotated[
         Path | None,
-        typer.Option(help="Where the key is left, or with --join found; else in the cache folder.", metavar="FILE"),
+        typer.Option(help="Where the key is written, or with --join read; else in the cache folder.", metavar="FILE"),
     ] = None,
     updaters: Annotated[
         list[str] | None,
         typer.Option(help="A module with update functions that workers may choose (repeat for several).", metavar="M"),
     ] = None,
-    failure_timeout: Annotated[str, typer.Option(help="A worker silent for so long is lost.", metavar="T")] = "30s",
+    failure_timeout: Annotated[
+        str, typer.Option(help="A worker without a heartbeat for so long is lost.", metavar="T")
+    ] = "30s",
     require_all: Annotated[
-        bool, typer.Option("--require-all", help="End with an error if not all have come within the failure timeout.")
+        bool, typer.Option("--require-all", help="End with an error if not all have joined within the failure timeout.")
     ] = False,
 ) -> None:
     """Serve arrays to `cordee.KVStore`: the parameter server on its own.

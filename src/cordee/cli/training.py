@@ -1,4 +1,4 @@
-"""Commands that train a job, and those that look after its runs."""
+"""Commands that train a job, and commands for its runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def train(
 ) -> None:
     """Train a job: progress on screen, everything else in the run directory.
 
-    Ctrl-C stops after the step and saves; a second one stops at once. Exit code: 0 when the run ended well,
+    Ctrl-C stops after the step and saves; a second Ctrl-C stops at once. Exit code: 0 when the run ended well,
     2 for a mistake in the job, 1 for a failure, 130 after Ctrl-C.
 
     For example:
@@ -57,8 +57,8 @@ def export(
             "--output", "-o", help="File to write: .safetensors, .pt or .onnx (repeat for several).", metavar="FILE"
         ),
     ] = None,
-    step: Annotated[int | None, typer.Option(help="The checkpoint to take; else the newest whole one.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="Take that of the best evaluation.")] = False,
+    step: Annotated[int | None, typer.Option(help="The step of the checkpoint to take; else the newest.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Take the checkpoint of the best evaluation.")] = False,
 ) -> None:
     """Write the trained weights of a run for use elsewhere.
 
@@ -92,9 +92,9 @@ def runs(
 
 def scale(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)],
-    workers: Annotated[int, typer.Argument(metavar="N", help="How many workers it is to have.", show_default=False)],
+    workers: Annotated[int, typer.Argument(metavar="N", help="The new number of workers.", show_default=False)],
     threads: Annotated[
-        int, typer.Option(help="Kernel threads of each worker; else they stay.", metavar="T", show_default=False)
+        int, typer.Option(help="Kernel threads of each worker; else unchanged.", metavar="T", show_default=False)
     ] = 0,
 ) -> None:
     """Change the number of workers of a run that is under way, up or down, and of their threads.
@@ -116,7 +116,7 @@ def join(
         typer.Option(help="On another host: where the job's data is there.", metavar="DIR", show_default=False),
     ] = None,
 ) -> None:
-    """Work for a run that is under way, as one more worker, until it ends.
+    """Become one more worker of a run that is under way, until it ends.
 
     Whoever can read control.json in the run's directory may join. From another host: copy that file (scp keeps it
     private) and give it as RUN; the run must have been started with cluster.address, and the job's data and modules
