@@ -199,6 +199,46 @@ ADVICE = (
 )
 
 
+def find_trained(loss: LossFunction) -> list[str]:
+    """Return the names of parameters of a loss that is a module, which no optimizer gets."""
+    own = loss.mean
+    return [name for name, value in own.named_parameters() if value.requires_grad] if isinstance(own, nn.Module) else []
+
+
+@torch.no_grad()
+def find_state(loss: LossFunction, outputs: Tensor, targets: Tensor) -> str | None:
+    """Return what a loss keeps of a batch, by name, if that changes what it computes of the next; else None.
+
+    Local, and without an effect: a copy is tried, with the same batch and random numbers twice.
+    """
+    if inspect.isroutine(getattr(loss.mean, "func", loss.mean)):
+        return None  # a function, not an object
+    random_state = torch.get_rng_state()
+    try:
+        own: Any = copy.deepcopy(loss.mean)
+        before, first = _values_of(own), float(own(outputs, targets))
+        after = _values_of(own)
+        torch.set_rng_state(random_state)
+        is_same = float(own(outputs, targets)) == first or not math.isfinite(first)
+    except Exception:  # noqa: BLE001 - a loss for certain shapes only: it will say so itself where it is computed
+        return None
+    finally:
+        torch.set_rng_state(random_state)
+    changed = (name for name in {**before, **after} if before.get(name) != after.get(name))
+    return None if is_same else next(changed, None)
+
+
+def _values_of(own: Any) -> dict[str, Any]:
+    """Return the numbers and tensors that an object, or a module and those inside, holds."""
+    held: dict[str, Any] = dict(getattr(own, "__dict__", {}))
+    if isinstance(own, nn.Module):
+        for path, module in own.named_modules():
+            held |= {f"{path}.{name}" if path else name: value for name, value in vars(module).items()}
+        held |= dict(own.named_buffers())
+    tensors = {name: (value.shape, value.tolist()) for name, value in held.items() if isinstance(value, Tensor)}
+    return tensors | {name: value for name, value in held.items() if isinstance(value, bool | int | float)}
+
+
 def _find_uneven(loss: LossFunction, outputs: Tensor, targets: Tensor, cuts: Sequence[int]) -> str | None:
     if not inspect.isroutine(getattr(loss.mean, "func", loss.mean)):  # an object, which computing may change
         with contextlib.suppress(Exception):  # what cannot be copied is tried itself

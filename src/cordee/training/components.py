@@ -27,7 +27,7 @@ from cordee.compute import (
     share_threads,
 )
 from cordee.compute.devices import keep_freed
-from cordee.compute.losses import ADVICE, find_uneven_parts
+from cordee.compute.losses import ADVICE, find_state, find_trained, find_uneven_parts
 from cordee.core import Batch, Job
 from cordee.core.errors import CordeeError, JobError, ModelError
 from cordee.core.references import bind, name_of, resolve
@@ -418,9 +418,22 @@ def _check_fit(job: Job, splits: Splits, model: nn.Module, computation: Computat
 def _check_parts(
     job: Job, splits: Splits, loss: LossFunction, outputs: torch.Tensor, needs: Requirements
 ) -> str | None:
-    """Refuse a loss whose parts do not make the whole where batches are computed in parts; else return a warning."""
+    """Refuse a loss whose parts do not make the whole where batches are computed in parts; else return a warning.
+
+    The same for one that keeps something from batch to batch. One with parameters to train is refused everywhere.
+    """
     if not loss.name:  # built in
         return None
+    if trained := find_trained(loss):
+        raise JobError(
+            f"the loss {loss.name!r} has parameters to train ({', '.join(trained)}), and the optimizer only has those "
+            "of the model: put them into the model, or set requires_grad_(False)"
+        )
+    if (kept := find_state(loss, outputs.detach(), _example(splits).targets.to(outputs.device))) is not None:
+        what = f"the loss {loss.name!r} keeps {kept!r} from batch to batch, which is not saved"
+        if job.strategy.workers > 1:
+            raise JobError(f"{what}, and every worker would keep its own: put it into the model, as a buffer")
+        return f"{what}: a resumed run begins with it anew. Put it into the model, as a buffer"
     for targets in _target_samples(splits, outputs):
         tiled = outputs.detach()[torch.arange(len(targets)) % len(outputs)]
         found = find_uneven_parts(loss, tiled, targets.to(outputs.device))

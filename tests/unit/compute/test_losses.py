@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cordee.compute import make_loss
-from cordee.compute.losses import find_uneven_parts, require_even_parts
+from cordee.compute.losses import find_state, find_trained, find_uneven_parts, require_even_parts
 from cordee.core import Use
 from cordee.core.errors import JobError, TrainingError
 
@@ -270,3 +270,52 @@ def test_a_loss_that_keeps_something_is_not_changed_by_being_tried() -> None:
     made = Counting()
     require_even_parts(make_loss(Use(made)), torch.randn(4, 2), torch.randn(4, 2))
     assert made.calls == 0
+
+
+class Centred(nn.Module):
+    """Keeps a mean of the outputs; `remembers` something, which may have an effect, or none, or be a number."""
+
+    def __init__(self, remembers: str) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3))
+        self.remembers, self.calls, self.last = remembers, 0, 0.0
+        self.noise = torch.Generator()
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        if self.remembers == "centre":
+            self.centre = 0.9 * self.centre + 0.1 * outputs.mean(0)
+        if self.remembers == "own noise":
+            outputs = outputs + torch.rand(3, generator=self.noise)
+        if self.remembers == "noise":
+            outputs = outputs + torch.rand(3)
+        factor = 1 / self.calls if self.remembers == "calls" else 1.0
+        loss = F.cross_entropy(outputs - self.centre, targets) * factor
+        self.last = loss.item()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("remembers", "found"),
+    [("nothing", None), ("centre", "centre"), ("calls", "calls"), ("noise", None), ("own noise", "calls")],
+)
+def test_what_a_loss_keeps_is_found_where_it_has_an_effect(remembers: str, found: str | None) -> None:
+    loss = make_loss(Use(Centred, remembers=remembers))
+    state = torch.get_rng_state()
+    assert find_state(loss, LOGITS, torch.tensor([0, 1])) == found
+    assert torch.equal(torch.get_rng_state(), state) and loss.mean.calls == 0  # type: ignore[attr-defined]
+    assert find_trained(loss) == []
+    assert find_state(make_loss(Use("cross_entropy")), LOGITS, torch.tensor([0, 1])) is None
+
+
+def test_parameters_of_a_loss_are_found() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()), requires_grad=False)
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(outputs * self.scale + self.shift, targets)
+
+    assert find_trained(make_loss(Use(Scaled))) == ["scale"]
+    assert find_trained(make_loss(Use(nn.CrossEntropyLoss))) == []

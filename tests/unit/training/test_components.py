@@ -42,6 +42,19 @@ def as_number(outputs: Tensor, targets: Tensor) -> float:
     return 0.0
 
 
+class Counting(nn.Module):
+    """A loss that depends on how often it was computed, or on a parameter of its own."""
+
+    def __init__(self, is_trained: bool = False) -> None:
+        super().__init__()
+        self.calls = 0
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=is_trained)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return nn.functional.cross_entropy(outputs, targets) * self.scale / self.calls
+
+
 def not_a_model() -> int:
     return 3
 
@@ -135,6 +148,16 @@ def assembled(job: Job) -> Any:
     parts = assemble(job, Team())
     parts.setup()
     return parts
+
+
+def test_what_a_loss_keeps_is_told_alone_and_refused_with_workers() -> None:
+    loss = Use(Counting)
+    assert "keeps 'calls' from batch to batch, which is not saved" in assembled(small_job(loss=loss)).warnings[0]
+    together = small_job(loss=loss, strategy={"name": "data_parallel", "workers": 2})
+    with pytest.raises(JobError, match="every worker would keep its own: put it into the model"):
+        assemble(together, Team(0, 2))
+    with pytest.raises(JobError, match=r"has parameters to train \(scale\), and the optimizer only has"):
+        assembled(small_job(loss=Use(Counting, is_trained=True)))
 
 
 def test_shape_and_classes_follow_from_the_data() -> None:
