@@ -21,8 +21,8 @@ from cordee.communication.messages import Message
 from cordee.communication.wire import Buffer, WireError
 from cordee.core.errors import CommunicationError, StoreError
 from cordee.core.fault_points import reach
-from cordee.parameters.messages import Bye, Cut
-from cordee.parameters.shared_values import BLOCK_BYTES
+from cordee.parameters.messages import Bye, Cut, Memory
+from cordee.parameters.shared_values import BLOCK_BYTES, SMALLEST_BYTES, ValuesView
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +185,36 @@ class ServerCalls:
         if draw < self._lose / 3:  # overtaken by others
             time.sleep(draw / self._lose * 0.03)
         return draw > 1 - self._lose * 2 / 3
+
+
+class MappedValues:
+    """The memory of one server's values, where it is on this host: mapped once the server has said where it is."""
+
+    def __init__(self, calls: ServerCalls, server: int, num_bytes: int) -> None:
+        self._calls, self._server, self._num_bytes = calls, server, num_bytes
+        self._can_map = num_bytes >= SMALLEST_BYTES
+        self.view: ValuesView | None = None  # of the process that answered last; a call reads in the view it has named
+
+    def number(self, view: ValuesView | None) -> int:
+        """Return what a call says that is to be answered by a stamp in `view`: 0 to be told of memory, -1 for none."""
+        if view is not None:
+            return view.number
+        if not self._can_map:
+            return -1
+        try:
+            return 0 if self._calls.connection(self._server).is_shared else -1
+        except CommunicationError:
+            return -1  # the call that follows waits for the server
+
+    def map(self, place: Memory | None) -> None:
+        """Map what the server that answers now has, to read it there from now on."""
+        if place is None or (self.view is not None and self.view.number == place.number):
+            return
+        try:
+            self.view = ValuesView(place, self._num_bytes)
+        except CommunicationError as error:
+            self.view, self._can_map = None, False
+            log.info("values of %s are not read in shared memory: %s", describe_server(self._server), error)
 
 
 class StoreCalls(ServerCalls):

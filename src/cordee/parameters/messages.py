@@ -11,6 +11,7 @@ from cordee.communication.messages import Count, Json, Message, Name, Text
 from cordee.communication.wire import MAX_DIMENSIONS, Kind, Limits
 
 Shape: TypeAlias = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**48)], ...], Meta(max_length=MAX_DIMENSIONS)]
+Number: TypeAlias = Annotated[int, Meta(ge=-1, le=2**62)]
 Role: TypeAlias = Literal["worker", "server"]
 Client: TypeAlias = Annotated[str, Meta(max_length=128)]  # whose it is, where a server passes it on to its second
 
@@ -26,14 +27,16 @@ class Cut(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 Cuts: TypeAlias = Annotated[tuple[Cut, ...], Meta(min_length=1, max_length=4096)]
 
 
-class _StoreMessage(Message, frozen=True):
+class ServerMessage(Message, frozen=True):
+    """What clients and servers of parameters say: true at any time, whatever generation a run is in."""
+
     is_generational = False
 
 
 # To the directory.
 
 
-class JoinRequest(_StoreMessage, frozen=True):
+class JoinRequest(ServerMessage, frozen=True):
     """A process wants to take part; said again until all are there. Answered by `Enlisted`."""
 
     role: Role
@@ -43,7 +46,7 @@ class JoinRequest(_StoreMessage, frozen=True):
     address: Text = ""  # where a server listens
 
 
-class Enlisted(_StoreMessage, frozen=True):
+class Enlisted(ServerMessage, frozen=True):
     """The place of the process among those of its role, how many are expected, and who is there."""
 
     index: Count
@@ -58,25 +61,25 @@ class Enlisted(_StoreMessage, frozen=True):
     leader: Text = ""  # and its name
 
 
-class Alive(_StoreMessage, frozen=True):
+class Alive(ServerMessage, frozen=True):
     """The sender lives. Answered by `Standing`."""
 
 
-class Standing(_StoreMessage, frozen=True):
+class Standing(ServerMessage, frozen=True):
     """Whether the store is coming to its end, and the workers that are lost: nothing of theirs is taken any more."""
 
     is_over: bool
     lost: Annotated[tuple[Name, ...], Meta(max_length=1 << 16)] = ()
 
 
-class Following(_StoreMessage, frozen=True):
+class Following(ServerMessage, frozen=True):
     """The sender has been given everything by the server at this address, and is its second. Answered by `Done`."""
 
     address: Name
 
 
-class SecondLost(_StoreMessage, frozen=True):
-    """The sender's second, at this address, does not follow it any more. Answered by `Done`.
+class SecondLost(ServerMessage, frozen=True):
+    """The sender's second, at this address, does not follow it any more. For who decides which of the two serves.
 
     Nothing that the sender has done since is acknowledged to anybody before the answer.
     """
@@ -85,7 +88,7 @@ class SecondLost(_StoreMessage, frozen=True):
     reason: Text
 
 
-class Place(_StoreMessage, frozen=True):
+class Place(ServerMessage, frozen=True):
     """The sender initialises a key. Answered by `Placed`, when another does so first: once that is done."""
 
     key: Name
@@ -94,7 +97,7 @@ class Place(_StoreMessage, frozen=True):
     sequence: Count
 
 
-class Placed(_StoreMessage, frozen=True):
+class Placed(ServerMessage, frozen=True):
     """Where the key belongs, and whether it is the asker who has to bring its value there."""
 
     is_yours: bool
@@ -102,19 +105,19 @@ class Placed(_StoreMessage, frozen=True):
     cuts: Cuts
 
 
-class Ready(_StoreMessage, frozen=True):
+class Ready(ServerMessage, frozen=True):
     """The value of the key is on the servers. Answered by `Done`."""
 
     key: Name
 
 
-class Locate(_StoreMessage, frozen=True):
+class Locate(ServerMessage, frozen=True):
     """Where is this key? Answered by `Located`."""
 
     key: Name
 
 
-class Located(_StoreMessage, frozen=True):
+class Located(ServerMessage, frozen=True):
     """What is known of a key."""
 
     number: Count
@@ -123,14 +126,14 @@ class Located(_StoreMessage, frozen=True):
     cuts: Cuts
 
 
-class Meet(_StoreMessage, frozen=True):
+class Meet(ServerMessage, frozen=True):
     """The sender has come to its barrier of this number. Answered by `Done` when all workers have."""
 
     number: Count
     timeout_s: float
 
 
-class Bye(_StoreMessage, frozen=True):
+class Bye(ServerMessage, frozen=True):
     """The sender leaves in order; also to servers, which forget it. Answered by `Done`."""
 
     client: Client = ""
@@ -139,7 +142,7 @@ class Bye(_StoreMessage, frozen=True):
 # To a server.
 
 
-class Create(_StoreMessage, frozen=True):
+class Create(ServerMessage, frozen=True):
     """Make room for a part of an array. Answered by `Done`."""
 
     number: Count
@@ -149,14 +152,14 @@ class Create(_StoreMessage, frozen=True):
     is_cut: bool  # the array has other parts elsewhere
 
 
-class Fill(_StoreMessage, frozen=True):
+class Fill(ServerMessage, frozen=True):
     """The first values of elements from `start` of the part. Answered by `Done`."""
 
     number: Count
     start: Count
 
 
-class Push(_StoreMessage, frozen=True):
+class Push(ServerMessage, frozen=True):
     """Elements from `start` of the part, for its updater. Answered by `Done`."""
 
     number: Count
@@ -166,16 +169,16 @@ class Push(_StoreMessage, frozen=True):
     incarnation: Count = 0
 
 
-class Exchange(_StoreMessage, frozen=True):
+class Exchange(ServerMessage, frozen=True):
     """A `Push` whose answer is `Value` with the same elements, or without if the push must be whole first."""
 
     number: Count
     sequence: Count
     start: Count
-    memory: Count = 0  # as in `Pull`
+    memory: Number = -1  # as in `Pull`
 
 
-class Pull(_StoreMessage, frozen=True):
+class Pull(ServerMessage, frozen=True):
     """Elements [start, stop) of the part, of `min_version` or later. Answered by `Value`."""
 
     number: Count
@@ -183,10 +186,10 @@ class Pull(_StoreMessage, frozen=True):
     stop: Count
     min_version: Count = 0
     timeout_s: float = 0.0
-    memory: Count = 0  # number of the shared memory that the client has mapped: a stamp stands for the elements
+    memory: Number = -1  # number of the shared memory that the client has mapped; 0: it could map some; -1: it cannot
 
 
-class PushRows(_StoreMessage, frozen=True):
+class PushRows(ServerMessage, frozen=True):
     """Row numbers within the part, and as many rows. Answered by `Done`."""
 
     number: Count
@@ -195,13 +198,13 @@ class PushRows(_StoreMessage, frozen=True):
     incarnation: Count = 0
 
 
-class PullRows(_StoreMessage, frozen=True):
+class PullRows(ServerMessage, frozen=True):
     """Row numbers within the part. Answered by `Value` with these rows."""
 
     number: Count
 
 
-class SetUpdater(_StoreMessage, frozen=True):
+class SetUpdater(ServerMessage, frozen=True):
     """What becomes of pushes from now on: to these parts, or to all that have no updater of their own.
 
     Answered by `Done`.
@@ -212,31 +215,14 @@ class SetUpdater(_StoreMessage, frozen=True):
     numbers: Annotated[tuple[Count, ...], Meta(max_length=1 << 16)] = ()
 
 
-class Done(_StoreMessage, frozen=True):
+class Done(ServerMessage, frozen=True):
     """It is done; `version` counts the pushes that are in the part."""
 
     version: Count = 0
 
 
-class Value(_StoreMessage, frozen=True):
-    """Elements of a part; `version` counts the pushes that are in it.
-
-    With a stamp they are not sent: the client reads them in shared memory, where that stamp must stand. With neither
-    the client has to pull.
-    """
-
-    version: Count
-    stamp: Annotated[int, Meta(ge=-2)] = -1  # -2: the memory that the client has mapped is of another process
-
-
-class AskMemory(_StoreMessage, frozen=True):
-    """Where is the shared memory of this part? Answered by `Memory`."""
-
-    number: Count
-
-
-class Memory(_StoreMessage, frozen=True):
-    """The shared memory of a part; of 0 bytes if it has none. No two memories have the same number."""
+class Memory(ServerMessage, frozen=True):
+    """The shared memory of values. No two memories have the same number."""
 
     pid: Count
     fd: Count
@@ -244,16 +230,28 @@ class Memory(_StoreMessage, frozen=True):
     number: Count
 
 
+class Value(ServerMessage, frozen=True):
+    """Elements of a part; `version` counts the updates that are in it.
+
+    With a stamp they are not sent: the client reads them in the memory that it has mapped, where this stamp must be.
+    With neither the client has to pull.
+    """
+
+    version: Count
+    stamp: Number = -1
+    memory: Memory | None = None  # where the client finds the values next time
+
+
 # Of a server to its second, of a store or of a run.
 
 
-class Adopt(_StoreMessage, frozen=True):
+class Adopt(ServerMessage, frozen=True):
     """The server at this address is to be the receiver's second. Answered when that one has everything."""
 
     address: Name
 
 
-class Load(_StoreMessage, frozen=True):
+class Load(ServerMessage, frozen=True):
     """All that a server knows of a part: tensors by name, and the rest as JSON bytes."""
 
     number: Count
@@ -263,6 +261,6 @@ class Load(_StoreMessage, frozen=True):
 STORE: tuple[type[Message], ...] = (
     JoinRequest, Enlisted, Alive, Standing, Place, Placed, Ready, Locate, Located, Meet, Bye,
     Create, Fill, Push, Exchange, Pull, PushRows, PullRows, SetUpdater, Done, Value,
-    AskMemory, Memory, Adopt, Load, Following, SecondLost,
+    Adopt, Load, Following, SecondLost,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=1 << 20, max_buffers=65536, max_buffer_bytes=1 << 31)

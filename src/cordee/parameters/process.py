@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from cordee.communication.calls import CallServer, UnavailableError
-from cordee.communication.channel import RefusedError
+from cordee.communication.calls import CallServer
 from cordee.communication.endpoint import Speaker
 from cordee.communication.shared_memory.liveness import read_stat
 from cordee.communication.this_host import host_id
@@ -25,7 +24,7 @@ from cordee.core.errors import CommunicationError, StoreError
 from cordee.parameters.directory import Directory, Participant
 from cordee.parameters.keys import StoreKey, default_key_file, find_key, save_key
 from cordee.parameters.membership import Heartbeats, Link
-from cordee.parameters.messages import LIMITS, STORE, Adopt, Enlisted, Following, SecondLost
+from cordee.parameters.messages import LIMITS, STORE, Adopt, Enlisted, Following
 from cordee.parameters.service import StoreService
 from cordee.parameters.shard import Shard
 from cordee.parameters.updaters import load_functions
@@ -216,15 +215,6 @@ def _follow(
     service.may_serve = lambda: time.monotonic() - heartbeats.heard_until_s < enlisted.failure_timeout_s
     service.leader = enlisted.leader
 
-    def report_lost(address: str, message: str) -> None:
-        try:
-            link.connection.call(SecondLost(address, message))
-        except RefusedError as error:  # this server was given up, and its second may serve by now
-            heartbeats.end(str(error))
-            raise UnavailableError(f"{message}, and was given up itself: {error}") from error
-        except CommunicationError as error:
-            raise UnavailableError(f"{message}, and the directory could not be told: {error}") from error
-
     def follow() -> None:
         if not enlisted.follows:
             return
@@ -236,7 +226,7 @@ def _follow(
         except CommunicationError as error:  # it may have been given everything or not: it is of no use
             heartbeats.end(f"the server at {enlisted.follows} could not give it everything: {error}")
 
-    service.report_lost = report_lost
+    service.report_to(link.connection.call, heartbeats.end, "the directory")
     thread = threading.Thread(target=follow, name="cordee-store-follow", daemon=True)
     thread.start()
     return thread

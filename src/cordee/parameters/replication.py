@@ -14,20 +14,29 @@ import msgspec
 import torch
 from torch import Tensor
 
+from cordee.checkpoint import State
 from cordee.communication.calls import Call, Connection, UnavailableError
 from cordee.communication.channel import RefusedError
 from cordee.communication.messages import Message, Refused
 from cordee.communication.wire import Buffer
 from cordee.core.errors import CommunicationError, CordeeError
 from cordee.core.fault_points import reach
+from cordee.parameters.messages import Adopt, Done, Load, SecondLost
 
 Answer = tuple[Message, Sequence[Any]]
 
 
 class ReplicatedService(abc.ABC):
-    """Answers calls with what `carry_out` does. Called by one thread at a time."""
+    """Answers calls with what `handlers` do. Called by one thread at a time.
+
+    A handler returns its answer, or None where it answers later.
+    """
 
     def __init__(self) -> None:
+        self.handlers: dict[type[Message], Callable[[Call, Any], Answer | None]] = {
+            Adopt: self._adopt,
+            Load: self._load,
+        }
         self._second: Connection | None = None  # does all that this server does, to take its place
         self._has_retired = False  # the second may have taken its place
         self.connect: Callable[[str], Connection]
@@ -35,12 +44,19 @@ class ReplicatedService(abc.ABC):
         self.name = "server"
 
     @abc.abstractmethod
-    def carry_out(self, call: Call) -> Answer | None:
-        """Do what a call asks for; return the answer, or None where it is answered later."""
-
-    @abc.abstractmethod
     def dump(self) -> Iterable[tuple[Message, Sequence[Any]]]:
         """Return the calls that give another server everything, whatever it had before."""
+
+    @abc.abstractmethod
+    def load_part(self, number: int, state: State) -> None:
+        """Have a part that another server has dumped, instead of what was there."""
+
+    def carry_out(self, call: Call) -> Answer | None:
+        """Do what a call asks for; return the answer, or None where it is answered later."""
+        handler = self.handlers.get(type(call.message))
+        if handler is None:
+            return Refused("unexpected", f"{type(call.message).__name__} is nothing for {self.name}"), ()
+        return handler(call, call.message)
 
     def handle(self, call: Call) -> None:
         if self._has_retired:
@@ -51,6 +67,20 @@ class ReplicatedService(abc.ABC):
         reach(f"server.answering.{kind}", UnavailableError)
         if answer is not None:
             call.reply(*answer)
+
+    def report_to(self, ask: Callable[[Message], object], end: Callable[[str], None], decider: str) -> None:
+        """Have `ask` tell who decides which server serves when this one loses its second; `end` if it was given up."""
+
+        def report_lost(address: str, message: str) -> None:
+            try:
+                ask(SecondLost(address, message))
+            except RefusedError as error:  # this server was given up, and its second may serve by now
+                end(str(error))
+                raise UnavailableError(f"{message}, and was given up itself: {error}") from error
+            except CommunicationError as error:
+                raise UnavailableError(f"{message}, and {decider} could not be told: {error}") from error
+
+        self.report_lost = report_lost
 
     def retire(self, changes_nothing: Message) -> bool:
         """Answer nobody any more, if the second has everything; return whether it has. Called under the server's lock.
@@ -117,6 +147,14 @@ class ReplicatedService(abc.ABC):
             self._second.close()
         self._second = connection
 
+    def _adopt(self, call: Call, adopt: Adopt) -> Answer:
+        self.adopt(adopt.address)
+        return Done(), ()
+
+    def _load(self, call: Call, load: Load) -> Answer:
+        self.load_part(load.number, decode_state(load.names, [buffer.torch() for buffer in call.buffers]))
+        return Done(), ()
+
     def _compare(self, seconds: Message | None, answer: Message) -> None:
         if seconds is not None and seconds != answer:
             self._lose_second(f"it answered {seconds} where this server answers {answer}")
@@ -132,10 +170,13 @@ class ReplicatedService(abc.ABC):
         self._second = None
 
 
-def encode_plain(values: Any) -> Tensor:
-    """Return plain values as a buffer of JSON, which may be longer than a header."""
-    return torch.frombuffer(bytearray(msgspec.json.encode(values)), dtype=torch.uint8)
+def encode_state(state: State) -> tuple[tuple[str, ...], list[Tensor]]:
+    """Return a state as buffers: named tensors, which share memory, and one of JSON, which may outgrow a header."""
+    plain = torch.frombuffer(bytearray(msgspec.json.encode(state.values)), dtype=torch.uint8)
+    return tuple(state.tensors), [*state.tensors.values(), plain]
 
 
-def decode_plain(buffer: Tensor) -> Any:
-    return msgspec.json.decode(buffer.numpy().tobytes())
+def decode_state(names: Sequence[str], buffers: Sequence[Tensor]) -> State:
+    """Return the state of these buffers, whose memory it shares."""
+    *tensors, plain = buffers
+    return State(dict(zip(names, tensors, strict=True)), msgspec.json.decode(plain.numpy().tobytes()))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from cordee.checkpoint import State
 from cordee.communication.calls import Call, UnavailableError
 from cordee.communication.messages import Message, Refused
 from cordee.core.errors import StoreError
 from cordee.parameters.directory import Directory, Participant, join
 from cordee.parameters.messages import (
-    Adopt,
     Alive,
-    AskMemory,
     Bye,
     Create,
     Done,
@@ -28,7 +26,6 @@ from cordee.parameters.messages import (
     Locate,
     Located,
     Meet,
-    Memory,
     Place,
     Placed,
     Pull,
@@ -41,7 +38,7 @@ from cordee.parameters.messages import (
     Standing,
     Value,
 )
-from cordee.parameters.replication import Answer, ReplicatedService
+from cordee.parameters.replication import Answer, ReplicatedService, encode_state
 from cordee.parameters.shard import Part, Shard
 
 
@@ -65,6 +62,7 @@ class StoreService(ReplicatedService):
     def __init__(self, directory: Directory | None, shard: Shard | None) -> None:
         super().__init__()
         self.directory, self.shard = directory, shard
+        self.name = "a server of a store" if shard is not None else "the directory of a store"
         self.is_over = False
         self.lost: frozenset[str] = frozenset()  # workers that were given up: what they say is too late
         self.may_serve: Callable[[], bool] | None = None
@@ -74,9 +72,10 @@ class StoreService(ReplicatedService):
         self._pulls: dict[int, list[_Waiting]] = {}  # part -> pulls that want a later version
         self._meets: dict[str, _Waiting] = {}
         self._places: dict[str, list[tuple[Call, Place]]] = {}
-        self._handlers: dict[type[Message], Callable[[Call, Any], Answer | None]] = {}
-        if shard is not None:
-            self._handlers |= {
+        if shard is None:
+            self.handlers.clear()
+        else:
+            self.handlers |= {
                 Push: self._push,
                 Exchange: self._exchange,
                 Pull: self._pull,
@@ -85,12 +84,9 @@ class StoreService(ReplicatedService):
                 Create: self._create,
                 Fill: self._fill,
                 SetUpdater: self._set_updater,
-                AskMemory: self._memory,
-                Adopt: self._adopt,
-                Load: self._load,
             }
         if directory is not None:
-            self._handlers |= {
+            self.handlers |= {
                 JoinRequest: self._enlist,
                 Alive: self._alive,
                 Following: self._following,
@@ -100,18 +96,14 @@ class StoreService(ReplicatedService):
                 Locate: self._locate,
                 Meet: self._meet,
             }
-        self._handlers[Bye] = self._bye
+        self.handlers[Bye] = self._bye
 
     def carry_out(self, call: Call) -> Answer | None:
         if self.may_serve is not None:
             self._check_place(call.caller, self.may_serve)
         if call.caller in self.lost and type(call.message) is not Bye:
             return Refused("failed", "this worker was given up: it was silent for longer than the failure timeout"), ()
-        handler = self._handlers.get(type(call.message))
-        if handler is None:
-            what = "the directory" if self.shard is None else "a server"
-            return Refused("unexpected", f"{type(call.message).__name__} is nothing for {what} of a store"), ()
-        return handler(call, call.message)
+        return super().carry_out(call)
 
     def _check_place(self, caller: str, may_serve: Callable[[], bool]) -> None:
         """Raise UnavailableError if another may serve, or for the server that this one has taken the place of."""
@@ -126,8 +118,11 @@ class StoreService(ReplicatedService):
         shard = self._shard()
         yield SetUpdater(*shard.chosen), ()
         for number in shard.parts:
-            names, buffers = shard.dump_part(number)
+            names, buffers = encode_state(shard.dump_part(number))
             yield Load(number, names), buffers
+
+    def load_part(self, number: int, state: State) -> None:
+        self._shard().restore_part(number, state)
 
     def tick(self, now_s: float, is_dead: Callable[[Participant], bool]) -> list[Loss]:
         """End waits that are late, give up participants that are silent or dead; return those."""
@@ -243,20 +238,6 @@ class StoreService(ReplicatedService):
             return Done()
 
         return self.mirrored(chosen, (), act), ()
-
-    def _memory(self, call: Call, asked: AskMemory) -> Answer:
-        memory = self._shard().part(asked.number).memory
-        if memory is None:
-            return Memory(os.getpid(), 0, 0, 0), ()
-        return Memory(os.getpid(), *memory.address, memory.number), ()
-
-    def _adopt(self, call: Call, adopt: Adopt) -> Answer:
-        self.adopt(adopt.address)
-        return Done(), ()
-
-    def _load(self, call: Call, load: Load) -> Answer:
-        self._shard().restore_part(load.number, load.names, [buffer.torch() for buffer in call.buffers])
-        return Done(), ()
 
     def _bye(self, call: Call, bye: Bye) -> Answer:
         if self.shard is not None:
@@ -414,8 +395,6 @@ def _sender(call: Call, push: Push | PushRows) -> tuple[str, int]:
 
 def _value(part: Part, start: int, stop: int, memory: int) -> Answer:
     """Return elements of a part, or the stamp at which a client that has mapped this memory finds them there."""
-    if not memory:
-        return Value(part.version), part.piece(start, stop)
-    if part.memory is None or memory != part.memory.number:  # of a process that served before this one
-        return Value(part.version, -2), ()
-    return Value(part.version, part.stamp(start, stop)), ()
+    part.check_range(start, stop)
+    value = part.locate(memory, start, stop)
+    return value, part.parcel(start, stop) if value.stamp < 0 else ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -13,11 +12,9 @@ from torch import Tensor
 
 from cordee.checkpoint import State
 from cordee.communication.messages import Json
-from cordee.communication.wire import Parcel, outgoing
 from cordee.core.errors import CommunicationError, StoreError
 from cordee.parameters.push_log import PushLog
-from cordee.parameters.replication import decode_plain, encode_plain
-from cordee.parameters.shared_values import SMALLEST_BYTES, SharedValues
+from cordee.parameters.shared_values import SMALLEST_BYTES, SharedValues, StoredValues
 from cordee.parameters.updaters import Add, UpdateFunction, Updater, make_updater
 
 
@@ -31,50 +28,24 @@ class Journal:
     staged: Tensor | None = None  # those, until the push is whole
 
 
-_NOTHING = contextlib.nullcontext()
 Choice = tuple[str, dict[str, Json]]  # an updater's name and settings
 
 
-class Part:
+class Part(StoredValues):
     """The part of one array that this server has."""
 
     def __init__(self, key: str, values: Tensor, is_cut: bool, memory: SharedValues | None = None) -> None:
+        super().__init__(values, memory)
         self.key = key
-        self.memory = memory
-        self.values = values
-        self.flat = values.view(-1)
-        self.length = self.flat.numel()
         self.is_cut = is_cut
-        self.version = 0
         self.updater: Updater | None = None  # its own; None: that of the store
         self.chosen: Choice | None = None
         self.state: dict[str, Any] = {}  # the updater's
         self.journals: dict[str, Journal] = {}
-        self._whole: Parcel | None = None
 
-    def changing(self, start: int, stop: int) -> contextlib.AbstractContextManager[None]:
-        """Elements [start, stop) change in here."""
-        if self.memory is None:
-            return _NOTHING
-        item = self.flat.element_size()
-        return self.memory.changing(start * item, stop * item)
-
-    def stamp(self, start: int, stop: int) -> int:
-        """Return with which stamp clients on this host may read these elements; -1 if they cannot."""
-        if self.memory is None:
-            return -1
-        item = self.flat.element_size()
-        return self.memory.stamp(start * item, stop * item)
-
-    def piece(self, start: int, stop: int) -> Parcel:
-        """Return elements [start, stop), ready to be sent: views of this part's memory."""
-        if start == 0 and stop == self.length:
-            if self._whole is None:
-                self._whole = outgoing([self.flat])
-            return self._whole
+    def check_range(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= self.length:
             raise StoreError(f"elements {start} to {stop} of key '{self.key}', of which this server has {self.length}")
-        return outgoing([self.flat[start:stop]])
 
 
 class Shard:
@@ -182,8 +153,8 @@ class Shard:
         for part in self.parts.values():
             part.journals.pop(client, None)
 
-    def dump_part(self, number: int) -> tuple[tuple[str, ...], list[Tensor]]:
-        """Return all there is of a part, as named tensors and one of JSON. Tensors share the part's memory."""
+    def dump_part(self, number: int) -> State:
+        """Return all there is of a part. Tensors share the part's memory."""
         part = self.part(number)
         tensors = {"values": part.flat}
         journals = []
@@ -192,7 +163,7 @@ class Shard:
                 tensors[f"staged.{client}"] = journal.staged
             journals.append((client, journal.incarnation, journal.log.dump(), journal.num_elements))
         kept = (part.updater or self._updater).dump(part)
-        plain = {
+        values = {
             "key": part.key,
             "kind": str(part.flat.dtype).removeprefix("torch."),
             "shape": list(part.values.shape),
@@ -200,14 +171,12 @@ class Shard:
             "version": part.version,
             "chosen": part.chosen,
             "journals": journals,
-            "state": kept.values,
         }
-        tensors |= {f"state.{name}": tensor for name, tensor in kept.tensors.items()}
-        return tuple(tensors), [*tensors.values(), encode_plain(plain)]
+        return State.join(part=State(tensors, values), updater=kept)
 
-    def restore_part(self, number: int, names: Sequence[str], buffers: Sequence[Tensor]) -> None:
+    def restore_part(self, number: int, state: State) -> None:
         """Have the part that `dump_part` saw."""
-        tensors, plain = dict(zip(names, buffers[:-1], strict=True)), decode_plain(buffers[-1])
+        tensors, plain = state.part("part")
         part = self.parts[number] = _make_part(plain["key"], plain["kind"], plain["shape"], plain["is_cut"])
         with part.changing(0, part.length):
             part.flat.copy_(tensors["values"])
@@ -220,8 +189,7 @@ class Shard:
             part.journals[client] = Journal(
                 incarnation, PushLog.restored(log), num_elements, None if staged is None else staged.clone()
             )
-        kept = {name.removeprefix("state."): value for name, value in tensors.items() if name.startswith("state.")}
-        (part.updater or self._updater).restore(part, State(kept, plain["state"]))
+        (part.updater or self._updater).restore(part, state.part("updater"))
 
     def _open(self, part: Part, client: str, incarnation: int, sequence: int) -> Journal | None:
         """Return the journal of a push that is new or under way; None for one that is past."""

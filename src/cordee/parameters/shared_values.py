@@ -9,7 +9,7 @@ that the server told: if it is the same, so are the values. As in `rounds.py` th
 from __future__ import annotations
 
 import contextlib
-import logging
+import os
 import secrets
 from collections.abc import Iterator
 from math import prod
@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from cordee.communication.shared_memory.segment import Address, create_segment, map_for_reading
+from cordee.communication.wire import Parcel, outgoing
 from cordee.core.errors import CommunicationError
-
-log = logging.getLogger(__name__)
+from cordee.parameters.messages import Memory, Value
 
 BLOCK_BYTES = 1 << 20
 SMALLEST_BYTES = 1 << 18  # below, a copy costs less than the care
 _PAGE = 4096
+_NOTHING = contextlib.nullcontext()
 
 
 class SharedValues:
@@ -39,8 +40,8 @@ class SharedValues:
         if num_bytes > free:
             raise CommunicationError(f"{purpose} needs {num_bytes} bytes of memory, and {free} are free")
         self._segment, fd = create_segment(_values_at(num_bytes) + num_bytes, purpose)
-        self.address = (fd, self._segment.num_bytes)  # the file stays open as long as the server lives
-        self.number = secrets.randbits(62) + 1  # a client that has mapped it says so by this
+        # The file stays open as long as the server lives. A client that has mapped it says so by the number.
+        self.place = Memory(os.getpid(), fd, self._segment.num_bytes, secrets.randbits(62) + 1)
         self._num_bytes = num_bytes
         self._counters = self._segment.words(0, _num_blocks(num_bytes))
 
@@ -65,28 +66,56 @@ class SharedValues:
         return _stamp(self._counters, first, last)
 
 
-def make_shared(num_bytes: int, purpose: str) -> SharedValues | None:
-    """Return shared memory for values that are large enough, if there is any."""
-    if num_bytes < SMALLEST_BYTES:
-        return None
-    try:
-        return SharedValues(num_bytes, purpose)
-    except CommunicationError as error:
-        log.info("%s is not in shared memory: %s", purpose, error)
-        return None
+class StoredValues:
+    """Numbers of a server, with their version: in memory that clients of this host map, or in the server's own."""
+
+    def __init__(self, values: Tensor, memory: SharedValues | None) -> None:
+        self.memory = memory
+        self.values = values
+        self.flat = values.view(-1)
+        self.length = self.flat.numel()
+        self.version = 0  # counts the updates
+        self._whole: Parcel | None = None
+
+    def changing(self, start: int, stop: int) -> contextlib.AbstractContextManager[None]:
+        """Elements [start, stop) change in here."""
+        if self.memory is None:
+            return _NOTHING
+        item = self.flat.element_size()
+        return self.memory.changing(start * item, stop * item)
+
+    def locate(self, memory: int, start: int, stop: int) -> Value:
+        """Return how a client that has mapped `memory` gets elements [start, stop): with a stamp it reads them there.
+
+        Else they are to be sent; where they are is for the next time, for a client that can map memory.
+        """
+        if self.memory is None or memory < 0:
+            return Value(self.version)
+        if memory != self.memory.place.number:  # none yet, or of a process that served before this one
+            return Value(self.version, memory=self.memory.place)
+        item = self.flat.element_size()
+        return Value(self.version, self.memory.stamp(start * item, stop * item))
+
+    def parcel(self, start: int, stop: int) -> Parcel:
+        """Return elements [start, stop), ready to be sent: views of this memory."""
+        if start == 0 and stop == self.length:
+            if self._whole is None:
+                self._whole = outgoing([self.flat])
+            return self._whole
+        return outgoing([self.flat[start:stop]])
 
 
 class ValuesView:
     """A client's side."""
 
-    def __init__(self, pid: int, fd: int, num_bytes: int, num_value_bytes: int, number: int = 0) -> None:
-        """Map the values of a server. Raises CommunicationError if that is not possible."""
-        self.number = number
-        if num_bytes != _values_at(num_value_bytes) + num_value_bytes:
-            raise CommunicationError(f"{num_bytes} bytes of shared memory for {num_value_bytes} bytes of values")
-        memory = map_for_reading(Address(pid, fd, num_bytes))
-        self._counters = memory[: 8 * _num_blocks(num_value_bytes)].cast("q")
-        self._values = np.frombuffer(memory, np.uint8)[_values_at(num_value_bytes) :]
+    def __init__(self, place: Memory, num_bytes: int) -> None:
+        """Map `num_bytes` of values of a server. Raises CommunicationError if that is not possible."""
+        self.number = place.number
+        if place.num_bytes != _values_at(num_bytes) + num_bytes:
+            raise CommunicationError(f"{place.num_bytes} bytes of shared memory for {num_bytes} bytes of values")
+        memory = map_for_reading(Address(place.pid, place.fd, place.num_bytes))
+        self._counters = memory[: 8 * _num_blocks(num_bytes)].cast("q")
+        self._values = np.frombuffer(memory, np.uint8)[_values_at(num_bytes) :]
 
     def read(self, first: int, target: memoryview, stamp: int) -> bool:
         """Copy bytes from `first` on into `target`; False if they are no longer those of the stamp."""

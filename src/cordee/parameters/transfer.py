@@ -5,7 +5,6 @@ While a server works on one piece of a large array the client copies the next, a
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,24 +18,10 @@ from cordee.communication.messages import Message
 from cordee.communication.wire import ITEM_BYTES, Buffer, BufferSpec, Parcel, padded
 from cordee.core.errors import CommunicationError, StoreError
 from cordee.parameters.arrays import Origin, Taken, make_target, take
-from cordee.parameters.calls import PIECE_BYTES, StoreCalls, Task
-from cordee.parameters.messages import (
-    AskMemory,
-    Cut,
-    Done,
-    Exchange,
-    Fill,
-    Memory,
-    Pull,
-    PullRows,
-    Push,
-    PushRows,
-    Value,
-)
+from cordee.parameters.calls import PIECE_BYTES, MappedValues, StoreCalls, Task
+from cordee.parameters.messages import Cut, Done, Exchange, Fill, Pull, PullRows, Push, PushRows, Value
 from cordee.parameters.placement import is_cut_at_rows
-from cordee.parameters.shared_values import SMALLEST_BYTES, ValuesView
-
-log = logging.getLogger(__name__)
+from cordee.parameters.shared_values import ValuesView
 
 _SMALL_BYTES = 64 << 10
 
@@ -70,7 +55,7 @@ class Entry:
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...]
     piece_bytes: int = PIECE_BYTES
-    memories: list[ValuesView | None] | None = None  # of the parts, on this host; None: not asked for yet
+    memories: list[MappedValues] | None = None  # of the parts; None: there was no transfer yet
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while a push is under way: keeps their order
 
     def __post_init__(self) -> None:
@@ -117,126 +102,73 @@ class Versions:
 
 def fill(calls: StoreCalls, entry: Entry, view: memoryview) -> None:
     """Bring the first value of a key to its servers, where room has been made."""
-    calls.run(
-        [
-            Task(piece.server, Fill(entry.number, piece.start), _parcel(piece, view), _ignore, 0)
-            for piece in entry.pieces
-        ]
-    )
+    _run(calls, entry, lambda piece, _: Fill(entry.number, piece.start), Versions(len(entry.cuts)), view=view)
 
 
 def push(calls: StoreCalls, entry: Entry, view: memoryview, sequence: int) -> int:
     """Push a whole array; return the version that has it."""
     versions = Versions(len(entry.cuts))
-    calls.run(
-        [
-            Task(
-                piece.server,
-                Push(entry.number, sequence, piece.start),
-                _parcel(piece, view),
-                _note(versions, piece.part),
-                0,
-            )
-            for piece in entry.pieces
-        ]
-    )
+    _run(calls, entry, lambda piece, _: Push(entry.number, sequence, piece.start), versions, view=view)
     return versions.after_push
 
 
 def pull(calls: StoreCalls, entry: Entry, target: memoryview, min_version: int, timeout_s: float) -> int:
     """Pull a whole array; return its version."""
     versions = Versions(len(entry.cuts))
-    memories = _memories(calls, entry)
-    late: list[Piece] = []
-    calls.run(
-        [
-            Task(
-                piece.server,
-                Pull(entry.number, piece.start, piece.stop, min_version, timeout_s, _number(memories[piece.part])),
-                (),
-                _write(entry, piece, target, versions, late, memories[piece.part]),
-                0 if memories[piece.part] is not None else piece.empty.extent,
-            )
-            for piece in entry.pieces
-        ]
-    )
+
+    def ask(piece: Piece, memory: int) -> Message:
+        return Pull(entry.number, piece.start, piece.stop, min_version, timeout_s, memory)
+
+    late = _run(calls, entry, ask, versions, target=target)
     if late:
-        _pull_pieces(calls, entry, late, target, versions, min_version, timeout_s)
+        _run(calls, entry, ask, versions, target=target, pieces=late)
     return versions.of_pull
 
 
 def push_pull(calls: StoreCalls, entry: Entry, view: memoryview, target: memoryview, sequence: int) -> int:
     """Push a whole array and pull the value that has it; return the version."""
     versions = Versions(len(entry.cuts))
-    memories = _memories(calls, entry)
-    late: list[Piece] = []
-    calls.run(
-        [
-            Task(
-                piece.server,
-                Exchange(entry.number, sequence, piece.start, _number(memories[piece.part])),
-                _parcel(piece, view),
-                _write(entry, piece, target, versions, late, memories[piece.part]),
-                piece.empty.extent,
-            )
-            for piece in entry.pieces
-        ]
-    )
-    version = versions.after_push
+
+    def ask(piece: Piece, memory: int) -> Message:
+        return Exchange(entry.number, sequence, piece.start, memory)
+
+    late = _run(calls, entry, ask, versions, view=view, target=target)
     if late:
-        _pull_pieces(calls, entry, late, target, Versions(len(entry.cuts)), 0, 0.0)
-    return version
+        others = Versions(len(entry.cuts))
+        _run(calls, entry, lambda at, _: Pull(entry.number, at.start, at.stop), others, target=target, pieces=late)
+    return versions.after_push
 
 
-def _memories(calls: StoreCalls, entry: Entry) -> list[ValuesView | None]:
-    """Return, for each part, its shared memory, if this process can read it."""
-    if entry.memories is None:
-        entry.memories = [_map(calls, entry, cut) for cut in entry.cuts]
-    return entry.memories
-
-
-def _map(calls: StoreCalls, entry: Entry, cut: Cut) -> ValuesView | None:
-    num_bytes = (cut.stop - cut.start) * ITEM_BYTES[entry.kind]
-    if num_bytes < SMALLEST_BYTES:
-        return None
-    try:
-        if not calls.connection(cut.server).is_shared:
-            return None
-        memory = calls.call(cut.server, AskMemory(entry.number))
-        assert isinstance(memory, Memory)
-        if not memory.num_bytes:
-            return None
-        return ValuesView(memory.pid, memory.fd, memory.num_bytes, num_bytes, memory.number)
-    except CommunicationError as error:
-        log.debug("key '%s' is not read in shared memory: %s", entry.key, error)
-        return None
-
-
-def _number(memory: ValuesView | None) -> int:
-    return 0 if memory is None else memory.number
-
-
-def _pull_pieces(
+def _run(
     calls: StoreCalls,
     entry: Entry,
-    pieces: Sequence[Piece],
-    target: memoryview,
+    ask: Callable[[Piece, int], Message],
     versions: Versions,
-    min_version: int,
-    timeout_s: float,
-) -> None:
-    calls.run(
-        [
-            Task(
-                piece.server,
-                Pull(entry.number, piece.start, piece.stop, min_version, timeout_s),
-                (),
-                _write(entry, piece, target, versions, [], None),
-                piece.empty.extent,
-            )
-            for piece in pieces
-        ]
-    )
+    *,
+    view: memoryview | None = None,
+    target: memoryview | None = None,
+    pieces: Sequence[Piece] = (),
+) -> list[Piece]:
+    """Call for each piece, with its bytes of `view`, and write what is answered into `target`.
+
+    Where the server is on this host it may say where to read the values instead; for some `pieces` only, all values are
+    sent. Returns the pieces without values: they have changed since the answer, or their push is not whole yet.
+    """
+    if entry.memories is None:
+        item = ITEM_BYTES[entry.kind]
+        entry.memories = [MappedValues(calls, cut.server, (cut.stop - cut.start) * item) for cut in entry.cuts]
+    late: list[Piece] = []
+    tasks = []
+    for piece in pieces or entry.pieces:
+        mapped = entry.memories[piece.part]
+        memory = mapped.view if target is not None and not pieces else None
+        message = ask(piece, -1 if target is None or pieces else mapped.number(memory))
+        parcel = () if view is None else _parcel(piece, view)
+        room = 0 if target is None or memory is not None else piece.empty.extent
+        receive = _receiver(entry, piece, target, versions, late, memory)
+        tasks.append(Task(piece.server, message, parcel, receive, room))
+    calls.run(tasks)
+    return late
 
 
 def _parcel(piece: Piece, view: memoryview) -> Parcel:
@@ -244,34 +176,28 @@ def _parcel(piece: Piece, view: memoryview) -> Parcel:
     return Parcel(empty.specs, [view[piece.first : piece.last]], empty.described, empty.extent)
 
 
-def _note(versions: Versions, part: int) -> Callable[[Message, tuple[Buffer, ...]], None]:
-    def receive(message: Message, buffers: tuple[Buffer, ...]) -> None:
-        assert isinstance(message, Done)
-        versions.note(part, message.version)
-
-    return receive
-
-
-def _write(
+def _receiver(
     entry: Entry,
     piece: Piece,
-    target: memoryview,
+    target: memoryview | None,
     versions: Versions,
     late: list[Piece],
     memory: ValuesView | None,
 ) -> Callable[[Message, tuple[Buffer, ...]], None]:
     def receive(message: Message, buffers: tuple[Buffer, ...]) -> None:
-        assert isinstance(message, Value)
+        assert isinstance(message, (Done, Value))
         versions.note(piece.part, message.version)
+        if target is None:
+            return
+        assert isinstance(message, Value) and entry.memories is not None
         if memory is not None and message.stamp >= 0:
             first = piece.start * ITEM_BYTES[entry.kind]
             if memory.read(first, target[piece.first : piece.last], message.stamp):
                 return
         if not buffers:
             late.append(piece)
-            if message.stamp < -1:
-                entry.memories = None
             return
+        entry.memories[piece.part].map(message.memory)
         data = buffers[0].data
         if data.nbytes != piece.last - piece.first:
             raise CommunicationError(
@@ -283,10 +209,6 @@ def _write(
             np.frombuffer(target, np.uint8)[piece.first : piece.last] = np.frombuffer(data, np.uint8)
 
     return receive
-
-
-def _ignore(message: Message, buffers: tuple[Buffer, ...]) -> None:
-    pass
 
 
 # Some rows of an array, by their numbers.

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cordee.checkpoint import State, load_optimizer_state, optimizer_state
 from cordee.communication.messages import Json
+from cordee.compute import OptimizerRecipe
 from cordee.compute.optimizers import builtin_optimizers, constant, make_optimizer_recipe
 from cordee.core.errors import JobError, StoreError, nearest
 from cordee.core.importing import import_until_stopped
@@ -28,6 +29,50 @@ if TYPE_CHECKING:
 _ON_PARTS = frozenset({"sparseadam", *map(str.lower, ELEMENTWISE)})
 
 UpdateFunction = Callable[..., None]
+
+
+class SliceOptimizer:
+    """An optimizer of torch on slices of a server's values. Its state is by their names, as in checkpoints."""
+
+    def __init__(self, recipe: OptimizerRecipe, slices: Iterable[tuple[str, Tensor]]) -> None:
+        self._recipe = recipe
+        self._parameters = [(name, nn.Parameter(values)) for name, values in slices]
+        self._optimizer = recipe.make(self._parameters)
+        self._fused = [group.get("fused") for group in self._optimizer.param_groups]
+
+    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """The slices by their names, as a module would give them."""
+        return iter(self._parameters)
+
+    def set_rate(self, step: int, factor: float = 1.0) -> None:
+        """Use the rate of the schedule for `step`, times `factor`."""
+        self._recipe.set_rate(self._optimizer, step)
+        if factor != 1.0:
+            for group in self._optimizer.param_groups:
+                group["lr"] *= factor
+
+    def step(self, gradients: Iterable[Tensor | None], *, is_dense: bool = True) -> None:
+        """Change the slices. One without a gradient is left alone: momentum and decay would move it."""
+        for (_, parameter), gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, fused in zip(self._optimizer.param_groups, self._fused, strict=True):
+            if fused:  # the fused kernels know no sparse gradients
+                group["fused"] = is_dense
+        try:
+            # Said explicitly, or torch warns that sparse tensors, which some optimizers make of rows, are not checked.
+            if not is_dense:
+                torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+        finally:
+            for _, parameter in self._parameters:
+                parameter.grad = None
+
+    def dump(self) -> State:
+        """Return the state of the optimizer; tensors share its memory."""
+        return optimizer_state(self._optimizer, self)
+
+    def restore(self, kept: State) -> None:
+        load_optimizer_state(self._optimizer, self, kept)
 
 
 class Updater(Protocol):
@@ -126,48 +171,23 @@ class OptimizerUpdater:
         self._step(part, gradient, is_dense=False)
 
     def dump(self, part: Part) -> State:
-        if "optimizer" not in part.state:
-            return State({}, {})
-        return optimizer_state(part.state["optimizer"], _Named(part))
+        return part.state["optimizer"].dump() if part.state else State({}, {})
 
     def restore(self, part: Part, kept: State) -> None:
         if kept.values:
-            load_optimizer_state(self._optimizer(part), _Named(part), kept)
+            self._optimizer(part).restore(kept)
 
-    def _optimizer(self, part: Part) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer | None = part.state.get("optimizer")
-        if optimizer is None:
-            part.values.requires_grad_()  # the recipe takes only those; nothing is ever derived from it here
-            optimizer = part.state["optimizer"] = self._recipe.make([(part.key, part.values)])
-            part.values.requires_grad_(False)
-            part.state["fused"] = [group.get("fused") for group in optimizer.param_groups]
+    def _optimizer(self, part: Part) -> SliceOptimizer:
+        if not part.state:
+            part.state["optimizer"] = SliceOptimizer(self._recipe, [(part.key, part.values)])
+        optimizer: SliceOptimizer = part.state["optimizer"]
         return optimizer
 
     def _step(self, part: Part, gradient: Tensor, *, is_dense: bool) -> None:
-        optimizer = self._optimizer(part)
-        for group, fused in zip(optimizer.param_groups, part.state["fused"], strict=True):
-            if fused:  # the fused kernels know no sparse gradients
-                group["fused"] = is_dense
-        part.values.grad = gradient
         try:
-            # Said explicitly, or torch warns that sparse tensors, which some optimizers make of rows, are not checked.
-            if not is_dense:
-                torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            self._optimizer(part).step([gradient], is_dense=is_dense)
         except RuntimeError as error:
             raise StoreError(f"updater '{self._name}' cannot apply the push to key '{part.key}': {error}") from error
-        finally:
-            part.values.grad = None
-
-
-class _Named:
-    """A part as its optimizer's state names it."""
-
-    def __init__(self, part: Part) -> None:
-        self._named = [(part.key, part.values)]
-
-    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, Any]]:
-        return iter(self._named)
 
 
 class FunctionUpdater:

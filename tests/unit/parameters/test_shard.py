@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cordee.core.errors import StoreError
+from cordee.parameters.replication import decode_state, encode_state
 from cordee.parameters.shard import Shard
 from cordee.parameters.updaters import load_functions
 
@@ -171,7 +172,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(StoreError, match="started again since, and its values are lost"):
         shard.part(7)
     with pytest.raises(StoreError, match="elements 2 to 9 of key 'w'"):
-        shard.part(0).piece(2, 9)
+        shard.part(0).check_range(2, 9)
     with pytest.raises(StoreError, match="no memory for key 'huge'"):
         shard.create(1, "huge", "float64", (2**46,), False)
 
@@ -197,8 +198,8 @@ def test_a_second_that_was_given_everything_continues_exactly_there(
     first.push(0, "c", 1, 2, 0, torch.ones(3))  # half of a push
     second.set_updater(*first.chosen)
     for number in first.parts:
-        names, buffers = first.dump_part(number)
-        second.restore_part(number, names, [buffer.clone() for buffer in buffers])
+        names, buffers = encode_state(first.dump_part(number))
+        second.restore_part(number, decode_state(names, [buffer.clone() for buffer in buffers]))
     for shard in (first, second):
         shard.push(0, "c", 1, 2, 0, torch.ones(3))  # sent again
         shard.push(0, "c", 1, 2, 3, torch.full((3,), 2.0))

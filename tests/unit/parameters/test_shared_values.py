@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ NUM_BYTES = 2 * BLOCK_BYTES + 400
 
 def made() -> tuple[SharedValues, torch.Tensor, ValuesView]:
     memory = SharedValues(NUM_BYTES, "a test")
-    return memory, memory.tensor((NUM_BYTES // 4,), torch.float32), ValuesView(os.getpid(), *memory.address, NUM_BYTES)
+    return memory, memory.tensor((NUM_BYTES // 4,), torch.float32), ValuesView(memory.place, NUM_BYTES)
 
 
 def test_values_are_read_where_they_are() -> None:
@@ -51,4 +49,4 @@ def test_values_in_several_blocks_are_not_taken_if_one_of_them_has_changed() -> 
 def test_memory_of_another_size_is_refused() -> None:
     memory, _, _ = made()
     with pytest.raises(CommunicationError, match="bytes of shared memory for 100 bytes of values"):
-        ValuesView(os.getpid(), *memory.address, 100)
+        ValuesView(memory.place, 100)

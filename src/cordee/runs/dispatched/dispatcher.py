@@ -24,6 +24,7 @@ from cordee.core.errors import CommunicationError, JobError
 from cordee.core.fault_points import reach
 from cordee.data import Ledger, Unit
 from cordee.monitoring import events
+from cordee.parameters.messages import SecondLost
 from cordee.parameters.server_slots import ServerSlot, ServerSlots
 from cordee.runs.dispatched.messages import (
     AskOrder,
@@ -34,7 +35,6 @@ from cordee.runs.dispatched.messages import (
     Joined,
     Leave,
     OrderDone,
-    SecondLost,
     SnapshotTaken,
     TakeWork,
     Work,

@@ -32,7 +32,7 @@ from cordee.core.stopping import StopPolicy
 from cordee.monitoring import setup_logging
 from cordee.parameters.calls import ServerCalls
 from cordee.parameters.placement import make_layout
-from cordee.parameters.replication import decode_plain
+from cordee.parameters.replication import decode_state
 from cordee.runs.dispatched.link import DispatchLink
 from cordee.runs.dispatched.messages import AskOrder, Leave, Order, OrderDone, SnapshotTaken
 from cordee.strategies.parameter_server.messages import Extras, Snapped, Snapshot, SnapshotExtras
@@ -126,10 +126,7 @@ class Evaluator:
                 assert isinstance(message, Snapped)
                 with torch.no_grad():
                     target.copy_(buffers[0].torch())
-                tensors = {
-                    name: buffer.torch().clone() for name, buffer in zip(message.names, buffers[1:-1], strict=True)
-                }
-                return State(tensors, decode_plain(buffers[-1].torch()))
+                return decode_state(message.names, [buffer.torch().clone() for buffer in buffers[1:]])
 
             states.append(
                 self._calls.call(

@@ -19,8 +19,7 @@ from cordee.communication.messages import (
     Text,
 )
 from cordee.communication.wire import Limits
-
-Number = Annotated[int, Meta(ge=-1, le=2**62)]
+from cordee.parameters.messages import Number, SecondLost
 
 
 class Join(Message, frozen=True):
@@ -62,18 +61,6 @@ class Servers(Message, frozen=True):
 
     version: Count
     addresses: Annotated[tuple[Name, ...], Meta(max_length=4096)]
-
-
-class SecondLost(Message, frozen=True):
-    """The sender's second server, at this address, does not follow it any more. Answered by `Joined`.
-
-    Nothing that the sender has done since is acknowledged to anybody before the answer.
-    """
-
-    is_generational = False
-
-    address: Name
-    reason: Text
 
 
 class HandOver(Message, frozen=True):

@@ -5,7 +5,6 @@ Large pieces of servers on this host are read where they are: the server answers
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -13,16 +12,11 @@ from torch import Tensor
 
 from cordee.communication.messages import Message
 from cordee.communication.wire import Buffer
-from cordee.core.errors import CommunicationError
-from cordee.parameters.calls import ServerCalls
+from cordee.parameters.calls import MappedValues, ServerCalls
 from cordee.parameters.compression import Feedback, Follower, make_codec
-from cordee.parameters.messages import Memory
 from cordee.parameters.placement import Layout, Piece
-from cordee.parameters.shared_values import ValuesView
 from cordee.strategies.parameter_server.messages import Extras, Pull, Pulled, PullExtras, Push, Pushed, PushExtras
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
-
-log = logging.getLogger(__name__)
 
 
 class ParameterClient:
@@ -37,8 +31,11 @@ class ParameterClient:
         ]
         self._feedback = [Feedback(codec) for codec in codecs]
         self._followers = [Follower(codec, piece.length) for codec, piece in zip(codecs, layout.pieces, strict=True)]
-        self._views: list[ValuesView | None] = [None] * len(layout.pieces)  # of the memory of servers on this host
-        self._can_map = settings.compression == "none"
+        # What is compressed is not in memory that could be mapped.
+        sizes = [piece.length * layout.dtype.itemsize * (settings.compression == "none") for piece in layout.pieces]
+        self._memories = [
+            MappedValues(calls, piece.server, size) for piece, size in zip(layout.pieces, sizes, strict=True)
+        ]
         self._pool: ThreadPoolExecutor | None = None
         if len(layout.pieces) > 1:
             self._pool = ThreadPoolExecutor(min(len(layout.pieces), layout.num_servers * 2, 8), "cordee-push")
@@ -96,50 +93,25 @@ class ParameterClient:
         return reply
 
     def _pull_piece(self, piece: Piece, flat: Tensor, settles: int, scale: float) -> None:
-        follower = self._followers[piece.index]
+        follower, mapped = self._followers[piece.index], self._memories[piece.index]
         target = flat[piece.start : piece.stop]
         room = piece.length * flat.element_size() + 4096
+        view = mapped.view
 
         def receive(message: Message, buffers: tuple[Buffer, ...]) -> bool:
             assert isinstance(message, Pulled)
-            if message.read_at >= 0:
-                view = self._views[piece.index]
+            if message.stamp >= 0:
                 assert view is not None
-                if not view.read(0, target.view(torch.uint8).numpy().data, message.read_at):
+                if not view.read(0, target.view(torch.uint8).numpy().data, message.stamp):
                     return False
             else:
                 with torch.no_grad():
-                    follower.take(target, [buffer.torch() for buffer in buffers], message.stamp)
-                self._map(piece, message.memory, target.nbytes)
+                    follower.take(target, [buffer.torch() for buffer in buffers], message.sent)
+                mapped.map(message.memory)
             self._versions[piece.index] = message.version
             return True
 
-        memory = self._memory(piece)
-        pull = Pull(piece.index, follower.stamp, settles, scale, memory)
-        if not self._calls.call(piece.server, pull, receive=receive, reply_bytes=room):
-            # They have changed since the server answered: have them sent.
-            pull = Pull(piece.index, follower.stamp, settles, scale, min(memory, 0))
-            self._calls.call(piece.server, pull, receive=receive, reply_bytes=room)
-
-    def _memory(self, piece: Piece) -> int:
-        """Return the number of the shared memory of a piece that is mapped; 0 if there may be some, -1 if none."""
-        view = self._views[piece.index]
-        if view is not None:
-            return view.number
-        if not self._can_map:
-            return -1
-        try:
-            return 0 if self._calls.connection(piece.server).is_shared else -1
-        except CommunicationError:
-            return -1  # the call that follows waits for the server
-
-    def _map(self, piece: Piece, memory: Memory | None, num_bytes: int) -> None:
-        """Map what the server that answers now has of a piece, to read it there from now on."""
-        view = self._views[piece.index]
-        if memory is None or (view is not None and view.number == memory.number):
-            return
-        try:
-            self._views[piece.index] = ValuesView(memory.pid, memory.fd, memory.num_bytes, num_bytes, memory.number)
-        except CommunicationError as error:
-            self._views[piece.index], self._can_map = None, False
-            log.info("parameters are not read in shared memory: %s", error)
+        for memory in (mapped.number(view), -1):  # where they have changed since the server answered: sent
+            pull = Pull(piece.index, follower.stamp, settles, scale, memory)
+            if self._calls.call(piece.server, pull, receive=receive, reply_bytes=room):
+                return

@@ -7,22 +7,25 @@ comes. Each unit counts once for each piece, whoever sends it and however often.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
+from cordee.checkpoint import State
 from cordee.compute import OptimizerRecipe
 from cordee.core.errors import CommunicationError
 from cordee.core.shards import Block, add_up
 from cordee.parameters.placement import Piece
 from cordee.parameters.push_log import PushLog
-from cordee.parameters.shared_values import make_shared
+from cordee.parameters.shared_values import SMALLEST_BYTES, SharedValues, StoredValues
+from cordee.parameters.updaters import SliceOptimizer
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
+
+log = logging.getLogger(__name__)
 
 MAX_AGE = 1000  # the histogram's last entry counts this age and above
 
@@ -76,7 +79,7 @@ class Staged(NamedTuple):
     unused: frozenset[int]
 
 
-class PieceState:
+class PieceState(StoredValues):
     """One piece: its parameters, their optimizer, and what waits to be applied."""
 
     def __init__(
@@ -88,36 +91,31 @@ class PieceState:
         fixed: FixedSum | None = None,
     ) -> None:
         assert values.numel() == piece.length
+        memory = None
+        try:
+            if settings.compression == "none" and values.nbytes >= SMALLEST_BYTES:
+                memory = SharedValues(values.nbytes, f"piece {piece.index}")
+                values = memory.tensor(tuple(values.shape), values.dtype).copy_(values)
+        except CommunicationError as error:
+            log.info("piece %d is not in shared memory: %s", piece.index, error)
+        super().__init__(values, memory)
         self.piece = piece
-        self.memory = None if settings.compression != "none" else make_shared(values.nbytes, f"piece {piece.index}")
-        if self.memory is not None:
-            values = self.memory.tensor(tuple(values.shape), values.dtype).copy_(values)
-        self.values = values
-        self.version = 0
         self._settings = settings
-        self._recipe = recipe
         self._fixed = fixed
         self._gradient = torch.zeros_like(values)
-        self._parameters: list[tuple[str, nn.Parameter]] = []
-        self._gradients: list[Tensor] = []  # of the parameters: views of the gradient
+        self._gradients: list[Tensor] = []  # of the slices: views of the gradient
         self._unused: frozenset[int] = frozenset()  # slices that the gradient says nothing of
+        slices: list[tuple[str, Tensor]] = []
         for one in piece.slices:
-            at = one.offset - piece.start
-            view, gradient = values[at : at + one.length], self._gradient[at : at + one.length]
-            if one.is_whole:
-                view, gradient = view.view(one.shape), gradient.view(one.shape)
-            self._parameters.append((one.name, nn.Parameter(view)))
-            self._gradients.append(gradient)
-        self.optimizer: Optimizer = recipe.make(self._parameters)
+            at, shape = one.offset - piece.start, one.shape if one.is_whole else (one.length,)
+            slices.append((one.name, values[at : at + one.length].view(shape)))
+            self._gradients.append(self._gradient[at : at + one.length].view(shape))
+        self.optimizer = SliceOptimizer(recipe, slices)
         self.applied = PushLog()  # the units
         self._staged: dict[int, dict[int, Staged]] = {}  # step -> share
         self._waiting: int | None = None  # step that is complete here, and waits to be settled
         self._completed: tuple[int, tuple[float, ...]] = (-1, ())  # (unit, norms) of the last completion
         self._seen: dict[str, Tensor] = {}  # what each worker pulled last, for delay compensation
-
-    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """The slices by the name of the parameter they are of, as a module would give them."""
-        return iter(self._parameters)
 
     def push(self, push: UnitPush, gradient: Tensor) -> PushOutcome:
         """Take a gradient in. It is copied if it is kept."""
@@ -165,8 +163,8 @@ class PieceState:
     def forget(self, worker: str) -> None:
         self._seen.pop(worker, None)
 
-    def dump(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return all that `restore` needs to go on exactly here, but for the optimizer; tensors share memory."""
+    def dump(self) -> State:
+        """Return all that `restore` needs to continue exactly here; tensors share memory."""
         tensors = {"values": self.values, "gradient": self._gradient}
         tensors |= {f"seen.{worker}": seen for worker, seen in self._seen.items()}
         staged = []
@@ -183,11 +181,12 @@ class PieceState:
             "unused": sorted(self._unused),
             "completed": self._completed,
         }
-        return tensors, plain
+        return State.join(piece=State(tensors, plain), optimizer=self.optimizer.dump())
 
-    def restore(self, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    def restore(self, state: State) -> None:
         """Become what another was when it made a dump."""
-        with self._changing():
+        tensors, plain = state.part("piece")
+        with self.changing(0, self.length):
             self.values.copy_(tensors["values"])
         self._gradient.copy_(tensors["gradient"])
         self._seen = {
@@ -202,6 +201,7 @@ class PieceState:
         self._waiting = plain["waiting"]
         self._unused = frozenset(plain["unused"])
         self._completed = (plain["completed"][0], tuple(plain["completed"][1]))
+        self.optimizer.restore(state.part("optimizer"))
 
     def _refuse(self, push: UnitPush) -> PushOutcome:
         detail = f"the gradient of {push.worker} for unit {push.unit} (step {push.step + 1}) is not finite"
@@ -279,19 +279,11 @@ class PieceState:
     def _step(self, step: int, factor: float = 1.0) -> None:
         if self._settings.weight_decay:
             self._gradient.add_(self.values, alpha=self._settings.weight_decay)
-        # Like `single`, which leaves parameters without a gradient alone: momentum and decay would move them.
-        for at, ((_, parameter), gradient) in enumerate(zip(self._parameters, self._gradients, strict=True)):
-            parameter.grad = None if at in self._unused else gradient
-        self._recipe.set_rate(self.optimizer, step)
-        if factor != 1.0:
-            for group in self.optimizer.param_groups:
-                group["lr"] *= factor
-        with self._changing():
-            self.optimizer.step()
+        self.optimizer.set_rate(step, factor)
+        with self.changing(0, self.length):
+            # Like `single`, which leaves parameters without a gradient alone.
+            self.optimizer.step(None if at in self._unused else one for at, one in enumerate(self._gradients))
         self.version += 1
-
-    def _changing(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.memory is None else self.memory.changing(0, self.values.nbytes)
 
 
 class ParameterShard:
@@ -372,15 +364,15 @@ class ParameterShard:
             self._agreed_step, self.agreed = self._next_agreed
             self._next_agreed = None
 
-    def dump_extras(self) -> tuple[list[Tensor], dict[str, Any]]:
+    def dump_extras(self) -> State:
         """Return all that `restore_extras` needs to be where this one is; tensors share memory."""
-        tensors: list[Tensor] = []
+        tensors: dict[str, Tensor] = {}
 
         def put(buffers: Mapping[str, Tensor]) -> list[str]:
-            tensors.extend(buffers.values())
+            tensors.update((str(number), value) for number, value in enumerate(buffers.values(), len(tensors)))
             return list(buffers)
 
-        plain = {
+        values = {
             "agreed": (self._agreed_step, put(self.agreed)),
             "next": None if self._next_agreed is None else (self._next_agreed[0], put(self._next_agreed[1])),
             "staged": [
@@ -391,11 +383,11 @@ class ParameterShard:
             "kept": [(worker, unit, put(buffers)) for worker, (unit, buffers) in self._extras.items()],
             "ages": self.ages,
         }
-        return tensors, plain
+        return State(tensors, values)
 
-    def restore_extras(self, tensors: Sequence[Tensor], plain: Mapping[str, Any]) -> None:
+    def restore_extras(self, state: State) -> None:
         """Become what another was when it made a dump."""
-        left = iter(tensors)
+        left, plain = iter(state.tensors.values()), state.values
 
         def take(names: Sequence[str]) -> dict[str, Tensor]:
             return {name: next(left).clone() for name in names}

@@ -8,15 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cordee.checkpoint import State, load_optimizer_state, optimizer_state
+from cordee.checkpoint import State
 from cordee.parameters.placement import Layout, Piece, Slice
-from cordee.parameters.replication import decode_plain, encode_plain
 from cordee.strategies.parameter_server.shard import PieceState
-
-
-def piece_state(state: PieceState) -> State:
-    """Return the optimizer state of a piece by parameter name; tensors share the piece's memory."""
-    return optimizer_state(state.optimizer, state)
 
 
 def load_piece(state: PieceState, whole: State) -> None:
@@ -34,7 +28,7 @@ def load_piece(state: PieceState, whole: State) -> None:
             tensors[reference] = _slice_of(whole.tensors[reference], one)
     shared = {key: tensor for key, tensor in whole.tensors.items() if key.startswith("$")}
     values = {**whole.values, "groups": groups, "state": inner}
-    load_optimizer_state(state.optimizer, state, State({**tensors, **shared}, values))
+    state.optimizer.restore(State({**tensors, **shared}, values))
 
 
 def join_pieces(layout: Layout, states: Sequence[State]) -> State:
@@ -65,24 +59,6 @@ def join_pieces(layout: Layout, states: Sequence[State]) -> State:
             if reference in collected:
                 tensors[reference] = tensors[reference].view(shapes[name])
     return State(tensors, {**states[0].values, "groups": groups, "state": merged_state})
-
-
-def dump_piece(state: PieceState) -> tuple[tuple[str, ...], list[Tensor]]:
-    """Return a piece with everything, its optimizer included, as named buffers and one of JSON."""
-    tensors, plain = state.dump()
-    optimizer = piece_state(state)
-    tensors = {**tensors, **{f"optimizer.{name}": tensor for name, tensor in optimizer.tensors.items()}}
-    return tuple(tensors), [*tensors.values(), encode_plain({**plain, "optimizer": optimizer.values})]
-
-
-def restore_piece(state: PieceState, names: Sequence[str], buffers: Sequence[Tensor]) -> None:
-    """Make a piece what `dump_piece` saw."""
-    tensors = dict(zip(names, buffers[:-1], strict=True))
-    plain = decode_plain(buffers[-1])
-    state.restore(tensors, plain)
-    prefix = "optimizer."
-    inner = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    load_optimizer_state(state.optimizer, state, State(inner, plain["optimizer"]))
 
 
 def flatten_parameters(model: nn.Module, layout: Layout) -> Tensor:

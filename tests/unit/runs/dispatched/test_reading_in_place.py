@@ -19,9 +19,9 @@ from cordee.core.references import Use
 from cordee.parameters.calls import ServerCalls
 from cordee.parameters.placement import make_layout
 from cordee.parameters.shared_values import ValuesView
-from cordee.runs.dispatched.server import ParameterService
 from cordee.strategies.parameter_server.client import ParameterClient
 from cordee.strategies.parameter_server.messages import LIMITS, PARAMETERS, Push
+from cordee.strategies.parameter_server.service import ParameterService
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 from cordee.strategies.parameter_server.shard import ParameterShard
 from cordee.strategies.parameter_server.state import flatten_parameters

@@ -5,8 +5,9 @@ from __future__ import annotations
 from test_dispatcher import Play
 
 from cordee.monitoring.events import Warned
+from cordee.parameters.messages import SecondLost
 from cordee.parameters.server_slots import ServerSlot, ServerSlots
-from cordee.runs.dispatched.messages import Join, SecondLost
+from cordee.runs.dispatched.messages import Join
 
 
 def test_a_replacement_without_the_parameters_does_not_serve() -> None:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
+from cordee.checkpoint import State
 from cordee.cluster.members import ProcessRecord
 from cordee.communication.calls import Call, UnavailableError
 from cordee.communication.messages import Message
@@ -32,14 +32,14 @@ from cordee.data.ledger import Exchanges
 from cordee.parameters import replication
 from cordee.parameters.messages import Adopt
 from cordee.parameters.placement import make_layout
+from cordee.parameters.replication import decode_state, encode_state
 from cordee.parameters.server_slots import ServerSlot, ServerSlots
-from cordee.runs.dispatched import server as server_module
-from cordee.runs.dispatched.server import ParameterService
 from cordee.runs.dispatched.server_registry import ServerRegistry
+from cordee.strategies.parameter_server import service as service_module
 from cordee.strategies.parameter_server.messages import Pull, PullExtras, Push, Pushed, PushExtras
+from cordee.strategies.parameter_server.service import ParameterService
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 from cordee.strategies.parameter_server.shard import FixedSum, ParameterShard
-from cordee.strategies.parameter_server.state import dump_piece, restore_piece
 
 NUM_WORKERS, BATCH = 2, 2
 SETTINGS = ParameterServerSettings(replicas=2)
@@ -325,9 +325,8 @@ class World:
         for name, server in self.servers.items():
             service = other._make_service(name)
             old, new = server.service._shard, service._shard
-            restore_piece(new.piece(0), *_cloned(dump_piece(old.piece(0))))
-            tensors, plain = old.dump_extras()
-            new.restore_extras(tensors, msgspec.json.decode(msgspec.json.encode(plain)))
+            new.piece(0).restore(_sent(old.piece(0).dump()))
+            new.restore_extras(_sent(old.dump_extras()))
             if server.second:
                 service._second = Wire(other, server.second)  # type: ignore[assignment]
             other.servers[name] = Server(name, service, server.is_alive, server.second)
@@ -385,15 +384,17 @@ def sequential(num_steps: int) -> tuple[float, float]:
 def _key_of(server: Server) -> tuple[Any, ...]:
     """The whole state of a server."""
     shard = server.service._shard
-    names, buffers = dump_piece(shard.piece(0))
-    tensors, plain = shard.dump_extras()
+    names, buffers = encode_state(shard.piece(0).dump())
+    extras, plain = shard.dump_extras()
     plain = {name: value for name, value in plain.items() if name != "ages"}
-    numbers = [tuple(tensor.reshape(-1).tolist()) for tensor in (*buffers, *tensors)]
+    numbers = [tuple(tensor.reshape(-1).tolist()) for tensor in (*buffers, *extras.values())]
     return names, tuple(numbers), repr(plain)
 
 
-def _cloned(dumped: tuple[tuple[str, ...], list[Tensor]]) -> tuple[tuple[str, ...], list[Tensor]]:
-    return dumped[0], [tensor.clone() for tensor in dumped[1]]
+def _sent(state: State) -> State:
+    """What another process is given of a state."""
+    names, buffers = encode_state(state)
+    return decode_state(names, [tensor.clone() for tensor in buffers])
 
 
 class Explored(NamedTuple):
@@ -406,7 +407,7 @@ class Explored(NamedTuple):
 def explore(num_steps: int, num_faults: int, monkeypatch: pytest.MonkeyPatch) -> Explored:
     """Make all states that can be reached, and check each; from each the end can be reached."""
     current: list[World] = []
-    for module in (server_module, replication):
+    for module in (service_module, replication):
         monkeypatch.setattr(module, "reach", lambda point, error=CommunicationError: current[-1].reach(point, error))
     expected = sequential(num_steps)
     first = _begin(num_steps, num_faults, current)

@@ -16,7 +16,7 @@ from cordee.core.references import Use
 from cordee.parameters.placement import ELEMENTWISE, Layout, make_layout
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 from cordee.strategies.parameter_server.shard import FixedSum, ParameterShard, UnitPush
-from cordee.strategies.parameter_server.state import flatten_parameters, join_pieces, load_piece, piece_state
+from cordee.strategies.parameter_server.state import flatten_parameters, join_pieces, load_piece
 
 NUM_STEPS = 4
 NOT_HERE = {"LBFGS", "SparseAdam"}  # need a closure, sparse gradients
@@ -74,7 +74,7 @@ class Servers:
         return flat
 
     def optimizer_state(self) -> State:
-        states = [piece_state(self.shards[piece.server].piece(piece.index)) for piece in self.layout.pieces]
+        states = [self.shards[piece.server].piece(piece.index).optimizer.dump() for piece in self.layout.pieces]
         return join_pieces(self.layout, states)
 
 
@@ -337,8 +337,8 @@ def test_a_second_that_is_given_the_buffers_again_has_those_of_the_first() -> No
     first, second = fixed_shard(), fixed_shard()
     first.agreed = {"mean": torch.zeros(1)}
     first.agree_on_extras(0, 1, 2, {"mean": torch.tensor([1.0])})
-    second.restore_extras(*first.dump_extras())
+    second.restore_extras(first.dump_extras())
     first.agree_on_extras(0, 0, 2, {"mean": torch.tensor([3.0])})
-    second.restore_extras(*first.dump_extras())
+    second.restore_extras(first.dump_extras())
     second.settle_extras(0)
     assert torch.equal(second.agreed["mean"], torch.tensor([2.0]))

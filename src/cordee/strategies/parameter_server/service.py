@@ -1,0 +1,155 @@
+"""What `parameter_server` adds to a server of parameters: answers to the calls of a run's workers and evaluator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+from torch import Tensor
+
+from cordee.checkpoint import State
+from cordee.communication.calls import Call, UnavailableError
+from cordee.communication.messages import Message
+from cordee.core.fault_points import reach
+from cordee.parameters.compression import Tracker, make_codec
+from cordee.parameters.messages import Done, Load
+from cordee.parameters.placement import Layout
+from cordee.parameters.replication import Answer, ReplicatedService, decode_state, encode_state
+from cordee.strategies.parameter_server.messages import (
+    Extras,
+    Fence,
+    LoadExtras,
+    Pull,
+    Pulled,
+    PullExtras,
+    Push,
+    Pushed,
+    PushExtras,
+    Settle,
+    Snapped,
+    Snapshot,
+    SnapshotExtras,
+)
+from cordee.strategies.parameter_server.settings import ParameterServerSettings
+from cordee.strategies.parameter_server.shard import ParameterShard, UnitPush
+
+
+class ParameterService(ReplicatedService):
+    """Called by one thread at a time."""
+
+    def __init__(
+        self, shard: ParameterShard, layout: Layout, settings: ParameterServerSettings, *, is_fixed: bool
+    ) -> None:
+        super().__init__()
+        self._shard = shard
+        self._is_fixed = is_fixed
+        self._codecs = {
+            index: make_codec(settings.compression, settings.topk, state.piece.length, layout.dtype)
+            for index, state in shard.pieces.items()
+        }
+        self._settings = settings
+        self._trackers: dict[tuple[str, int], Tracker] = {}
+        self.fence: Callable[[str, int], None] = lambda worker, incarnation: None
+        self.step = 0  # of the job, that its parameters were of when it started
+        self.handlers |= {
+            Push: self._push,
+            Pull: self._pull,
+            PushExtras: self._push_extras,
+            PullExtras: self._extras,
+            Snapshot: self._snapshot,
+            SnapshotExtras: self._extras,
+            Settle: self._settle,
+            Fence: self._fence,
+            LoadExtras: self._load_extras,
+        }
+
+    def dump(self) -> Iterator[tuple[Message, Sequence[Tensor]]]:
+        for index, state in self._shard.pieces.items():
+            names, buffers = encode_state(state.dump())
+            reach("server.adopt.piece", UnavailableError)
+            yield Load(index, names), buffers
+        names, buffers = encode_state(self._shard.dump_extras())
+        reach("server.adopt.extras", UnavailableError)
+        yield LoadExtras(names), buffers
+
+    def load_part(self, number: int, state: State) -> None:
+        self._shard.piece(number).restore(state)
+
+    def _push(self, call: Call, push: Push) -> Answer:
+        gradient = self._codecs[push.piece].decode([buffer.torch() for buffer in call.buffers])
+        worker = push.worker or call.caller
+        unit = UnitPush(
+            worker,
+            push.unit,
+            push.step,
+            push.share,
+            push.num_shares,
+            push.count,
+            push.base,
+            push.floor,
+            frozenset(push.unused),
+        )
+
+        def act() -> Pushed:
+            outcome = self._shard.push(push.piece, unit, gradient)
+            return Pushed(outcome.kind, outcome.norms, outcome.detail)
+
+        return self.mirrored(msgspec.structs.replace(push, worker=worker), call.buffers, act), ()
+
+    def _pull(self, call: Call, pull: Pull) -> Answer:
+        state = self._shard.piece(pull.piece)
+        if state.waits_for(pull.settles) or self._settings.delay_compensation:
+            self.pass_on(Settle(pull.piece, pull.settles, pull.scale, call.caller))
+        values = state.pull(call.caller, pull.settles, pull.scale)
+        where = state.locate(pull.memory, 0, state.length)
+        if where.stamp >= 0:
+            return Pulled(where.version, where.stamp), ()
+        tracker = self._trackers.setdefault((call.caller, pull.piece), Tracker(self._codecs[pull.piece]))
+        sent = tracker.compress(values, pull.has)
+        return Pulled(where.version, memory=where.memory, sent=tracker.stamp), sent
+
+    def _snapshot(self, call: Call, snapshot: Snapshot) -> Answer:
+        state = self._shard.piece(snapshot.piece)
+        if state.waits_for(snapshot.settles):
+            self.pass_on(Settle(snapshot.piece, snapshot.settles, snapshot.scale))
+        state.settle(snapshot.settles, snapshot.scale)
+        names, buffers = encode_state(state.optimizer.dump())
+        return Snapped(state.version, names), [state.values, *buffers]
+
+    def _settle(self, call: Call, settle: Settle) -> Answer:
+        if settle.piece < 0:
+            self._shard.settle_extras(settle.settles)
+        elif settle.seen_by:
+            self._shard.piece(settle.piece).pull(settle.seen_by, settle.settles, settle.scale)
+        else:
+            self._shard.piece(settle.piece).settle(settle.settles, settle.scale)
+        return Done(), ()
+
+    def _fence(self, call: Call, fence: Fence) -> Answer:
+        self.pass_on(fence)
+        self.fence(fence.worker, fence.incarnation)
+        self._shard.forget(fence.worker)
+        for key in [key for key in self._trackers if key[0] == fence.worker]:
+            del self._trackers[key]
+        return Done(), ()
+
+    def _push_extras(self, call: Call, pushed: PushExtras) -> Answer:
+        worker = pushed.worker or call.caller
+        self.pass_on(msgspec.structs.replace(pushed, worker=worker), call.buffers)
+        buffers = {name: buffer.torch() for name, buffer in zip(pushed.names, call.buffers, strict=True)}
+        if self._is_fixed:
+            self._shard.agree_on_extras(pushed.step, pushed.share, pushed.num_shares, buffers)
+        else:
+            self._shard.keep_extras(worker, pushed.unit, buffers)
+        return Done(), ()
+
+    def _extras(self, call: Call, asked: PullExtras | SnapshotExtras) -> Answer:
+        if self._shard.waits_for_extras(asked.settles):
+            self.pass_on(Settle(-1, asked.settles))
+            self._shard.settle_extras(asked.settles)
+        extras = self._shard.extras()
+        return Extras(tuple(extras), tuple(self._shard.ages)), list(extras.values())
+
+    def _load_extras(self, call: Call, load: LoadExtras) -> Answer:
+        self._shard.restore_extras(decode_state(load.names, [buffer.torch() for buffer in call.buffers]))
+        return Done(), ()
