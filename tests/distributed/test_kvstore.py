@@ -70,6 +70,29 @@ def test_an_optimizer_on_the_servers_equals_one_at_home(store: cordee.KVStore, n
     assert torch.equal(pulled.value, home.detach()) and pulled.version == 3
 
 
+@pytest.mark.parametrize("compression", ["fp16", "int8", "topk"])
+def test_compressed_pushes(store: cordee.KVStore, name: str, compression: str) -> None:
+    """What a push lacks comes with the next ones: the sum is right but for what is left of the last."""
+    store.init([name, f"{name} counter"], [np.zeros(700_000, np.float32), np.zeros(1, np.int64)])  # cut over both
+    store.set_compression(compression, keys=name)  # type: ignore[arg-type]
+    meant = np.zeros(700_000)
+    for seed in range(5):
+        values = np.random.default_rng(seed).normal(size=700_000).astype(np.float32)
+        meant += values
+        pulled = store.push_pull(name, values)
+        store.push(f"{name} counter", np.ones(1, np.int64))
+    left = np.concatenate([np.asarray(one.left) for one in store._entries[name].feedback])
+    assert pulled.version == 5 and np.allclose(pulled.value + left, meant, atol=1e-4)
+    assert store.pull(f"{name} counter").value.tolist() == [5]
+    store.set_compression(compression)  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match="counter' is int64: set_compression"):
+        store.push(f"{name} counter", np.ones(1, np.int64))
+    with pytest.raises(StoreError, match="compression = 'int4' is not known; did you mean 'int8'"):
+        store.set_compression("int4")  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match="topk = 2 must be above 0 and at most 1"):
+        store.set_compression("topk", topk=2)
+
+
 def test_rows_functions_and_versions(store: cordee.KVStore, name: str) -> None:
     table = torch.zeros(1000, 500)  # cut over the two servers
     store.init(name, table)

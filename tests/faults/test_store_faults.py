@@ -303,3 +303,26 @@ def test_a_frozen_server_has_its_second_take_over_and_does_not_answer_when_it_wa
         psutil.Process(first).wait(20)  # it ends: it was given up
         value, version = store.pull("w")
         assert version == 2 and np.unique(value).tolist() == [2]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("attack", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_store_without_its_directory_says_so_and_ends(attack: signal.Signals) -> None:
+    """The directory is not replicated. Servers answer until another could have taken their place, then nobody does."""
+    with cordee.KVStore.local(1, replicas=2, failure_timeout="3s") as store:
+        assert store._servers is not None
+        directory, *servers = store._servers.pids
+        store.init("w", np.zeros(1000, np.float32))
+        assert store.push("w", np.ones(1000, np.float32)) == 1
+        os.kill(directory, attack)
+        began_s = time.monotonic()
+        with pytest.raises(CommunicationError, match="directory of the store is gone"):
+            store.barrier(timeout_s=60)
+        with pytest.raises(CommunicationError, match="is gone, and without it no server answers"):
+            while time.monotonic() - began_s < 60:
+                store.push("w", np.ones(1000, np.float32))
+                time.sleep(0.02)
+        assert time.monotonic() - began_s < 20
+        _, alive = psutil.wait_procs([psutil.Process(pid) for pid in servers if psutil.pid_exists(pid)], timeout=20)
+        assert not alive
+        os.kill(directory, signal.SIGKILL)

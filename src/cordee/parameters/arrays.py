@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cordee.communication.wire import ARRAY_KINDS, WireError, outgoing
+from cordee.communication.wire import ARRAY_KINDS, MAX_DIMENSIONS, WireError, outgoing
 from cordee.core.errors import StoreError
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ TORCH = Origin("torch", _to_torch)
 
 def take(value: Any) -> Taken:
     """Describe the caller's array. Raises StoreError for what is none, or of a type that cannot travel."""
+    if type(value) is np.ndarray and value.flags.c_contiguous and value.size and 0 < value.ndim <= MAX_DIMENSIONS:
+        kind = ARRAY_KINDS.get(value.dtype)
+        if kind is not None:  # nothing has to be described: at 1 KB that is a tenth of a push
+            return Taken(value.data.cast("B"), kind, value.shape, NUMPY)
     plain, origin = (value, NUMPY) if type(value) is np.ndarray else _plain(value)
     try:
         specs, views, _, _ = outgoing((plain,))

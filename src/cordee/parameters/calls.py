@@ -71,7 +71,7 @@ class ServerCalls:
         Raises CommunicationError if no server answers in time, or what `refusal` makes of it if the server refuses.
         """
         deadline = 0.0
-        kind = type(message).__name__.lower()
+        kind = message.__struct_config__.tag
         while True:
             connection: Connection | None = None
             try:
@@ -242,12 +242,19 @@ class StoreCalls(ServerCalls):
         return as_store_error(error)
 
     def gone(self, server: int, error: CommunicationError) -> CommunicationError:
+        if isinstance(error, DirectoryGoneError):
+            return error
         return CommunicationError(f"{describe_server(server)} of the store is gone: {error}")
 
     def _is_final(self, server: int, error: CommunicationError) -> bool:
-        if server == DIRECTORY and isinstance(error, ServerDiedError):
-            return True  # nobody takes its place
+        asked = error.__cause__ if isinstance(error, DirectoryGoneError) else error if server == DIRECTORY else None
+        if isinstance(asked, (ServerDiedError, ServerFrozenError)):
+            return True  # nobody takes the place of the directory
         return super()._is_final(server, error)
+
+
+class DirectoryGoneError(CommunicationError):
+    """The directory of a store could not be asked which process serves."""
 
 
 class Task(NamedTuple):

@@ -114,17 +114,18 @@ class Feedback:
     """The sender's side of gradients: what was left out of one is added to the next."""
 
     def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-        self._left: Tensor | None = None
+        self.codec = codec  # may be replaced: what was left out so far is added all the same
+        self.left: Tensor | None = None
 
     def compress(self, gradient: Tensor) -> list[Tensor]:
-        if type(self._codec) is Plain:
+        """Return what to send. What is not finite is sent, for a server to refuse, and not kept."""
+        if self.left is None and type(self.codec) is Plain:
             return [gradient]
-        wanted = gradient if self._left is None else gradient + self._left
-        sent = self._codec.encode(wanted)
-        left = wanted - self._codec.decode(sent)
-        # What is not finite is sent, for the server to refuse, and not kept.
-        self._left = left if bool(torch.isfinite(left.sum())) else None
+        wanted = gradient if self.left is None else gradient + self.left
+        sent = self.codec.encode(wanted)
+        left = wanted - self.codec.decode(sent)
+        total = left.sum() if left.itemsize > 2 else left.float().sum()  # of 16 bits it may overflow
+        self.left = left if type(self.codec) is not Plain and bool(torch.isfinite(total)) else None
         return sent
 
 
@@ -177,5 +178,5 @@ def _check(is_fine: bool, tensor: Tensor, length: int) -> None:
     if not is_fine:
         raise CommunicationError(
             f"{tensor.numel()} numbers of {tensor.dtype} do not make a vector of {length}: both sides need the same "
-            "model and strategy.compression"
+            "model and compression"
         )

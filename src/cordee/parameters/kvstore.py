@@ -10,17 +10,18 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar, get_args
 
 import msgspec
 
 from cordee.communication.messages import Json
 from cordee.core import env
 from cordee.core.durations import parse_duration
-from cordee.core.errors import JobError, StoreError
+from cordee.core.errors import JobError, StoreError, nearest
 from cordee.core.importing import stop_import
 from cordee.parameters import transfer
 from cordee.parameters.arrays import NUMPY, TORCH, Origin, Taken, Target, make_target, take
+from cordee.parameters.compression import Compression
 from cordee.parameters.local import LocalServers
 from cordee.parameters.membership import Membership
 from cordee.parameters.messages import Create, Done, Locate, Located, Meet, Place, Placed, Ready, SetUpdater
@@ -33,6 +34,7 @@ Key: TypeAlias = str | int
 Keys: TypeAlias = list[Key] | tuple[Key, ...]
 _Result = TypeVar("_Result")
 _BARRIER_S = 600.0
+_TOPK = 0.01  # share of the values that compression "topk" sends
 
 
 class KVStore:
@@ -50,11 +52,13 @@ class KVStore:
         key_file: str | Path | None = None,
         failure_timeout: str | float = "30s",
         shared_memory: bool = True,
+        compression: Compression = "none",
     ) -> None:
         """Join the store at an address, else at that of the environment: `CORDEE_STORE`, or ps-lite's `DMLC_*`.
 
         Waits for the workers and servers that are expected, at most for `failure_timeout`. In a process whose
         `DMLC_ROLE` is scheduler or server, this serves until all workers have left and then ends the process.
+        `compression` is that of `set_compression`, for all keys.
         """
         stop_import("cordee.KVStore")
         timeout_s = _seconds(failure_timeout)
@@ -69,7 +73,8 @@ class KVStore:
             )
         file = Path(key_file).expanduser() if key_file is not None else env.store_key_file()
         text = env.store_key_text() if key_file is None else ""
-        self._open(Membership(address, text, file, timeout_s, shared_memory=shared_memory), None)
+        _check_compression(compression, _TOPK)
+        self._open(Membership(address, text, file, timeout_s, shared_memory=shared_memory), None, compression)
 
     @classmethod
     def local(
@@ -80,6 +85,7 @@ class KVStore:
         updaters: Sequence[str] = (),
         failure_timeout: str | float = "30s",
         shared_memory: bool = True,
+        compression: Compression = "none",
     ) -> KVStore:
         """Start servers on this host, which end with this process or `close`, and return a client of them.
 
@@ -88,20 +94,25 @@ class KVStore:
         """
         stop_import("cordee.KVStore.local")
         timeout_s = _seconds(failure_timeout)
+        _check_compression(compression, _TOPK)
         servers = LocalServers(num_servers, list(updaters), timeout_s, replicas)
         store = cls.__new__(cls)
         try:
             membership = Membership(
                 servers.address, servers.key.to_text(), None, timeout_s, shared_memory=shared_memory
             )
-            store._open(membership, servers)
+            store._open(membership, servers, compression)
         except BaseException:
             servers.close()
             raise
         return store
 
-    def _open(self, membership: Membership, servers: LocalServers | None) -> None:
+    def _open(self, membership: Membership, servers: LocalServers | None, compression: Compression) -> None:
         self._membership, self._servers = membership, servers
+        # By key; None: of those without their own. Empty while nothing is compressed.
+        self._compression: dict[str | None, tuple[Compression, float]] = {}
+        if compression != "none":
+            self._compression[None] = compression, _TOPK
         self._calls = membership.calls
         self._entries: dict[Key, Entry] = {}
         self._origins: dict[str, Origin] = {}
@@ -262,6 +273,18 @@ class KVStore:
         for server, numbers in at.items():
             self._calls.call(server, SetUpdater(name, settings, tuple(numbers)))
 
+    def set_compression(self, compression: Compression, *, topk: float = _TOPK, keys: Key | Keys | None = None) -> None:
+        """Choose how this client's pushes travel: "none", "fp16", "int8", or "topk", the share `topk` of the values.
+
+        For these keys, or for all that have no choice of their own. What a push leaves out is added to the next one of
+        the key. Pulls and rows travel as they are.
+        """
+        self._check_open()
+        _check_compression(compression, topk)
+        self._queue.settle()
+        chosen = keys if isinstance(keys, (list, tuple)) else [keys]
+        self._compression |= {None if key is None else _name(key): (compression, topk) for key in chosen}
+
     def wait(self, handle: Handle, timeout_s: float | None = None) -> Any:
         """Wait for an operation, and return what it does."""
         return handle.wait(timeout_s)
@@ -301,8 +324,7 @@ class KVStore:
         taken = take(value)
         _check_fits(entry, taken.kind, taken.shape)
         self._origins[entry.key] = taken.origin
-        with entry.lock:
-            return transfer.push(self._calls, entry, taken.view, next(self._sequence))
+        return self._send(entry, taken, None)
 
     def _pull(self, entry: Entry, out: Any, min_version: int | None, timeout_s: float | None) -> Pulled:
         target = self._target(entry, out)
@@ -317,9 +339,14 @@ class KVStore:
         _check_fits(entry, taken.kind, taken.shape)
         self._origins[entry.key] = taken.origin
         target = make_target(entry.kind, entry.shape, taken.origin, out)
+        return Pulled(target.finish(), self._send(entry, taken, target.view))
+
+    def _send(self, entry: Entry, taken: Taken, target: memoryview | None) -> int:
         with entry.lock:
-            version = transfer.push_pull(self._calls, entry, taken.view, target.view, next(self._sequence))
-        return Pulled(target.finish(), version)
+            if self._compression:
+                default = self._compression.get(None, ("none", _TOPK))
+                entry.compress(*self._compression.get(entry.key, default))
+            return transfer.push(self._calls, entry, taken.view, next(self._sequence), target)
 
     def _target(self, entry: Entry, out: Any) -> Target:
         return make_target(entry.kind, entry.shape, self._origins.get(entry.key) or _default(entry.kind), out)
@@ -413,6 +440,17 @@ def _check_updater(name: str, settings: dict[str, Json]) -> None:
                 f"set_updater: {setting} = {value!r} cannot be sent to the servers: "
                 "settings are numbers, texts, and lists of them"
             ) from None
+
+
+def _check_compression(compression: str, topk: float) -> None:
+    known = get_args(Compression)
+    if compression not in known:
+        guess = nearest(str(compression), known)
+        raise StoreError(f"compression = {compression!r} is not known{guess} (known: {', '.join(known)})")
+    if not (isinstance(topk, (int, float)) and 0 < topk <= 1):
+        raise StoreError(f"topk = {topk!r} must be above 0 and at most 1: the share of the values that is sent")
+    if compression != "topk" and topk != _TOPK:
+        raise StoreError(f"topk = {topk} is for compression 'topk', and compression is '{compression}'")
 
 
 def _check_fits(entry: Entry, kind: str, shape: tuple[int, ...]) -> None:

@@ -18,7 +18,7 @@ from cordee.communication.endpoint import Speaker
 from cordee.communication.sockets import check_address
 from cordee.communication.this_host import host_id
 from cordee.core.errors import CommunicationError, CordeeError, StoreError
-from cordee.parameters.calls import DIRECTORY, StoreCalls, as_store_error
+from cordee.parameters.calls import DIRECTORY, DirectoryGoneError, StoreCalls, as_store_error
 from cordee.parameters.keys import StoreKey, find_key
 from cordee.parameters.messages import LIMITS, STORE, Alive, Bye, Enlisted, JoinRequest, Role, Standing
 
@@ -204,7 +204,12 @@ class Membership:
     def _connect_serving(self, server: int) -> Connection:
         """Connect to the process that is a server now. Raises CommunicationError while there is none."""
         if server != DIRECTORY:
-            self._addresses = self._link.enlist("worker", until_complete=False).addresses
+            try:
+                self._addresses = self._link.enlist("worker", until_complete=False).addresses
+            except CommunicationError as error:
+                raise DirectoryGoneError(
+                    f"the directory of the store is gone, and without it no server answers: {error}"
+                ) from error
             if not self._addresses:
                 raise CommunicationError(f"no process is server {server} at the moment")
         # The directory may not know yet that the process has died: not long for one attempt.

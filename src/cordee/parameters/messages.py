@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from cordee.communication.messages import Count, Json, Message, Name, Text
 from cordee.communication.wire import MAX_DIMENSIONS, Kind, Limits
+from cordee.parameters.compression import Compression
 
 Shape: TypeAlias = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**48)], ...], Meta(max_length=MAX_DIMENSIONS)]
 Number: TypeAlias = Annotated[int, Meta(ge=-1, le=2**62)]
@@ -159,12 +160,20 @@ class Fill(ServerMessage, frozen=True):
     start: Count
 
 
+class Encoding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The buffers of a message are what a codec makes of so many elements."""
+
+    compression: Compression
+    length: Count
+
+
 class Push(ServerMessage, frozen=True):
     """Elements from `start` of the part, for its updater. Answered by `Done`."""
 
     number: Count
     sequence: Count  # one for each push of a client; the pieces of a push share it
     start: Count
+    encoding: Encoding | None = None  # None: the one buffer has the elements
     client: Client = ""
     incarnation: Count = 0
 
@@ -175,6 +184,7 @@ class Exchange(ServerMessage, frozen=True):
     number: Count
     sequence: Count
     start: Count
+    encoding: Encoding | None = None
     memory: Number = -1  # as in `Pull`
 
 

@@ -61,7 +61,7 @@ class ReplicatedService(abc.ABC):
     def handle(self, call: Call) -> None:
         if self._has_retired:
             raise UnavailableError(f"{self.name} has handed over")
-        kind = type(call.message).__name__.lower()
+        kind = call.message.__struct_config__.tag
         reach(f"server.received.{kind}", UnavailableError)
         answer = self.carry_out(call)
         reach(f"server.answering.{kind}", UnavailableError)

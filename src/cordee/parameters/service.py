@@ -103,7 +103,8 @@ class StoreService(ReplicatedService):
             self._check_place(call.caller, self.may_serve)
         if call.caller in self.lost and type(call.message) is not Bye:
             return Refused("failed", "this worker was given up: it was silent for longer than the failure timeout"), ()
-        return super().carry_out(call)
+        handler = self.handlers.get(type(call.message))
+        return super().carry_out(call) if handler is None else handler(call, call.message)
 
     def _check_place(self, caller: str, may_serve: Callable[[], bool]) -> None:
         """Raise UnavailableError if another may serve, or for the server that this one has taken the place of."""
@@ -151,22 +152,26 @@ class StoreService(ReplicatedService):
     def _exchange(self, call: Call, push: Exchange) -> Answer:
         part = self._apply(call, push, call.caller, call.incarnation)
         if self._shard().is_whole(part, call.caller, push.sequence):
-            count = call.buffers[0].spec.shape[0]
+            count = push.encoding.length if push.encoding is not None else call.buffers[0].spec.shape[0]
             return _value(part, push.start, push.start + count, push.memory)
         return Value(part.version), ()
 
     def _apply(self, call: Call, push: Push | Exchange, client: str, incarnation: int) -> Part:
-        (pushed,) = call.buffers
         shard, number = self._shard(), push.number
+        if push.encoding is None:
+            (pushed,) = call.buffers
+            values = pushed.torch()
+        else:
+            values = shard.decode(number, push.start, push.encoding, [buffer.torch() for buffer in call.buffers])
         if self._second is None:
-            part = shard.push(number, client, incarnation, push.sequence, push.start, pushed.torch())
+            part = shard.push(number, client, incarnation, push.sequence, push.start, values)
         else:
 
             def act() -> Done:
-                own = shard.push(number, client, incarnation, push.sequence, push.start, pushed.torch())
+                own = shard.push(number, client, incarnation, push.sequence, push.start, values)
                 return Done(own.version)
 
-            relayed = Push(number, push.sequence, push.start, client, incarnation)
+            relayed = Push(number, push.sequence, push.start, push.encoding, client, incarnation)
             self.mirrored(relayed, call.buffers, act)
             part = shard.part(number)
         if self._pulls:

@@ -13,6 +13,8 @@ from torch import Tensor
 from cordee.checkpoint import State
 from cordee.communication.messages import Json
 from cordee.core.errors import CommunicationError, StoreError
+from cordee.parameters.compression import make_codec
+from cordee.parameters.messages import Encoding
 from cordee.parameters.push_log import PushLog
 from cordee.parameters.shared_values import SMALLEST_BYTES, SharedValues, StoredValues
 from cordee.parameters.updaters import Add, UpdateFunction, Updater, make_updater
@@ -99,6 +101,17 @@ class Shard:
         _check_piece(part, start, values)
         with part.changing(start, start + values.numel()):
             part.flat[start : start + values.numel()].copy_(values)
+
+    def decode(self, number: int, start: int, encoding: Encoding, received: Sequence[Tensor]) -> Tensor:
+        """Return the elements of a compressed piece of a push. Raises StoreError where they cannot be taken."""
+        part = self.part(number)
+        part.check_range(start, start + encoding.length)
+        if not (part.updater or self._updater).adds_up:
+            raise StoreError(
+                f"updater 'assign' keeps the last push to key '{part.key}', so that what compression leaves out of it "
+                f"is lost: set_compression('none', keys='{part.key}')"
+            )
+        return make_codec(encoding.compression, 1.0, encoding.length, part.flat.dtype).decode(received)
 
     def push(self, number: int, client: str, incarnation: int, sequence: int, start: int, pushed: Tensor) -> Part:
         """Take in a piece of a push; it counts once however often it comes. Return the part."""

@@ -13,17 +13,21 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 
 from cordee.communication.messages import Message
-from cordee.communication.wire import ITEM_BYTES, Buffer, BufferSpec, Parcel, padded
+from cordee.communication.wire import ITEM_BYTES, Buffer, BufferSpec, Parcel, outgoing, padded
 from cordee.core.errors import CommunicationError, StoreError
 from cordee.parameters.arrays import Origin, Taken, make_target, take
 from cordee.parameters.calls import PIECE_BYTES, MappedValues, StoreCalls, Task
-from cordee.parameters.messages import Cut, Done, Exchange, Fill, Pull, PullRows, Push, PushRows, Value
+from cordee.parameters.compression import Compression, Feedback, make_codec
+from cordee.parameters.messages import Cut, Done, Encoding, Exchange, Fill, Pull, PullRows, Push, PushRows, Value
 from cordee.parameters.placement import is_cut_at_rows
-from cordee.parameters.shared_values import ValuesView
+from cordee.parameters.shared_values import SMALLEST_BYTES, ValuesView
 
 _SMALL_BYTES = 64 << 10
+_WIDE = ("float32", "float64")
+_COMPRESSIBLE = {"fp16": _WIDE, "int8": ("float16", "bfloat16", *_WIDE), "topk": ("float16", "bfloat16", *_WIDE)}
 
 
 class Pulled(NamedTuple):
@@ -55,7 +59,10 @@ class Entry:
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...]
     piece_bytes: int = PIECE_BYTES
-    memories: list[MappedValues] | None = None  # of the parts; None: there was no transfer yet
+    memories: list[MappedValues | None] | None = None  # of the parts, of large ones; None: there was no transfer yet
+    compression: Compression = "none"  # of pushes
+    _chosen: tuple[Compression, float] = ("none", 0.0)
+    feedback: list[Feedback] = field(default_factory=list)  # of the pieces, once pushes are compressed
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while a push is under way: keeps their order
 
     def __post_init__(self) -> None:
@@ -72,6 +79,50 @@ class Entry:
                 empty = describe((self.kind, (stop - start,)))
                 self.pieces.append(Piece(index, cut.server, start, stop, first, first + size, empty))
 
+    def map_parts(self, calls: StoreCalls) -> list[MappedValues | None]:
+        sizes = [(cut.stop - cut.start) * ITEM_BYTES[self.kind] for cut in self.cuts]
+        return [
+            MappedValues(calls, cut.server, size) if size >= SMALLEST_BYTES else None
+            for cut, size in zip(self.cuts, sizes, strict=True)
+        ]
+
+    def compress(self, compression: Compression, topk: float) -> None:
+        """Have pushes travel like this from now on. Raises StoreError where that makes no sense."""
+        is_plain = compression == "none" and not self.feedback
+        if is_plain or not self.num_bytes or (compression, topk) == self._chosen:
+            return
+        if compression != "none" and self.kind not in _COMPRESSIBLE[compression]:
+            raise StoreError(
+                f"compression '{compression}' is for {', '.join(_COMPRESSIBLE[compression])}, and key '{self.key}' is "
+                f"{self.kind}: set_compression('none', keys='{self.key}')"
+            )
+        self.compression, self._chosen = compression, (compression, topk)
+        dtype = getattr(torch, self.kind)
+        codecs = [make_codec(compression, topk, piece.stop - piece.start, dtype) for piece in self.pieces]
+        if not self.feedback:
+            self.feedback = [Feedback(codec) for codec in codecs]
+        for feedback, codec in zip(self.feedback, codecs, strict=True):
+            feedback.codec = codec
+
+    def encoding(self, piece: Piece) -> Encoding | None:
+        return None if self.compression == "none" else Encoding(self.compression, piece.stop - piece.start)
+
+    def parcels(self, view: memoryview) -> list[Parcel]:
+        """Return what travels of a push, piece by piece. What is compressed counts as sent."""
+        if not self.feedback:
+            return [_parcel(piece, view) for piece in self.pieces]
+        parcels = []
+        for piece, feedback in zip(self.pieces, self.feedback, strict=True):
+            raw = np.frombuffer(view, np.uint8)[piece.first : piece.last].copy()
+            sent = feedback.compress(torch.from_numpy(raw).view(getattr(torch, self.kind)))
+            if self.compression != "none" and not all(bool(torch.isfinite(one).all()) for one in sent):
+                raise StoreError(
+                    f"key '{self.key}': this value has numbers that are not finite, or too large for compression "
+                    f"'{self.compression}'"
+                )
+            parcels.append(outgoing(sent))
+        return parcels
+
 
 def describe(*buffers: tuple[str, tuple[int, ...]]) -> Parcel:
     """Return a parcel of buffers of these kinds and shapes, without their bytes."""
@@ -79,96 +130,76 @@ def describe(*buffers: tuple[str, tuple[int, ...]]) -> Parcel:
     return Parcel(specs, [], msgspec.msgpack.encode(specs), sum(padded(spec.num_bytes) for spec in specs))
 
 
-class Versions:
-    """Gathers the versions that the pieces of one transfer report."""
-
-    def __init__(self, num_parts: int) -> None:
-        self._highest, self._lowest = [0] * num_parts, [-1] * num_parts
-
-    def note(self, part: int, version: int) -> None:
-        self._highest[part] = max(self._highest[part], version)
-        if self._lowest[part] < 0 or version < self._lowest[part]:
-            self._lowest[part] = version
-
-    @property
-    def after_push(self) -> int:
-        """The version of the part that is furthest behind, of each the latest report: it is of the whole push."""
-        return min(self._highest)
-
-    @property
-    def of_pull(self) -> int:
-        return min(self._lowest)
-
-
 def fill(calls: StoreCalls, entry: Entry, view: memoryview) -> None:
     """Bring the first value of a key to its servers, where room has been made."""
-    _run(calls, entry, lambda piece, _: Fill(entry.number, piece.start), Versions(len(entry.cuts)), view=view)
+    parcels = [_parcel(piece, view) for piece in entry.pieces]
+    _run(calls, entry, lambda piece, _: Fill(entry.number, piece.start), parcels=parcels)
 
 
-def push(calls: StoreCalls, entry: Entry, view: memoryview, sequence: int) -> int:
-    """Push a whole array; return the version that has it."""
-    versions = Versions(len(entry.cuts))
-    _run(calls, entry, lambda piece, _: Push(entry.number, sequence, piece.start), versions, view=view)
-    return versions.after_push
+def push(calls: StoreCalls, entry: Entry, view: memoryview, sequence: int, target: memoryview | None = None) -> int:
+    """Push a whole array; return the version that has it. Into `target`, if given, goes the value that has the push.
+
+    Where it is refused it has not counted, and neither has what compression would have left out of it.
+    """
+
+    def ask(piece: Piece, memory: int) -> Message:
+        if target is None:
+            return Push(entry.number, sequence, piece.start, entry.encoding(piece))
+        return Exchange(entry.number, sequence, piece.start, entry.encoding(piece), memory)
+
+    left = [feedback.left for feedback in entry.feedback]
+    try:
+        late, versions = _run(calls, entry, ask, parcels=entry.parcels(view), target=target)
+    except StoreError:
+        for feedback, before in zip(entry.feedback, left, strict=True):
+            feedback.left = before
+        raise
+    if late:
+        _run(calls, entry, lambda at, _: Pull(entry.number, at.start, at.stop), target=target, pieces=late)
+    return min(map(max, versions))  # the latest report of a part is of the whole push
 
 
 def pull(calls: StoreCalls, entry: Entry, target: memoryview, min_version: int, timeout_s: float) -> int:
     """Pull a whole array; return its version."""
-    versions = Versions(len(entry.cuts))
 
     def ask(piece: Piece, memory: int) -> Message:
         return Pull(entry.number, piece.start, piece.stop, min_version, timeout_s, memory)
 
-    late = _run(calls, entry, ask, versions, target=target)
+    late, versions = _run(calls, entry, ask, target=target)
     if late:
-        _run(calls, entry, ask, versions, target=target, pieces=late)
-    return versions.of_pull
-
-
-def push_pull(calls: StoreCalls, entry: Entry, view: memoryview, target: memoryview, sequence: int) -> int:
-    """Push a whole array and pull the value that has it; return the version."""
-    versions = Versions(len(entry.cuts))
-
-    def ask(piece: Piece, memory: int) -> Message:
-        return Exchange(entry.number, sequence, piece.start, memory)
-
-    late = _run(calls, entry, ask, versions, view=view, target=target)
-    if late:
-        others = Versions(len(entry.cuts))
-        _run(calls, entry, lambda at, _: Pull(entry.number, at.start, at.stop), others, target=target, pieces=late)
-    return versions.after_push
+        versions += [found for found in _run(calls, entry, ask, target=target, pieces=late)[1] if found]
+    return min(map(min, versions))
 
 
 def _run(
     calls: StoreCalls,
     entry: Entry,
     ask: Callable[[Piece, int], Message],
-    versions: Versions,
     *,
-    view: memoryview | None = None,
+    parcels: Sequence[Parcel] = (),
     target: memoryview | None = None,
     pieces: Sequence[Piece] = (),
-) -> list[Piece]:
-    """Call for each piece, with its bytes of `view`, and write what is answered into `target`.
+) -> tuple[list[Piece], list[list[int]]]:
+    """Call for each piece, with its parcel, and write what is answered into `target`.
 
     Where the server is on this host it may say where to read the values instead; for some `pieces` only, all values are
-    sent. Returns the pieces without values: they have changed since the answer, or their push is not whole yet.
+    sent. Returns the pieces without values, which have changed since the answer, or whose push is not whole yet, and
+    the versions of each part that were reported.
     """
     if entry.memories is None:
-        item = ITEM_BYTES[entry.kind]
-        entry.memories = [MappedValues(calls, cut.server, (cut.stop - cut.start) * item) for cut in entry.cuts]
+        entry.memories = entry.map_parts(calls)
     late: list[Piece] = []
+    versions: list[list[int]] = [[] for _ in entry.cuts]
     tasks = []
-    for piece in pieces or entry.pieces:
-        mapped = entry.memories[piece.part]
-        memory = mapped.view if target is not None and not pieces else None
-        message = ask(piece, -1 if target is None or pieces else mapped.number(memory))
-        parcel = () if view is None else _parcel(piece, view)
-        room = 0 if target is None or memory is not None else piece.empty.extent
-        receive = _receiver(entry, piece, target, versions, late, memory)
-        tasks.append(Task(piece.server, message, parcel, receive, room))
+    for at, piece in enumerate(pieces or entry.pieces):
+        mapped = entry.memories[piece.part] if target is not None and not pieces else None
+        view = None if mapped is None else mapped.view
+        message = ask(piece, -1 if mapped is None else mapped.number(view))
+        room = 0 if target is None or view is not None else piece.empty.extent
+        receive = _receiver(entry, piece, target, versions[piece.part], late, mapped, view)
+        tasks.append(Task(piece.server, message, parcels[at] if parcels else (), receive, room))
     calls.run(tasks)
-    return late
+    return late, versions
 
 
 def _parcel(piece: Piece, view: memoryview) -> Parcel:
@@ -180,24 +211,25 @@ def _receiver(
     entry: Entry,
     piece: Piece,
     target: memoryview | None,
-    versions: Versions,
+    versions: list[int],
     late: list[Piece],
-    memory: ValuesView | None,
+    mapped: MappedValues | None,
+    view: ValuesView | None,
 ) -> Callable[[Message, tuple[Buffer, ...]], None]:
     def receive(message: Message, buffers: tuple[Buffer, ...]) -> None:
         assert isinstance(message, (Done, Value))
-        versions.note(piece.part, message.version)
-        if target is None:
+        versions.append(message.version)
+        if target is None or isinstance(message, Done):
             return
-        assert isinstance(message, Value) and entry.memories is not None
-        if memory is not None and message.stamp >= 0:
+        if view is not None and message.stamp >= 0:
             first = piece.start * ITEM_BYTES[entry.kind]
-            if memory.read(first, target[piece.first : piece.last], message.stamp):
+            if view.read(first, target[piece.first : piece.last], message.stamp):
                 return
         if not buffers:
             late.append(piece)
             return
-        entry.memories[piece.part].map(message.memory)
+        if mapped is not None:
+            mapped.map(message.memory)
         data = buffers[0].data
         if data.nbytes != piece.last - piece.first:
             raise CommunicationError(
@@ -246,13 +278,13 @@ def pull_rows(calls: StoreCalls, entry: Entry, rows: Any, origin: Origin) -> Pul
     row_bytes = _row_bytes(entry)
     target = make_target(entry.kind, (len(numbers), *entry.shape[1:]), origin, None)
     result = np.frombuffer(target.view, np.uint8).reshape(len(numbers), row_bytes)
-    versions = Versions(1)
+    versions: list[int] = []
     for cut, first, mask in _by_server(entry, numbers):
         mine = np.ascontiguousarray(numbers[mask] - first)
 
         def receive(message: Message, buffers: tuple[Buffer, ...], mask: Any = mask) -> None:
             assert isinstance(message, Value)
-            versions.note(0, message.version)
+            versions.append(message.version)
             result[mask] = np.frombuffer(buffers[0].data, np.uint8).reshape(-1, row_bytes)
 
         parcel = describe(("int64", (len(mine),)))._replace(views=[_bytes_of(mine)])
@@ -263,7 +295,7 @@ def pull_rows(calls: StoreCalls, entry: Entry, rows: Any, origin: Origin) -> Pul
             receive=receive,
             reply_bytes=padded(len(mine) * row_bytes),
         )
-    return Pulled(target.finish(), max(versions.of_pull, 0))
+    return Pulled(target.finish(), min(versions, default=0))
 
 
 def _by_server(entry: Entry, numbers: Rows) -> list[tuple[Any, int, Any]]:

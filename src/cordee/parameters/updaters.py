@@ -81,6 +81,9 @@ class Updater(Protocol):
     is_immediate: bool
     """Whether pieces of a push may be applied one by one as they come."""
 
+    adds_up: bool
+    """Whether what one push lacks may come with the next: compressed pushes are taken."""
+
     def check(self, part: Part) -> None:
         """Raise StoreError if this updater cannot work on the part."""
 
@@ -101,6 +104,7 @@ class _Stateless:
     """Keeps nothing of a part, and can work on any."""
 
     is_immediate = True
+    adds_up = True
 
     def check(self, part: Part) -> None:
         pass
@@ -130,6 +134,8 @@ class Add(_Stateless):
 class Assign(_Stateless):
     """The last push is the value."""
 
+    adds_up = False
+
     def apply(self, part: Part, start: int, pushed: Tensor) -> None:
         part.flat[start : start + pushed.numel()].copy_(pushed)
 
@@ -141,6 +147,7 @@ class OptimizerUpdater:
     """Any optimizer of torch: a push is a gradient, and the optimizer's state stays on the server."""
 
     is_immediate = False
+    adds_up = True
 
     def __init__(self, name: str, settings: Mapping[str, Json]) -> None:
         self._name = name
@@ -194,6 +201,7 @@ class FunctionUpdater:
     """A user's function: `update(value, pushed, state, **settings)` changes `value` in place."""
 
     is_immediate = False
+    adds_up = True  # as far as can be told
 
     def __init__(self, name: str, function: UpdateFunction, settings: Mapping[str, Json]) -> None:
         self._name = name
