@@ -30,6 +30,9 @@ class RunDirectory:
     def __init__(self, path: Path, lock: DirectoryLock) -> None:
         self.path = path
         self._lock = lock
+        self.job_file, self.events_file, self.summary_file = path / JOB_FILE, path / EVENTS_FILE, path / SUMMARY_FILE
+        self.checkpoints, self.logs, self.tensorboard = path / CHECKPOINTS, path / "logs", path / "tensorboard"
+        self.launcher_log = self.logs / "launcher.log"
 
     @classmethod
     def create(cls, path: str | Path, job_toml: str, *, is_new: bool = False) -> RunDirectory:
@@ -100,36 +103,8 @@ class RunDirectory:
             raise
         return directory
 
-    @property
-    def job_file(self) -> Path:
-        return self.path / JOB_FILE
-
-    @property
-    def events_file(self) -> Path:
-        return self.path / EVENTS_FILE
-
-    @property
-    def summary_file(self) -> Path:
-        return self.path / SUMMARY_FILE
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / CHECKPOINTS
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
     def worker_log(self, worker_index: int = 0) -> Path:
         return self.logs / f"worker-{worker_index}.log"
-
-    @property
-    def launcher_log(self) -> Path:
-        return self.logs / "launcher.log"
 
     def write_job(self, job_toml: str) -> None:
         """Replace the recorded job, as a resume with changed settings does. Raises `StorageError`."""

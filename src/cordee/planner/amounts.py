@@ -59,15 +59,17 @@ def _parse(value: str | float, units: Mapping[str, float], key: str) -> float:
 
 def in_bytes(num_bytes: float) -> str:
     """Return "46 MB"."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= 0.9995 * size:
-            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 999.5 * size else f"{num_bytes / size:,.0f} {unit}"
-    return f"{num_bytes:.0f} B"
+    return _in_units(num_bytes, {"GB": 1e9, "MB": 1e6, "kB": 1e3}) or f"{num_bytes:.0f} B"
 
 
 def in_time(seconds: float) -> str:
     """Return "38 ms"."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= 0.9995 * size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 999.5 * size else f"{seconds / size:,.0f} {unit}"
-    return f"{seconds * 1e6:.0f} µs"
+    return _in_units(seconds, {"s": 1.0, "ms": 1e-3}) or f"{seconds * 1e6:.0f} µs"
+
+
+def _in_units(value: float, units: Mapping[str, float]) -> str:
+    """Return three digits and the largest unit that fits; nothing for less than one of the smallest."""
+    for unit, size in units.items():
+        if value >= 0.9995 * size:
+            return f"{value / size:.3g} {unit}" if value < 999.5 * size else f"{value / size:,.0f} {unit}"
+    return ""

@@ -131,13 +131,13 @@ WORTH_SAYING = 0.01  # share of a step
 def predict_mesh(candidate: Candidate, work: Work) -> Prediction:
     """Return what stages, slices and replicas of both take: the slices of a stage are neighbours, then the stages."""
     hardware, mesh = work.hardware, mesh_of(candidate)
-    parts = _split(candidate, work, mesh)
+    parts = split_model(candidate, work, mesh)
     pipeline, optimizer_s = parts.pipeline, parts.optimizer_s / (mesh.pipeline * mesh.tensor)
     per_stage = mesh.num_shares * mesh.tensor
     # Of one pipeline, a slice of a stage on each.
     num_lanes = hardware.num_lanes(candidate.workers) / per_stage if mesh.pipeline > 1 else 1.0
     passes_s = last_pass_s(pipeline, num_lanes)
-    largest = max(sum(block.parameter_bytes for block in blocks) for blocks in parts.blocks(work)) / mesh.tensor
+    largest = parts.largest_bytes(work) / mesh.tensor
     gradient_s = _gradient_s(work, mesh, largest)
     overhead_s = _overhead_s(candidate, work, mesh, pipeline.num_micro, largest)
     step_s = passes_s + parts.other_s + optimizer_s + gradient_s + overhead_s
@@ -171,7 +171,7 @@ def predict_mesh(candidate: Candidate, work: Work) -> Prediction:
     )
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     """A model that is cut into stages and slices."""
 
     bounds: Sequence[tuple[int, int]]  # blocks of each chunk; chunk c is on stage c modulo the stages
@@ -186,12 +186,13 @@ class _Parts(NamedTuple):
         num_stages = self.pipeline.num_workers
         return [self.bounds[stage::num_stages] for stage in range(num_stages)]
 
-    def blocks(self, work: Work) -> list[list[Block]]:
-        """Return the blocks of each stage."""
-        return [
-            [block for start, end in bounds for block in work.profile.blocks[start:end]]
+    def largest_bytes(self, work: Work) -> int:
+        """Return the bytes of parameters of the stage that has most."""
+        blocks = work.profile.blocks
+        return max(
+            sum(block.parameter_bytes for start, end in bounds for block in blocks[start:end])
             for bounds in self.bounds_of_stages
-        ]
+        )
 
     def kept(self) -> list[float]:
         """Return of how many samples each stage keeps the activations at once."""
@@ -203,7 +204,7 @@ class _Parts(NamedTuple):
         ]
 
 
-def _split(candidate: Candidate, work: Work, mesh: Mesh) -> _Parts:
+def split_model(candidate: Candidate, work: Work, mesh: Mesh) -> Parts:
     """Cut the model so that the longest stage is as short as can be."""
     hardware, profile, num_stages = work.hardware, work.profile, mesh.pipeline
     num_micro = int(candidate.settings.get("microbatches", 1)) if num_stages > 1 else 1
@@ -231,7 +232,7 @@ def _split(candidate: Candidate, work: Work, mesh: Mesh) -> _Parts:
             size = profile.blocks[end - 1].output_bytes * samples
             ways = zip(mesh.stage_members(stage), mesh.stage_members((stage + 1) % num_stages), strict=True)
             send_s = max(send_s, *(hardware.send_s(size, source, target) for source, target in ways))
-    return _Parts(
+    return Parts(
         bounds,
         samples,
         Pipeline(forward, backward, send_s, num_micro, schedule, num_stages),
@@ -286,7 +287,7 @@ def _overhead_s(candidate: Candidate, work: Work, mesh: Mesh, num_micro: int, la
     return overhead_s
 
 
-def _traffic(work: Work, mesh: Mesh, parts: _Parts, largest: float) -> float:
+def _traffic(work: Work, mesh: Mesh, parts: Parts, largest: float) -> float:
     """Return the bytes that a worker sends at most: to the next stage, to other replicas, to other slices."""
     blocks, samples = work.profile.blocks, work.batch_size / mesh.num_shares
     traffic = 2 * samples * max((blocks[end - 1].output_bytes for _, end in parts.bounds[:-1]), default=0.0)

@@ -433,9 +433,6 @@ def place(choice: Prediction, devices: Sequence[Device]) -> dict[str, list[str]]
     return processes
 
 
-_MARKS = {"✗": "does not fit into memory, or would refuse the job"}
-
-
 def render_plan(plan: Plan) -> RenderableType:
     """Return the table of predictions, and below it the choice and why."""
     title = f"{plan.job}: {plan.parameters:,} parameters, batches of {plan.batch_size:,}, {plan.where}"
@@ -443,20 +440,16 @@ def render_plan(plan: Plan) -> RenderableType:
     for name in ("", "strategy", "workers", "step", "exchange", "idle", "memory", "sent"):
         table.add_column(name, justify="left" if name in ("", "strategy") else "right", no_wrap=name != "strategy")
     for prediction in plan.predictions:
-        style = "bold green" if prediction is plan.choice else "" if _can_run(plan, prediction) else "bright_black"
+        style = {"→": "bold green", "✗": "bright_black"}.get(_mark(plan, prediction), "")
         table.add_row(*_cells(plan, prediction), style=style)
     lines = [Text(line) for line in plan.explain()]
-    marks = {_mark(plan, prediction) for prediction in plan.predictions}
-    lines += [Text(f"{mark} {meaning}", "bright_black") for mark, meaning in _MARKS.items() if mark in marks]
+    if any(_mark(plan, prediction) == "✗" for prediction in plan.predictions):
+        lines.append(Text("✗ does not fit into memory, or would refuse the job", "bright_black"))
     for host, processes in plan.placement.items():
         lines.append(Text(f"{host}: {', '.join(processes)}", "bright_black"))
     spent = "profile from the cache" if plan.is_cached else f"profiled in {in_time(plan.profile_s)}"
     lines.append(Text(f"{spent}, searched in {in_time(plan.search_s)}", "bright_black"))
     return Group(Text(title, "bold"), table, Text(""), *lines)
-
-
-def _can_run(plan: Plan, prediction: Prediction) -> bool:
-    return _mark(plan, prediction) not in _MARKS
 
 
 def _mark(plan: Plan, prediction: Prediction) -> str:

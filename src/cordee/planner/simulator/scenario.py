@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,23 @@ MOST_STEPS = 20_000_000  # of all workers together: so many are held in 160 MB
 
 ALL_REDUCE = "all_reduce"
 WITH_SERVERS = tuple(strategies_where(lambda entry: entry.cost_model == "servers"))
+
+
+def _seconds(value: str | float, key: str) -> float:
+    seconds = parse_duration(value, key) if isinstance(value, str) else float(value)
+    if not 0 <= seconds < math.inf:
+        raise JobError(f"{key} = {value} must be a length of time, of 0 or more seconds")
+    return seconds
+
+
+class _Amount:
+    """A key of a scenario as a number: of seconds, bytes, or bytes per second."""
+
+    def __init__(self, key: str, parse: Callable[[str | float, str], float]) -> None:
+        self._key, self._parse = key, parse
+
+    def __get__(self, scenario: Scenario, owner: object) -> float:
+        return self._parse(getattr(scenario, self._key), self._key)
 
 
 class Scenario(Section, frozen=True, kw_only=True):
@@ -54,6 +71,17 @@ class Scenario(Section, frozen=True, kw_only=True):
     checkpoint_every: str | float = "10m"
     checkpoint_time: str | float = "5s"  # that training stands still for
     seed: int = 0
+
+    step_s = _Amount("step", _seconds)
+    gradient_bytes = _Amount("gradients", parse_size)
+    bucket_bytes = _Amount("bucket", parse_size)
+    bytes_per_s = _Amount("bandwidth", parse_rate)
+    inside_bytes_per_s = _Amount("inside_bandwidth", parse_rate)
+    latency_s = _Amount("latency", parse_latency)
+    mtbf_s = _Amount("mtbf", _seconds)
+    restart_s = _Amount("restart", _seconds)
+    checkpoint_every_s = _Amount("checkpoint_every", _seconds)
+    checkpoint_time_s = _Amount("checkpoint_time", _seconds)
 
     def __post_init__(self) -> None:
         if not self.workers:
@@ -116,46 +144,6 @@ class Scenario(Section, frozen=True, kw_only=True):
     def has_servers(self) -> bool:
         return self.strategy in WITH_SERVERS
 
-    @property
-    def step_s(self) -> float:
-        return _seconds(self.step, "step")
-
-    @property
-    def gradient_bytes(self) -> float:
-        return parse_size(self.gradients, "gradients")
-
-    @property
-    def bucket_bytes(self) -> float:
-        return parse_size(self.bucket, "bucket")
-
-    @property
-    def bytes_per_s(self) -> float:
-        return parse_rate(self.bandwidth, "bandwidth")
-
-    @property
-    def inside_bytes_per_s(self) -> float:
-        return parse_rate(self.inside_bandwidth, "inside_bandwidth")
-
-    @property
-    def latency_s(self) -> float:
-        return parse_latency(self.latency, "latency")
-
-    @property
-    def mtbf_s(self) -> float:
-        return _seconds(self.mtbf, "mtbf")
-
-    @property
-    def restart_s(self) -> float:
-        return _seconds(self.restart, "restart")
-
-    @property
-    def checkpoint_every_s(self) -> float:
-        return _seconds(self.checkpoint_every, "checkpoint_every")
-
-    @property
-    def checkpoint_time_s(self) -> float:
-        return _seconds(self.checkpoint_time, "checkpoint_time")
-
     def num_servers(self, num_workers: int) -> int:
         return self.servers or max(1, num_workers // 4)
 
@@ -183,13 +171,6 @@ def read_scenario(table: Mapping[str, Any], overrides: Iterable[str] = ()) -> Sc
             raise JobError(f"the scenario has no '{key}': add it, or give it with --set {key}=…")
     scenario: Scenario = read_section("scenario", table, Scenario)
     return scenario
-
-
-def _seconds(value: str | float, key: str) -> float:
-    seconds = parse_duration(value, key) if isinstance(value, str) else float(value)
-    if not 0 <= seconds < math.inf:
-        raise JobError(f"{key} = {value} must be a length of time, of 0 or more seconds")
-    return seconds
 
 
 def _check_order(order: tuple[tuple[float, float], ...]) -> None:

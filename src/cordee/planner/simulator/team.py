@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
+from cordee.planner.cost_model import split_model
 from cordee.planner.hardware import gathering_s, num_sums, sharded_amount, sharded_units, summing_s
 from cordee.planner.measurements import Amount, Timing
-from cordee.planner.pipelines import Pipeline, Task, cut, num_chunks_of, simulate_tasks, tasks_of
+from cordee.planner.pipelines import Task, simulate_tasks, tasks_of
 from cordee.planner.prediction import Candidate, Work, mesh_of
 from cordee.strategies.table import STRATEGIES, CostModel, strategies_on
 
@@ -143,35 +144,19 @@ def _sliced(
 
 def _in_stages(candidate: Candidate, work: Work, drawn: Callable[[float], float]) -> tuple[list[list[Task]], float]:
     """One of the pipelines: those of other copies do the same on cores of their own."""
-    hardware, profile = work.hardware, work.profile
-    mesh = mesh_of(candidate)
-    num_micro = int(candidate.settings.get("microbatches", 1))
-    schedule = str(candidate.settings.get("schedule", "1f1b"))
-    lanes = hardware.num_lanes(candidate.workers)
-    samples = work.batch_size / mesh.num_shares / num_micro
-    timing = hardware.step(profile, samples, 0, lanes)
-    num_chunks = num_chunks_of(schedule, mesh.pipeline)
-    weights = [f + b for f, b in zip(timing.forward_s, timing.backward_s, strict=True)]
-    bounds = cut([weights] * num_chunks, num_chunks)
-    forward = [sum(timing.forward_s[a:b]) for a, b in bounds]
-    backward = [sum(timing.backward_s[a:b]) for a, b in bounds]
-    sizes = [profile.blocks[end - 1].output_bytes * samples for _, end in bounds[:-1]]
-    send_s = max(hardware.send_s(size, 0, 1) for size in sizes)
-    passes = tasks_of(Pipeline(forward, backward, send_s, num_micro, schedule, mesh.pipeline))
-    members = range(mesh.pipeline)
-    last_s = hardware.overhead_s(_along(candidate, "stages"), candidate.workers, Amount(num_micro))
-    last_s += hardware.step(profile, samples * num_micro, 0, candidate.workers).other_s
+    hardware, mesh = work.hardware, mesh_of(candidate)
+    parts = split_model(candidate, work, mesh)
+    members, num_micro = range(mesh.pipeline), parts.pipeline.num_micro
+    last_s = parts.other_s + hardware.overhead_s(_along(candidate, "stages"), candidate.workers, Amount(num_micro))
     if mesh.num_shares > 1:
-        chunk_bytes = [sum(block.parameter_bytes for block in profile.blocks[a:b]) for a, b in bounds]
-        largest = max(sum(chunk_bytes[stage :: mesh.pipeline]) for stage in members)
-        last_s += hardware.copy_s(largest, candidate.workers) + hardware.exchange_s(
-            "all_reduce", largest, range(mesh.num_shares)
-        )
+        largest = parts.largest_bytes(work) / mesh.tensor
+        last_s += hardware.copy_s(largest, candidate.workers)
+        last_s += hardware.exchange_s("all_reduce", largest, range(mesh.num_shares))
     orders = []
-    for worker, tasks in enumerate(passes):
+    for worker, tasks in enumerate(tasks_of(parts.pipeline)):
         order = [task._replace(seconds=drawn(task.seconds)) for task in tasks]
         order.append(Task(("passes", worker), 0.0))
         order.append(_exchange("agree", worker, members, "passes", last_s))
-        order.append(Task(("update", worker), drawn(timing.optimizer_s / mesh.pipeline)))
+        order.append(Task(("update", worker), drawn(parts.optimizer_s / (mesh.pipeline * mesh.tensor))))
         orders.append(order)
-    return orders, lanes / mesh.num_shares
+    return orders, hardware.num_lanes(candidate.workers) / mesh.num_shares
