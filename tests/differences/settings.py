@@ -198,7 +198,6 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "parameter_server.clip_norm": Changes(0.01, weights),
     "parameter_server.replicas": Changes(2, processes),
     "parameter_server.drop_late": Elsewhere("unit/runs/dispatched/test_dispatcher.py"),
-    "parameter_server.lose_messages": Elsewhere("distributed/test_parameter_server.py"),
     # Arguments of the built-in parts.
     "optimizer.lr": Changes(0.01, rates),
     "optimizer.momentum": Changes(0.9, weights),

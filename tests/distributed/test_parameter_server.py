@@ -101,7 +101,9 @@ def test_another_strategy_goes_on_without_the_settings_of_servers(tmp_path: Path
     assert Job.load(run_dir / "job.toml").strategy.settings == {}
 
 
-def test_workers_in_step_equal_single_and_lost_messages_change_nothing(tmp_path: Path) -> None:
+def test_workers_in_step_equal_single_and_lost_messages_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SGD, without dropout, whose random numbers are drawn share by share: within 1e-5 after 20 steps.
 
     The clean and the disturbed run sum in the same order and must agree to the bit.
@@ -115,7 +117,8 @@ def test_workers_in_step_equal_single_and_lost_messages_change_nothing(tmp_path:
     clean = go(tmp_path / "clean", strategy=served(3, servers=2), **sections)
     assert largest_difference(clean, alone) <= 1e-5
     assert clean.summary.staleness == {"0": 3 * NUM_STEPS}
-    disturbed = go(tmp_path / "disturbed", strategy=served(3, servers=2, lose_messages=0.1), **sections)
+    monkeypatch.setenv("CORDEE_LOSE_MESSAGES", "0.1")
+    disturbed = go(tmp_path / "disturbed", strategy=served(3, servers=2), **sections)
     assert disturbed.summary.weights_sha256 == clean.summary.weights_sha256
 
 

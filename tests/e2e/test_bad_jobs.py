@@ -46,6 +46,10 @@ MISTAKES = {
         ["--strategy", "sharded", "--workers", "2", *settings(strategy__microbatches=4)],
         ["strategy.microbatches", "'pipeline'", "'sharded'"],
     ),
+    "faults in the job": (
+        ["--strategy", "parameter_server", "--workers", "2", *settings(strategy__lose_messages=0.1)],
+        ["[strategy] has no key 'lose_messages'"],
+    ),
     "labels out of range": (
         ["--set", 'data={use="parts:labels_out_of_range"}'],
         ["the label at position 4 is 4", "from 0 to 3"],

@@ -22,6 +22,7 @@ from wires import Wires, two_networks
 
 import warm_launch
 from cordee.cluster.control import scale_run
+from cordee.core import fault_points
 from warm_launch import WarmProcess
 
 pytestmark = pytest.mark.timeout(240)
@@ -73,7 +74,7 @@ NUM_TRIALS = int(os.environ.get("CORDEE_FAULT_TRIALS", "1"))
 class Launched:
     """A `cordee train` in a process of its own, and what its events say."""
 
-    def __init__(self, folder: Path, *settings: str, wires: Wires | None = None) -> None:
+    def __init__(self, folder: Path, *settings: str, wires: Wires | None = None, lose_messages: float = 0.0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.run_dir = folder / "run"
         (folder / "job.toml").write_text(JOB)
@@ -82,7 +83,8 @@ class Launched:
         command = ["train", str(folder / "job.toml"), "--run-dir", str(self.run_dir), *options]
         self.process: subprocess.Popen[str] | WarmProcess
         if wires is None:
-            self.process = warm_launch.start(*command, folder=folder)
+            environment = {**os.environ, **fault_points.ask_to_lose(lose_messages)}
+            self.process = warm_launch.start(*command, folder=folder, environment=environment)
         else:
             inside = wires.inside(0, sys.executable, "-m", "cordee", *command)
             self.process = subprocess.Popen(inside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -138,8 +140,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_random_loss_changes_nothing(tmp_path: Path, undisturbed: str, seed: int) -> None:
     """Any process but the launcher, killed or frozen at any step, with messages lost on top in every second trial."""
     draw = random.Random(seed)
-    settings = ["strategy.replicas = 2"] + (["strategy.lose_messages = 0.05"] if seed % 2 else [])
-    launched = Launched(tmp_path, *settings)
+    launched = Launched(tmp_path, "strategy.replicas = 2", lose_messages=0.05 if seed % 2 else 0.0)
     launched.wait_for_step(draw.randint(1, NUM_STEPS // 2))
     role = ["server", "worker", "evaluator"][seed % 3]
     victim = draw.choice(launched.pids(role))

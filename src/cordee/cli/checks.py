@@ -24,6 +24,9 @@ def chaos(
         typer.Option(metavar="POINT[:PROCESS[:VISIT]]", help="A fault at a fault point.", show_default=False),
     ] = None,
     do: Annotated[str, typer.Option(help="What happens there: kill, freeze or error.")] = "kill",
+    lose_messages: Annotated[
+        float, typer.Option(metavar="SHARE", help="Messages to parameter servers that are lost or late.")
+    ] = 0.0,
     points: Annotated[bool, typer.Option("--points", help="List the fault points.")] = False,
     every: Annotated[str, typer.Option(help="Time between two faults.")] = "5s",
     duration: Annotated[str, typer.Option("--for", help="How long faults happen.")] = "1m",
@@ -57,6 +60,8 @@ def chaos(
     if job is None:
         raise JobError("which job? cordee chaos JOB.toml, or cordee chaos --points")
     aimed = aim(at or [], do)
+    if not 0 <= lose_messages < 0.5:
+        raise JobError(f"--lose-messages {lose_messages}: it must be at least 0 and below 0.5")
     loaded = Job.load(job, overrides=overrides or [])
     for_s, calm_s = parse_duration(duration, "--for"), parse_duration(calm, "--calm")
     kinds = (faults if faults is not None else "kill,freeze").split(",")
@@ -65,7 +70,9 @@ def chaos(
         plan = plan_faults(kinds, every_s=parse_duration(every, "--every"), for_s=for_s, seed=seed)
     folder = run_dir or new_run_path(runs_folder(), f"{loaded.name}-chaos")
     command = train_command(job, folder, overrides or [])
-    outcome = run_with_faults(command, folder, plan, for_s=for_s, calm_s=calm_s, aimed=aimed, say=print_text)
+    outcome = run_with_faults(
+        command, folder, plan, for_s=for_s, calm_s=calm_s, aimed=aimed, lose_messages=lose_messages, say=print_text
+    )
     print_text(render_findings(outcome.findings, as_json=False, verdicts=VERDICTS))
     print_text(
         f"{len(outcome.faults)} faults in {outcome.seconds:.0f} s, {outcome.recoveries} recoveries, the slowest in "

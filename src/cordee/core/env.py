@@ -62,6 +62,18 @@ def faults_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(name) if name else None
 
 
+def lost_messages(environ: Mapping[str, str] = os.environ) -> float:
+    """Return the share of messages that a test has lost on purpose, `CORDEE_LOSE_MESSAGES`; 0 outside such tests."""
+    text = environ.get("CORDEE_LOSE_MESSAGES") or "0"
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 0.5:
+        raise JobError(f"the environment says CORDEE_LOSE_MESSAGES={text!r}: it must be a number from 0 to below 0.5")
+    return share
+
+
 def wants_traceback(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether errors should come with their traceback (`CORDEE_TRACEBACK=1`), for reporting bugs."""
     return bool(environ.get("CORDEE_TRACEBACK"))

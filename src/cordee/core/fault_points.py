@@ -7,11 +7,14 @@ visit, so a test can see that its fault happened, and which points a run passes 
 
 Two actions bring a run to where something can happen to it, without a clock: `leave` has a process send itself SIGTERM
 and continue, `hold` has it wait at the point until the test calls `release`.
+
+Messages between workers and parameter servers can also be lost, at random: `CORDEE_LOSE_MESSAGES` is their share.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import time
@@ -220,14 +223,16 @@ class Fault(msgspec.Struct, frozen=True):
 
 _SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "leave": signal.SIGTERM}
 _folder: Path | None = env.faults_folder()
+_lost_share, _draws = 0.0, random.Random(0)
 _process = ""
 
 
 def identify(process: str) -> None:
     """Say which process this is: a role, with its index where there are several."""
     assert is_process(process), f"{process} is not in fault_points.PROCESSES"
-    global _process, _folder
+    global _process, _folder, _lost_share, _draws
     _process, _folder = process, env.faults_folder()  # read again: a fork may have another environment
+    _lost_share, _draws = env.lost_messages(), random.Random(process)
 
 
 def reach(point: str, error: type[Exception] = CommunicationError) -> None:
@@ -245,6 +250,21 @@ def reach(point: str, error: type[Exception] = CommunicationError) -> None:
         _wait_for(_folder / f"released-{number}")
     else:
         os.kill(os.getpid(), _SIGNALS[fault.action])
+
+
+def loses_message() -> bool:
+    """Whether a request that is about to be sent, or an answer that has just come, is to be lost. May delay it."""
+    if not _lost_share:
+        return False
+    draw = _draws.random()
+    if draw < _lost_share / 3:  # overtaken by others
+        time.sleep(draw / _lost_share * 0.03)
+    return draw > 1 - _lost_share * 2 / 3
+
+
+def ask_to_lose(share: float) -> dict[str, str]:
+    """Return the environment in which processes lose this share of their messages, on top of other faults."""
+    return {"CORDEE_LOSE_MESSAGES": str(share)}
 
 
 def release(folder: Path, fault: Fault) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,7 +18,7 @@ from cordee.communication.channel import RefusedError
 from cordee.communication.messages import Message
 from cordee.communication.wire import Buffer, WireError
 from cordee.core.errors import CommunicationError, StoreError
-from cordee.core.fault_points import reach
+from cordee.core.fault_points import loses_message, reach
 from cordee.parameters.messages import Bye, Cut, Memory
 from cordee.parameters.shared_values import BLOCK_BYTES, SMALLEST_BYTES, ValuesView
 
@@ -45,17 +43,12 @@ class ServerCalls:
         patience_s: float,
         *,
         is_replaced: bool = True,
-        lose_messages: float = 0.0,
-        seed: int = 0,
     ) -> None:
         """`is_replaced`: a process that is gone has another in its place after a while; else it is given up at once."""
         self._connections = Connections(connect)
         self._patience_s = patience_s
         self._is_replaced = is_replaced
         self._dead: dict[int, ServerDiedError] = {}  # whose process has ended, and with it what it held
-        self._lose = lose_messages
-        self._random = random.Random(seed)
-        self._lock = threading.Lock()  # of the random numbers
 
     def call(
         self,
@@ -77,12 +70,12 @@ class ServerCalls:
             try:
                 connection = self.connection(server)
                 reach(f"client.call.{kind}")
-                if self._lose and self._is_lost():  # the request
+                if loses_message():  # the request
                     time.sleep(_RETRY_S)
                     continue
                 result = connection.call(message, buffers, receive=receive, reply_bytes=reply_bytes)
                 reach(f"client.answered.{kind}")
-                if self._lose and self._is_lost():  # the reply
+                if loses_message():  # the reply
                     continue
                 return result
             except WireError:  # the message itself: no other attempt would do better
@@ -178,13 +171,6 @@ class ServerCalls:
             if isinstance(error, ServerFrozenError) and not self._is_replaced:
                 raise self.gone(task.server, error) from error
             failed.append(task)
-
-    def _is_lost(self) -> bool:
-        with self._lock:
-            draw = self._random.random()
-        if draw < self._lose / 3:  # overtaken by others
-            time.sleep(draw / self._lose * 0.03)
-        return draw > 1 - self._lose * 2 / 3
 
 
 class MappedValues:

@@ -121,15 +121,20 @@ def run_with_faults(
     for_s: float,
     calm_s: float = 0.0,
     aimed: Sequence[fault_points.Fault] = (),
+    lose_messages: float = 0.0,
     say: Callable[[str], None],
 ) -> Outcome:
     """Start a run and let the faults happen for `for_s` seconds, then end and check it.
 
     Nothing happens to it for half of `calm_s` before, from its first step on, and for the other half after. Those that
-    are `aimed` at fault points happen when a process gets there, from its start on. Raises TrainingError if the run
+    are `aimed` at fault points happen when a process gets there, from its start on. Of the messages between workers and
+    parameter servers, the share `lose_messages` is lost or late all the time. Raises TrainingError if the run
     fails, does not end when it is asked to, or does not pass a point.
     """
-    with tempfile.TemporaryDirectory(prefix="cordee-") as place, _training(command, Path(place), aimed) as process:
+    with (
+        tempfile.TemporaryDirectory(prefix="cordee-") as place,
+        _training(command, Path(place), aimed, lose_messages) as process,
+    ):
         _await_first_step(process, run_dir)
         calm = [(time.time(), time.time() + calm_s / 2)]
         _sleep_until(time.monotonic() + calm_s / 2, process)
@@ -290,9 +295,10 @@ def _check_aimed(place: Path, aimed: Sequence[fault_points.Fault], say: Callable
 
 @contextlib.contextmanager
 def _training(
-    command: Sequence[str], place: Path, aimed: Sequence[fault_points.Fault]
+    command: Sequence[str], place: Path, aimed: Sequence[fault_points.Fault], lose_messages: float
 ) -> Iterator[subprocess.Popen[str]]:
-    environment = env.child_environment(fault_points.ask_for(place, aimed) if aimed else None)
+    asked = fault_points.ask_for(place, aimed) if aimed else {}
+    environment = env.child_environment(asked | fault_points.ask_to_lose(lose_messages))
     with tempfile.TemporaryFile("w+") as stderr:  # a pipe that nobody reads would fill up in a long run
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, text=True, env=environment)
         process.stderr = stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cordee.core import env
+from cordee.core import env, fault_points
 from cordee.core.errors import JobError
 
 SOURCES = Path(__file__).parents[3] / "src" / "cordee"
@@ -33,6 +33,14 @@ def test_runs_folder() -> None:
 def test_tracebacks_are_for_those_who_ask() -> None:
     assert not env.wants_traceback({})
     assert env.wants_traceback({"CORDEE_TRACEBACK": "1"})
+
+
+def test_messages_are_lost_in_tests_only() -> None:
+    assert env.lost_messages({}) == 0.0
+    assert env.lost_messages(fault_points.ask_to_lose(0.25)) == 0.25
+    for text in ("half", "0.5", "-0.1", "nan"):
+        with pytest.raises(JobError, match=f"CORDEE_LOSE_MESSAGES='{text}'"):
+            env.lost_messages({"CORDEE_LOSE_MESSAGES": text})
 
 
 def test_colour() -> None:

@@ -39,6 +39,21 @@ def test_nothing_happens_unasked(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_messages_are_lost_where_a_test_asks_and_the_same_ones_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_points, "_process", "")
+    monkeypatch.setattr(fault_points, "_lost_share", 0.0)
+    monkeypatch.setattr(fault_points, "_draws", None)
+    assert not any(fault_points.loses_message() for _ in range(100))
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr(fault_points.env, "lost_messages", lambda: 0.3)
+    lost = []
+    for _ in range(2):
+        fault_points.identify("worker-1")
+        lost.append([fault_points.loses_message() for _ in range(1000)])
+    assert lost[0] == lost[1]
+    assert 150 < sum(lost[0]) < 250, "two thirds of 30 %, the others are late"
+
+
 def test_the_error_comes_at_the_visit_it_was_asked_for_and_once(folder: Path) -> None:
     ask_for(folder, [Fault("here", "worker-1", "error", visit=2)])
     reach("here")

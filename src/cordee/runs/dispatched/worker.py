@@ -120,13 +120,7 @@ class DispatchedWorker:
         self._gradient = torch.zeros_like(self._flat)
         adopt_flat(self._model, self._layout, self._flat, self._gradient)
         patience_s = 6 * order.failure_timeout_s
-        calls = ServerCalls(
-            link.connect,
-            patience_s,
-            lose_messages=self._settings.lose_messages,
-            seed=derive_seed(parts.job.seed, "wire", order.index),
-        )
-        self._client = ParameterClient(self._layout, self._settings, calls)
+        self._client = ParameterClient(self._layout, self._settings, ServerCalls(link.connect, patience_s))
         self._fixed = fixed_of(parts.job)
         self._clip_norm = self._settings.clip_norm
         # Only its groups and their rates are used: the state is the servers'.

@@ -30,7 +30,6 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
     clip_norm: float = 0.0  # largest norm of a gradient on the servers; 0 leaves it alone
     replicas: Literal[1, 2] = 1  # 2: every server has a second that can take its place at once
     drop_late: float = 0.0  # seconds after which a unit is given to another worker; 0: when its worker is lost
-    lose_messages: float = 0.0  # share of messages dropped, repeated or delayed on purpose, to see that it is harmless
 
     def __post_init__(self) -> None:
         _check(self.servers >= 1, f"strategy.servers = {self.servers} must be at least 1")
@@ -73,7 +72,6 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
         _check(self.weight_decay >= 0, f"strategy.weight_decay = {self.weight_decay} must be at least 0")
         _check(self.clip_norm >= 0, f"strategy.clip_norm = {self.clip_norm} must be at least 0")
         _check(self.drop_late >= 0, f"strategy.drop_late = {self.drop_late} must be at least 0")
-        _check(0 <= self.lose_messages < 0.5, f"strategy.lose_messages = {self.lose_messages} must be below 0.5")
 
     @property
     def is_in_step(self) -> bool:
