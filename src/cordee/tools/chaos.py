@@ -16,9 +16,9 @@ import sys
 import tempfile
 import time
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import psutil
@@ -27,8 +27,8 @@ from cordee.cluster.control import scale_run
 from cordee.cluster.processes import is_alive
 from cordee.core import Job, env, fault_points
 from cordee.core.errors import CordeeError, JobError, TrainingError, nearest
-from cordee.monitoring import read_events
-from cordee.monitoring.run_directory import EVENTS_FILE, JOB_FILE
+from cordee.monitoring import AnyEvent, UnreadableLine, events, follow
+from cordee.monitoring.run_directory import JOB_FILE
 from cordee.tools.audit import audit_run
 from cordee.tools.doctor import Finding
 
@@ -135,7 +135,8 @@ def run_with_faults(
         tempfile.TemporaryDirectory(prefix="cordee-") as place,
         _training(command, Path(place), aimed, lose_messages) as process,
     ):
-        _await_first_step(process, run_dir)
+        seen = Seen(run_dir)
+        _await_first_step(process, seen)
         calm = [(time.time(), time.time() + calm_s / 2)]
         _sleep_until(time.monotonic() + calm_s / 2, process)
         began, started_s = time.time(), time.monotonic()
@@ -144,14 +145,14 @@ def run_with_faults(
             _sleep_until(started_s + fault.at_s, process)
             if process.poll() is not None:
                 break
-            victim = _victim(run_dir, fault)
+            victim = _victim(seen, fault)
             if victim is not None:
                 say(f"{fault.at_s:6.1f} s  {fault.kind} {victim.name} (pid {victim.pid})")
                 FAULTS[fault.kind](victim)
                 happened.append(fault.kind)
-                _await_step(process, run_dir, fault)
+                _await_step(process, seen, fault)
         if aimed and not faults:
-            _await_aimed(process, run_dir, Path(place), aimed, started_s + for_s)
+            _await_aimed(process, seen, Path(place), aimed, started_s + for_s)
         else:
             _sleep_until(started_s + for_s, process)
         ended = time.time()
@@ -159,31 +160,33 @@ def run_with_faults(
         calm.append((ended, time.time()))
         _end(process)
         happened += _check_aimed(Path(place), aimed, say)
-    events = list(read_events(run_dir / EVENTS_FILE))
-    recoveries = [event for event in events if event["type"] == "recovery"]
+    found = seen.look().events
+    recoveries = [event for event in found if isinstance(event, events.Recovery)]
     return Outcome(
         faults=happened,
         seconds=ended - began,
-        samples_per_second=samples_per_second(events, [(began, ended)]),
-        calm_samples_per_second=samples_per_second(events, calm) if calm_s else None,
+        samples_per_second=samples_per_second(found, [(began, ended)]),
+        calm_samples_per_second=samples_per_second(found, calm) if calm_s else None,
         recoveries=len(recoveries),
-        steps_redone=sum(event.get("steps_redone", 0) for event in recoveries),
-        slowest_recovery_s=max((event["seconds"] for event in recoveries), default=0.0),
+        steps_redone=sum(event.steps_redone for event in recoveries),
+        slowest_recovery_s=max((event.seconds for event in recoveries), default=0.0),
         findings=audit_run(run_dir),
     )
 
 
-def samples_per_second(events: Sequence[Mapping[str, Any]], spans: Sequence[tuple[float, float]]) -> float:
+def samples_per_second(found: Sequence[AnyEvent], spans: Sequence[tuple[float, float]]) -> float:
     """Return how many samples were trained on per second in these spans of time, by the steps that were reported.
 
     Between two reports as many are taken to be done in each moment. Steps that were done again count once.
     """
     times: list[float] = []
     samples: list[int] = []
-    for event in events:
-        if event["type"] in ("step", "commit") and (not samples or event["samples"] > samples[-1]):
-            times.append(event["time"])
-            samples.append(event["samples"])
+    for event in found:
+        if not isinstance(event, events.Step | events.Commit) or event.samples is None:
+            continue
+        if not samples or event.samples > samples[-1]:
+            times.append(max([event.time, *times[-1:]]))  # workers have clocks of their own
+            samples.append(event.samples)
     if not times:
         return 0.0
     counted = sum(_interpolate(end, times, samples) - _interpolate(begin, times, samples) for begin, end in spans)
@@ -268,7 +271,7 @@ FAULTS: dict[str, Callable[[Victim], None]] = {
 
 def _await_aimed(
     process: subprocess.Popen[str],
-    run_dir: Path,
+    seen: Seen,
     place: Path,
     aimed: Sequence[fault_points.Fault],
     deadline_s: float,
@@ -276,7 +279,7 @@ def _await_aimed(
     """Wait until all have happened, and a step was taken after the last."""
     while process.poll() is None and time.monotonic() < deadline_s:
         if len(fault_points.happened(place)) == len(aimed):
-            _await_step(process, run_dir, Fault(0.0, f"{aimed[-1].action} at {aimed[-1].point}", 0.0))
+            _await_step(process, seen, Fault(0.0, f"{aimed[-1].action} at {aimed[-1].point}", 0.0))
             return
         time.sleep(0.05)
 
@@ -310,36 +313,50 @@ def _training(
             process.wait()
 
 
-def _pids(run_dir: Path) -> dict[int, int]:
-    """Return the living workers by number, as the events say."""
-    started = [e for e in _events(run_dir) if e["type"] == "worker_started" and e.get("role") == "worker"]
-    pids = {event["worker"]: event["pid"] for event in started}
-    return {worker: pid for worker, pid in pids.items() if is_alive(pid)}
+class Seen:
+    """What the events of a run have said so far. Every look reads only what is new."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._offset = 0
+        self.events: list[AnyEvent] = []
+        self.workers: dict[int, int] = {}  # their processes
+        self.coordinator = 0  # its process
+        self.samples = 0
+        self.last_step_time = 0.0  # or of a recovery
+
+    def look(self) -> Seen:
+        new, self._offset = follow(self.run_dir, self._offset)
+        for event in new:
+            match event:
+                case UnreadableLine():
+                    continue
+                case events.Step(samples=int(samples)) | events.Commit(samples=samples):
+                    self.samples = max(self.samples, samples)
+                case events.WorkerStarted(role="worker", worker=worker, pid=pid):
+                    self.workers[worker] = pid
+                case events.CoordinatorStarted(pid=pid):
+                    self.coordinator = pid
+            if isinstance(event, events.Step | events.Recovery):
+                self.last_step_time = max(self.last_step_time, event.time)
+            self.events.append(event)
+        return self
 
 
-def _victim(run_dir: Path, fault: Fault) -> Victim | None:
+def _victim(seen: Seen, fault: Fault) -> Victim | None:
+    seen.look()
     if fault.kind == COORDINATOR:
-        pids = [event["pid"] for event in _events(run_dir) if event["type"] == "coordinator_started"]
-        return Victim("", pids[-1], run_dir) if pids and is_alive(pids[-1]) else None
-    workers = sorted(_pids(run_dir).items())
+        return Victim("", seen.coordinator, seen.run_dir) if seen.coordinator and is_alive(seen.coordinator) else None
+    workers = sorted((worker, pid) for worker, pid in seen.workers.items() if is_alive(pid))
     if not workers:
         return None
     worker, pid = workers[int(fault.chance * len(workers))]
-    return Victim(f"worker {worker}", pid, run_dir)
+    return Victim(f"worker {worker}", pid, seen.run_dir)
 
 
-def _events(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / EVENTS_FILE
-    return list(read_events(path)) if path.exists() else []
-
-
-def _samples(run_dir: Path) -> int:
-    return max((event["samples"] for event in _events(run_dir) if event["type"] in ("step", "commit")), default=0)
-
-
-def _await_first_step(process: subprocess.Popen[str], run_dir: Path) -> None:
+def _await_first_step(process: subprocess.Popen[str], seen: Seen) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    while _samples(run_dir) == 0:
+    while seen.look().samples == 0:
         if process.poll() is not None:
             raise TrainingError(f"the run ended before its first step: {_last_words(process)}")
         if time.monotonic() > deadline_s:
@@ -347,19 +364,15 @@ def _await_first_step(process: subprocess.Popen[str], run_dir: Path) -> None:
         time.sleep(0.1)
 
 
-def _await_step(process: subprocess.Popen[str], run_dir: Path, fault: Fault) -> None:
+def _await_step(process: subprocess.Popen[str], seen: Seen, fault: Fault) -> None:
     """Wait until training has continued. On a busy machine that may take longer than it is to the next fault, and a
     step that workers are lost in again and again is given up, rightly.
     """
     happened, deadline_s = time.time(), time.monotonic() + STEP_TIMEOUT_S
-    while process.poll() is None and _last_step_time(run_dir) <= happened:
+    while process.poll() is None and seen.look().last_step_time <= happened:
         if time.monotonic() > deadline_s:
             raise TrainingError(f"no step was taken within {STEP_TIMEOUT_S:g} s of '{fault.kind}' at {fault.at_s:g} s")
         time.sleep(0.1)
-
-
-def _last_step_time(run_dir: Path) -> float:
-    return max((event["time"] for event in _events(run_dir) if event["type"] in ("step", "recovery")), default=0.0)
 
 
 def _sleep_until(moment_s: float, process: subprocess.Popen[str]) -> None:
