@@ -48,15 +48,14 @@ from cordee.monitoring import (
     render_result,
     setup_logging,
 )
-from cordee.monitoring.summary import Status
 from cordee.planner.auto import Decision, Replanner, decide, plans_first
 from cordee.run import Run
 from cordee.runs import PROCESS_MODULES
 from cordee.runs.kind import KINDS, kind_of, lead_run, needs_engine
 from cordee.strategies.choice import choose_strategy, foreign_settings, refuse_others_settings
 from cordee.training.components import Components, assemble
+from cordee.training.progress import Progress, summarise
 from cordee.training.session import Session
-from cordee.version import __version__
 
 log = logging.getLogger("cordee.launch")
 
@@ -170,23 +169,17 @@ def _run_alone(
     return summary
 
 
-class _Step(msgspec.Struct, frozen=True):
-    """What a step's event says of how far the run is."""
-
-    step: int = 0
-    epoch: int = 1
-    samples: int = 0
-
-
-def _last_step(events_file: Path) -> _Step:
+def _progress_by_events(events_file: Path, elapsed_s: float) -> Progress:
     """Return how far the run came by its events; lines that are damaged, or a file that is, count as not there."""
-    last = _Step()
+    progress = Progress(elapsed_s=elapsed_s)
     with contextlib.suppress(OSError, RunDirectoryError):
         for event in read_events(events_file):
-            if event["type"] == "step" and event.keys() >= set(_Step.__struct_fields__):
+            if event["type"] == "step":
                 with contextlib.suppress(msgspec.ValidationError):
-                    last = msgspec.convert(event, _Step)
-    return last
+                    last = msgspec.convert(event, events.Step)
+                    if last.epoch is not None and last.samples is not None:
+                        progress.step, progress.epoch, progress.samples = last.step, last.epoch - 1, last.samples
+    return progress
 
 
 @contextlib.contextmanager
@@ -196,28 +189,8 @@ def _telling_failure(parts: Components, directory: RunDirectory, monitor: Monito
     try:
         yield
     except BaseException as error:
-        status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        last = _last_step(directory.events_file)
-        summary = Summary(
-            status=status,
-            name=parts.job.name,
-            strategy=parts.job.strategy.name,
-            workers=parts.team.num_workers,
-            device=str(parts.computation.device),
-            parameters=parts.num_parameters,
-            trainable_parameters=parts.num_trainable,
-            steps=last.step,
-            epochs=last.epoch - 1,
-            samples=last.samples,
-            stopped_by="interrupt" if status == "interrupted" else "error",
-            error=str(error) if status == "failed" else None,
-            cordee_version=__version__,
-            torch_version=str(torch.__version__),
-            started=started,
-            ended=time.time(),
-            wall_seconds=time.time() - started,
-        )
-        _close_run(directory, monitor, summary)
+        progress = _progress_by_events(directory.events_file, time.time() - started)
+        _close_run(directory, monitor, summarise(parts.describe(), progress, None, started=started, error=error))
         raise
 
 

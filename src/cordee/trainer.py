@@ -201,8 +201,8 @@ class Trainer:
             self._training_s += time.perf_counter() - self._started_s - self._away_s
             self._away_s = 0.0
         trained = progress.samples - self._start_samples
-        speed = trained / self._training_s if trained else 0.0
-        return Outcome(progress, stopped_by, progress.metrics, speed, self._saver.stall_s)
+        speed = trained / self._training_s if trained else None
+        return Outcome(stopped_by, progress.metrics, speed, self._saver.stall_s)
 
     def _why_stopped_before(self) -> str | None:
         """Return why a resumed run had ended already: continuing would give other weights than it ended with."""

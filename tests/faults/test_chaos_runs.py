@@ -136,6 +136,8 @@ def test_where_it_is_not_permitted_it_says_so() -> None:
 def test_a_run_is_sound_after_faults(tmp_path: Path, strategy: str, kinds: str) -> None:
     (tmp_path / "job.toml").write_text(JOB.replace("data_parallel", strategy))
     options = ["--faults", kinds, "--every", "3s", "--for", "10s", "--seed", "6", "--run-dir", "run"]
+    if strategy == "parameter_server":
+        options += ["--lose-messages", "0.05"]
     command = [sys.executable, "-m", "cordee", "chaos", "job.toml", *options]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

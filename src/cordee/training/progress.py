@@ -1,7 +1,8 @@
-"""Where a run is, and how it ended."""
+"""Where a run is, how it ended, and the summary that is made of both."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import msgspec
@@ -10,7 +11,8 @@ from cordee.checkpoint import State
 from cordee.compute import Metrics
 from cordee.core.stopping import Patience, StopPolicy
 from cordee.data import Place
-from cordee.monitoring.events import Evaluation
+from cordee.monitoring.events import Evaluation, RunStarted
+from cordee.monitoring.summary import Status, Summary
 
 
 class Progress(msgspec.Struct):
@@ -73,12 +75,62 @@ def step_of(state: State) -> int:
 class Outcome:
     """How training ended. `stopped_by` is None when all steps were taken."""
 
-    progress: Progress
     stopped_by: str | None
     metrics: Metrics | None
-    samples_per_second: float
+    samples_per_second: float | None  # None: no step was left to take
     stall_s: float  # that training stood still for checkpoints
 
-    @property
-    def train_loss(self) -> float | None:
-        return self.progress.train_loss
+
+def summarise(
+    run: RunStarted,
+    progress: Progress,
+    outcome: Outcome | None,
+    *,
+    started: float,
+    num_batches: int | None = None,
+    error: BaseException | None = None,
+) -> Summary:
+    """Return the summary of a run that got as far as `progress`, in epochs of `num_batches`.
+
+    Without an `outcome` training did not end, because of `error`. Every summary is made here. Who knows more, of the
+    weights, of the processes or of what was predicted, adds that to it.
+    """
+    status, stopped_by = _status(outcome, error)
+    metrics = outcome.metrics if outcome else None
+    speed = outcome.samples_per_second if outcome else None
+    return Summary(
+        status=status,
+        name=run.name,
+        strategy=run.strategy,
+        workers=run.workers,
+        device=run.device,
+        parameters=run.parameters or 0,
+        trainable_parameters=run.trainable_parameters,
+        steps=progress.step,
+        epochs=progress.epochs_finished(num_batches),
+        samples=progress.samples,
+        wall_seconds=progress.elapsed_s,
+        samples_per_second=speed,
+        step_seconds=progress.samples / progress.step / speed if speed and progress.step else None,
+        checkpoint_stall_seconds=outcome.stall_s if outcome else None,
+        best_step=progress.best_step if progress.best_step >= 0 else None,
+        train_loss=progress.train_loss if outcome else None,
+        test_loss=metrics.loss if metrics else None,
+        test_accuracy=metrics.accuracy if metrics else None,
+        test_top5_accuracy=metrics.top5_accuracy if metrics else None,
+        updates_lost=progress.updates_lost,
+        stopped_by=stopped_by,
+        error=str(error) if status == "failed" else None,
+        cordee_version=run.cordee_version,
+        torch_version=run.torch_version,
+        started=started,
+        ended=time.time(),
+    )
+
+
+def _status(outcome: Outcome | None, error: BaseException | None) -> tuple[Status, str | None]:
+    if isinstance(error, KeyboardInterrupt) or (outcome is not None and outcome.stopped_by == "interrupt"):
+        return "interrupted", "interrupt"
+    if outcome is None:
+        return "failed", "error"
+    return ("stopped" if outcome.stopped_by else "completed"), outcome.stopped_by

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
+import msgspec
 from torch import Tensor
 
 from cordee import checkpoint
@@ -21,11 +21,9 @@ from cordee.compute.devices import MemoryWatch
 from cordee.core.errors import CordeeError, TrainingError
 from cordee.core.fault_points import reach
 from cordee.monitoring import Monitor, Summary, events
-from cordee.monitoring.summary import Status
 from cordee.trainer import Trainer
 from cordee.training.components import Components
-from cordee.training.progress import Outcome, step_of
-from cordee.version import __version__
+from cordee.training.progress import Outcome, step_of, summarise
 
 log = logging.getLogger("cordee.session")
 
@@ -208,37 +206,19 @@ class Session:
 
     def summarise(self, error: BaseException | None) -> Summary:
         """Return what came out, also of a run that ended with `error`."""
-        parts, progress, outcome = self._parts, self._trainer.progress, self._outcome
-        metrics = outcome.metrics if outcome else None
-        status, stopped_by = _status(outcome, error)
-        return Summary(
-            status=status,
-            name=parts.job.name,
-            strategy=parts.job.strategy.name,
-            workers=parts.team.num_workers,
-            device=str(parts.computation.device),
-            parameters=parts.num_parameters,
-            trainable_parameters=parts.num_trainable,
-            steps=progress.step,
-            epochs=progress.epochs_finished(parts.train.num_batches),
-            samples=progress.samples,
-            wall_seconds=progress.elapsed_s,
-            samples_per_second=(outcome.samples_per_second or None) if outcome else None,  # 0: no step was left to take
-            step_seconds=_step_s(outcome),
-            checkpoint_stall_seconds=outcome.stall_s if outcome else None,
-            best_step=progress.best_step if progress.best_step >= 0 else None,
-            peak_memory_bytes=self._memory.peak_bytes() or None,
-            train_loss=outcome.train_loss if outcome else None,
-            test_loss=metrics.loss if metrics else None,
-            test_accuracy=metrics.accuracy if metrics else None,
-            test_top5_accuracy=metrics.top5_accuracy if metrics else None,
-            weights_sha256=checkpoint.weights_sha256(parts.strategy.model.state_dict()) if outcome else None,
-            stopped_by=stopped_by,
-            error=str(error) if status == "failed" else None,
-            cordee_version=__version__,
-            torch_version=str(torch.__version__),
+        summary = summarise(
+            self._parts.describe(),
+            self._trainer.progress,
+            self._outcome,
             started=self._started,
-            ended=time.time(),
+            num_batches=self._parts.train.num_batches,
+            error=error,
+        )
+        weights = self._parts.strategy.model.state_dict() if self._outcome is not None else None
+        return msgspec.structs.replace(
+            summary,
+            peak_memory_bytes=self._memory.peak_bytes() or None,
+            weights_sha256=None if weights is None else checkpoint.weights_sha256(weights),
         )
 
     def _load(self) -> State | None:
@@ -274,20 +254,6 @@ def _nothing_left(step: int) -> str:
         f"the team was lost at step {step}, and there is no checkpoint yet: start the run again, with a smaller "
         "checkpoint.every_steps"
     )
-
-
-def _status(outcome: Outcome | None, error: BaseException | None) -> tuple[Status, str | None]:
-    if isinstance(error, KeyboardInterrupt) or (outcome is not None and outcome.stopped_by == "interrupt"):
-        return "interrupted", "interrupt"
-    if outcome is None:
-        return "failed", "error"
-    return ("stopped" if outcome.stopped_by else "completed"), outcome.stopped_by
-
-
-def _step_s(outcome: Outcome | None) -> float | None:
-    if outcome is None or not outcome.samples_per_second or not outcome.progress.step:
-        return None
-    return outcome.progress.samples / outcome.progress.step / outcome.samples_per_second
 
 
 # What to do about errors of torch whose cause is in the job.

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import torch
 
 from cordee import checkpoint
 from cordee.monitoring import AnyEvent, Summary, events
-from cordee.monitoring.summary import Status
 from cordee.runs.dispatched.facts import RunFacts
 from cordee.runs.dispatched.plan import RunPlan
 from cordee.runs.dispatched.state import Outcome, RunState
+from cordee.training import progress as training
 from cordee.training.progress import Progress
-from cordee.version import __version__
 
 
 class Summariser:
@@ -70,39 +67,25 @@ class Summariser:
         return summary
 
     def _sum_up(self, outcome: Outcome, samples_per_second: float | None) -> Summary:
-        job, progress, described = self._plan.job, self._progress, self._facts.description
-        metrics = outcome.metrics if outcome.metrics and progress.evaluated_at == progress.step else None
-        stopped_by = outcome.stopped_by or ("steps" if self._plan.is_cut_short else None)
-        status: Status = "interrupted" if stopped_by == "interrupt" else "stopped" if stopped_by else "completed"
-        ages = {str(age): count for age, count in enumerate(outcome.ages) if count}
-        return Summary(
-            status=status,
-            name=job.name,
-            strategy=job.strategy.name,
-            workers=job.strategy.workers,
-            device=described.device,
-            parameters=described.parameters or 0,
-            trainable_parameters=described.trainable_parameters,
-            steps=progress.step,
-            epochs=progress.epochs_finished(-(-self._plan.num_samples // job.training.batch_size)),
-            samples=progress.samples,
-            wall_seconds=progress.elapsed_s,
+        plan, progress, memory = self._plan, self._progress, self._memory
+        is_measured = progress.evaluated_at == progress.step
+        ended = training.Outcome(
+            stopped_by=outcome.stopped_by or ("steps" if plan.is_cut_short else None),
+            metrics=outcome.metrics if is_measured else None,
             samples_per_second=samples_per_second,
-            checkpoint_stall_seconds=outcome.stall_s,
-            best_step=progress.best_step if progress.best_step >= 0 else None,
-            step_seconds=progress.samples / progress.step / samples_per_second if samples_per_second else None,
-            peak_memory_bytes=self._memory.peak_memory_bytes or None,
-            train_loss=progress.train_loss,
-            test_loss=metrics.loss if metrics else None,
-            test_accuracy=metrics.accuracy if metrics else None,
-            test_top5_accuracy=metrics.top5_accuracy if metrics else None,
+            stall_s=outcome.stall_s,
+        )
+        summary = training.summarise(
+            self._facts.description,
+            progress,
+            ended,
+            started=memory.started,
+            num_batches=-(-plan.num_samples // plan.job.training.batch_size),
+        )
+        return msgspec.structs.replace(
+            summary,
             weights_sha256=outcome.weights_sha256 or None,
-            recoveries=self._memory.losses.num_recoveries,
-            updates_lost=progress.updates_lost,
-            staleness=ages or None,
-            stopped_by=stopped_by,
-            cordee_version=__version__,
-            torch_version=str(torch.__version__),
-            started=self._memory.started,
-            ended=time.time(),
+            peak_memory_bytes=memory.peak_memory_bytes or None,
+            recoveries=memory.losses.num_recoveries,
+            staleness={str(age): count for age, count in enumerate(outcome.ages) if count} or None,
         )
