@@ -231,6 +231,7 @@ WALK: dict[str, Walk] = {
         point: Walk((of("plain", PAIR, 1, 2, 7), of("plain", "server-1*", 3), of("second dropped", PAIR, 24)))
         for point in ("server.pass_on", "server.passed_on")
     },
+    "staff.enlisted": Walk((of("join", "coordinator"),), DEATHS),
     "dispatch.loss": Walk(
         tuple(of(f"{who} lost", "coordinator") for who in ("worker", "server", "second", "evaluator")), DEATHS
     ),

@@ -226,7 +226,7 @@ def test_too_few_workers_wait_for_others_and_then_save_and_end(tmp_path: Path, u
     assert scale_run(launched.run_dir, 2) == "from 1 to 2 workers"
     launched.wait_for_step(100)
     os.kill(launched.pids("worker")[1], signal.SIGKILL)
-    output, _ = launched.process.communicate(timeout=60)
+    output = "".join(launched.process.communicate(timeout=60))
     assert launched.process.returncode == 1
     saved = re.search(r"1 of at least 2 workers are left.*Step (\d+) is saved", output, re.DOTALL)
     assert saved and (launched.run_dir / "checkpoints" / f"step-{saved[1]}").is_dir(), output

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from cordee.cluster.members import Membership
 from cordee.core import Job
 from cordee.core.errors import JobError
 
@@ -147,28 +146,27 @@ class Scaling:
         """Take note of how long a worker's own part of a step took."""
         self._own_s.setdefault(worker, []).append(seconds)
 
-    def look(self, membership: Membership, threads: int, now_s: float) -> None:
-        """Decide when it is time to, and have done what was decided."""
+    def look(self, step: int, num_workers: int, threads: int, now_s: float) -> None:
+        """Decide when it is time to, and have done what was decided. `num_workers` is 0 while some come or go."""
         if self._since is None:
-            self.begin(membership.step, now_s)
+            self.begin(step, now_s)
         assert self._since is not None
-        if now_s - self._since[1] < self._every_s:
+        since_step, since_s = self._since
+        if now_s - since_s < self._every_s:
             return
-        step, since_s = self._since
-        is_settled = len(membership.members) == membership.num_workers == len(membership.active)
-        if not is_settled or membership.step <= step or not self._own_s:
-            self.begin(membership.step, now_s)
+        if not num_workers or step <= since_step or not self._own_s:
+            self.begin(step, now_s)
             return
-        steps_per_s = (membership.step - step) / (now_s - since_s)
+        steps_per_s = (step - since_step) / (now_s - since_s)
         own_s = statistics.mean(statistics.median(times) for times in self._own_s.values())
         seen = Observation(
-            size=Size(membership.num_workers, threads or self._threads),
+            size=Size(num_workers, threads or self._threads),
             steps_per_s=steps_per_s,
             busy=min(1.0, own_s * steps_per_s),
             free_cores=self._num_cores * (1 - psutil.cpu_percent() / 100),
         )
         log.info("%s", seen)
-        self.begin(membership.step, now_s)
+        self.begin(step, now_s)
         self._act(seen)
 
     def _act(self, seen: Observation) -> None:

@@ -17,12 +17,14 @@ from typing import Any, Protocol
 import msgspec
 
 from cordee.cluster.control import Control, write_control
-from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, TICK_S, LauncherLink, LauncherSpec
+from cordee.cluster.engine import ProcessSpec
+from cordee.cluster.launcher_link import TICK_S, LauncherLink, LauncherSpec
 from cordee.cluster.member_link import MemberSpec
-from cordee.cluster.members import Process
+from cordee.cluster.members import MemberRecord, Members
 from cordee.communication.channel import ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
+from cordee.communication.messages import JoinRequest
 from cordee.communication.this_host import find_listening, own_address
 from cordee.communication.wire import Codec
 from cordee.core import Job
@@ -54,31 +56,6 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     def job_file(self) -> Path:
         return Path(self.run_dir) / "job.toml"
 
-    def tell(self, job: Job, addresses: Addresses, process: Process, **more: Any) -> MemberSpec:
-        """Return what a process that the engine starts is told."""
-        return MemberSpec(
-            kind=self.kind,
-            role=process.role,
-            index=process.index,
-            replica=process.replica,
-            run_dir=self.run_dir,
-            run_id=self.run_id,
-            address=addresses.local,
-            client_keys=self.client_keys,
-            failure_timeout_s=job.cluster.failure_timeout_s,
-            startup_timeout_s=STARTUP_TIMEOUT_S,
-            host_address=own_address(addresses.public) if addresses.public else "",
-            num_local=job.strategy.workers,
-            **more,
-        )
-
-    def tell_external(self, spec: MemberSpec, addresses: Addresses, data: str, *, is_remote: bool) -> MemberSpec:
-        """Return the same for a process that somebody else started; `data` is what is known of the run's data."""
-        if not is_remote:
-            return msgspec.structs.replace(spec, launcher_pid=self.launcher_pid)
-        text = self.job_file.read_text(encoding="utf-8")
-        return msgspec.structs.replace(spec, address=addresses.public, resume=False, job=text, data=data)
-
 
 class Addresses(msgspec.Struct):
     """Where the coordinator listens, and another in its place."""
@@ -90,6 +67,88 @@ class Addresses(msgspec.Struct):
     def of(cls, job: Job) -> Addresses:
         """Return those of a run that begins."""
         return cls("tcp://127.0.0.1:*", find_listening(job.cluster.address).address if job.cluster.address else "")
+
+
+class MemberStarter:
+    """Has processes started for members, and takes those that come by themselves. Nothing else does either."""
+
+    def __init__(
+        self,
+        spec: CoordinatorSpec,
+        job: Job,
+        launcher: LauncherLink,
+        members: Members,
+        addresses: Addresses,
+        fence: Callable[[str, int], None],
+        package: str,
+    ) -> None:
+        """`fence` has the channel refuse what an incarnation of a member still says. `package` has a module with a
+        function `main` for each role.
+        """
+        self.run_dir = Path(spec.run_dir)
+        self._spec = spec
+        self._job = job
+        self._launcher = launcher
+        self._members = members
+        self._addresses = addresses
+        self._fence = fence
+        self._package = package
+
+    def start(self, role: str, index: int, *, replica: int = 0, **told: Any) -> MemberRecord:
+        """Have a process started for a member, in the place of an earlier one if there was; `told` is for it alone."""
+        members = self._members
+        members.num_started += 1
+        record = self._expect(MemberRecord(role=role, index=index, replica=replica, number=members.num_started))
+        argument, log = msgspec.to_builtins(self._tell(record, told)), str(self.log_file(record))
+        process = ProcessSpec.new(record.number, f"{self._package}.{role}:main", argument, log=log)
+        self._launcher.start(process)
+        record.started = process.incarnation
+        return record
+
+    def enlist(self, index: int, request: JoinRequest, data: str, *, is_remote: bool, **told: Any) -> str:
+        """Take a worker that somebody else started; return what it is told. `data` is what is known of the run's data.
+
+        The worker takes part when it has said that it is there.
+        """
+        record = self._expect(MemberRecord(index=index, pid=request.pid, is_remote=is_remote))
+        spec = self._tell(record, told)
+        if is_remote:
+            job = self._spec.job_file.read_text(encoding="utf-8")
+            spec = msgspec.structs.replace(spec, address=self._addresses.public, resume=False, job=job, data=data)
+        else:
+            spec = msgspec.structs.replace(spec, launcher_pid=self._spec.launcher_pid)
+        reach("staff.enlisted")
+        return msgspec.json.encode(spec).decode()
+
+    def log_file(self, record: MemberRecord) -> Path:
+        name = record.role if record.role == "evaluator" else record.name
+        return self.run_dir / "logs" / f"{name}.log"
+
+    def _expect(self, record: MemberRecord) -> MemberRecord:
+        self._members.expect(record, time.monotonic())
+        if record.fenced:
+            self._fence(record.name, record.fenced)
+        return record
+
+    def _tell(self, record: MemberRecord, told: dict[str, Any]) -> MemberSpec:
+        spec, public = self._spec, self._addresses.public
+        common = MemberSpec(
+            kind=spec.kind,
+            role=record.role,
+            index=record.index,
+            replica=record.replica,
+            run_dir=spec.run_dir,
+            run_id=spec.run_id,
+            address=self._addresses.local,
+            client_keys=spec.client_keys,
+            store=spec.launcher.folder,
+            resume=spec.resume,
+            failure_timeout_s=self._members.failure_timeout_s,
+            startup_timeout_s=self._members.startup_timeout_s,
+            host_address=own_address(public) if public else "",
+            num_local=self._job.strategy.workers,
+        )
+        return msgspec.structs.replace(common, **told)
 
 
 class Leader(Protocol):

@@ -8,10 +8,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cordee.cluster.members import Trouble
 from cordee.core.settings import Cluster
 
 MOST_LOSSES_IN_ONE_STEP = 3  # as many recoveries in a row without a step in between are no accident
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a worker cannot go on. A consequence is the loss of a peer, which was somebody else's doing."""
+
+    worker_index: int
+    step: int
+    reason: str
+    traceback: str = ""
+    is_consequence: bool = False
+    is_final: bool = True  # nothing better will be heard of it; an exit is followed by the worker's own account
+    at_s: float = 0.0
+
+    def describe(self) -> str:
+        return f"worker {self.worker_index} {self.reason} (in step {self.step + 1})"
 
 
 @dataclass

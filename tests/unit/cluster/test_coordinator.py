@@ -9,11 +9,13 @@ import msgspec
 import pytest
 
 from cordee.cluster import coordinator
-from cordee.cluster.coordinator import Addresses, CoordinatorSpec
+from cordee.cluster.coordinator import Addresses, CoordinatorSpec, MemberStarter
+from cordee.cluster.engine import ProcessSpec
 from cordee.cluster.launcher_link import LauncherSpec
-from cordee.cluster.members import Process
+from cordee.cluster.member_link import MemberSpec
+from cordee.cluster.members import Members
 from cordee.communication.keys import make_keys
-from cordee.communication.messages import COORDINATION
+from cordee.communication.messages import COORDINATION, JoinRequest
 from cordee.communication.wire import Codec
 from cordee.core import Job
 
@@ -127,15 +129,46 @@ def test_a_run_that_has_nothing_left_to_do_is_not_begun(tmp_path: Path, resume: 
     assert (lead(tmp_path, resume=resume, ended="ended") == ["ended"]) == resume
 
 
-def test_external_workers_are_told_what_others_are_and_what_they_miss(tmp_path: Path) -> None:
+class Starts:
+    """A launcher that records what is to be started."""
+
+    def __init__(self) -> None:
+        self.specs: list[ProcessSpec] = []
+
+    def start(self, spec: ProcessSpec) -> None:
+        self.specs.append(spec)
+
+
+def test_members_are_told_the_same_and_external_ones_what_they_miss(tmp_path: Path) -> None:
     job = Job.from_dict({"model": {"use": "mlp"}, "data": {"use": "iris"}, "strategy": {"workers": 2}})
     (tmp_path / "job.toml").write_text(job.to_toml())
     spec, addresses = spec_in(tmp_path, resume=True), Addresses("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
-    told = spec.tell(job, addresses, Process(role="server", index=1, replica=1), resume=True)
-    assert told.name == "server-1.1" and told.num_local == 2 and not told.is_remote
+    members, launcher, fenced = Members(failure_timeout_s=5.0), Starts(), dict[str, int]()
+    starter = MemberStarter(spec, job, launcher, members, addresses, fenced.__setitem__, "a.b")  # type: ignore[arg-type]
+    record = starter.start("server", 1, replica=1, has_state=False)
+    (process,) = launcher.specs
+    assert (process.index, process.incarnation, process.target) == (record.number, record.started, "a.b.server:main")
+    told = msgspec.convert(process.argument, MemberSpec)
+    assert told.name == "server-1.1" and told.num_local == 2 and not told.is_remote and not told.has_state
     assert (told.address, told.host_address, told.launcher_pid) == ("tcp://127.0.0.1:1", "127.0.0.1", 0)
-    near = spec.tell_external(told, addresses, "data", is_remote=False)
-    assert near == msgspec.structs.replace(told, launcher_pid=1), "it ends with the launcher, and has the run's files"
-    far = spec.tell_external(told, addresses, "data", is_remote=True)
+    request = JoinRequest(77, "host", "id", "1", "2")
+    near, far = (
+        msgspec.json.decode(starter.enlist(2, request, "data", is_remote=is_remote), type=MemberSpec)
+        for is_remote in (False, True)
+    )
+    own = msgspec.structs.replace(told, role="worker", index=2, replica=0, has_state=True)
+    assert near == msgspec.structs.replace(own, launcher_pid=1), "it ends with the launcher, and has the run's files"
     assert far.is_remote and far.job == job.to_toml() and far.data == "data"
     assert (far.address, far.launcher_pid, far.resume) == ("tcp://127.0.0.1:2", 0, False)
+    assert members.records["worker-2"].is_external and members.records["worker-2"].pid == 77
+
+
+def test_the_process_that_is_replaced_is_not_listened_to(tmp_path: Path) -> None:
+    job = Job.from_dict({"model": {"use": "mlp"}, "data": {"use": "iris"}, "strategy": {"workers": 2}})
+    members, launcher, fenced = Members(failure_timeout_s=5.0), Starts(), dict[str, int]()
+    addresses = Addresses("tcp://127.0.0.1:1")
+    starter = MemberStarter(spec_in(tmp_path), job, launcher, members, addresses, fenced.__setitem__, "a")  # type: ignore[arg-type]
+    members.join(starter.start("worker", 0), 40, 1.0)
+    assert fenced == {}
+    starter.start("worker", 0)
+    assert fenced == {"worker-0": 40} and [spec.index for spec in launcher.specs] == [1, 2]

@@ -1,342 +1,130 @@
-"""Who is to blame: decided from what is heard, in whatever order it is heard."""
+"""The registry of members, and what is said when too few are left."""
 
 from __future__ import annotations
 
-from cordee.cluster.members import SETTLING_S, Membership, Trouble
-from cordee.cluster.policies import Restarts
+from pathlib import Path
 
-TIMEOUT_S = 5.0
-LOST = "raised CommunicationError: rank 1 died"
+import pytest
 
-
-def team(num_workers: int = 3, *, is_joined: bool = True) -> Membership:
-    membership = Membership(num_workers, TIMEOUT_S, startup_timeout_s=60.0, started_s=0.0)
-    for index in range(num_workers if is_joined else 0):
-        membership.register(index, 0.0)
-    return membership
-
-
-def account(index: int, reason: str = "raised ValueError: x", *, lost: bool = False, step: int = 7, at_s: float = 1.0):
-    return Trouble(index, step, reason, "Traceback …", is_consequence=lost, at_s=at_s)
+from cordee.cluster.engine import Exited, Started
+from cordee.cluster.members import MemberRecord, Members, check_join_request
+from cordee.cluster.policies import Lack, Shortage
+from cordee.communication.messages import JoinRequest
+from cordee.communication.this_host import host_id
+from cordee.core.errors import JobError
+from cordee.core.settings import Cluster
 
 
-# Joining and ending -----------------------------------------------------------------------------------------
+def registry(*records: MemberRecord) -> Members:
+    members = Members(failure_timeout_s=5.0)
+    for record in records:
+        members.expect(record, 0.0)
+    return members
 
 
-def test_the_first_generation_waits_for_all() -> None:
-    membership = team(2, is_joined=False)
-    membership.register(0, 1.0)
-    membership.wait(0, -1, has_dropped=False)
-    assert membership.next_members() is None
-    membership.register(1, 2.0)
-    assert membership.next_members() is None
-    membership.wait(1, -1, has_dropped=False)
-    assert membership.next_members() == [0, 1]
-    membership.form([0, 1])
-    assert membership.generation == 1 and membership.is_complete and not membership.is_over
-    assert membership.next_members() is None
+def test_only_external_workers_of_this_host_are_watched_by_their_processes() -> None:
+    here, there = MemberRecord(index=3, pid=11), MemberRecord(index=4, pid=11, is_remote=True)
+    started = MemberRecord(index=5, number=5, started=1, pid=12)
+    members, alive = registry(here, there, started), {11}
+    assert members.take_ended(alive.__contains__) == []
+    alive.clear()
+    assert members.take_ended(alive.__contains__) == [here], "not of another host, nor one that the engine reports"
+    assert members.take_ended(alive.__contains__) == [], "once"
+    assert (here.local_pid, there.local_pid, started.local_pid) == (0, 0, 12)
 
 
-def test_over_when_all_have_said_goodbye() -> None:
-    membership = team(2)
-    membership.finish(0)
-    assert not membership.is_over
-    membership.finish(1)
-    assert membership.is_over
-    for index, code in ((0, 0), (1, 1)):  # how the processes then end is of no interest
-        membership.exit(index, f"exited with code {code}", 3.0)
-    assert membership.is_over and membership.culprit(100.0) is None
+def test_a_name_that_is_used_again_is_the_new_process_s_and_nobody_else_speaks_for_it() -> None:
+    members = registry(MemberRecord(index=2, pid=11, is_remote=True, step=7))
+    earlier = members.records["worker-2"]
+    members.join(earlier, 40, 1.0)
+    assert earlier.may_speak and not earlier.may_join
+    later = members.expect(MemberRecord(index=2, pid=12), 2.0)
+    assert members.records["worker-2"] is later and later.may_join and not later.may_speak
+    assert (later.fenced, later.step, later.heard_s) == (40, 7, 2.0)
+    members.join(later, 41, 3.0)
+    assert later.may_speak and later.fenced == 40
 
 
-def test_a_run_whose_workers_are_all_gone_is_not_over_but_failed() -> None:
-    membership = team(2)
-    for index in range(2):
-        membership.exit(index, "exited with code 0", 1.0)
-    assert not membership.is_over
-    assert membership.culprit(1.0 + 2 * SETTLING_S) is not None
+def test_who_was_given_up_may_come_back_as_another_incarnation() -> None:
+    members = registry(MemberRecord(index=0, number=1))
+    record, fenced = members.records["worker-0"], dict[str, int]()
+    members.join(record, 40, 1.0)
+    record.num_noted, record.fate = 9, "is frozen"
+    members.lose(record, is_away=True)
+    assert record.may_join and not record.may_speak and members.staying_workers == []
+    members.take_up(7.0, fenced.__setitem__)
+    assert fenced == {"worker-0": 40} and record.heard_s == 7.0
+    members.join(record, 50, 8.0)
+    assert record.may_speak and not record.may_join and (record.num_noted, record.fate) == (0, "")
+    members.lose(record)
+    assert not record.may_join, "another has its place, or the process is dead"
 
 
-# Causes and consequences ------------------------------------------------------------------------------------
+def test_reports_of_a_process_that_was_replaced_are_passed_over() -> None:
+    record = MemberRecord(index=0, number=0, started=2)
+    members = registry(record)
+    assert members.take(Started(0, 1, 11)) is None and members.take(Exited(0, 1, 11, -9)) is None
+    assert members.take(Started(0, 2, 12)) is None and record.local_pid == 12
+    record.is_away = True
+    assert members.take(Exited(0, 2, 12, -9)) is record and members.started == []
+    assert not record.is_away, "what is dead does not come back"
+    assert members.take(Exited(0, 2, 12, -9)) is None, "told once more to a coordinator that came back"
 
 
-def test_an_account_of_a_cause_is_reported_at_once() -> None:
-    membership = team()
-    membership.report(account(1))
-    found = membership.culprit(1.0)
-    assert found is not None and found.describe() == "worker 1 raised ValueError: x (in step 8)"
+def test_names() -> None:
+    names = [MemberRecord(role="server", index=1, replica=replica).name for replica in (0, 2)]
+    assert names == ["server-1", "server-1.2"]
 
 
-def test_the_earliest_cause_is_reported() -> None:
-    membership = team()
-    membership.report(account(2, at_s=1.2))
-    membership.report(account(0, at_s=1.1))
-    found = membership.culprit(2.0)
-    assert found is not None and found.worker_index == 0
+@pytest.mark.parametrize(
+    ("silent_s", "has_joined", "is_working", "is_stopped", "fate"),
+    [
+        (5.0, True, False, True, ""),
+        (5.1, True, True, False, ""),
+        (5.1, True, False, False, "is frozen: no sign of life for 5.1 s"),
+        (5.1, False, False, False, ""),
+        (5.1, False, True, True, "is frozen: no sign of life for 5.1 s"),
+        (120.0, False, False, False, ""),
+        (120.1, False, True, False, "did not start for 120.1 s"),
+    ],
+)
+def test_what_silence_means(silent_s: float, has_joined: bool, is_working: bool, is_stopped: bool, fate: str) -> None:
+    record = MemberRecord(role="server", index=0, number=1)
+    members = registry(record)
+    if has_joined:
+        members.join(record, 1, 0.0)
+    looks = {"is_working": lambda pid: is_working, "is_stopped": lambda pid: is_stopped}
+    assert members.check_silence(silent_s, **looks) == ([record] if fate else [])
+    assert record.fate == fate
+    assert (record.heard_s > 0) == (has_joined and is_working), "it has as much time again"
+    assert members.check_silence(1000.0, **looks) == [] or not fate, "said once"
 
 
-def test_consequences_wait_for_their_cause() -> None:
-    membership = team()
-    membership.report(account(0, LOST, lost=True, at_s=1.0))
-    membership.report(account(2, LOST, lost=True, at_s=1.1))
-    assert membership.culprit(1.2) is None
-    membership.report(account(1, at_s=1.3))
-    found = membership.culprit(1.3)
-    assert found is not None and found.worker_index == 1
+def test_silence_of_another_host_is_that_it_cannot_be_reached() -> None:
+    record = MemberRecord(index=0, pid=11, is_remote=True)
+    members = registry(record)
+    members.join(record, 1, 0.0)
+    assert members.check_silence(6.0, is_working=lambda pid: pid == 11) == [record], "its number is of another host"
+    assert record.fate == "is out of reach: no sign of life for 6.0 s"
 
 
-def test_a_consequence_is_reported_when_no_cause_is_ever_heard_of() -> None:
-    membership = team()
-    membership.report(account(0, LOST, lost=True, at_s=1.0))
-    assert membership.culprit(1.0 + TIMEOUT_S) is None
-    found = membership.culprit(1.0 + TIMEOUT_S + 2 * SETTLING_S)
-    assert found is not None and found.reason == LOST
+def test_a_run_that_does_not_listen_takes_nobody_from_elsewhere() -> None:
+    assert not check_join_request(JoinRequest(1, "here", host_id(), "", ""), public="")
+    with pytest.raises(JobError, match=r"takes no workers of other hosts: set cluster\.address"):
+        check_join_request(JoinRequest(1, "there", "another", "", ""), public="")
 
 
-def test_with_nobody_left_there_is_no_use_in_waiting_for_a_cause() -> None:
-    """Every worker failed to form the group, say: what they all say is the reason."""
-    membership = team(2)
-    for index in range(2):
-        membership.report(account(index, "raised CommunicationError: /dev/shm is too small", lost=True, at_s=1.0))
-        membership.exit(index, "exited with code 1", 1.1)
-    found = membership.culprit(1.0 + 2 * SETTLING_S)
-    assert found is not None and "too small" in found.reason
-
-
-def test_an_exit_waits_for_the_workers_own_account() -> None:
-    membership = team()
-    membership.exit(1, "exited with code 1", 1.0)
-    assert membership.culprit(1.1) is None
-    membership.report(account(1, at_s=1.2))
-    found = membership.culprit(1.2)
-    assert found is not None and found.reason == "raised ValueError: x"
-
-
-def test_an_exit_without_an_account_is_reported_as_such() -> None:
-    membership = team()
-    membership.exit(1, "exited with code 3", 1.0)
-    found = membership.culprit(1.0 + 2 * SETTLING_S)
-    assert found is not None and found.describe().startswith("worker 1 exited with code 3")
-
-
-def test_the_first_account_of_a_worker_counts() -> None:
-    membership = team()
-    membership.report(account(1, "raised ValueError: first"))
-    membership.report(account(1, "raised ValueError: second"))
-    membership.exit(1, "was killed by SIGTERM", 1.5, is_killed=True)
-    found = membership.culprit(2.0)
-    assert found is not None and "first" in found.reason
-
-
-# Generations --------------------------------------------------------------------------------------------------
-
-
-def trained(num_workers: int = 3, *, is_elastic: bool = True, **settings: int) -> Membership:
-    """A team in its first generation."""
-    membership = team(num_workers)
-    membership.is_elastic = is_elastic
-    for key, value in settings.items():
-        setattr(membership, key, value)
-    for index in range(num_workers):
-        membership.wait(index, -1, has_dropped=False)
-    membership.form(list(range(num_workers)))
-    return membership
-
-
-def test_survivors_go_on_without_the_lost_one_and_the_furthest_leads() -> None:
-    membership = trained(3)
-    membership.exit(0, "was killed by SIGKILL", 2.0, is_killed=True)
-    membership.wait(1, 7, has_dropped=True)
-    assert membership.next_members() is None, "one is still in the step"
-    membership.wait(2, 8, has_dropped=False)
-    assert membership.next_members() == [2, 1]
-    (loss,) = membership.take_losses()
-    assert loss.worker_index == 0 and membership.take_losses() == []
-    assert membership.culprit(100.0) is None, "a loss is not a failure"
-
-
-def test_a_replacement_joins_when_it_is_ready_and_not_before() -> None:
-    membership = trained(2)
-    membership.exit(0, "was killed by SIGKILL", 2.0, is_killed=True)
-    membership.expect(0, 2.0)
-    membership.wait(1, 7, has_dropped=True)
-    assert membership.next_members() == [1], "it is not waited for"
-    membership.form([1])
-    membership.register(0, 3.0)
-    assert not membership.needs_pause
-    membership.wait(0, -1, has_dropped=False)
-    assert membership.needs_pause and membership.next_members() is None
-    membership.wait(1, 9, has_dropped=False)
-    assert membership.next_members() == [1, 0]
-
-
-def test_without_a_survivor_all_are_waited_for() -> None:
-    membership = trained(2)
-    for index in range(2):
-        membership.exit(index, "was killed by SIGKILL", 2.0, is_killed=True)
-        membership.expect(index, 2.0)
-    membership.register(0, 3.0)
-    membership.wait(0, -1, has_dropped=False)
-    assert membership.next_members() is None
-    membership.register(1, 3.0)
-    membership.wait(1, -1, has_dropped=False)
-    assert membership.next_members() == [0, 1]
-
-
-def test_strategies_that_need_everybody_wait_for_everybody() -> None:
-    membership = trained(2, is_elastic=False)
-    membership.exit(0, "was killed by SIGKILL", 2.0, is_killed=True)
-    membership.wait(1, 7, has_dropped=True)
-    assert membership.next_members() is None and membership.is_too_small
-
-
-def test_too_few_do_not_go_on() -> None:
-    membership = trained(3, min_workers=3)
-    membership.exit(0, "was killed by SIGKILL", 2.0, is_killed=True)
-    for index in (1, 2):
-        membership.wait(index, 7, has_dropped=True)
-    assert membership.next_members() is None and membership.is_too_small
-
-
-def test_who_wants_to_leave_pauses_the_others_and_is_left_out() -> None:
-    membership = trained(3)
-    membership.records[1].is_leaving = True
-    assert membership.needs_pause
-    for index in range(3):
-        membership.wait(index, 5, has_dropped=False)
-    assert membership.next_members() == [0, 2]
-    membership.finish(1)
-    membership.exit(1, "exited with code 0", 3.0)
-    assert membership.culprit(100.0) is None and membership.take_losses() == []
-
-
-def test_who_alone_has_the_weights_leaves_when_another_has_them() -> None:
-    membership = trained(2)
-    membership.exit(1, "was killed by SIGKILL", 2.0, is_killed=True)
-    membership.expect(1, 2.0)
-    membership.wait(0, 5, has_dropped=True, reason="worker 1 died")
-    membership.records[0].is_leaving = True
-    assert membership.dispensable == [] and membership.next_members() == [0]
-    membership.form([0])
-    assert not membership.needs_pause, "its heir is on the way: it trains on"
-    membership.register(1, 3.0)
-    membership.wait(1, -1, has_dropped=False)
-    assert membership.needs_pause
-    membership.wait(0, 9, has_dropped=False)
-    assert membership.dispensable == [] and membership.next_members() == [0, 1]
-    membership.form([0, 1])
-    assert membership.needs_pause
-    for index in (0, 1):
-        membership.wait(index, 10, has_dropped=False)
-    assert membership.dispensable == [0] and membership.next_members() == [1]
-
-
-def test_one_that_is_a_step_ahead_leaves_when_the_others_have_taken_it() -> None:
-    membership = trained(3)
-    membership.exit(2, "was killed by SIGKILL", 2.0, is_killed=True)
-    membership.records[0].is_leaving = True
-    for index, step in ((0, 8), (1, 7)):
-        membership.wait(index, step, has_dropped=index == 1, reason="worker 2 died")
-    assert membership.dispensable == [] and membership.next_members() == [0, 1]
-
-
-def test_a_generation_that_lost_a_member_is_broken_until_the_next() -> None:
-    membership = trained(3)
-    assert membership.why_broken == ""
-    membership.exit(2, "was killed by SIGKILL", 2.0, is_killed=True)
-    assert membership.why_broken == "worker 2 was killed by SIGKILL"
-    for index in (0, 1):
-        membership.wait(index, 5, has_dropped=True, reason="worker 2 died")
-    membership.form([0, 1])
-    assert membership.why_broken == ""
-    membership.wait(1, 5, has_dropped=False, reason="no shared memory")
-    assert membership.why_broken == "worker 1: no shared memory"
-
-
-def test_a_death_after_the_last_step_of_all_is_no_loss() -> None:
-    membership = trained(2)
-    membership.finish(0)
-    membership.exit(1, "was killed by SIGKILL", 2.0, is_killed=True)
-    assert membership.take_losses() == [] and membership.is_over
-
-
-def test_who_comes_when_the_run_is_over_is_sent_home() -> None:
-    membership = trained(2)
-    membership.expect(2, 1.0)
-    assert membership.dismiss_late() == []
-    membership.finish(0)
-    assert membership.dismiss_late() == [2] and not membership.is_over
-    membership.finish(1)
-    assert membership.is_over
-
-
-# Restarts ---------------------------------------------------------------------------------------------------
-
-
-def test_replacements_are_counted() -> None:
-    restarts = Restarts(max_restarts=2)
-    assert [restarts.may_replace() for _ in range(3)] == [True, True, False]
-
-
-def test_a_step_that_is_lost_again_and_again_ends_the_run() -> None:
-    restarts = Restarts(max_restarts=100)
-    loss = Trouble(1, 4, "was killed by SIGSEGV")
-    assert [restarts.recover(step, [loss]) for step in (3, 4, 4)] == [None, None, None]
-    assert restarts.recover(4, [loss]) == (
-        "a worker was lost in each of 3 attempts at step 5; last worker 1 was killed by SIGSEGV"
+def test_a_shortage_says_what_is_missing_and_how_to_mend_it() -> None:
+    cluster = Cluster(max_restarts=1, min_workers=2, wait_for_workers="1.5s")
+    lack = Lack("worker 1 was killed", left=1, needed=2)
+    assert lack.describe_wait(cluster, Path("a run")) == (
+        "worker 1 was killed; 1 of at least 2 workers are left; waiting 1.5 s for others, who come with "
+        "`cordee scale 'a run' 2` or `cordee join 'a run'`"
     )
-    assert restarts.recover(5, [loss]) is None, "it went on after all"
-
-
-def test_a_team_that_never_meets_ends_the_run() -> None:
-    restarts = Restarts(max_restarts=100)
-    assert [restarts.recover(-1, [], "no memory") for _ in range(2)] == [None, None]
-    assert restarts.recover(-1, [], "no memory") == "the team could not take step 1 in 3 attempts: no memory"
-
-
-# Silence ----------------------------------------------------------------------------------------------------
-
-
-def test_a_silent_member_is_called_frozen_after_the_failure_timeout() -> None:
-    membership = team(2)
-    membership.hear(0, 4.0)
-    assert membership.check_silence(TIMEOUT_S) == []
-    assert membership.check_silence(TIMEOUT_S + 0.1) == [1]
-    assert membership.check_silence(TIMEOUT_S + 0.2) == []  # it is being killed
-    membership.exit(1, "was killed by SIGKILL", TIMEOUT_S + 0.3, is_killed=True)
-    (loss,) = membership.take_losses()
-    assert "worker 1 is frozen: no sign of life for 5.1 s" in loss.describe()
-
-
-def test_a_member_that_is_computing_has_as_much_time_again() -> None:
-    membership = team(1)
-    assert membership.check_silence(6.0, is_working=lambda index: True) == []
-    assert membership.check_silence(10.0, is_working=lambda index: False) == []
-    assert membership.check_silence(11.1, is_working=lambda index: False) == [0]
-
-
-def test_a_worker_that_starts_has_more_time() -> None:
-    membership = team(1, is_joined=False)
-    assert membership.check_silence(59.0) == []
-    assert membership.check_silence(61.0) == [0]
-    assert "did not start" in membership.records[0].fate
-
-
-def test_a_process_that_is_stopped_while_it_starts_is_not_waited_for() -> None:
-    membership = Membership(2, 5.0, startup_timeout_s=60.0, started_s=0.0)
-    assert membership.check_silence(4.0, is_stopped=lambda index: True) == []
-    assert membership.check_silence(6.0, is_stopped=lambda index: index == 1) == [1]
-    assert membership.records[1].fate == "is frozen: no sign of life for 6.0 s"
-
-
-def test_who_has_ended_may_be_silent() -> None:
-    membership = team(2)
-    membership.finish(0)
-    membership.exit(1, "was killed by SIGKILL", 1.0, is_killed=True)
-    assert membership.check_silence(1000.0) == []
-
-
-def test_a_late_heartbeat_does_not_turn_the_steps_back() -> None:
-    membership = team(1)
-    membership.hear(0, 1.0, step=9)
-    membership.hear(0, 2.0, step=8)
-    assert membership.records[0].step == 9
+    assert lack.describe_wait(Cluster(wait_for_workers=0), Path("a run")) == ""
+    shortage = Shortage.begin(lack.verdict(cluster), cluster, now_s=10.0)
+    assert shortage.verdict == (
+        "worker 1 was killed; 1 of at least 2 workers are left, and all 1 replacements are used up "
+        "(cluster.max_restarts)"
+    )
+    assert [shortage.is_past(now_s) for now_s in (11.4, 11.5)] == [False, True]

@@ -10,7 +10,7 @@ import msgspec
 from cordee import checkpoint
 from cordee.cluster.coordinator import Addresses, CoordinatorSpec
 from cordee.cluster.launcher_link import LauncherLink
-from cordee.cluster.members import check_join_request
+from cordee.cluster.members import Members, check_join_request
 from cordee.communication.channel import ServerChannel
 from cordee.communication.messages import JoinRequest, Scale
 from cordee.communication.wire import Codec
@@ -28,10 +28,9 @@ from cordee.runs.dispatched.messages import LIMITS, SERVED
 from cordee.runs.dispatched.plan import RunPlan
 from cordee.runs.dispatched.process_starter import ProcessStarter
 from cordee.runs.dispatched.server_calls import ServerCalls
-from cordee.runs.dispatched.state import RunState, StarterState
+from cordee.runs.dispatched.state import RunState
 from cordee.runs.dispatched.step_metrics import MOST_REFUSALS
 from cordee.runs.dispatched.summary import Summariser
-from cordee.runs.dispatched.watch import Watch
 from cordee.strategies.parameter_server.strategy import settings_of
 from cordee.training.progress import Progress
 
@@ -43,7 +42,6 @@ class DispatchedLeader:
     _dispatcher: Dispatcher
     _starter: ProcessStarter
     _losses: Losses
-    _watch: Watch
 
     def __init__(self, spec: CoordinatorSpec, launcher: LauncherLink) -> None:
         self._spec = spec
@@ -68,7 +66,7 @@ class DispatchedLeader:
                 begun_s=time.perf_counter(),
                 base_s=progress.elapsed_s,
                 samples_before=progress.samples,
-                starter=StarterState(next_worker=job.strategy.workers),
+                members=Members(failure_timeout_s=job.cluster.failure_timeout_s),
             )
         self._plan = self._make_plan()
         self._summariser = Summariser(
@@ -89,9 +87,10 @@ class DispatchedLeader:
     def open(self, channel: ServerChannel) -> None:
         launcher, cluster, memory = self._launcher, self._job.cluster, self._memory
         dispatcher = self._dispatcher = self._make_dispatcher(channel, self._plan)
-        starter = self._starter = ProcessStarter(self._spec, self._job, launcher, memory.starter, memory.addresses)
-        losses = self._losses = Losses(cluster, launcher, dispatcher, starter, self._servers, memory.losses)
-        self._watch = Watch(cluster.failure_timeout_s, launcher, dispatcher, starter, losses)
+        starter = self._starter = ProcessStarter(
+            self._spec, self._job, launcher, memory.members, memory.addresses, channel.fence, "cordee.runs.dispatched"
+        )
+        self._losses = Losses(cluster, launcher, dispatcher, starter, self._servers, memory.losses)
 
     def begin(self) -> None:
         self._summariser.announce()
@@ -114,7 +113,7 @@ class DispatchedLeader:
 
     def decide(self) -> None:
         dispatcher, losses, stop_s = self._dispatcher, self._losses, self._job.stop.time_s
-        self._watch.look(time.monotonic())
+        losses.look(time.monotonic())
         losses.check_failures()
         losses.start_seconds()
         if self._servers.pair(dispatcher.servers):
@@ -138,13 +137,14 @@ class DispatchedLeader:
         if self._dismissed_by_s is None:
             reach("dispatch.dismiss")
             self._dismissed_by_s = time.monotonic() + self._job.cluster.failure_timeout_s
-        others = [record for record in dispatcher.process_records.values() if record.role != "server"]
+        members = self._memory.members
+        others = [record for record in members.records.values() if record.role != "server" and record.may_speak]
         if time.monotonic() < self._dismissed_by_s and not all(record.is_done for record in others):
             dispatcher.dismiss()
             return True
-        for process in self._starter.roster.started:
-            if process.role == "server":
-                self._launcher.signal(process.number, "end")
+        for record in members.started:
+            if record.role == "server":
+                self._launcher.signal(record.number, "end")
         reach("dispatch.dismissed")
         return False
 
@@ -177,6 +177,7 @@ class DispatchedLeader:
             plan,
             Ledger(plan.exchanges, num_shares),
             self._progress,
+            self._memory.members,
             emit=self._take_event,
             show=self._launcher.progress,
             elapsed_s=self._elapsed_s,
@@ -216,8 +217,9 @@ class DispatchedLeader:
         """Do what somebody with the control file wants; return what is said to them. Raises JobError."""
         if isinstance(request, JoinRequest):
             is_remote = check_join_request(request, self.addresses.public)
-            spec = self._starter.enlist(request.pid, time.monotonic(), self._facts.data, is_remote=is_remote)
-            return msgspec.json.encode(spec).decode()
+            told = {"num_local": 1} if is_remote else {}
+            index = self._starter.next_worker
+            return self._starter.enlist(index, request, self._facts.data, is_remote=is_remote, **told)
         if request.threads:
             raise JobError("workers of parameter servers keep their threads: leave --threads out")
         return self._scale(request.num_workers)
@@ -227,11 +229,11 @@ class DispatchedLeader:
         dispatcher, min_workers = self._dispatcher, self._job.cluster.min_workers
         if num_workers < min_workers:
             raise JobError(f"cluster.min_workers = {min_workers} is more than {num_workers}")
-        before = dispatcher.staying(self._starter.workers)
-        for name in before[num_workers:]:
-            if name not in dispatcher.process_records:
-                raise JobError(f"{name} is still starting: try again in a moment")
-            dispatcher.process_records[name].is_leaving = True
+        before = self._memory.members.staying_workers
+        for record in before[num_workers:]:
+            if record.phase == "starting":
+                raise JobError(f"{record.name} is still starting: try again in a moment")
+            record.is_leaving = True
         for _ in range(num_workers - len(before)):
             self._starter.start_worker()
         self._launcher.emit(events.Scale(workers=num_workers, before=len(before), step=dispatcher.progress.step))

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cordee.cluster.control import CONTROL_NAME
-from cordee.cluster.members import ProcessRecord
+from cordee.cluster.members import REPLACED, MemberRecord, Members
 from cordee.cluster.messages import Event
 from cordee.cluster.policies import Stragglers
 from cordee.communication.channel import Received, ServerChannel
@@ -55,6 +55,7 @@ class Dispatcher:
     plan: RunPlan
     ledger: Ledger
     progress: Progress
+    members: Members
     emit: Emit  # an event for the run's file
     show: Callable[[int, float], None]  # step and loss for the progress bar
     elapsed_s: Callable[[], float]
@@ -76,15 +77,11 @@ class Dispatcher:
             self.plan.policy.patience = self.progress.patience
             assert self._memory.ledger is not None
             self.ledger.go_on_from(self._memory.ledger)
-            for name, record in self._memory.process_records.items():
-                record.heard_s = time.monotonic()  # nobody could be heard meanwhile
-                self.channel.fence(name, record.incarnation - 1)
+            self.members.take_up(time.monotonic(), self.channel.fence)
         self._waiting: dict[str, Received] = {}  # worker -> its request for work
         self._replies: list[tuple[Received, Message]] = []
         memory, wants_followers = self._memory, self.plan.settings.replicas > 1
-        self.servers = ServerRegistry(
-            memory.slots, memory.process_records, self._reply, wants_followers=wants_followers
-        )
+        self.servers = ServerRegistry(memory.slots, self.members.records, self._reply, wants_followers=wants_followers)
         self.accounts = StepMetrics(self.plan, self.progress, memory.accounts, self.emit, self.show, self.rate)
         self._snapshots = SnapshotScheduler(
             self.plan, self.progress, memory.snapshots, memory.outcome, self._reply, self.emit
@@ -108,10 +105,6 @@ class Dispatcher:
             reach(f"dispatch.answer.{type(message).__name__.lower()}")
             with contextlib.suppress(CommunicationError):
                 self.channel.reply(received, message)
-
-    @property
-    def process_records(self) -> dict[str, ProcessRecord]:
-        return self._memory.process_records
 
     @property
     def outcome(self) -> Outcome:
@@ -159,20 +152,21 @@ class Dispatcher:
         """Whether all work is done: what is left is to measure and to save it."""
         return self.is_ending and self.ledger.committed_steps >= self._memory.barrier
 
-    def lose(self, name: str) -> list[Unit]:
-        """Forget a process that ended; return the units of work it had in hand."""
-        record = self.process_records.pop(name, None)
+    def lose(self, record: MemberRecord, *, is_away: bool = False) -> list[Unit]:
+        """Continue without a process; return the units of work it had in hand. One that is away may join again."""
+        name, has_joined = record.name, record.may_speak
+        self.members.lose(record, is_away=is_away)
         self._timing.forget(name)
         self._waiting.pop(name, None)
         units = self.ledger.put_back(name)
         self.servers.lose(name)
-        if record is not None and record.role == "evaluator":
+        if has_joined and record.role == "evaluator":
             self._snapshots.lose()
         return units
 
     def _handle(self, received: Received) -> None:
         name = received.envelope.sender
-        record = self.process_records.get(name)
+        record = self.members.records.get(name)
         message = received.message
         if name == CONTROL_NAME and isinstance(message, Scale | JoinRequest) and self.handle_request is not None:
             try:
@@ -180,14 +174,13 @@ class Dispatcher:
             except JobError as error:
                 self._reply(received, Refused("refused", str(error)))
             return
-        if record is None and not isinstance(message, Join):
+        if record is None or not (record.may_speak or isinstance(message, Join)):
             self._reply(received, Refused("unknown-process", name))
             return
-        if record is not None:
-            record.heard_s = time.monotonic()
+        record.heard_s = time.monotonic()
         match message:
             case Join():
-                self._join(received, message)
+                self._join(received, record, message)
             case AskServers():
                 self.servers.ask(received, message)
             case SecondLost(address=address, reason=reason):
@@ -195,13 +188,11 @@ class Dispatcher:
                     self.emit(events.Warned(message=f"{reason}: continuing alone until there is another"))
                 self._acknowledge(received)
             case HandOver(has_retired=has_retired):
-                assert record is not None
                 self._hand_over(received, record, has_retired=has_retired)
             case TakeWork():
                 if message.done >= 0:
                     self._commit(name, message)
                 self.ledger.put_back(name)  # who asks has nothing in hand: it did not hear the last answer
-                assert record is not None
                 record.is_leaving |= message.leaves
                 self._waiting[name] = received
             case AskOrder():
@@ -214,47 +205,41 @@ class Dispatcher:
                     self._finish_order(message)
                 self._acknowledge(received)
             case Heartbeat(step=step):
-                assert record is not None
                 record.step = step
             case Event(record=event, number=number):
-                assert record is not None
-                if number > record.num_events:
-                    record.num_events = number
+                if number > record.num_noted:
+                    record.num_noted = number
                     self.emit(event)
                 self._acknowledge(received)
             case Failure():
                 self.failures.append((name, message))
                 self._acknowledge(received)
             case Bye():
-                assert record is not None
-                record.is_done = True
+                record.phase = "finished"
                 self._acknowledge(received)
             case other:
                 self._reply(received, Refused("unexpected", type(other).__name__))
 
-    def _join(self, received: Received, join: Join) -> None:
-        name = received.envelope.sender
-        known = self.process_records.get(name)
-        if known is not None and known.incarnation == received.envelope.incarnation:
+    def _join(self, received: Received, record: MemberRecord, join: Join) -> None:
+        incarnation = received.envelope.incarnation
+        if record.may_speak and record.incarnation == incarnation:
             self._acknowledge(received)  # it did not hear the first time
             return
-        self.process_records[name] = ProcessRecord(
-            join.role, join.index, join.pid, received.envelope.incarnation, time.monotonic()
-        )
-        if join.role == "server":
-            if join.index >= self.plan.settings.servers:
-                self._reply(received, Refused("unknown-process", f"there is no server {join.index}"))
-                return
-            self.process_records[name].address, self.process_records[name].public = join.address, join.public
+        if not record.may_join:
+            self._reply(received, Refused(REPLACED, f"another process is {record.name} now"))
+            return
+        self.members.join(record, incarnation, time.monotonic())
+        if record.role == "server":
+            record.address, record.public = join.address, join.public
             has_worked = self.servers.has_been_ready
-            self.servers.join(join.index, name, has_state=join.has_state)
-            if has_worked and self.servers.serves(name):
-                self._restart_from(join.index, join.step)
+            self.servers.join(record.index, record.name, has_state=join.has_state)
+            if has_worked and self.servers.serves(record.name):
+                self._restart_from(record.index, join.step)
         self._acknowledge(received)
-        self.emit(events.WorkerStarted(worker=join.index, pid=join.pid, host=join.host, role=join.role))
+        self.emit(events.WorkerStarted(worker=record.index, pid=join.pid, host=join.host, role=record.role))
         self.servers.tell()
 
-    def _hand_over(self, received: Received, record: ProcessRecord, *, has_retired: bool) -> None:
+    def _hand_over(self, received: Received, record: MemberRecord, *, has_retired: bool) -> None:
         """Let a server leave that was told to, once another has its part. Until then there is one on its way."""
         name = received.envelope.sender
         if not (self.is_over or self.servers.can_leave(name, has_retired=has_retired)):
@@ -263,8 +248,8 @@ class Dispatcher:
             record.is_leaving = True
             self._acknowledge(received)
             return
-        if not record.has_left:
-            record.has_left = record.is_done = True
+        if not record.is_let_go:
+            record.is_let_go, record.phase = True, "finished"
             self.emit(events.WorkerLeft(worker=record.index, role="server", step=self.progress.step))
             self.servers.lose(name)
         self._reply(received, Leave())
@@ -293,7 +278,7 @@ class Dispatcher:
             return
         step = done.done // self.ledger.num_shares
         self.accounts.add(step, done)
-        self._timing.end(done.done, worker, self.process_records[worker].index, self.plan.steps_before(step + 1))
+        self._timing.end(done.done, worker, self.members.records[worker].index, self.plan.steps_before(step + 1))
         self.accounts.close(self.ledger.committed_steps)
 
     def _go_on(self) -> None:
@@ -318,16 +303,11 @@ class Dispatcher:
     @property
     def active_workers(self) -> list[str]:
         """The workers that are there to stay."""
-        here = [(name, one) for name, one in self.process_records.items() if one.role == "worker"]
-        return [name for name, one in here if not (one.is_leaving or one.is_done)]
-
-    def staying(self, workers: Iterable[str]) -> list[str]:
-        """Return those of the workers that are there to stay, or on their way."""
-        return [name for name in workers if name not in self.process_records or name in self.active_workers]
+        return [record.name for record in self.members.staying_workers if record.phase == "joined"]
 
     def _let_go(self) -> None:
         """Send those home that are to leave, unless nobody could go on without them."""
-        leaving = [name for name in self._waiting if self.process_records[name].is_leaving]
+        leaving = [name for name in self._waiting if self.members.records[name].is_leaving]
         if not leaving or self._memory.is_final:
             return
         if len(self.active_workers) < self.plan.min_workers:
@@ -335,10 +315,10 @@ class Dispatcher:
             self.give_up(f"{', '.join(leaving)} had to leave, and too few workers are left to go on")
             return
         for name in leaving:
-            record = self.process_records[name]
+            record = self.members.records[name]
             self._reply(self._waiting.pop(name), Leave())
-            if not record.has_left:
-                record.has_left = True
+            if not record.is_let_go:
+                record.is_let_go = True
                 self.emit(events.WorkerLeft(worker=record.index, step=self.progress.step))
 
     def _hand_out(self) -> None:

@@ -1,4 +1,4 @@
-"""What follows when a served run loses a process: another takes its place, or it goes on with fewer, waits, or ends."""
+"""Who of a dispatched run was lost, and what follows: another takes its place, or the run has fewer, waits, or ends."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import time
 from collections.abc import Sequence
 
 from cordee import checkpoint
+from cordee.cluster.engine import Exited
 from cordee.cluster.launcher_link import LauncherLink
-from cordee.cluster.members import Process
+from cordee.cluster.members import MemberRecord, Members
 from cordee.cluster.policies import MOST_LOSSES_IN_ONE_STEP, Lack, Shortage
+from cordee.cluster.processes import ProcessorWatch, is_alive, is_stopped
 from cordee.core.errors import TrainingError
 from cordee.core.fault_points import reach
 from cordee.core.settings import Cluster
@@ -24,7 +26,7 @@ log = logging.getLogger("cordee.served")
 
 
 class Losses:
-    """Bears the losses of one run. Raises TrainingError for those it cannot go on after."""
+    """Finds out who was lost, and handles it. Raises TrainingError for losses that the run cannot continue after."""
 
     def __init__(
         self,
@@ -41,29 +43,57 @@ class Losses:
         self._starter = starter
         self._servers = servers
         self._memory = memory
+        self._processors = ProcessorWatch()
 
     @property
-    def num_replaced(self) -> int:
-        return self._memory.num_replaced
+    def _members(self) -> Members:
+        return self._dispatcher.members
+
+    def look(self, now_s: float) -> None:
+        """Hear who ended, end who is frozen, continue without external workers that are gone."""
+        for report in self._launcher.reports():
+            ended = self._members.take(report)
+            if ended is not None and isinstance(report, Exited) and ended.is_active and not self._dispatcher.is_over:
+                self.replace(ended, report.describe(), report.status)
+        for ended in self._members.take_ended(is_alive):
+            if ended.is_active:
+                self.give_up(ended, "ended without a word")
+        for silent in self._members.check_silence(now_s, self._processors.is_working, is_stopped):
+            self._handle_silence(silent, now_s)
+        for server in [record for record in self._members.started if record.role == "server"]:
+            if server.phase == "joined" and not server.fate and not self._dispatcher.servers.has_part(server.name):
+                server.fate = "does not follow any more"  # the exit has another started
+                self._launcher.signal(server.number, "kill")
+
+    def _handle_silence(self, silent: MemberRecord, now_s: float) -> None:
+        """Kill a process that can be replaced, or must be: its exit has another started. Continue without others."""
+        if not silent.is_external:
+            limit_s = self._members.startup_timeout_s
+            if silent.phase == "starting" and now_s - silent.heard_s > limit_s:
+                raise TrainingError(f"{silent.name} did not start within {limit_s:g} s")
+            self._launcher.emit(events.Warned(message=f"{silent.name} {silent.fate}"))
+        if silent.is_external or (silent.role == "worker" and not self.can_replace):
+            back = "it can be heard again" if silent.is_remote else "it wakes up"
+            self.give_up(silent, f"{silent.fate.partition(':')[0]}; if {back} it joins again", is_away=True)
+        else:
+            self._launcher.signal(silent.number, "kill")
 
     @property
     def can_replace(self) -> bool:
         """Whether there is a replacement left."""
         return self._memory.num_replaced < self._cluster.max_restarts
 
-    def replace(self, process: Process, how: str, status: int) -> None:
+    def replace(self, record: MemberRecord, how: str, status: int) -> None:
         """A process was lost: say so, and start another in its place."""
         dispatcher, memory = self._dispatcher, self._memory
         reach("dispatch.loss")
         dispatcher.serve(0.0)  # its own account may have come in just before
         self.check_failures()
-        name, role, index = process.name, process.role, process.index
-        record = dispatcher.process_records.get(name)
-        step, incarnation = (record.step, record.incarnation) if record else (0, 0)
-        units = dispatcher.lose(name)
+        name, role, index, step, incarnation = record.name, record.role, record.index, record.step, record.incarnation
+        units = dispatcher.lose(record)
         self._launcher.emit(events.WorkerLost(worker=index, role=role, step=step, reason=how))
         if status >= 0:  # it ended by itself, which it may not: the next would do the same
-            raise TrainingError(f"{name} {how} (in step {step + 1}); its log is {self._starter.log_file(name)}")
+            raise TrainingError(f"{name} {how} (in step {step + 1}); its log is {self._starter.log_file(record)}")
         self._refuse_deadly(units, f"{name} {how}")
         limit = self._cluster.max_restarts
         if role == "worker":
@@ -79,14 +109,14 @@ class Losses:
         if not self.can_replace:
             raise TrainingError(
                 f"{name} {how} (in step {step + 1}), and {limit} processes were replaced already "
-                f"(cluster.max_restarts); its log is {self._starter.log_file(name)}"
+                f"(cluster.max_restarts); its log is {self._starter.log_file(record)}"
             )
         memory.num_replaced += 1
         self._begin_recovery(role, name)
         if role == "worker":
             successor = self._starter.start_worker()
             self._fence(name, incarnation)
-            message = f"{_given(units)} to others, {successor} takes its place"
+            message = f"{_given(units)} to others, {successor.name} takes its place"
         elif role == "server":
             message = self._replace_server(index)
         else:
@@ -94,37 +124,36 @@ class Losses:
             message = "another takes its place"
         self._launcher.emit(events.Warned(message=f"{name} {how}: {message}"))
 
-    def give_up(self, index: int, why: str) -> None:
-        """Go on without a worker that is not replaced."""
-        name = f"worker-{index}"
-        record = self._dispatcher.process_records[name]
-        units = self._dispatcher.lose(name)
-        self._dispatcher.channel.fence(name, record.incarnation)
+    def give_up(self, record: MemberRecord, why: str, *, is_away: bool = False) -> None:
+        """Continue without a worker that is not replaced; one that is away may join again."""
+        name, has_joined = record.name, record.may_speak
+        units = self._dispatcher.lose(record, is_away=is_away)
+        if not has_joined:
+            return  # nobody had counted on it
+        self._dispatcher.channel.fence(name, record.fenced)
         self._fence(name, record.incarnation)
         self._memory.last = f"{name} {why} (in step {record.step + 1})"
         self._begin_recovery("worker", name)
-        self._launcher.emit(events.WorkerLost(worker=index, role="worker", step=record.step, reason=why))
+        self._launcher.emit(events.WorkerLost(worker=record.index, role="worker", step=record.step, reason=why))
         self._launcher.emit(events.Warned(message=f"{name} {why}: {_given(units)} to others"))
 
     def check_failures(self) -> None:
         """Go on without external workers that failed; raise what the others say that went wrong."""
-        failures, roster = self._dispatcher.failures, self._starter.roster
+        failures, records = self._dispatcher.failures, self._members.records
         for name, failure in list(failures):
-            if roster.is_external(name):  # its troubles are its own
+            if records[name].is_external:  # its troubles are its own
                 failures.remove((name, failure))
-                index = roster.processes[name].index
-                roster.remove(name)
-                self.give_up(index, failure.error)
+                self.give_up(records[name], failure.error)
         causes = [entry for entry in failures if not entry[1].is_consequence]
         for name, failure in causes or failures:
             log.error("%s failed:\n%s", name, failure.traceback)
-            where = f"(in step {failure.step + 1}); its log is {self._starter.log_file(name)}"
+            where = f"(in step {failure.step + 1}); its log is {self._starter.log_file(records[name])}"
             raise TrainingError(f"{name} {failure.error} {where}")
 
     def check_shortage(self) -> None:
         """Wait while fewer workers are left than can go on; when nobody comes in time, have what is there saved."""
         memory, cluster, dispatcher = self._memory, self._cluster, self._dispatcher
-        lack = Lack(memory.last, len(dispatcher.staying(self._starter.workers)), cluster.min_workers)
+        lack = Lack(memory.last, len(self._members.staying_workers), cluster.min_workers)
         now_s = time.monotonic()
         if lack.left >= lack.needed or dispatcher.is_ending:
             memory.shortage = None
@@ -153,17 +182,16 @@ class Losses:
         is_served = self._dispatcher.servers.is_served(index)
         successor = self._starter.start_server(index, resume=not is_served, has_state=not is_served)
         if is_served:
-            return f"no update is lost, {successor} will be the second server"
+            return f"no update is lost, {successor.name} will be the second server"
         saved = checkpoint.list_checkpoints(self._starter.run_dir / "checkpoints")
         kept = f"from {saved[-1].name}" if saved else "from the beginning"
-        return f"nobody has its parameters of step {self._dispatcher.progress.step}, {successor} continues {kept}"
+        return f"nobody has its parameters of step {self._dispatcher.progress.step}, {successor.name} continues {kept}"
 
     def start_seconds(self) -> None:
         """Start a server where one is alone that should not be, unless another is there, or on its way."""
         for index, serving in self._dispatcher.servers.lacking_second():
-            others = [p.name for p in self._starter.roster.started if (p.role, p.index) == ("server", index)]
-            process_records = self._dispatcher.process_records
-            if all(name == serving or (name in process_records and process_records[name].is_done) for name in others):
+            others = [other for other in self._members.started if (other.role, other.index) == ("server", index)]
+            if all(other.name == serving or other.is_done for other in others):
                 self._starter.start_server(index, resume=False, has_state=False)
 
     def _refuse_deadly(self, units: Sequence[Unit], last: str) -> None:

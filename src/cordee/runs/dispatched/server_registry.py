@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from cordee.cluster.members import ProcessRecord
+from cordee.cluster.members import MemberRecord
 from cordee.communication.channel import Received
 from cordee.communication.messages import Message
 from cordee.parameters.server_slots import ServerSlots
@@ -12,18 +12,18 @@ from cordee.runs.dispatched.messages import AskServers, Servers
 
 
 class ServerRegistry:
-    """Answers through `reply`. `process records` is what is known of each process, servers among them."""
+    """Answers through `reply`. `records` is what is known of each member, servers among them."""
 
     def __init__(
         self,
         slots: ServerSlots,
-        process_records: Mapping[str, ProcessRecord],
+        records: Mapping[str, MemberRecord],
         reply: Callable[[Received, Message], None],
         *,
         wants_followers: bool,
     ) -> None:
         self._slots = slots
-        self._hearings = process_records
+        self._records = records
         self._reply = reply
         self._wants_followers = wants_followers
         self._asking: list[tuple[Received, AskServers]] = []
@@ -31,7 +31,7 @@ class ServerRegistry:
     @property
     def addresses(self) -> list[str]:
         """Of those that serve, in the order of the servers."""
-        return [self._hearings[name].address for name in self._slots.serving]
+        return [self._records[name].address for name in self._slots.serving]
 
     @property
     def is_ready(self) -> bool:
@@ -54,7 +54,7 @@ class ServerRegistry:
         return self._slots.unfollowed()
 
     def address_of(self, name: str) -> str:
-        return self._hearings[name].address
+        return self._records[name].address
 
     def note_following(self, index: int, serving: str, follower: str) -> None:
         """Take note that the follower of a server has everything, if it is still the follower."""
@@ -72,7 +72,7 @@ class ServerRegistry:
     def drop_follower(self, serving: str, address: str) -> str:
         """Have the follower at `address` not take over from `serving`; return its name, "" if it does not follow."""
         for slot in self._slots.slots:
-            if slot.serving == serving and slot.follower and self._hearings[slot.follower].address == address:
+            if slot.serving == serving and slot.follower and self._records[slot.follower].address == address:
                 name = slot.follower
                 self._slots.lose(name)
                 return name
@@ -85,7 +85,7 @@ class ServerRegistry:
     def lacking_second(self) -> list[tuple[int, str]]:
         """Return the servers that are alone and should not be, by the settings or to be able to leave: index, name."""
         alone, wants = self._slots.without_follower(), self._wants_followers and self.has_been_ready
-        return [(index, name) for index, name in alone if wants or self._hearings[name].is_leaving]
+        return [(index, name) for index, name in alone if wants or self._records[name].is_leaving]
 
     def lose(self, name: str) -> None:
         """Forget a process, whatever it was."""
@@ -100,7 +100,7 @@ class ServerRegistry:
         """Answer those who ask, if there is an answer."""
         if not self.is_ready:
             return
-        near, far = tuple(self.addresses), tuple(self._hearings[name].public for name in self._slots.serving)
+        near, far = tuple(self.addresses), tuple(self._records[name].public for name in self._slots.serving)
         asking, self._asking = self._asking, []
         for received, question in asking:
             self._reply(received, Servers(self._slots.version, far if question.is_remote else near))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cordee.cluster.coordinator import Addresses
-from cordee.cluster.members import ProcessRecord, Roster
+from cordee.cluster.members import Members
 from cordee.cluster.policies import Shortage
 from cordee.compute import Metrics
 from cordee.data.ledger import LedgerState
@@ -79,7 +79,6 @@ class Memory(msgspec.Struct, kw_only=True):
     attempt: int = 0  # how often units were handed out again because a server was lost with what it had of them
     barrier: int  # nothing of this step is handed out before a snapshot
     ledger: LedgerState | None = None
-    process_records: dict[str, ProcessRecord] = {}
     outcome: Outcome = msgspec.field(default_factory=Outcome)
     is_final: bool = False
     is_over: bool = False
@@ -92,15 +91,6 @@ class Loss(msgspec.Struct, frozen=True):
     name: str
     at_s: float
     step: int
-
-
-class StarterState(msgspec.Struct, kw_only=True):
-    """Who was started, and who came by itself."""
-
-    next_worker: int  # number of the next one
-    num_started: int = 0
-    newest_replica: dict[int, int] = {}  # of each server
-    roster: Roster = msgspec.field(default_factory=Roster)
 
 
 class LossState(msgspec.Struct, kw_only=True):
@@ -123,6 +113,6 @@ class RunState(msgspec.Struct, kw_only=True):
     base_s: float  # of training time before this attempt
     samples_before: int
     peak_memory_bytes: int = 0  # of the worker that took most
-    starter: StarterState
+    members: Members
     losses: LossState = msgspec.field(default_factory=LossState)
     dispatcher: Memory | None = None

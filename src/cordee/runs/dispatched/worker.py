@@ -20,6 +20,8 @@ from torch import Tensor
 
 from cordee.cluster import Team
 from cordee.cluster.member_link import MemberSpec
+from cordee.cluster.members import REPLACED
+from cordee.communication.channel import RefusedError
 from cordee.compute import Loss, find_unsound, split_batch
 from cordee.compute.devices import MemoryWatch
 from cordee.core import Batch, Job
@@ -89,7 +91,8 @@ def _work(order: MemberSpec, leave_asked: threading.Event, memory: MemoryWatch) 
             loop.run()
             link.leave()
         except Exception as error:
-            if isinstance(error, CommunicationError) and link.is_given_up():
+            is_replaced = isinstance(error, RefusedError) and error.reason == REPLACED
+            if isinstance(error, CommunicationError) and not is_replaced and link.is_given_up():
                 return _GivenUpError()
             log.exception("%s cannot go on", order.name)
             link.fail(error)

@@ -7,9 +7,8 @@ import time
 import msgspec
 
 from cordee.cluster.autoscaling import Scaling
-from cordee.cluster.coordinator import Addresses, CoordinatorSpec
-from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherLink
-from cordee.cluster.members import Membership
+from cordee.cluster.coordinator import Addresses, CoordinatorSpec, MemberStarter
+from cordee.cluster.launcher_link import LauncherLink
 from cordee.cluster.messages import TEAM, DataFingerprint, FirstStep, StepReached, StepTime, TeamReport, WorkerSummary
 from cordee.cluster.policies import Restarts, Stragglers
 from cordee.communication.channel import ServerChannel
@@ -21,6 +20,7 @@ from cordee.monitoring import AnyEvent, Summary, events
 from cordee.runs.team.generations import Generations
 from cordee.runs.team.losses import Losses
 from cordee.runs.team.member_channel import MemberChannel
+from cordee.runs.team.membership import Membership
 from cordee.runs.team.recoveries import Recoveries
 from cordee.runs.team.state import RecoveryState, TeamState
 from cordee.runs.team.workers import Workers
@@ -42,7 +42,8 @@ class TeamLeader:
         self._launcher = launcher
         job = self._job = Job.load(spec.job_file)
         self._strategy = bare_strategy(job)
-        self._memory = self._begin() if launcher.restored is None else self._restore(launcher.restored)
+        restored = launcher.restored
+        self._memory = self._begin() if restored is None else msgspec.msgpack.decode(restored, type=TeamState)
         self._membership = self._memory.membership
         self._recoveries = Recoveries(self._memory.recoveries)
         self._stragglers = Stragglers()  # not remembered: it is soon known again
@@ -54,20 +55,12 @@ class TeamLeader:
             membership=Membership(
                 num_workers=job.strategy.workers,
                 failure_timeout_s=job.cluster.failure_timeout_s,
-                startup_timeout_s=STARTUP_TIMEOUT_S,
-                started_s=time.monotonic(),
                 min_workers=job.cluster.min_workers,
                 is_elastic=entry_of(job).is_elastic,
             ),
             addresses=Addresses.of(job),
             recoveries=RecoveryState(restarts=Restarts(job.cluster.max_restarts)),
         )
-
-    def _restore(self, state: bytes) -> TeamState:
-        memory = msgspec.msgpack.decode(state, type=TeamState)
-        for record in memory.membership.records.values():
-            record.heard_s = time.monotonic()  # nobody could be heard meanwhile
-        return memory
 
     @property
     def addresses(self) -> Addresses:
@@ -83,11 +76,12 @@ class TeamLeader:
     def open(self, channel: ServerChannel) -> None:
         memory, launcher = self._memory, self._launcher
         members = self._channel = MemberChannel(
-            channel, self._membership, self._take_event, self._take_report, self._scale, self._enlist, memory.channel
+            channel, self._membership, self._take_event, self._take_report, self._scale, self._enlist
         )
-        workers = self._workers = Workers(
-            self._spec, self._job, launcher, members, memory.workers, memory.addresses, self._check_size
+        starter = MemberStarter(
+            self._spec, self._job, launcher, self._membership, memory.addresses, channel.fence, "cordee.runs.team"
         )
+        workers = self._workers = Workers(self._job, launcher, members, starter, memory.workers, self._check_size)
         losses = self._losses = Losses(
             self._job.cluster, launcher, self._membership, workers, self._recoveries, memory.losses
         )
@@ -114,7 +108,10 @@ class TeamLeader:
             if self._scaling is not None:
                 self._scaling.begin(self._membership.step, time.monotonic())
         if self._scaling is not None:
-            self._scaling.look(self._membership, self._workers.threads, time.monotonic())
+            membership = self._membership
+            is_settled = len(membership.members) == membership.num_workers == len(membership.active)
+            size = membership.num_workers if is_settled else 0
+            self._scaling.look(membership.step, size, self._workers.threads, time.monotonic())
 
     def dismiss(self) -> bool:
         return False  # all have said goodbye
@@ -133,7 +130,7 @@ class TeamLeader:
         return self._workers.scale(num_workers, threads, reason)
 
     def _enlist(self, wish: JoinRequest) -> str:
-        return self._workers.enlist(wish)
+        return self._workers.enlist(wish, self.addresses.public)
 
     def _check_size(self, num_workers: int) -> None:
         wanted = msgspec.structs.replace(self._job.strategy, workers=num_workers)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 from cordee.cluster.launcher_link import LauncherLink
-from cordee.cluster.members import Membership
 from cordee.cluster.rendezvous import COULD_NOT_FORM
 from cordee.core.errors import TrainingError
 from cordee.core.fault_points import reach
 from cordee.monitoring import events
 from cordee.runs.team.losses import Losses
 from cordee.runs.team.member_channel import MemberChannel
+from cordee.runs.team.membership import Membership
 from cordee.runs.team.recoveries import Recoveries
 from cordee.runs.team.state import DirectiveState
 from cordee.runs.team.workers import Workers
@@ -82,8 +82,8 @@ class Generations:
     def _dismiss_late(self) -> None:
         membership = self._membership
         for index in membership.dismiss_late():
-            self._launcher.signal(index, "kill")
-            if membership.records[index].is_external and index in self._channel.state.workers:
+            self._workers.kill(index)
+            if (record := membership.of(index)).is_external and record.incarnation:
                 self._channel.direct("leave", [index])
 
     def _let_go(self, leaving: list[int]) -> None:
@@ -92,7 +92,7 @@ class Generations:
             # Nobody could go on: the leaving ones stay for as long as it takes to save.
             self._losses.end_early(f"workers {leaving} were told to leave, and too few are left to go on")
             for index in leaving:
-                membership.records[index].is_leaving = False
+                membership.of(index).is_leaving = False
             return
         self._channel.direct("leave", leaving)
         reach("generations.leave")
@@ -103,22 +103,22 @@ class Generations:
     def _form(self, members: list[int]) -> bool:
         """Begin the next generation, or end the run if that is what the members halted for."""
         membership, recoveries = self._membership, self._recoveries
-        first = membership.records[members[0]]
+        first = membership.of(members[0])
         is_halt = all(
-            (r := membership.records[i]).ready_step == first.ready_step >= 0 and not r.has_dropped for i in members
+            (r := membership.of(i)).ready_step == first.ready_step >= 0 and not r.has_dropped for i in members
         )
         has_losses = recoveries.last_loss is not None
         if self._memory.is_stop_told and is_halt and not has_losses and not recoveries.is_under_way:
             self._channel.direct("finish", members)
             reach("generations.finish")
             for index in members:
-                membership.records[index].state = "member"
+                membership.of(index).phase = "member"
             return False
-        reason = next((r.reason for i in members if (r := membership.records[i]).reason), "")
+        reason = next((r.reason for i in members if (r := membership.of(i)).reason), "")
         if COULD_NOT_FORM in reason and membership.has_remote and not has_losses:
             self._expel_unreachable()
             for index in members:
-                membership.records[index].reason = ""
+                membership.of(index).reason = ""
             return False
         if has_losses or reason:
             self._recover(members[0], reason)
@@ -137,7 +137,7 @@ class Generations:
 
     def _recover(self, first: int, reason: str) -> None:
         membership, last = self._membership, self._recoveries.last_loss
-        verdict = self._recoveries.begin(membership.records[first], reason, membership.step, time.monotonic())
+        verdict = self._recoveries.begin(membership.of(first), reason, membership.step, time.monotonic())
         if verdict is not None:
             where = f"; its log is {self._workers.log_file(last.worker_index)}" if last is not None else ""
             raise TrainingError(f"{verdict}{where}")
@@ -145,15 +145,15 @@ class Generations:
     def _expel_unreachable(self) -> None:
         """Go on without workers of other hosts that the others cannot connect to: they would keep them for ever."""
         membership = self._membership
-        far = [i for i in membership.active if membership.records[i].is_remote]
+        far = [i for i in membership.active if membership.of(i).is_remote]
         late = [i for i in far if i not in self._recoveries.met] or far
-        where = ", ".join(f"{self._channel.state.workers[i].member.host} (worker {i})" for i in late)
+        where = ", ".join(f"{membership.of(i).host} (worker {i})" for i in late)
         message = (
             f"the run and {where} could not connect to each other: workers exchange gradients over TCP at ports that "
             "the system chooses, which a firewall between the hosts must let through"
         )
         self._channel.direct("leave", late, message)
         for index in late:
-            membership.records[index].is_leaving = True
+            membership.of(index).is_leaving = True
             membership.finish(index)
         self._launcher.emit(events.Warned(message=message))

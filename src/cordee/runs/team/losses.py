@@ -7,13 +7,13 @@ import time
 
 from cordee.cluster.engine import Exited
 from cordee.cluster.launcher_link import LauncherLink
-from cordee.cluster.members import ACTIVE, Membership, Trouble
-from cordee.cluster.policies import Lack, Shortage
-from cordee.cluster.processes import is_alive
+from cordee.cluster.policies import Lack, Shortage, Trouble
+from cordee.cluster.processes import ProcessorWatch, is_alive, is_stopped
 from cordee.core.errors import TrainingError
 from cordee.core.fault_points import reach
 from cordee.core.settings import Cluster
 from cordee.monitoring import events
+from cordee.runs.team.membership import Membership
 from cordee.runs.team.recoveries import Recoveries
 from cordee.runs.team.state import LossState
 from cordee.runs.team.workers import Workers
@@ -39,6 +39,7 @@ class Losses:
         self._workers = workers
         self._recoveries = recoveries
         self._memory = memory
+        self._processors = ProcessorWatch()
 
     @property
     def verdict(self) -> str | None:
@@ -53,16 +54,16 @@ class Losses:
         """Hear who ended, end who is frozen, replace who is lost."""
         now_s, membership, workers = time.monotonic(), self._membership, self._workers
         for report in self._launcher.reports():
-            if (process := workers.roster.take(report)) is not None and isinstance(report, Exited):
-                membership.exit(process.index, report.describe(), now_s, is_killed=report.status < 0)
-        for process in workers.roster.take_ended(is_alive):
-            membership.exit(process.index, "ended without a word", now_s, is_killed=True)
+            if (ended := membership.take(report)) is not None and isinstance(report, Exited):
+                membership.exit(ended.index, report.describe(), now_s, is_killed=report.status < 0)
+        for ended in membership.take_ended(is_alive):
+            membership.exit(ended.index, "ended without a word", now_s, is_killed=True)
         can_replace = self._recoveries.restarts.can_replace
-        for index in membership.check_silence(now_s, workers.is_working, workers.is_stopped):
-            if membership.records[index].is_external or (membership.is_elastic and not can_replace):
-                workers.set_aside(index)
+        for silent in membership.check_silence(now_s, self._processors.is_working, is_stopped):
+            if silent.is_external or (membership.is_elastic and not can_replace):
+                workers.set_aside(silent)
             else:
-                self._launcher.signal(index, "kill")
+                workers.kill(silent.index)
         if (culprit := membership.culprit(now_s)) is not None:
             self._fail(culprit)
         for loss in membership.take_losses():
@@ -85,11 +86,11 @@ class Losses:
     def _bear(self, loss: Trouble) -> None:
         """Take a loss: start a replacement if there is one left; otherwise go on with fewer, or give up."""
         membership, lost = self._membership, loss.worker_index
-        record = membership.records[lost]
+        record = membership.of(lost)
         reach("losses.found")
         self._recoveries.take(loss, is_external=record.is_external)
         self._launcher.emit(events.WorkerLost(worker=lost, step=membership.step, reason=loss.reason))
-        if record.state != "gone":  # another loss of this turn has started the whole team again
+        if record.phase != "gone":  # another loss of this turn has started the whole team again
             self._launcher.emit(events.Warned(message=f"{loss.describe()}; it starts again with the team"))
             return
         is_replaced = not record.is_external and self._recoveries.restarts.may_replace()
@@ -97,10 +98,10 @@ class Losses:
             self._workers.start(lost)
             what = "it is being replaced"
         elif is_replaced:
-            for index, other in list(membership.records.items()):
-                if other.state in ACTIVE:
-                    self._launcher.signal(index, "kill")
-                self._workers.start(index)
+            for other in list(membership.records.values()):
+                if other.is_active:
+                    self._workers.kill(other.index)
+                self._workers.start(other.index)
             what = "the team starts again from the last checkpoint"
         elif membership.is_too_small:
             self._bear_shortage(loss)
@@ -122,7 +123,7 @@ class Losses:
         needed = cluster.min_workers if membership.is_elastic else membership.num_workers
         lack = Lack(loss.describe(), len(membership.active), needed)
         verdict = f"{lack.verdict(cluster)}; its log is {self._workers.log_file(loss.worker_index)}"
-        has_near = any(not membership.records[index].is_remote for index in membership.active)  # who can save
+        has_near = any(not membership.of(index).is_remote for index in membership.active)  # who can save
         if not (has_near and membership.is_elastic and membership.generation):
             raise TrainingError(verdict)
         self._memory.shortage = Shortage.begin(verdict, cluster, time.monotonic())

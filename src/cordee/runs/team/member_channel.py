@@ -1,7 +1,7 @@
 """The coordinator's channel to the workers of a team: registers and hears them, and tells them what to do.
 
-Nothing is sent before `flush`, so that what it follows from can be written down first. A coordinator that comes back is
-given its `ChannelState`; workers say again what was not noted, and ask again for what they did not hear.
+Nothing is sent before `flush`, so that what it follows from can be written down first. A coordinator that comes back
+has the `Membership` of the one before; workers say again what was not noted, and ask again for what they did not hear.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from cordee.cluster.control import CONTROL_NAME, NOT_YET, NotYetError
-from cordee.cluster.members import WORKER_PREFIX, Membership, Trouble
+from cordee.cluster.members import REPLACED, MemberRecord
 from cordee.cluster.messages import (
     DataFingerprint,
     Event,
@@ -24,6 +24,7 @@ from cordee.cluster.messages import (
     TeamReport,
     WorkerSummary,
 )
+from cordee.cluster.policies import Trouble
 from cordee.communication.channel import Peer, Received, ServerChannel
 from cordee.communication.messages import (
     Accepted,
@@ -48,25 +49,7 @@ from cordee.communication.messages import (
 from cordee.core.errors import CommunicationError, JobError
 from cordee.core.fault_points import reach
 from cordee.monitoring.events import AnyEvent, Warned, WorkerStarted
-
-REPLACED = "replaced"  # why a process that was taken for lost is not let in again
-
-
-class WorkerState(msgspec.Struct):
-    """What is known of the present process of a worker."""
-
-    incarnation: int
-    member: Member
-    num_noted: int = 0  # of its numbered messages
-    ready: int = 0  # the number of its last `Ready`
-    answer: Directive | None = None  # to the last `Ready` that was answered
-
-
-class ChannelState(msgspec.Struct):
-    """What a coordinator that comes back must know."""
-
-    workers: dict[int, WorkerState] = {}
-    least: dict[int, int] = {}  # worker -> incarnations below are refused
+from cordee.runs.team.membership import Membership
 
 
 class MemberChannel:
@@ -80,7 +63,6 @@ class MemberChannel:
         on_report: Callable[[int, TeamReport], None],
         on_scale: Callable[[int, int], str] | None = None,
         on_enlist: Callable[[JoinRequest], str] | None = None,
-        state: ChannelState | None = None,
     ) -> None:
         """`on_event` takes what is to be recorded, `on_report` what a worker tells of the training.
 
@@ -98,10 +80,8 @@ class MemberChannel:
         self._directives: list[tuple[int, Directive]] = []
         self._standing: dict[int, Directive] = {}  # to members, which do not ask for it: said until they halt
         self._said: dict[str, bytes] = {}  # by the members of the generation that meets, if they are on several hosts
-        self.state = state or ChannelState()
         channel.generation = membership.generation
-        for index, incarnation in self.state.least.items():
-            channel.fence(f"{WORKER_PREFIX}{index}", incarnation - 1)
+        membership.take_up(time.monotonic(), channel.fence)
 
     def serve(self, timeout_s: float) -> None:
         """Handle what has come in, waiting at most `timeout_s` for the first message."""
@@ -151,24 +131,21 @@ class MemberChannel:
         self.membership.form(members)
         generation = self._channel.generation = self.membership.generation
         self._said, self._standing = {}, {}
-        team = tuple(self.state.workers[index].member for index in members)
+        team = tuple(_describe(self.membership.of(index)) for index in members)
         for index in members:
             directive = self._answer(index, Directive("new_generation", team, "", generation, threads=threads))
             self._directives.append((index, directive))
 
     def _answer(self, index: int, directive: Directive) -> Directive:
         """Make a directive the answer to what a worker asked, to be given again if it asks again."""
-        known = self.state.workers[index]
+        known = self.membership.of(index)
         known.answer = msgspec.structs.replace(directive, answers=known.ready)
         return known.answer
 
-    def fence(self, index: int) -> None:
-        """Refuse whatever the present process of a worker still says: another takes its place."""
-        known = self.state.workers.pop(index, None)
-        self._peers.pop(index, None)
-        if known is not None:
-            self.state.least[index] = known.incarnation + 1
-            self._channel.fence(f"{WORKER_PREFIX}{index}", known.incarnation)
+    def fence(self, record: MemberRecord) -> None:
+        """Refuse whatever the present process of a worker still says: it was given up."""
+        self._peers.pop(record.index, None)
+        self._channel.fence(record.name, record.fenced)
 
     def _handle(self, received: Received) -> None:
         if received.envelope.sender == CONTROL_NAME and isinstance(received.message, Scale | JoinRequest):
@@ -177,42 +154,42 @@ class MemberChannel:
         if isinstance(received.message, Put | Ask):
             self._pass_on(received, received.message)
             return
-        index = self._index_of(received.envelope.sender)
-        if index is None:
+        known = self.membership.records.get(received.envelope.sender)
+        if known is None:
             self._reply(received, Refused("unknown-member", received.envelope.sender))
             return
         if isinstance(received.message, Hello):
-            self._welcome(received, index, received.message)
+            self._welcome(received, known, received.message)
             return
-        known = self.state.workers.get(index)
-        if known is None:
+        if not known.may_speak:
             self._reply(received, Refused("unexpected", f"{type(received.message).__name__} before Hello"))
             return
+        index, now_s, membership = known.index, time.monotonic(), self.membership
         self._peers[index] = received.peer  # another one after each connection
-        now_s, membership = time.monotonic(), self.membership
         membership.hear(index, now_s)
         match received.message:
             case Heartbeat(step=step):
                 membership.hear(index, now_s, step)
-                if membership.records[index].state == "member":  # again: it may not have heard
+                if known.phase == "member":  # again: it may not have heard
                     if membership.why_broken:
                         self.direct("disband", [index], membership.why_broken)
                     elif index in self._standing:
                         self._directives.append((index, self._standing[index]))
                 self._reply(received, Noted(known.num_noted))
             case Ready() as ready:
-                self._take_ready(index, known, ready)
+                self._take_ready(known, ready)
             case Leaving():
-                membership.records[index].is_leaving = True
+                known.is_leaving = True
             case StepTime() | StepReached() as report:
                 self._on_report(index, report)
             case Event() | FirstStep() | DataFingerprint() | WorkerSummary() | Failure() | Goodbye() as told:
-                self._take_note(received, index, known, told)
+                self._take_note(received, known, told)
             case other:
                 self._reply(received, Refused("unexpected", type(other).__name__))
 
-    def _take_note(self, received: Received, index: int, known: WorkerState, told: Numbered) -> None:
+    def _take_note(self, received: Received, known: MemberRecord, told: Numbered) -> None:
         """Take what must not be lost: once, and in order. The worker sends again what is missing."""
+        index = known.index
         if told.number == known.num_noted + 1:
             known.num_noted += 1
             match told:
@@ -227,17 +204,17 @@ class MemberChannel:
         if isinstance(told, Failure | Goodbye):  # the worker waits for it before it ends
             self._reply(received, Noted(known.num_noted))
 
-    def _take_ready(self, index: int, known: WorkerState, ready: Ready) -> None:
+    def _take_ready(self, known: MemberRecord, ready: Ready) -> None:
         if known.answer is not None and ready.number <= known.answer.answers:
             if ready.number == known.answer.answers:  # it has not heard
-                self._directives.append((index, known.answer))
+                self._directives.append((known.index, known.answer))
             return
         if ready.told > known.num_noted:
             return  # what it did before comes first: it says both again
         known.ready = ready.number
         is_new = known.answer is None  # why one that comes back was given up is known
         has_dropped, reason = (False, "") if is_new else (ready.has_dropped, ready.reason)
-        self.membership.wait(index, ready.step, has_dropped=has_dropped, reason=reason)
+        self.membership.wait(known.index, ready.step, has_dropped=has_dropped, reason=reason)
 
     def _pass_on(self, received: Received, message: Put | Ask) -> None:
         """Let members of the generation that meets find each other. Not written down: they say it again if need be."""
@@ -262,28 +239,24 @@ class MemberChannel:
             reason = NOT_YET if isinstance(error, NotYetError) else "refused"
             self._reply(received, Refused(reason, str(error)))
 
-    def _welcome(self, received: Received, index: int, hello: Hello) -> None:
+    def _welcome(self, received: Received, known: MemberRecord, hello: Hello) -> None:
         timeout_s = self.membership.failure_timeout_s
         incarnation = received.envelope.incarnation
-        known = self.state.workers.get(index)
-        if known is not None and known.incarnation == incarnation:
+        if known.may_speak and known.incarnation == incarnation:
             self._reply(received, Welcome(failure_timeout_s=timeout_s, heartbeat_s=timeout_s / 5))
             return  # it has not heard the first time
-        if not self.membership.may_register(index):
+        if not known.may_join:
             self._reply(received, Refused(REPLACED, f"another process is {received.envelope.sender} now"))
             return
         self._reply(received, Welcome(failure_timeout_s=timeout_s, heartbeat_s=timeout_s / 5))
-        self._peers[index] = received.peer
-        member = Member(received.envelope.sender, hello.role, hello.host, index, hello.host_id)
-        self.state.workers[index] = WorkerState(incarnation, member)
-        self.state.least[index] = incarnation
-        self.membership.register(index, time.monotonic())
-        self._on_event(WorkerStarted(worker=index, pid=hello.pid, host=hello.host, role=hello.role))
+        self._peers[known.index] = received.peer
+        known.host, known.host_id = hello.host, hello.host_id
+        self.membership.join(known, incarnation, time.monotonic())
+        self._on_event(WorkerStarted(worker=known.index, pid=hello.pid, host=hello.host, role=hello.role))
 
     def _reply(self, received: Received, message: Message) -> None:
         self._replies.append((received, message))
 
-    def _index_of(self, sender: str) -> int | None:
-        number = sender.removeprefix(WORKER_PREFIX)
-        is_known = sender.startswith(WORKER_PREFIX) and number.isdecimal()
-        return int(number) if is_known and int(number) in self.membership.records else None
+
+def _describe(record: MemberRecord) -> Member:
+    return Member(record.name, record.role, record.host, record.index, record.host_id)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cordee.cluster.members import Record, Trouble
-from cordee.cluster.policies import Restarts
+from cordee.cluster.members import MemberRecord
+from cordee.cluster.policies import Restarts, Trouble
 from cordee.runs.team.state import Recovery, RecoveryState
 
 
@@ -49,7 +49,7 @@ class Recoveries:
         if loss.worker_index in self._memory.met or not is_external:
             self._memory.lost.append(loss)
 
-    def begin(self, first: Record, reason: str, team_step: int, now_s: float) -> str | None:
+    def begin(self, first: MemberRecord, reason: str, team_step: int, now_s: float) -> str | None:
         """Take note that a generation is formed after losses, or for another `reason`.
 
         `first` is the member whose state the others get. Returns why the run must end, if that happens again and

@@ -5,17 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from cordee.cluster.coordinator import Addresses
-from cordee.cluster.members import Membership, Roster, Trouble
-from cordee.cluster.policies import Restarts, Shortage
+from cordee.cluster.policies import Restarts, Shortage, Trouble
 from cordee.monitoring import Summary
-from cordee.runs.team.member_channel import ChannelState
+from cordee.runs.team.membership import Membership
 
 
 class WorkersState(msgspec.Struct, kw_only=True):
-    """The processes of workers, and what they are told."""
+    """What workers are told."""
 
     data: str = ""  # what is known of the data, for workers of other hosts
-    roster: Roster = msgspec.field(default_factory=Roster)
     threads: int = 0  # of each worker; 0 is what the job says
     is_reform_wanted: bool = False  # the same workers are to form another generation
 
@@ -57,7 +55,6 @@ class TeamState(msgspec.Struct, kw_only=True):
     """What a coordinator must know to take up where another was."""
 
     membership: Membership
-    channel: ChannelState = msgspec.field(default_factory=ChannelState)
     addresses: Addresses
     workers: WorkersState = msgspec.field(default_factory=WorkersState)
     recoveries: RecoveryState

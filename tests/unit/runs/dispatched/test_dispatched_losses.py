@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 from test_dispatcher import Play, work_of
@@ -11,15 +11,14 @@ from test_dispatcher import Play, work_of
 from cordee.cluster.coordinator import Addresses, CoordinatorSpec
 from cordee.cluster.engine import Exited, ProcessSpec, Started
 from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherSpec
-from cordee.cluster.members import Process
+from cordee.cluster.members import MemberRecord
 from cordee.core.errors import TrainingError
 from cordee.core.settings import Cluster
 from cordee.monitoring.events import AnyEvent, Warned, WorkerLeft
 from cordee.runs.dispatched.losses import Losses
 from cordee.runs.dispatched.messages import AskOrder, HandOver, Join, Leave, Order, TakeWork
 from cordee.runs.dispatched.process_starter import ProcessStarter
-from cordee.runs.dispatched.state import LossState, StarterState
-from cordee.runs.dispatched.watch import Watch
+from cordee.runs.dispatched.state import LossState
 
 ORDER = CoordinatorSpec(
     kind="dispatched",
@@ -79,10 +78,18 @@ class Scene:
     def __init__(self, max_restarts: int = 1) -> None:
         self.play = Play()
         self.launcher, self.servers = Launcher(), Servers()
-        memory = StarterState(next_worker=1, newest_replica={0: 0})
-        starter = self.starter = ProcessStarter(
-            ORDER, self.play.dispatcher.plan.job, self.launcher, memory, Addresses("address")
-        )  # type: ignore[arg-type]
+        self.members = self.play.members
+        for name in ("server-0", "evaluator-0"):
+            self.members.records[name].heard_s = math.inf  # nothing is wrong with the others
+        starter = ProcessStarter(
+            ORDER,
+            self.play.dispatcher.plan.job,
+            self.launcher,  # type: ignore[arg-type]
+            self.members,
+            Addresses("address"),
+            lambda name, incarnation: None,
+            "cordee.runs.dispatched",
+        )
         self.losses = Losses(
             Cluster(max_restarts=max_restarts),
             self.launcher,  # type: ignore[arg-type]
@@ -91,21 +98,25 @@ class Scene:
             self.servers,  # type: ignore[arg-type]
             LossState(),
         )
-        self.watch = Watch(TIMEOUT_S, self.launcher, self.play.dispatcher, starter, self.losses)  # type: ignore[arg-type]
 
-    def take(self, number: int = -1, **known: Any) -> Process:
+    def take(self, number: int = -1, pid: int = 0, *, is_remote: bool = False) -> MemberRecord:
         """Have worker 0 be a process that was started with this number, or one that joined by itself."""
-        process = Process(role="worker", index=0, number=number, incarnation=1, **known)
-        self.starter.roster.add(process)
-        return process
+        record = self.members.records["worker-0"]
+        record.number, record.started = number, int(number >= 0)
+        record.pid, record.is_remote = pid, is_remote
+        return record
+
+    @property
+    def workers(self) -> list[str]:
+        return [record.name for record in self.members.staying_workers]
 
     @property
     def now_s(self) -> float:
         """When worker 0 was heard of."""
-        return self.play.dispatcher.process_records["worker-0"].heard_s
+        return self.members.records["worker-0"].heard_s
 
     def kill(self, index: int) -> None:
-        self.losses.replace(Process(role="worker", index=index), "was killed by SIGKILL", -9)
+        self.losses.replace(self.members.records[f"worker-{index}"], "was killed by SIGKILL", -9)
 
 
 def test_a_server_told_to_leave_stays_until_another_has_everything() -> None:
@@ -176,64 +187,66 @@ def test_a_replacement_lost_before_it_has_begun_is_replaced_although_the_run_end
 def test_a_worker_that_is_silent_and_idle_is_killed_and_then_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene()
     scene.take(number=9)
-    scene.watch.look(scene.now_s + TIMEOUT_S)
+    scene.losses.look(scene.now_s + TIMEOUT_S)
     assert scene.launcher.killed == []
     monkeypatch.setattr("cordee.cluster.processes.ProcessorWatch.is_working", lambda self, pid: True)
-    scene.watch.look(scene.now_s + 1.1 * TIMEOUT_S)
+    scene.losses.look(scene.now_s + 1.1 * TIMEOUT_S)
     assert scene.launcher.killed == [], "it is busy"
     monkeypatch.setattr("cordee.cluster.processes.ProcessorWatch.is_working", lambda self, pid: False)
-    scene.watch.look(scene.now_s + 1.1 * TIMEOUT_S)
+    scene.losses.look(scene.now_s + 1.1 * TIMEOUT_S)
     assert scene.launcher.killed == [9]
     assert scene.launcher.warnings == ["worker-0 is frozen: no sign of life for 5.5 s"]
     scene.launcher.news = [Exited(9, 1, 77, -9)]
-    scene.watch.look(scene.now_s)
+    scene.losses.look(scene.now_s)
     assert scene.launcher.started == ["worker-1"]
 
 
 def test_a_frozen_worker_without_replacement_may_come_back_and_its_end_is_no_loss() -> None:
     scene = Scene(max_restarts=0)
     process = scene.take(number=9)
-    scene.watch.look(scene.now_s + 2 * TIMEOUT_S)
-    assert process.is_away and scene.launcher.killed == []
-    assert "worker-0" not in scene.play.dispatcher.process_records
+    scene.losses.look(scene.now_s + 2 * TIMEOUT_S)
+    assert process.is_away and scene.launcher.killed == [] and scene.workers == []
+    assert not process.may_speak
     scene.launcher.news = [Exited(9, 1, 77, -9)]
-    scene.watch.look(0.0)
-    assert scene.launcher.started == [] and scene.starter.roster.processes == {}
+    scene.losses.look(0.0)
+    assert scene.launcher.started == [] and scene.members.started == [] and not process.may_join
 
 
 def test_one_that_never_joins_ends_the_run_and_one_that_is_stopped_before_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene = Scene()
-    scene.starter.roster.add(Process(role="worker", index=5, number=3, incarnation=1))
+    for index, number in ((5, 3), (6, 4)):
+        scene.members.expect(MemberRecord(index=index, number=number, started=1), 100.0)
+    scene.members.records["worker-0"].heard_s = math.inf
     stopped = {11}
-    monkeypatch.setattr("cordee.runs.dispatched.watch.is_stopped", lambda pid: pid in stopped)
+    monkeypatch.setattr("cordee.runs.dispatched.losses.is_stopped", lambda pid: pid in stopped)
     scene.launcher.news = [Started(3, 1, 11)]
-    scene.watch.look(100.0)
-    scene.watch.look(100.0 + TIMEOUT_S)
+    scene.losses.look(100.0)
+    scene.losses.look(100.0 + TIMEOUT_S)
     assert scene.launcher.killed == []
-    scene.watch.look(100.1 + TIMEOUT_S)
+    scene.losses.look(100.1 + TIMEOUT_S)
     assert scene.launcher.killed == [3]
-    with pytest.raises(TrainingError, match="worker-5 did not start within 120 s"):
-        scene.watch.look(100.1 + STARTUP_TIMEOUT_S)
+    with pytest.raises(TrainingError, match="worker-6 did not start within 120 s"):
+        scene.losses.look(100.1 + STARTUP_TIMEOUT_S)
 
 
 def test_external_workers_are_given_up_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     alive, stopped = {11}, {11}
-    monkeypatch.setattr("cordee.runs.dispatched.watch.is_alive", lambda pid: pid in alive)
-    monkeypatch.setattr("cordee.runs.dispatched.watch.is_stopped", lambda pid: pid in stopped)
+    monkeypatch.setattr("cordee.runs.dispatched.losses.is_alive", lambda pid: pid in alive)
+    monkeypatch.setattr("cordee.runs.dispatched.losses.is_stopped", lambda pid: pid in stopped)
     for is_remote, why in ((False, "is frozen; if it wakes up"), (True, "is out of reach; if it can be heard again")):
         scene = Scene()
         process = scene.take(pid=11, is_remote=is_remote)
-        scene.watch.look(scene.now_s + TIMEOUT_S)
+        scene.losses.look(scene.now_s + TIMEOUT_S)
         assert scene.launcher.warnings == []
-        scene.watch.look(scene.now_s + 2 * TIMEOUT_S)
+        scene.losses.look(scene.now_s + 2 * TIMEOUT_S)
         assert why in scene.launcher.warnings[0] and scene.launcher.started == scene.launcher.killed == []
-        assert process.is_away == is_remote and scene.starter.workers == ([] if is_remote else ["worker-0"])
+        assert process.is_away and scene.workers == []
         scene.play.say("worker-0", Join("worker", 0, 1, "host"))  # it is back
-        scene.watch.look(scene.now_s)
-        assert not process.is_away and scene.starter.workers == ["worker-0"]
+        scene.losses.look(scene.now_s)
+        assert not process.is_away and scene.workers == ["worker-0"]
     scene = Scene()
     scene.take(pid=12)
-    scene.watch.look(scene.now_s)
-    assert "ended without a word" in scene.launcher.warnings[0] and scene.starter.workers == []
+    scene.losses.look(scene.now_s)
+    assert "ended without a word" in scene.launcher.warnings[0] and scene.workers == []

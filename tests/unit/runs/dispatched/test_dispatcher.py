@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cordee.cluster.members import MemberRecord, Members
 from cordee.communication.messages import Message
 from cordee.core import Job
 from cordee.core.stopping import StopPolicy
@@ -49,20 +50,27 @@ class Play:
         plan = RunPlan(job, ParameterServerSettings(**strategy), 8, 6, StopPolicy(job.stop), counts_classes=True)
         self.channel = Channel()
         self.events: list[AnyEvent] = []
+        self.members = Members(failure_timeout_s=5.0)
         self.dispatcher = Dispatcher(
             self.channel,  # type: ignore[arg-type]
             plan,
             Ledger(plan.exchanges, num_workers),
             Progress(),
+            self.members,
             emit=self.events.append,
             show=lambda step, loss: None,
             elapsed_s=lambda: 0.0,
             rate=lambda step: 0.1,
         )
         for role in ("server", "evaluator"):
-            self.say(f"{role}-0", Join(role, 0, 1, "host", "address"))
+            self.join(MemberRecord(role=role, index=0, number=0), "address")
         for index in range(num_workers):
-            self.say(f"worker-{index}", Join("worker", index, 1, "host"))
+            self.join(MemberRecord(index=index, number=0))
+
+    def join(self, record: MemberRecord, address: str = "", **more: Any) -> list[tuple[str, Message]]:
+        """Have a process that was asked for say that it is there."""
+        self.members.expect(record, 0.0)
+        return self.say(record.name, Join(record.role, record.index, 1, "host", address, **more))
 
     def say(self, sender: str, message: Message) -> list[tuple[str, Message]]:
         """Let a process speak; return what the dispatcher says to anybody after it."""
@@ -185,8 +193,8 @@ def test_a_server_that_nobody_followed_costs_whole_steps_and_says_how_many() -> 
     ahead = work_of(play.say("worker-0", TakeWork(done=first.unit, loss_sum=2.0, count=2, num_samples=2)))
     play.say("worker-1", TakeWork(done=second.unit, loss_sum=2.0, count=2, num_samples=2))
     assert play.dispatcher.progress.step == 1
-    play.dispatcher.lose("server-0")
-    play.say("server-0.1", Join("server", 0, 2, "host", "elsewhere", step=0))
+    play.dispatcher.lose(play.members.records["server-0"])
+    play.join(MemberRecord(role="server", index=0, replica=1, number=0), "elsewhere", step=0)
     (lost,) = [event for event in play.events if isinstance(event, events.UpdatesLost)]
     assert lost == events.UpdatesLost(server=0, updates=1, step=1, from_step=0)
     assert play.dispatcher.progress.updates_lost == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from cordee.cluster.coordinator import Addresses
-from cordee.cluster.members import Process, ProcessRecord, Roster
+from cordee.cluster.members import MemberRecord, Members
 from cordee.cluster.policies import Shortage
 from cordee.compute import Metrics
 from cordee.data.ledger import LedgerState
@@ -17,7 +17,6 @@ from cordee.runs.dispatched.state import (
     Outcome,
     RunState,
     SnapshotState,
-    StarterState,
     StepMetricsState,
     StepSum,
 )
@@ -32,7 +31,6 @@ def test_what_a_coordinator_knows_survives_being_written_down() -> None:
         snapshots=SnapshotState(num_orders=1, ordered_at=(3, 0, 3, 12), is_order_open=True, is_reading=True),
         barrier=4,
         ledger=LedgerState(3, 7, [6], [5], {4: "worker-1"}),
-        process_records={"worker-1": ProcessRecord("worker", 1, 99, 17, 0.5)},
         outcome=Outcome(metrics=Metrics(1.0, 0.5, None, 4, 0.1), ages=(1, 2)),
     )
     memory = RunState(
@@ -41,7 +39,14 @@ def test_what_a_coordinator_knows_survives_being_written_down() -> None:
         begun_s=2.0,
         base_s=0.0,
         samples_before=0,
-        starter=StarterState(next_worker=3, roster=Roster({"server-0.1": Process(role="server", index=0, replica=1)})),
+        members=Members(
+            failure_timeout_s=5.0,
+            num_started=3,
+            records={
+                "worker-1": MemberRecord(index=1, pid=99, incarnation=17, fenced=16, heard_s=0.5, phase="joined"),
+                "server-0.1": MemberRecord(role="server", index=0, replica=1, number=3, started=7, address="here"),
+            },
+        ),
         losses=LossState(recovering=[Loss("worker", "worker-0", 1.0, 2)], shortage=Shortage("too few", 3.0)),
         dispatcher=dispatcher,
     )

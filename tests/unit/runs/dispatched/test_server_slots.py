@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from test_dispatcher import Play
 
+from cordee.cluster.members import MemberRecord
 from cordee.monitoring.events import Warned
 from cordee.parameters.messages import SecondLost
 from cordee.parameters.server_slots import ServerSlot, ServerSlots
-from cordee.runs.dispatched.messages import Join
 
 
 def test_a_replacement_without_the_parameters_does_not_serve() -> None:
@@ -25,11 +25,11 @@ def test_a_replacement_without_the_parameters_does_not_serve() -> None:
 def test_a_second_that_was_dropped_does_not_take_over() -> None:
     """The first server could not reach it for a moment, and has continued alone."""
     play = Play()
-    play.say("server-0.1", Join("server", 0, 2, "host", "second"))
+    play.join(MemberRecord(role="server", index=0, replica=1, number=0), "second")
     play.dispatcher.servers.note_following(0, "server-0", "server-0.1")
     play.say("server-0", SecondLost("second", "server-0 has lost its second server (no reply)"))
     assert not play.dispatcher.servers.has_part("server-0.1")
-    play.dispatcher.lose("server-0")
+    play.dispatcher.lose(play.members.records["server-0"])
     assert not play.dispatcher.servers.is_served(0)
     (warning,) = [event.message for event in play.events if isinstance(event, Warned)]
     assert warning == "server-0 has lost its second server (no reply): continuing alone until there is another"

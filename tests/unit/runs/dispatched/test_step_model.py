@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from cordee.checkpoint import State
-from cordee.cluster.members import ProcessRecord
+from cordee.cluster.members import MemberRecord
 from cordee.communication.calls import Call, UnavailableError
 from cordee.communication.messages import Message
 from cordee.compute import make_optimizer_recipe, make_schedule
@@ -209,12 +209,12 @@ class World:
 
     def _lose_second(self, serving: str, address: str) -> None:
         """The real dispatcher's answer to `SecondLost`; one that was given up itself is not heard."""
-        process_records = {name: ProcessRecord("server", 0, 0, 0, 0.0, address=name) for name in self.servers}
+        records = {name: MemberRecord(role="server", index=0, address=name) for name in self.servers}
         if serving not in (self.slots.slots[0].serving, self.slots.slots[0].follower):
             raise UnavailableError("was given up")
-        whereabouts = ServerRegistry(self.slots, process_records, lambda received, message: None, wants_followers=True)
+        whereabouts = ServerRegistry(self.slots, records, lambda received, message: None, wants_followers=True)
         dropped = whereabouts.drop_follower(serving, address)
-        if dropped and dropped not in self.unnoticed:  # it is killed: `Watch` does so with servers that have no part
+        if dropped and dropped not in self.unnoticed:  # it is killed: `Losses` does so with servers that have no part
             self.servers[dropped].is_alive = False
             self.unnoticed.append(dropped)
         self.servers[serving].second = ""

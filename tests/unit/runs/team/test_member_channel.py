@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cordee.cluster.members import Membership
+from cordee.cluster.members import MemberRecord
 from cordee.cluster.messages import (
     TEAM,
     DataFingerprint,
@@ -29,7 +29,8 @@ from cordee.core.errors import CommunicationError
 from cordee.monitoring import AnyEvent, Summary
 from cordee.monitoring.events import Commit, Step, Warned
 from cordee.runs.team.link import Answer, TeamLink
-from cordee.runs.team.member_channel import ChannelState, MemberChannel
+from cordee.runs.team.member_channel import MemberChannel
+from cordee.runs.team.membership import Membership
 
 pytestmark = pytest.mark.timeout(30)
 SERVER_KEYS, (CLIENT_KEYS,) = make_keys()
@@ -42,9 +43,11 @@ class Served:
     def __init__(self, before: Served | None = None) -> None:
         self.events: list[AnyEvent] = []
         self.reports: list[tuple[int, TeamReport]] = []
-        self.membership = Membership(2, TIMEOUT_S, startup_timeout_s=10.0, started_s=time.monotonic())
+        self.membership = Membership(num_workers=2, failure_timeout_s=TIMEOUT_S, startup_timeout_s=10.0)
+        for index in range(2):
+            self.membership.expect(MemberRecord(index=index, number=index), time.monotonic())
         if before is not None:
-            self.membership = msgspec.convert(msgspec.to_builtins(before.membership), Membership)
+            self.membership = msgspec.msgpack.decode(msgspec.msgpack.encode(before.membership), type=Membership)
         speaker = Speaker(run="run", name="coordinator", incarnation=time.time_ns())
         address = before.address if before else "tcp://127.0.0.1:*"
         self._channel = ServerChannel(address, speaker, Codec(TEAM), SERVER_KEYS)
@@ -53,9 +56,6 @@ class Served:
             self.membership,
             self.events.append,
             lambda worker, report: self.reports.append((worker, report)),
-            state=msgspec.msgpack.decode(msgspec.msgpack.encode(before.coordinator.state), type=ChannelState)
-            if before
-            else None,
         )
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -69,6 +69,13 @@ class Served:
     @property
     def address(self) -> str:
         return self._channel.address
+
+    def give_up(self, index: int, *, is_away: bool = False) -> None:
+        """Have a worker taken for lost."""
+        record = self.membership.of(index)
+        self.membership.exit(index, "is frozen", time.monotonic(), is_killed=True)
+        self.membership.lose(record, is_away=is_away)
+        self.coordinator.fence(record)
 
     def link(self, index: int) -> TeamLink:
         return TeamLink(self.address, "run", index, CLIENT_KEYS)
@@ -136,7 +143,7 @@ def test_a_pause_is_over_with_the_next_generation(served: Served) -> None:
         answers: list[Answer] = []
         waiting = threading.Thread(target=lambda: answers.append(first.await_generation(5, has_dropped=False)))
         waiting.start()
-        wait_until(lambda: served.membership.records[0].ready_step == 5)
+        wait_until(lambda: served.membership.of(0).ready_step == 5)
         served.membership.exit(1, "was killed by SIGKILL", time.monotonic(), is_killed=True)
         served.membership.is_elastic = True
         served.coordinator.form(served.membership.next_members() or [])
@@ -167,7 +174,7 @@ def test_a_directive_that_got_lost_is_said_again(served: Served, action: str, mo
 def test_a_worker_that_was_replaced_is_not_heard_any_more(served: Served) -> None:
     with served.link(0) as first, served.link(1) as second:
         joined(served, first, second)
-        served.coordinator.fence(1)
+        served.give_up(1)
         second.emit(Step(step=1))
         first.emit(Step(step=2))
         wait_until(lambda: "step" in served.kinds())
@@ -179,10 +186,8 @@ def test_one_that_was_given_up_joins_again_where_it_may(served: Served) -> None:
         joined(served, first, second)
         second.emit(Step(step=1))
         wait_until(lambda: "step" in served.kinds())
-        served.coordinator.fence(1)
-        served.membership.exit(1, "is frozen", time.monotonic(), is_killed=True)
-        served.membership.records[1].is_away = True
-        wait_until(lambda: served.membership.records[1].state == "preparing")
+        served.give_up(1, is_away=True)
+        wait_until(lambda: served.membership.of(1).phase == "joined")
         second.emit(Step(step=2))  # counts anew, and is heard
         wait_until(lambda: served.kinds().count("step") == 2)
         assert served.kinds().count("worker_started") == 3
@@ -191,8 +196,7 @@ def test_one_that_was_given_up_joins_again_where_it_may(served: Served) -> None:
 def test_one_whose_place_is_taken_leaves(served: Served) -> None:
     with served.link(0) as first, served.link(1) as second:
         joined(served, first, second)
-        served.coordinator.fence(1)
-        served.membership.exit(1, "is frozen", time.monotonic(), is_killed=True)
+        served.give_up(1)
         answer = second.await_generation(5, has_dropped=True)
         assert answer.directive.action == "leave"
         second.leave()  # nobody waits to hear it
@@ -203,7 +207,7 @@ def test_a_wish_to_leave_is_passed_on(served: Served) -> None:
     with served.link(0) as first, served.link(1) as second:
         joined(served, first, second)
         second.ask_to_leave()
-        wait_until(lambda: served.membership.records[1].is_leaving)
+        wait_until(lambda: served.membership.of(1).is_leaving)
         assert served.membership.needs_pause
 
 
@@ -211,9 +215,9 @@ def test_heartbeats_tell_how_far_a_worker_is(served: Served) -> None:
     with served.link(0) as first, served.link(1) as second:
         joined(served, first, second)
         first.step = 12
-        wait_until(lambda: served.membership.records[0].step == 12)
-        before_s = served.membership.records[1].heard_s
-        wait_until(lambda: served.membership.records[1].heard_s > before_s)
+        wait_until(lambda: served.membership.of(0).step == 12)
+        before_s = served.membership.of(1).heard_s
+        wait_until(lambda: served.membership.of(1).heard_s > before_s)
         assert served.membership.check_silence(time.monotonic()) == []
 
 

@@ -13,7 +13,8 @@ from typing import Literal
 
 import pytest
 
-from cordee.cluster.members import Membership, Record
+from cordee.cluster.members import MemberRecord
+from cordee.runs.team.membership import Membership
 
 FIRST_STEP, LAST_STEP = 1, 3  # of a state that all members have to begin with, and at which a run is over
 SAVED_STEP = 0  # of the checkpoint
@@ -71,25 +72,24 @@ class Coordinator:
 
     def membership(self) -> Membership:
         records = {
-            index: Record(state=phase, ready_step=step)  # type: ignore[arg-type]
+            f"worker-{index}": MemberRecord(index=index, number=index, phase=phase, ready_step=step)  # type: ignore[arg-type]
             for index, (phase, step) in enumerate(zip(self.phases, self.ready_steps, strict=True))
         }
         return Membership(
             num_workers=len(self.phases),
             failure_timeout_s=1.0,
             startup_timeout_s=1.0,
-            started_s=0.0,
             is_elastic=True,
             generation=self.generation,
             records=records,
         )
 
     def after(self, membership: Membership, members: tuple[int, ...] | None = None) -> Coordinator:
-        records = [membership.records[index] for index in range(len(self.phases))]
+        records = [membership.of(index) for index in range(len(self.phases))]
         return Coordinator(
             membership.generation,
             self.members if members is None else members,
-            tuple(record.state for record in records),
+            tuple(record.phase for record in records),
             tuple(record.ready_step for record in records),
         )
 
@@ -178,14 +178,14 @@ class Model:
         membership = world.coordinator.membership()
         membership.exit(index, "was killed", 0.0, is_killed=True)
         for loss in membership.take_losses():
-            membership.expect(loss.worker_index, 0.0)  # it is replaced
+            membership.expect(MemberRecord(index=loss.worker_index, number=0), 0.0)  # it is replaced
         replaced = world.with_worker(index, Worker())
         return replace(replaced, coordinator=world.coordinator.after(membership))
 
     def _become_ready(self, world: World, index: int, worker: Worker, reason: str = "") -> World:
         membership = world.coordinator.membership()
-        if membership.records[index].state == "starting":
-            membership.register(index, 0.0)
+        if membership.of(index).phase == "starting":
+            membership.join(membership.of(index), 1, 0.0)
         membership.wait(index, worker.ready_step, has_dropped=False, reason=reason)
         return replace(world.with_worker(index, worker), coordinator=world.coordinator.after(membership))
 

@@ -1,0 +1,215 @@
+"""Who failed first in a team, and who forms the next generation: decided without I/O.
+
+A worker that is killed or frozen is a loss: the others continue without it. One that raises or exits by itself is a
+failure that would come again: the run ends. A failing worker makes others fail: they lose a peer in the middle of
+an exchange and say so, often before the failing one was heard of. `culprit` tells the cause from the consequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from cordee.cluster.members import WORKER_PREFIX, MemberRecord, Members, Phase
+from cordee.cluster.policies import Trouble
+
+SETTLING_S = 1.0  # how long the first sign of a failure waits for what the workers themselves say of it
+
+
+class Membership(Members, kw_only=True):
+    """The workers of a team, from the first sign of life to the last."""
+
+    num_workers: int  # how many there are to be
+    min_workers: int = 1
+    is_elastic: bool = False  # every worker has all that is needed to go on, so that a team can lose some
+    generation: int = 0
+    broken: tuple[int, str] = (0, "")  # the last generation that cannot go on as it is, and why
+    told_step: int = 0  # of the last step that was reported as such
+    troubles: list[Trouble] = msgspec.field(default_factory=list)
+    losses: list[Trouble] = msgspec.field(default_factory=list)  # not yet taken care of
+
+    def of(self, index: int) -> MemberRecord:
+        return self.records[f"{WORKER_PREFIX}{index}"]
+
+    def _in(self, *phases: Phase) -> list[int]:
+        return [record.index for record in self.records.values() if record.phase in phases]
+
+    def hear(self, index: int, now_s: float, step: int | None = None) -> None:
+        """Take note of a sign of life."""
+        record = self.of(index)
+        record.heard_s = now_s
+        if step is not None:
+            record.step = max(record.step, step)
+
+    def wait(self, index: int, step: int, *, has_dropped: bool, reason: str = "") -> None:
+        """Take note that a worker waits for a generation, with `step` steps taken or -1 for nothing at all."""
+        record = self.of(index)
+        if record.phase == "member" and reason:
+            self.broken = (self.generation, f"worker {index}: {reason}")
+        record.phase, record.ready_step, record.has_dropped, record.reason = "ready", step, has_dropped, reason
+        record.step = max(record.step, step)
+
+    def finish(self, index: int) -> None:
+        record = self.of(index)
+        record.phase = "left" if record.is_leaving else "finished"
+
+    def report(self, trouble: Trouble) -> None:
+        """Take note of a failure; the first of each worker counts, but its own account more than its exit."""
+        if self.of(trouble.worker_index).is_external:
+            self.exit(trouble.worker_index, trouble.reason, trouble.at_s, is_killed=True)
+            return
+        for at, known in enumerate(self.troubles):
+            if known.worker_index == trouble.worker_index:
+                if trouble.is_final and not known.is_final:
+                    self.troubles[at] = replace(trouble, at_s=known.at_s)
+                return
+        self.troubles.append(trouble)
+
+    def exit(self, index: int, how: str, now_s: float, *, is_killed: bool = False) -> None:
+        """Take note that the process of a worker has ended. One that was killed is a loss, others a failure."""
+        record = self.of(index)
+        if not record.is_active:
+            return
+        trouble = Trouble(index, record.step, record.fate or how, is_final=is_killed, at_s=now_s)
+        if record.phase == "member":
+            self.broken = (self.generation, f"worker {index} {trouble.reason}")
+        record.phase = "gone"
+        if not is_killed and not record.is_external:
+            self.report(trouble)
+        elif any(known.worker_index == index for known in self.troubles):
+            pass  # it had said what was wrong
+        elif not self._in("finished"):
+            self.losses.append(trouble)  # nobody finishes before all have done their last step
+
+    def take_losses(self) -> list[Trouble]:
+        """Return the workers lost since this was last asked."""
+        losses, self.losses = self.losses, []
+        return losses
+
+    @property
+    def active(self) -> list[int]:
+        """The workers that are or will be members, but those that are leaving."""
+        return [record.index for record in self.records.values() if record.is_active and not record.is_leaving]
+
+    def is_free(self, index: int) -> bool:
+        """Whether a new worker may have this number."""
+        known = self.records.get(f"{WORKER_PREFIX}{index}")
+        return known is None or (known.phase in ("gone", "left") and not known.is_away)
+
+    @property
+    def num_pending(self) -> int:
+        """How many are on their way to being ready for the first time."""
+        return sum(self.of(i).phase in ("starting", "joined") for i in self.active)
+
+    @property
+    def members(self) -> list[int]:
+        """Those who train in the present generation."""
+        return self._in("member")
+
+    @property
+    def has_remote(self) -> bool:
+        """Whether a worker of another host takes part, or has just been lost."""
+        return any(record.is_remote for record in self.records.values())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a generation is training."""
+        return bool(self.members)
+
+    @property
+    def why_broken(self) -> str:
+        """Why the present generation cannot go on; nothing if it can."""
+        generation, reason = self.broken
+        return reason if generation == self.generation > 0 else ""
+
+    def dismiss_late(self) -> list[int]:
+        """Return those who were to join a run that has ended for others: they are of no use any more."""
+        if not self._in("finished"):
+            return []
+        late = self._in("starting", "joined", "ready")
+        for index in late:
+            self.of(index).phase = "left"
+        return late
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every worker has ended well."""
+        return bool(self._in("finished")) and not any(record.is_active for record in self.records.values())
+
+    @property
+    def needs_pause(self) -> bool:
+        """Whether the members should stop for a moment: somebody waits to join, or wants to leave."""
+        states = {(record.phase, record.is_leaving) for record in self.records.values()}
+        has_members, has_heirs = bool(self.members), ("ready", False) in states
+        return (has_members and has_heirs) or (
+            ("member", True) in states and (("member", False) in states or self.is_too_small)
+        )
+
+    @property
+    def dispensable(self) -> list[int]:
+        """Those who wait, want to leave, and may: somebody who stays is as far as they are, or nobody is to stay."""
+        stays = [r.ready_step for r in self.records.values() if r.phase == "ready" and not r.is_leaving]
+        furthest = max(stays, default=-1)
+        leaving = [r for r in self.records.values() if r.phase == "ready" and r.is_leaving]
+        return [record.index for record in leaving if record.ready_step <= furthest or self.is_too_small]
+
+    def next_members(self) -> list[int] | None:
+        """Return who forms the next generation; None while it is too early for one.
+
+        Those of the run's own host come first, and of those the ones that are furthest.
+        """
+        leaves = self.dispensable
+        ready = [i for i in self._in("ready") if i not in leaves]
+        if self.is_complete or not ready:
+            return None
+        has_survivor = any(self.of(i).ready_step >= 0 for i in ready)
+        is_whole_needed = self.generation == 0 or not has_survivor or not self.is_elastic
+        if (is_whole_needed and self.num_pending) or len(ready) < self.min_workers:
+            return None
+        if not self.is_elastic and len(ready) != self.num_workers:
+            return None
+        if all(self.of(i).is_remote for i in ready):
+            return None  # the first writes checkpoints, which is of use on the run's own host alone
+        return sorted(ready, key=lambda i: (self.of(i).is_remote, -self.of(i).ready_step, i))
+
+    @property
+    def is_too_small(self) -> bool:
+        """Whether those left are fewer than can go on, and nobody is on the way."""
+        if all(self.of(i).is_remote for i in self.active):
+            return True
+        return len(self.active) < (self.min_workers if self.is_elastic else self.num_workers)
+
+    def form(self, members: list[int]) -> None:
+        """Begin the next generation."""
+        self.generation += 1
+        for index in members:
+            self.of(index).phase = "member"
+
+    @property
+    def step(self) -> int:
+        """The highest step that any worker is known to have taken."""
+        return max([self.told_step, *(record.step for record in self.records.values())])
+
+    def culprit(self, now_s: float) -> Trouble | None:
+        """Return the failure to report, once it is known: a cause at once, a consequence after some time."""
+        causes = [trouble for trouble in self.troubles if not trouble.is_consequence]
+        if causes:
+            first = min(causes, key=lambda trouble: trouble.at_s)
+            if first.traceback:
+                return first
+            if now_s - first.at_s <= SETTLING_S and not self._has_all_accounts:
+                return None
+            # What it was last heard of is old; those who lost it in the same step know better.
+            return replace(first, step=max([self.step, *(trouble.step for trouble in self.troubles)]))
+        is_anybody_left = any(record.is_active for record in self.records.values())
+        limit_s = SETTLING_S + (self.failure_timeout_s if is_anybody_left else 0.0)
+        if self.troubles and now_s - self.troubles[0].at_s > limit_s:
+            return self.troubles[0]
+        return None
+
+    @property
+    def _has_all_accounts(self) -> bool:
+        """Whether every worker has ended well, waits, or said what is wrong: nobody's account is awaited."""
+        known = {trouble.worker_index for trouble in self.troubles if trouble.is_final}
+        return all(r.index in known or r.phase in ("finished", "left", "ready") for r in self.records.values())
