@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class Trainer:
         self._should_stop = should_stop
         self._should_pause = should_pause
         self._report = report
-        self._is_stepping = False
+        self.is_stepping = False  # a step was begun and is not finished
         self._is_new_team = False  # no step was taken in it yet
         self._agreed_s: float | None = None  # when this worker last had what the others computed, on its own clock
         self._own_s = 0.0  # what it computed since took
@@ -76,17 +76,12 @@ class Trainer:
     def progress(self) -> Progress:
         return self._progress
 
-    @property
-    def is_stepping(self) -> bool:
-        """Whether a step was begun and not finished."""
-        return self._is_stepping
-
     def enter(self, parts: Components, state: State | None) -> None:
         """Continue as a member of another team from `state`, which stays as it is, or begin. Collective."""
         self._parts = parts
         if state is not None:
             self.resume(state)
-        self._votes, self._is_stopping, self._is_stepping, self._is_new_team = NO_VOTES, False, False, True
+        self._votes, self._is_stopping, self.is_stepping, self._is_new_team = NO_VOTES, False, False, True
         self._agreed_s = None
         reach("enter.resumed")
         self._comparison.begin()
@@ -104,9 +99,9 @@ class Trainer:
         self._progress, self._newest = Progress(), None
         self._policy.patience = self._progress.patience
 
-    def settle(self) -> None:
+    def wait_for_checkpoint(self) -> None:
         """Wait until no checkpoint is being written."""
-        self._saver.settle()
+        self._saver.wait()
 
     def state(self) -> State:
         """Return all that another worker needs to be where this one is."""
@@ -184,7 +179,7 @@ class Trainer:
                 if not self._parts.is_elastic and self._saver.step != progress.step:
                     self._save(at_once=True)  # while those who have the parts of it are together
                 if not self._parts.is_elastic:
-                    self.settle()  # the next team begins with it
+                    self.wait_for_checkpoint()  # the next team begins with it
                 return None
             if stopped_by != "interrupt":
                 self._evaluate()
@@ -193,7 +188,7 @@ class Trainer:
             if self._saver.step != progress.step:
                 self._save(at_once=True)
             with self._away():
-                self.settle()
+                self.wait_for_checkpoint()
             if self._saver.problem is not None:
                 raise StorageError(self._weights_lost()) from self._saver.problem
         finally:
@@ -279,7 +274,7 @@ class Trainer:
         progress, strategy, monitoring = self._progress, self._parts.strategy, self._job.monitoring
         measure = progress.step % monitoring.every_steps == 0
         self._seed_step(progress.step)
-        self._is_stepping = True
+        self.is_stepping = True
         reach("step.begun")
         loss = strategy.forward_backward(self._cut(batch), measure=measure, vote=self._vote)
         self._note_pace()
@@ -290,7 +285,7 @@ class Trainer:
         # A batch in which every label is ignored says nothing: optimizers would still decay weights and count a step.
         update = strategy.update(progress.step) if loss.count else strategy.skip(progress.step)
         progress.step += 1
-        self._is_stepping = False
+        self.is_stepping = False
         progress.batch += 1
         if taken is not None:
             progress.place = taken.place
@@ -376,7 +371,7 @@ class Trainer:
                 num_classes=parts.splits.num_classes,
                 should_stop=self._agree_to_stop,
                 num_parts=parts.test_shards.num_held,
-                combine=self._sum_shards,
+                combine=lambda values: sum_shards(values, parts.test_shards, parts.team.sum),
             )
         reach("evaluate.done")
         if metrics is None:
@@ -387,10 +382,6 @@ class Trainer:
     def _is_best(self) -> bool:
         """Whether the model as it is now is the best that was evaluated, and is to be kept for that."""
         return self._job.checkpoint.keep_best and self._progress.best_step == self._progress.step
-
-    def _sum_shards(self, values: Sequence[float]) -> list[float]:
-        """Sum what was measured of each own shard over all shards, in one order. Collective."""
-        return sum_shards(values, self._parts.test_shards, self._parts.team.sum)
 
     def _save(self, *, at_once: bool = False) -> None:
         """Save a checkpoint, or begin to. Collective: the first worker writes."""

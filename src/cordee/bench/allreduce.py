@@ -97,7 +97,7 @@ def _row(raw: dict[str, list[float]], num_processes: int, num_bytes: int) -> dic
 def _serve(place: Place, pipe: Connection) -> None:
     """Be a process with a cordee and a gloo group, asleep unless asked to measure."""
     register()
-    dist.init_process_group("cordee", init_method=place.meeting, rank=place.rank, world_size=place.size)
+    dist.init_process_group("cordee", init_method=place.rendezvous, rank=place.rank, world_size=place.size)
     groups = {"cordee": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     while True:
         contestant, sizes = pipe.recv()

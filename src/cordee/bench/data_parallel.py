@@ -28,7 +28,7 @@ NUM_WORKERS = 2
 ONE_WORKER = "one worker"
 
 
-class _Heat(NamedTuple):
+class _Case(NamedTuple):
     """Contestants that are measured in turn, all on one model."""
 
     model: str
@@ -41,31 +41,31 @@ class _Heat(NamedTuple):
 def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
     raw: dict[str, list[float]] = {}
     rows: list[dict[str, Any]] = []
-    heats = _heats(say)
-    for heat in heats:
-        say(f"{heat.model}: {', '.join(heat.loops)}; {heat.num_steps} steps of {BATCH_SIZE} per worker and round")
+    cases = _cases(say)
+    for case in cases:
+        say(f"{case.model}: {', '.join(case.loops)}; {case.num_steps} steps of {BATCH_SIZE} per worker and round")
         contestants = {
-            name: Contestant(loop, 1 if name == ONE_WORKER else NUM_WORKERS, heat.num_steps, BATCH_SIZE)
-            for name, loop in heat.loops.items()
+            name: Contestant(loop, 1 if name == ONE_WORKER else NUM_WORKERS, case.num_steps, BATCH_SIZE)
+            for name, loop in case.loops.items()
         }
         figures, _ = compete(contestants, rounds, say)
-        raw |= {f"{heat.model}, {name}": values for name, values in figures.items()}
+        raw |= {f"{case.model}, {name}": values for name, values in figures.items()}
         for row in compare_speeds(figures):
-            goal = heat.goals.get(row["contestant"])
+            goal = case.goals.get(row["contestant"])
             outcome = "" if goal is None else verdict(row["cordee_is_times"] >= goal)
-            rows.append({"model": heat.model, **row, "goal": goal, "outcome": outcome})
+            rows.append({"model": case.model, **row, "goal": goal, "outcome": outcome})
     settings = {
         "workers": NUM_WORKERS,
         "batch_size_per_worker": BATCH_SIZE,
         "threads_per_worker": 1,
         "rounds": rounds,
-        "steps_per_round": {heat.model: heat.num_steps for heat in heats},
-        "data": {heat.model: heat.data.use for heat in heats},
+        "steps_per_round": {case.model: case.num_steps for case in cases},
+        "data": {case.model: case.data.use for case in cases},
     }
     return Report("data_parallel", describe_machine(), settings, raw, "samples/s", rows)
 
 
-def _heats(say: Callable[[str], None]) -> list[_Heat]:
+def _cases(say: Callable[[str], None]) -> list[_Case]:
     images, cifar_like = image_data(), synthetic_images(3, 32, size=10_000, test_size=0)
     lenet: dict[str, Any] = {"model": "lenet", "data": images, "batch_size": BATCH_SIZE}
     mlp: dict[str, Any] = {**lenet, "model": "mlp"}
@@ -87,8 +87,8 @@ def _heats(say: Callable[[str], None]) -> list[_Heat]:
         for model in (lenet, mlp)
     }
     return [
-        _Heat("lenet", 300, images, {"cordee": partial(cordee_loop, **lenet), **peers}, dict.fromkeys(peers, 1.4)),
-        _Heat("resnet18", 2, cifar_like, resnets, {"ddp on gloo": 1.05, "independent": 0.9}),
-        _Heat("lenet, fsdp2", 40, images, sharded["lenet"], {"gloo": 1.0}),
-        _Heat("mlp of 40 M, fsdp2", 3, images, sharded["mlp"], {"gloo": 1.5}),
+        _Case("lenet", 300, images, {"cordee": partial(cordee_loop, **lenet), **peers}, dict.fromkeys(peers, 1.4)),
+        _Case("resnet18", 2, cifar_like, resnets, {"ddp on gloo": 1.05, "independent": 0.9}),
+        _Case("lenet, fsdp2", 40, images, sharded["lenet"], {"gloo": 1.0}),
+        _Case("mlp of 40 M, fsdp2", 3, images, sharded["mlp"], {"gloo": 1.5}),
     ]

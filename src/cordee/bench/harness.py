@@ -105,8 +105,8 @@ class Place(NamedTuple):
     folder: str
 
     @property
-    def meeting(self) -> str:
-        return f"file://{self.folder}/meeting"
+    def rendezvous(self) -> str:
+        return f"file://{self.folder}/rendezvous"
 
 
 class Processes:

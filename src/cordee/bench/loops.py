@@ -100,7 +100,7 @@ def train_for_ever(job: Job, place: Place, clock: Clock) -> None:
     """Train the job as one of its workers, in a group of all the contestant's processes, events included."""
     if place.size > 1:
         register()
-        dist.init_process_group("cordee", init_method=place.meeting, rank=place.rank, world_size=place.size)
+        dist.init_process_group("cordee", init_method=place.rendezvous, rank=place.rank, world_size=place.size)
     parts = assemble(job, Team(place.rank, place.size, num_local_workers=place.size, local_rank=place.rank))
     parts.setup()
 
@@ -125,7 +125,7 @@ def torch_loop(place: Place, clock: Clock, *, model: str, data: Data, batch_size
     """A hand-written loop, of several processes with DDP on gloo; `tuned` takes what torch offers to those who look."""
     network = build(model)
     if place.size > 1:
-        dist.init_process_group("gloo", init_method=place.meeting, rank=place.rank, world_size=place.size)
+        dist.init_process_group("gloo", init_method=place.rendezvous, rank=place.rank, world_size=place.size)
         network = DistributedDataParallel(network, gradient_as_bucket_view=tuned)
     optimizer = torch.optim.Adam(network.parameters(), lr=LEARNING_RATE, fused=True if tuned else None)
     _train_by_hand(place, clock, network, optimizer, data, batch_size)
@@ -137,7 +137,7 @@ def fsdp_loop(place: Place, clock: Clock, *, model: str, data: Data, batch_size:
     from torch.distributed.fsdp import fully_shard
 
     register()
-    dist.init_process_group(backend, init_method=place.meeting, rank=place.rank, world_size=place.size)
+    dist.init_process_group(backend, init_method=place.rendezvous, rank=place.rank, world_size=place.size)
     mesh = init_device_mesh("cpu", (place.size,))
     network = build(model)
     for layer in network.children():

@@ -82,7 +82,7 @@ MODELS: Mapping[str, _Model] = {
 }
 
 
-class _Heat(NamedTuple):
+class _Case(NamedTuple):
     """What all contestants that are measured in turn do."""
 
     model: str
@@ -95,20 +95,20 @@ class _Heat(NamedTuple):
         return f"{self.model}, {self.schedule}"
 
 
-HEATS = (_Heat("resnet20", "1f1b", 5), _Heat("gpt", "1f1b", 6), _Heat("gpt", "gpipe", 6))
+CASES = (_Case("resnet20", "1f1b", 5), _Case("gpt", "1f1b", 6), _Case("gpt", "gpipe", 6))
 
 
 def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
     raw: dict[str, list[float]] = {}
     rows: list[dict[str, Any]] = []
     cuts = {model: measure_cut(model) for model in MODELS}
-    for heat in (heat._replace(counts=tuple(cuts[heat.model])) for heat in HEATS):
-        say(f"{heat.label}: {cuts[heat.model]} blocks on the stages, {heat.num_steps} steps a round")
-        figures, busy_shares = compete(_contestants(heat), rounds, say)
+    for case in (case._replace(counts=tuple(cuts[case.model])) for case in CASES):
+        say(f"{case.label}: {cuts[case.model]} blocks on the stages, {case.num_steps} steps a round")
+        figures, busy_shares = compete(_contestants(case), rounds, say)
         idle = {name: [1 - share for share in busy] for name, busy in busy_shares.items() if name not in _ALONE}
-        raw |= {f"{heat.label}, {name}": values for name, values in figures.items()}
-        raw |= {f"{heat.label}, {name}, idle share": values for name, values in idle.items()}
-        rows += _rows(heat.label, figures, idle)
+        raw |= {f"{case.label}, {name}": values for name, values in figures.items()}
+        raw |= {f"{case.label}, {name}, idle share": values for name, values in idle.items()}
+        rows += _rows(case.label, figures, idle)
     settings = {
         "stages": NUM_STAGES,
         "microbatches": NUM_MICROBATCHES,
@@ -116,24 +116,24 @@ def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
         "blocks_per_stage": cuts,
         "threads_per_worker": 1,
         "rounds": rounds,
-        "steps_per_round": {heat.label: heat.num_steps for heat in HEATS},
+        "steps_per_round": {case.label: case.num_steps for case in CASES},
     }
     return Report("pipeline", describe_machine(), settings, raw, "samples/s", rows)
 
 
-def _contestants(heat: _Heat) -> dict[str, Contestant]:
-    batch_size = MODELS[heat.model].batch_size
-    one: Loop = partial(run_apart, loop=partial(_train_whole, heat=heat))
+def _contestants(case: _Case) -> dict[str, Contestant]:
+    batch_size = MODELS[case.model].batch_size
+    one: Loop = partial(run_apart, loop=partial(_train_whole, case=case))
     loops: dict[str, Loop] = {
-        "cordee": partial(_train_stage, heat=heat),
-        "torch on gloo": partial(_train_by_torch, heat=heat, backend="gloo"),
-        "torch on cordee": partial(_train_by_torch, heat=heat, backend="cordee"),
+        "cordee": partial(_train_stage, case=case),
+        "torch on gloo": partial(_train_by_torch, case=case, backend="gloo"),
+        "torch on cordee": partial(_train_by_torch, case=case, backend="cordee"),
     }
     # A contestant counts the samples of all its processes; those of a pipeline have one batch between them.
     split = {
-        name: Contestant(loop, NUM_STAGES, heat.num_steps, batch_size // NUM_STAGES) for name, loop in loops.items()
+        name: Contestant(loop, NUM_STAGES, case.num_steps, batch_size // NUM_STAGES) for name, loop in loops.items()
     }
-    alone = {name: Contestant(one, size, heat.num_steps, batch_size) for name, size in zip(_ALONE, (1, 2), strict=True)}
+    alone = {name: Contestant(one, size, case.num_steps, batch_size) for name, size in zip(_ALONE, (1, 2), strict=True)}
     return split | alone
 
 
@@ -175,39 +175,39 @@ def placement_of(chain: Chain, counts: Sequence[int]) -> list[list[str]]:
     return [[name for block in stage for name in block.names] for stage in stages]
 
 
-def _train_stage(place: Place, clock: Clock, *, heat: _Heat) -> None:
+def _train_stage(place: Place, clock: Clock, *, case: _Case) -> None:
     _time_passes(clock)
-    model = MODELS[heat.model]
+    model = MODELS[case.model]
     strategy = {
         "name": "pipeline",
-        "schedule": heat.schedule,
+        "schedule": case.schedule,
         "microbatches": NUM_MICROBATCHES,
-        "placement": placement_of(_chain(heat.model)[1], heat.counts),
+        "placement": placement_of(_chain(case.model)[1], case.counts),
     }
     job = endless_job(model.use, model.data, model.batch_size, place.size, strategy=strategy)
     train_for_ever(job, place, clock)
 
 
-def _train_whole(place: Place, clock: Clock, *, heat: _Heat) -> None:
+def _train_whole(place: Place, clock: Clock, *, case: _Case) -> None:
     """A worker that computes the same micro-batches."""
-    model = MODELS[heat.model]
+    model = MODELS[case.model]
     job = endless_job(model.use, model.data, model.batch_size, 1, accumulate=NUM_MICROBATCHES)
     train_for_ever(job, place, clock)
 
 
-def _train_by_torch(place: Place, clock: Clock, *, heat: _Heat, backend: str) -> None:
+def _train_by_torch(place: Place, clock: Clock, *, case: _Case, backend: str) -> None:
     """torch's pipelining as its manual says, with an optimizer that is fused as ours is."""
     _time_passes(clock)
     register()
-    dist.init_process_group(backend, init_method=place.meeting, rank=place.rank, world_size=place.size)
-    _, chain, _ = _chain(heat.model)
-    start = sum(heat.counts[: place.rank])
-    blocks = chain.blocks[start : start + heat.counts[place.rank]]
+    dist.init_process_group(backend, init_method=place.rendezvous, rank=place.rank, world_size=place.size)
+    _, chain, _ = _chain(case.model)
+    start = sum(case.counts[: place.rank])
+    blocks = chain.blocks[start : start + case.counts[place.rank]]
     module = nn.Sequential(*(module for block in blocks for module in block.modules))
     stage = PipelineStage(module, place.rank, place.size, torch.device("cpu"))
-    schedule = _SCHEDULES[heat.schedule](stage, NUM_MICROBATCHES, loss_fn=_loss)
+    schedule = _SCHEDULES[case.schedule](stage, NUM_MICROBATCHES, loss_fn=_loss)
     optimizer = torch.optim.Adam(module.parameters(), lr=LEARNING_RATE, fused=True)
-    model = MODELS[heat.model]
+    model = MODELS[case.model]
     for inputs, targets in own_batches(Place(0, 1, ""), *train_tensors(model.data), model.batch_size):
         clock.tick()
         optimizer.zero_grad()

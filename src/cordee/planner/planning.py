@@ -233,10 +233,10 @@ def _accepted(
     for prediction in passed_over:
         if prediction.strategy in refused and prediction.strategy not in hopeless:
             look_at(prediction)
-    return sorted(accepted, key=able.index), _told(accepted, refused)
+    return sorted(accepted, key=able.index), _reasons(accepted, refused)
 
 
-def _told(accepted: Sequence[Prediction], refused: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+def _reasons(accepted: Sequence[Prediction], refused: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """Return reasons by strategy, where it has one for all numbers of workers, else by strategy and number."""
     refusals: dict[str, str] = {}
     for strategy, reasons in refused.items():

@@ -34,7 +34,7 @@ def join_run(place: Path, control: Control, data_root: Path | None, say: Callabl
     fault_points.reach("joining.taken")
     kind = KINDS[spec.kind]
     if control.is_remote:
-        spec = _settle_here(spec, control, data_root)
+        spec = _adapt_to_host(spec, control, data_root)
         plain = "" if kind.is_encrypted else "; gradients and weights cross the network without encryption"
         say(f"joining the run on {control.host} as worker {spec.index}{plain}; Ctrl-C leaves after the step")
     else:
@@ -60,7 +60,7 @@ def _enlist(place: Path, control: Control, say: Callable[[str], None]) -> Member
             time.sleep(ASK_EVERY_S)
 
 
-def _settle_here(spec: MemberSpec, control: Control, data_root: Path | None) -> MemberSpec:
+def _adapt_to_host(spec: MemberSpec, control: Control, data_root: Path | None) -> MemberSpec:
     """Return the spec with what is different on this host: a folder for the job and the log, and the own address."""
     folder = cache_folder() / "joined" / f"{control.run}-{spec.index}"
     try:

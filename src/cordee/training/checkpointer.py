@@ -39,7 +39,7 @@ class Checkpointer:
         """Make ready for the checkpoint of `step`: wait for the one before, if it is still being written."""
         before = self._writer.step
         started_s = time.perf_counter()
-        self.settle()
+        self.wait()
         waited_s = time.perf_counter() - started_s
         if waited_s >= WORTH_SAYING_S and not self._has_waited:
             self._has_waited = True
@@ -60,13 +60,13 @@ class Checkpointer:
         else:
             self._writer.start(request)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until no checkpoint is being written."""
         self._writer.wait()
 
     def last(self) -> str | None:
         """Return the name of the newest checkpoint, once nothing is being written."""
-        self.settle()
+        self.wait()
         kept = checkpoint.list_checkpoints(self._folder)
         return kept[-1].name if kept else None
 

@@ -88,7 +88,7 @@ class Session:
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written. For before the process ends, unless it is in a hurry."""
-        self._trainer.settle()
+        self._trainer.wait_for_checkpoint()
 
     @property
     def ready_step(self) -> int:
@@ -112,7 +112,7 @@ class Session:
         Whatever fails on the way, this worker still has what it had, or what it got whole from another member.
         """
         if not team.is_first:
-            self._trainer.settle()  # another may save the same step from here on
+            self._trainer.wait_for_checkpoint()  # another may save the same step from here on
         if not self._parts.is_elastic:
             # The parts of the last team are of no use in another: what it saved when it halted, or before, is.
             self._require_checkpoint()
