@@ -1,4 +1,4 @@
-"""The README's marked commands run as printed, and the links of the pages in the root lead somewhere."""
+"""The marked commands of README and tutorial run as printed, and the links of the pages in the root lead somewhere."""
 
 from __future__ import annotations
 
@@ -10,21 +10,37 @@ from pathlib import Path
 import pytest
 from workspace import BIN, EXAMPLES, REPOSITORY, TIMEOUT_S
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 README = (REPOSITORY / "README.md").read_text()
-BLOCKS = re.findall(r"<!-- run -->\n```bash\n(.*?)```", README, flags=re.DOTALL)
+TUTORIAL = (REPOSITORY / "docs/tutorial.md").read_text()
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[0])
-def test_a_block_runs(block: str, tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(EXAMPLES)
-    shorter = block.replace("training.epochs=60", "training.epochs=2")
+def marked_commands(page: str) -> list[str]:
+    return re.findall(r"<!-- run -->\n```bash\n(.*?)```", page, flags=re.DOTALL)
+
+
+def run_in(folder: Path, commands: str) -> None:
     environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-euc", shorter], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=2 * TIMEOUT_S
+        ["bash", "-euc", commands], cwd=folder, env=environment, capture_output=True, text=True, timeout=2 * TIMEOUT_S
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("commands", marked_commands(README), ids=lambda commands: commands.splitlines()[0])
+def test_commands_of_the_readme(commands: str, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    run_in(tmp_path, commands.replace("training.epochs=60", "training.epochs=2"))
+
+
+def test_the_tutorial(tmp_path: Path) -> None:
+    for name, content in re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", TUTORIAL, flags=re.DOTALL):
+        (tmp_path / name).write_text(content.replace("epochs = 12", "epochs = 1"))
+    commands = marked_commands(TUTORIAL)
+    assert len(commands) == 5
+    for command in commands:
+        run_in(tmp_path, command)
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
