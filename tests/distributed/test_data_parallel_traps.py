@@ -118,7 +118,7 @@ def normalise_a_share(rank: int, size: int, dtype: torch.dtype, mean: float) -> 
     """Compare shares of 5, 3 and 0 rows, of numbers far from zero, with the whole batch of 8 in double precision."""
     import torch.distributed as dist
 
-    from cordee.strategies.batch_norm import SyncedBatchNorm, no_samples
+    from cordee.strategies.buffers import SyncedBatchNorm, no_samples
 
     torch.manual_seed(0)
     batch = (torch.randn(8, 4, 3, 2, dtype=torch.float64) * torch.tensor([1.0, 2, 3, 4]).view(1, 4, 1, 1) + mean).to(

@@ -48,7 +48,7 @@ from cordee.core import Use
 from cordee.core.settings import Data
 from cordee.models import gpt, resnet
 from cordee.models.cutting import Chain, cut_by_time, make_chain
-from cordee.strategies.pipeline.schedules import measure_blocks
+from cordee.strategies.pipeline.stages import measure_blocks
 
 NUM_STAGES = 2
 NUM_MICROBATCHES = 8

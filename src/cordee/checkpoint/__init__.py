@@ -1,10 +1,17 @@
 """Save, verify, load and export the state of a run."""
 
-from cordee.checkpoint.comparison import Comparison, Digest, digest_state
 from cordee.checkpoint.export import export
 from cordee.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from cordee.checkpoint.reading import Loaded, list_checkpoints, load, load_newest, looks_whole, refuse_link
-from cordee.checkpoint.sharing import share_state, share_value
+from cordee.checkpoint.sharing import (
+    Comparison,
+    Digest,
+    digest_state,
+    receive_state,
+    send_state,
+    share_state,
+    share_value,
+)
 from cordee.checkpoint.state import State, buffer_names, load_model_state, model_state, weights_sha256
 from cordee.checkpoint.writing import CheckpointWriter, Request, Saved, save
 
@@ -27,8 +34,10 @@ __all__ = [
     "looks_whole",
     "model_state",
     "optimizer_state",
+    "receive_state",
     "refuse_link",
     "save",
+    "send_state",
     "share_state",
     "share_value",
     "weights_sha256",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,43 @@ from torch import Tensor, nn
 
 from cordee.core.errors import CommunicationError
 from cordee.core.shards import Block, add_up, share_shards, whole_blocks
+
+
+class GradientRow(NamedTuple):
+    """Gradients in memory that is exchanged as it is."""
+
+    flats: list[Tensor]  # one per dtype
+    views: list[Tensor]  # of each parameter's gradient
+    tail: Tensor  # a few numbers
+
+
+class GradientLayout:
+    """Where each parameter's gradient lies in flat tensors, one per dtype. `num_tail` numbers follow the float32 ones.
+
+    float32 so that they can ride with the gradients, which usually are; counts are exact to 16 million.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], num_tail: int) -> None:
+        assert parameters, "there is nothing to train"
+        self._parameters, self._num_tail = parameters, num_tail
+        self.device = parameters[0].device
+        self.sizes = dict.fromkeys([*(parameter.dtype for parameter in parameters), torch.float32], 0)
+        self.sizes[torch.float32] = num_tail
+        for parameter in parameters:
+            self.sizes[parameter.dtype] += parameter.numel()
+
+    def row(self) -> GradientRow:
+        return self.over([torch.zeros(size, dtype=dtype, device=self.device) for dtype, size in self.sizes.items()])
+
+    def over(self, flats: list[Tensor]) -> GradientRow:
+        """Return a row that lies in the given memory."""
+        by_dtype, offsets = dict(zip(self.sizes, flats, strict=True)), dict.fromkeys(self.sizes, 0)
+        views = []
+        for parameter in self._parameters:
+            start = offsets[parameter.dtype]
+            offsets[parameter.dtype] = start + parameter.numel()
+            views.append(by_dtype[parameter.dtype][start : offsets[parameter.dtype]].view_as(parameter))
+        return GradientRow(flats, views, by_dtype[torch.float32][-self._num_tail :])
 
 
 class GradientExchange:
@@ -27,29 +65,8 @@ class GradientExchange:
     ) -> None:
         self._group = group
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        assert self._parameters, "there is nothing to train"
-        device = self._parameters[0].device
-        # float32 so that it can ride with the gradients, which usually are; counts are exact to 16 million.
-        num_tail = len(self._parameters) + num_extras
-        self._flats: list[Tensor] = []
-        self._views: list[Tensor] = [torch.empty(0)] * len(self._parameters)
-        self._tail: Tensor | None = None
-        for dtype in dict.fromkeys(parameter.dtype for parameter in self._parameters):
-            chosen = [i for i, parameter in enumerate(self._parameters) if parameter.dtype == dtype]
-            size = sum(self._parameters[i].numel() for i in chosen)
-            has_tail = dtype == torch.float32
-            flat = torch.zeros(size + (num_tail if has_tail else 0), dtype=dtype, device=device)
-            offset = 0
-            for i in chosen:
-                parameter = self._parameters[i]
-                self._views[i] = flat[offset : offset + parameter.numel()].view_as(parameter)
-                offset += parameter.numel()
-            if has_tail:
-                self._tail = flat[size:]
-            self._flats.append(flat)
-        if self._tail is None:
-            self._tail = torch.zeros(num_tail, device=device)
-            self._flats.append(self._tail)
+        self._row = GradientLayout(self._parameters, len(self._parameters) + num_extras).row()
+        self._views = self._row.views
 
     def reduce(
         self, extras: Sequence[float] = (), *, count_at: int | None = None, nominal_count: int = 1
@@ -59,13 +76,8 @@ class GradientExchange:
         `extras[count_at]` is this member's number of items; without it nothing is scaled. A parameter without a
         gradient on any member keeps none; one with a gradient on some members gets their sum.
         """
-        assert self._tail is not None
         flags = copy_gradients(self._views, [parameter.grad for parameter in self._parameters])
-        self._tail.copy_(torch.tensor([*flags, *extras], device=self._tail.device))
-        for flat in self._flats:
-            dist.all_reduce(flat, group=self._group)
-        tail = self._tail.tolist()
-        users, totals = tail[: len(flags)], tail[len(flags) :]
+        users, totals = self._sum(flags, extras)
         total_count = nominal_count if count_at is None else totals[count_at]
         if total_count and total_count != nominal_count:
             scale = nominal_count / total_count
@@ -73,6 +85,15 @@ class GradientExchange:
         for parameter, view, num_users in zip(self._parameters, self._views, users, strict=True):
             parameter.grad = view if num_users else None
         return totals
+
+    def _sum(self, flags: Sequence[float], extras: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Sum what is in the buffers over the members; return the sums of the flags and of the extras."""
+        tail = self._row.tail
+        tail.copy_(torch.tensor([*flags, *extras], device=tail.device))
+        for flat in self._row.flats:
+            dist.all_reduce(flat, group=self._group)
+        summed = tail.tolist()
+        return summed[: len(flags)], summed[len(flags) :]
 
 
 class AccumulatingExchange(GradientExchange):
@@ -128,22 +149,18 @@ class AccumulatingExchange(GradientExchange):
 
     def reduce_local(self, extras: Sequence[float]) -> list[float]:
         """Replace the gradients that are local on any member by their sums; return the summed extras. Collective."""
-        assert self._tail is not None
         held = [
             parameter.grad if i in self._local or self._is_first else None
             for i, parameter in enumerate(self._parameters)
         ]
         copy_gradients(self._views, held)
         flags = [float(i in self._local) for i in range(len(self._parameters))]
-        self._tail.copy_(torch.tensor([*flags, *extras], device=self._tail.device))
-        for flat in self._flats:
-            dist.all_reduce(flat, group=self._group)
-        tail = self._tail.tolist()
-        for parameter, view, num_local in zip(self._parameters, self._views, tail, strict=False):
+        num_locals, totals = self._sum(flags, extras)
+        for parameter, view, num_local in zip(self._parameters, self._views, num_locals, strict=True):
             if num_local:
                 parameter.grad = view
         self._local.clear()
-        return tail[len(flags) :]
+        return totals
 
 
 def copy_gradients(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[float]:

@@ -9,8 +9,15 @@ from typing import Literal
 from torch import Tensor, nn
 
 from cordee.core.errors import ModelError, nearest
-from cordee.models.arguments import check_at_least, check_choice, check_dropout, check_image_shape
-from cordee.models.convolution import classifier, conv_norm, initialise_he
+from cordee.models.building import (
+    check_at_least,
+    check_choice,
+    check_dropout,
+    check_image_shape,
+    classifier,
+    conv_norm,
+    initialise_he,
+)
 
 # The paper's tables and search results as data.
 

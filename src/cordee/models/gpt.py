@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cordee.core.errors import ModelError
-from cordee.models.arguments import check_at_least, check_dropout
+from cordee.models.building import check_at_least, check_dropout
 
 _TOKEN_STD = 0.02
 _POSITION_STD = 0.01

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from cordee.models.arguments import check_at_least, check_image_shape
+from cordee.models.building import check_at_least, check_image_shape
 
 # 16 → 12 → 6 → 2 → 1: what is left for the second pooling is exactly its window.
 _MIN_SIDE = 16

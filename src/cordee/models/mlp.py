@@ -8,7 +8,7 @@ from typing import Literal
 from torch import nn
 
 from cordee.core.errors import ModelError
-from cordee.models.arguments import check_at_least, check_choice, check_dropout
+from cordee.models.building import check_at_least, check_choice, check_dropout
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,

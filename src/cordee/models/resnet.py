@@ -9,8 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cordee.core.errors import ModelError
-from cordee.models.arguments import check_at_least, check_choice, check_dropout, check_image_shape
-from cordee.models.convolution import classifier, conv_norm, initialise_he
+from cordee.models.building import (
+    check_at_least,
+    check_choice,
+    check_dropout,
+    check_image_shape,
+    classifier,
+    conv_norm,
+    initialise_he,
+)
 
 # Table 1 of the paper: blocks in each of the four stages.
 _IMAGENET_STAGES: dict[int, tuple[int, ...]] = {

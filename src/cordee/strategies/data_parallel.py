@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,9 @@ from cordee.core.errors import JobError
 from cordee.core.fault_points import reach
 from cordee.core.settings import Section
 from cordee.core.shards import share_shards
-from cordee.strategies.batch_norm import SyncedBatchNorm, no_samples, synchronise_batch_norms
+from cordee.strategies.buffers import SharedBuffers, SyncedBatchNorm, buffers_of, no_samples, synchronise_batch_norms
 from cordee.strategies.shards import ShardReducer
-from cordee.strategies.shared_buffers import SharedBuffers, buffers_of
-from cordee.strategies.single import Replica
+from cordee.strategies.single import AloneReducer, Replica
 from cordee.strategies.strategy import Requirements, Update, require_samples
 
 
@@ -41,9 +40,6 @@ class DataParallelSettings(Section, frozen=True, kw_only=True):
 
 class DataParallel(Replica):
     """Every worker computes its share of each batch; all take the same optimizer step."""
-
-    _reducer: Reducer
-    _team: Team
 
     def __init__(self, job: Job, settings: DataParallelSettings, computation: Computation) -> None:
         super().__init__(job.training.clip_norm)
@@ -63,7 +59,6 @@ class DataParallel(Replica):
         return Requirements(num_workers=workers, num_data_shards=workers)
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
-        self._team = team
         self._reducer = AloneReducer(model, self._computation)  # lets go of the last team's, and of DDP's hooks
         has_synced = False
         if team.num_workers > 1 and self._settings.batch_norm == "sync":
@@ -76,7 +71,6 @@ class DataParallel(Replica):
             self._reducer = ShardReducer(self.model, self._computation, team, shards, self._nominal_count)
             return
         if team.num_workers == 1:
-            self._reducer = AloneReducer(self.model, self._computation)
             return
         self._share_weights()
         buffers = SharedBuffers(
@@ -104,16 +98,10 @@ class DataParallel(Replica):
         broadcast([*self.model.parameters(), *self.model.buffers()])
         reach("setup.shared")
 
-    def forward_backward(self, microbatches: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
-        return self._reducer.step(microbatches, measure=measure, vote=vote)
-
     def update(self, step: int) -> Update:
         warning = self._name_unused()
         update = super().update(step)
         return dataclasses.replace(update, warning=warning) if warning else update
-
-    def consolidate(self) -> None:
-        pass  # buffers agree after every step
 
     def _check_reproducible(self, workers: int, num_shards: int) -> None:
         if workers > num_shards:
@@ -138,7 +126,7 @@ class DataParallel(Replica):
         if self._has_named_unused:
             return None
         self._has_named_unused = True
-        if names := self._reducer.unused():
+        if names := [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]:
             return f"no worker has a gradient for {', '.join(names)} in the first step: unused, they stay as they are"
         return None
 
@@ -152,30 +140,6 @@ class DataParallel(Replica):
 
 NUM_EXTRAS = 7  # loss sum, count, correct, items, samples, and the two votes
 COUNT_AT = 1
-
-
-class Reducer(Protocol):
-    """Computes a step and leaves the gradient of the whole batch in `.grad` on every worker. Collective."""
-
-    def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss: ...
-
-    def unused(self) -> list[str]:
-        """Return the names of parameters that no worker computed a gradient for in the last step."""
-
-
-class AloneReducer:
-    """One worker: there is nobody to sum with."""
-
-    def __init__(self, model: nn.Module, computation: Computation) -> None:
-        self._model, self._computation = model, computation
-
-    def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
-        total_count = sum(self._computation.loss.count(part.targets) for part in parts)
-        loss = self._computation.forward_backward(self._model, parts, total_count=total_count, measure=measure)
-        return dataclasses.replace(loss, votes=vote())
-
-    def unused(self) -> list[str]:
-        return names_without_gradient(self._model)
 
 
 class FlatReducer:
@@ -206,9 +170,6 @@ class FlatReducer:
             )
             self._buffers.agree(totals[NUM_EXTRAS:])
         return Loss.from_totals(totals[:NUM_EXTRAS], has_accuracy=measure and self._computation.counts_classes)
-
-    def unused(self) -> list[str]:
-        return names_without_gradient(self._model)
 
 
 class DdpReducer:
@@ -256,9 +217,6 @@ class DdpReducer:
             torch._foreach_mul_(gradients, self._nominal_count / totals[COUNT_AT])
         return Loss.from_totals(totals[:NUM_EXTRAS], has_accuracy=measure and self._computation.counts_classes)
 
-    def unused(self) -> list[str]:
-        return names_without_gradient(self._model)
-
     def _compute(self, parts: Sequence[Batch], measure: bool) -> Loss:
         # DDP divides by the number of workers; multiplying the loss by it makes a sum of the mean again.
         total_count = self._nominal_count / self._team.num_workers
@@ -290,10 +248,6 @@ class EmptyShardPass:
         with no_samples(self._model), self._computation.autocast():
             outputs = self._passes(sample)
         (outputs.sum() * 0.0).backward()
-
-
-def names_without_gradient(model: nn.Module) -> list[str]:
-    return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
 
 def _register_compression(ddp: DistributedDataParallel, compression: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -15,30 +14,23 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Placement
 
 from cordee.cluster import Team
-from cordee.communication.exchange import broadcast
 from cordee.compute import Computation, Loss, OptimizerRecipe
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, ModelError
-from cordee.core.mesh import Mesh
+from cordee.core.mesh import AXES, Mesh
 from cordee.core.settings import Section
 from cordee.models.slicing import choose_slicing
-from cordee.strategies.batch_norm import SyncedBatchNorm, synchronise_batch_norms
+from cordee.strategies.buffers import SharedBuffers, SyncedBatchNorm, buffers_of, synchronise_batch_norms
 from cordee.strategies.data_parallel import EmptyShardPass
-from cordee.strategies.shared_buffers import SharedBuffers, buffers_of
 from cordee.strategies.slices import Held, Holdings, SlicedParameter
 from cordee.strategies.split import (
     SplitModel,
     WholeModel,
-    copy_buffers,
-    cut_weights,
     form_axes,
-    gather_weights,
     require_elementwise,
 )
 from cordee.strategies.strategy import Requirements, require_samples
 from cordee.strategies.tensor import SliceStreams, TensorSettings, check_plan, check_same, slice_model, working_copy
-
-_AXES = tuple(field.name for field in fields(Mesh))
 
 
 class ShardedSettings(Section, frozen=True, kw_only=True):
@@ -61,6 +53,8 @@ class Sharded(SplitModel):
     With several replicas (HSDP) the workers of one replica share the parameters out, and gradients are summed over all.
     With a tensor axis the layers are sliced first, and workers along it compute the same samples.
     """
+
+    _working: Any  # with FSDP's methods
 
     def __init__(
         self,
@@ -101,8 +95,7 @@ class Sharded(SplitModel):
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
         model = self._recall(model)
-        broadcast([*model.parameters(), *model.buffers()])
-        mesh = init_device_mesh(self._computation.device.type, tuple(self._mesh), mesh_dim_names=_AXES)
+        mesh = init_device_mesh(self._computation.device.type, tuple(self._mesh), mesh_dim_names=AXES)
         self._axes = form_axes(team, self._mesh)
         self._working = self._shard(self._slice(model, mesh, example), mesh)
         held = Holdings([self._hold(name, parameter) for name, parameter in self._working.named_parameters()])
@@ -116,11 +109,6 @@ class Sharded(SplitModel):
             keeps_first=is_local,
             group=None if is_local else self._axes.shares,
         )
-
-    def consolidate(self) -> None:
-        self._whole.restore()
-        gather_weights(self._held, self.model)
-        copy_buffers(self._working, self.model)
 
     def _compute(self, parts: Sequence[Batch], *, measure: bool) -> Loss:
         self._working.train(self.model.training)
@@ -138,10 +126,6 @@ class Sharded(SplitModel):
         return self._computation.forward_backward(
             self._working, parts, total_count=total_count, measure=measure, join=self._join
         )
-
-    def _spread(self) -> None:
-        cut_weights(self._held, self.model)
-        copy_buffers(self.model, self._working)
 
     def _slice(self, model: nn.Module, mesh: DeviceMesh, example: Batch) -> nn.Module:
         """Return a copy of the model, whose layers are slices where the mesh has a tensor axis. Collective."""

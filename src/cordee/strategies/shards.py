@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cordee.cluster import Team
-from cordee.communication.exchange import TreeSum, add_in_place, copy_gradients
+from cordee.communication.exchange import GradientLayout, GradientRow, TreeSum, add_in_place, copy_gradients
 from cordee.compute import Computation, Loss, Votes
 from cordee.core import Batch
 from cordee.core.seeds import derive_seed
@@ -34,10 +34,10 @@ class ShardReducer:
         self._shards = shards
         self._tree = TreeSum(shards.total, team.worker_index, team.num_workers)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        assert self._parameters, "there is nothing to train"
         self._buffers = _BufferKeeper(model, self._tree)
-        self._layout = _Layout(self._parameters, num_tail=len(self._parameters) + NUM_FIXED + len(Votes._fields))
-        self._spare: list[_Row] = []
+        self._layout = GradientLayout(self._parameters, len(self._parameters) + NUM_FIXED + len(Votes._fields))
+        self._rows = _ExchangeRows(self._layout, self._tree)
+        self._spare: list[GradientRow] = []
 
     def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
         """Leave the gradient of the whole batch in `.grad`. `parts` are those of the own shards, as many of each.
@@ -48,22 +48,21 @@ class ShardReducer:
         num_parts = len(parts) // self._shards.num_held
         self._buffers.begin()
 
-        def compute(block: Block) -> _Row | None:
+        def compute(block: Block) -> GradientRow | None:
             if block.stop - block.first > 1:
                 return None
             own = block.first - self._shards.first
             torch.default_generator.manual_seed(derive_seed(seed, "shard", block.first))
             return self._compute_shard(block.first, parts[own * num_parts : (own + 1) * num_parts], measure)
 
-        rows = self._layout.exchange_rows(self._tree)
         try:
             for place, block in enumerate(self._tree.own):
                 row = add_up(block, compute, self._add)
-                rows.put(place, row)
+                self._rows.put(place, row)
                 self._spare.append(row)
             votes = vote()
-            rows.tails[0][-len(votes) :] += torch.tensor(votes, dtype=torch.float32)
-            summed = rows.reduce(self._tree)
+            self._rows.tails[0][-len(votes) :] += torch.tensor(votes, dtype=torch.float32)
+            summed = self._rows.reduce()
             tail = summed.tail.tolist()
             users, totals = tail[: len(self._parameters)], tail[len(self._parameters) :]
             self._buffers.agree()
@@ -72,10 +71,7 @@ class ShardReducer:
             raise
         return self._finish(summed, users, totals, measure)
 
-    def unused(self) -> list[str]:
-        return [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
-
-    def _compute_shard(self, shard: int, parts: Sequence[Batch], measure: bool) -> _Row:
+    def _compute_shard(self, shard: int, parts: Sequence[Batch], measure: bool) -> GradientRow:
         for parameter in self._parameters:
             parameter.grad = None
         loss = self._computation.forward_backward(
@@ -83,15 +79,16 @@ class ShardReducer:
         )
         self._buffers.collect(shard, has_samples=loss.num_samples > 0)
         row = self._spare.pop() if self._spare else self._layout.row()
-        row.fill([parameter.grad for parameter in self._parameters], [*loss.summands(), *Votes()])
+        flags = copy_gradients(row.views, [parameter.grad for parameter in self._parameters])
+        row.tail.copy_(torch.tensor([*flags, *loss.summands(), *Votes()]))
         return row
 
-    def _add(self, one: _Row, other: _Row) -> _Row:
+    def _add(self, one: GradientRow, other: GradientRow) -> GradientRow:
         torch._foreach_add_(one.flats, other.flats)
         self._spare.append(other)
         return one
 
-    def _finish(self, summed: _Row, users: list[float], totals: list[float], measure: bool) -> Loss:
+    def _finish(self, summed: GradientRow, users: list[float], totals: list[float], measure: bool) -> Loss:
         loss = Loss.from_totals(totals, has_accuracy=measure and self._computation.counts_classes)
         used = [view for view, num in zip(summed.views, users, strict=True) if num]
         if loss.count and loss.count != self._nominal_count and used:
@@ -106,65 +103,22 @@ def aligned(batch: Batch) -> Batch:
     return Batch(*(t if t.data_ptr() % ALIGNMENT_BYTES == 0 else t.clone() for t in batch))
 
 
-class _Row:
-    """The gradients of a block, one flat tensor per dtype, with the few numbers at the end of the float32 one."""
-
-    def __init__(self, flats: list[Tensor], views: list[Tensor], tail: Tensor) -> None:
-        self.flats, self.views, self.tail = flats, views, tail
-
-    def fill(self, gradients: Sequence[Tensor | None], extras: Sequence[float]) -> None:
-        """Take gradients over; a parameter without one counts as zero, and a flag says so."""
-        flags = copy_gradients(self.views, gradients)
-        self.tail.copy_(torch.tensor([*flags, *extras]))
-
-
-class _Layout:
-    """Where each parameter's gradient lies in the flat tensors."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], num_tail: int) -> None:
-        self._parameters, self._num_tail = parameters, num_tail
-        self._device = parameters[0].device
-        self._dtypes = list(dict.fromkeys([*(parameter.dtype for parameter in parameters), torch.float32]))
-        self._sizes = {
-            dtype: sum(p.numel() for p in parameters if p.dtype == dtype) + (num_tail if dtype == torch.float32 else 0)
-            for dtype in self._dtypes
-        }
-        self._rows: _ExchangeRows | None = None
-
-    def row(self) -> _Row:
-        return self.over([torch.zeros(self._sizes[dtype], dtype=dtype, device=self._device) for dtype in self._dtypes])
-
-    def over(self, flats: list[Tensor]) -> _Row:
-        """Return a row that lies in the given memory."""
-        offsets = dict.fromkeys(self._dtypes, 0)
-        views = []
-        for parameter in self._parameters:
-            flat, start = flats[self._dtypes.index(parameter.dtype)], offsets[parameter.dtype]
-            offsets[parameter.dtype] = start + parameter.numel()
-            views.append(flat[start : offsets[parameter.dtype]].view_as(parameter))
-        return _Row(flats, views, flats[self._dtypes.index(torch.float32)][-self._num_tail :])
-
-    def exchange_rows(self, tree: TreeSum) -> _ExchangeRows:
-        if self._rows is None:
-            stacks = [tree.rows(self._sizes[dtype], dtype, self._device) for dtype in self._dtypes]
-            self._rows = _ExchangeRows(self, stacks)
-        return self._rows
-
-
 class _ExchangeRows:
     """The memory from which a worker's blocks are exchanged."""
 
-    def __init__(self, layout: _Layout, stacks: list[Tensor]) -> None:
-        self._layout, self._stacks = layout, stacks
-        self._rows = [layout.over(list(flats)) for flats in zip(*(stack.unbind(0) for stack in stacks), strict=True)]
+    def __init__(self, layout: GradientLayout, tree: TreeSum) -> None:
+        self._layout, self._tree = layout, tree
+        self._stacks = [tree.rows(size, dtype, layout.device) for dtype, size in layout.sizes.items()]
+        unbound = zip(*(stack.unbind(0) for stack in self._stacks), strict=True)
+        self._rows = [layout.over(list(flats)) for flats in unbound]
         self.tails = [row.tail for row in self._rows]
-        self._sums: dict[tuple[int, ...], _Row] = {}
+        self._sums: dict[tuple[int, ...], GradientRow] = {}
 
-    def put(self, place: int, row: _Row) -> None:
+    def put(self, place: int, row: GradientRow) -> None:
         torch._foreach_copy_(self._rows[place].flats, row.flats)
 
-    def reduce(self, tree: TreeSum) -> _Row:
-        flats = [tree.reduce(stack) for stack in self._stacks]
+    def reduce(self) -> GradientRow:
+        flats = [self._tree.reduce(stack) for stack in self._stacks]
         place = tuple(flat.data_ptr() for flat in flats)  # the same memory every time, but for the first
         if place not in self._sums:
             self._sums = {place: self._layout.over(flats)}

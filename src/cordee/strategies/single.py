@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -24,6 +25,7 @@ class Replica:
     """A whole model and its optimizer, which strategies share: steps with the gradients it finds, saves and loads."""
 
     model: nn.Module
+    _reducer: Reducer
     _optimizer: Optimizer
     _recipe: OptimizerRecipe
 
@@ -40,6 +42,9 @@ class Replica:
         self._recipe = recipe
         self._optimizer = recipe.make(model.named_parameters())
 
+    def forward_backward(self, microbatches: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
+        return self._reducer.step(microbatches, measure=measure, vote=vote)
+
     def update(self, step: int) -> Update:
         norm = None
         if self._clip_norm:
@@ -54,6 +59,9 @@ class Replica:
     def skip(self, step: int) -> Update:
         self._drop_gradients()
         return Update(self._recipe.set_rate(self._optimizer, step))
+
+    def consolidate(self) -> None:
+        pass  # everything is here, and buffers agree after every step
 
     def _drop_gradients(self) -> None:
         # Of all parameters: an optimizer of the user's own may leave some out, and clipping counts theirs too.
@@ -70,6 +78,24 @@ class Replica:
         load_optimizer_state(self._optimizer, self.model, state.part("optimizer"))
 
 
+class Reducer(Protocol):
+    """Computes a step and leaves the gradient of the whole batch in `.grad` on every worker. Collective."""
+
+    def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss: ...
+
+
+class AloneReducer:
+    """One worker: there is nobody to sum with."""
+
+    def __init__(self, model: nn.Module, computation: Computation) -> None:
+        self._model, self._computation = model, computation
+
+    def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
+        total_count = sum(self._computation.loss.count(part.targets) for part in parts)
+        loss = self._computation.forward_backward(self._model, parts, total_count=total_count, measure=measure)
+        return dataclasses.replace(loss, votes=vote())
+
+
 class SingleSettings(Section, frozen=True, kw_only=True):
     """`single` has no settings of its own."""
 
@@ -82,7 +108,6 @@ class Single(Replica):
         self._computation = computation
         self._nominal_count = job.training.batch_size
         self._num_shards = job.training.num_shards
-        self._reducer: ShardReducer | None = None
 
     def requirements(self, job: Job) -> Requirements:
         if job.strategy.workers != 1:
@@ -94,17 +119,7 @@ class Single(Replica):
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
         self._adopt(model.to(self._computation.device), recipe)
+        self._reducer = AloneReducer(self.model, self._computation)
         if self._num_shards is not None:
             shards = share_shards(self._num_shards, 0, 1)
             self._reducer = ShardReducer(self.model, self._computation, team, shards, self._nominal_count)
-
-    def forward_backward(self, microbatches: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
-        if self._reducer is not None:
-            return self._reducer.step(microbatches, measure=measure, vote=vote)
-        count = self._computation.loss.count
-        total_count = sum(count(batch.targets) for batch in microbatches)
-        loss = self._computation.forward_backward(self.model, microbatches, total_count=total_count, measure=measure)
-        return dataclasses.replace(loss, votes=vote())
-
-    def consolidate(self) -> None:
-        pass

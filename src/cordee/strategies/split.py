@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from cordee.checkpoint import State, load_model_state, load_optimizer_state, model_state, optimizer_state
 from cordee.cluster import Team
-from cordee.communication.exchange import GradientExchange
+from cordee.communication.exchange import GradientExchange, broadcast
 from cordee.compute import Computation, Loss, OptimizerRecipe, Votes
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, TrainingError
 from cordee.core.mesh import Mesh
-from cordee.strategies.shared_buffers import SharedBuffers
+from cordee.strategies.buffers import SharedBuffers
 from cordee.strategies.slices import Holdings, square_norm
 from cordee.strategies.strategy import Update
 
@@ -37,6 +37,7 @@ class SplitModel(ABC):
     _held: Holdings
     _optimizer: Optimizer | None
     _exchange: GradientExchange | None  # with those who hold the same and compute other samples
+    _working: nn.Module  # what computes: a copy of the model in which slices have the place of parameters
     _shared: SharedBuffers | None = None  # with those who hold the same buffers and compute other samples
     _is_speaker: bool  # whether this worker reports the loss of its share of the batch
 
@@ -48,11 +49,16 @@ class SplitModel(ABC):
         self._norm: float | None = None
 
     def _recall(self, model: nn.Module) -> nn.Module:
-        """Return the model on its device, whole in shape; what an earlier team had split is to be loaded again."""
+        """Return the model on its device, whole in shape, with the first worker's values. Collective.
+
+        What an earlier team had split is to be loaded again.
+        """
         if hasattr(self, "_whole"):
             self._whole.restore()
         model.zero_grad()  # of a step that was dropped
-        return model.to(self._computation.device)
+        model = model.to(self._computation.device)
+        broadcast([*model.parameters(), *model.buffers()])
+        return model
 
     def _adopt(
         self,
@@ -78,12 +84,15 @@ class SplitModel(ABC):
         Returns the loss of the share; those who do not speak know only its count.
         """
 
-    @abstractmethod
-    def consolidate(self) -> None: ...
+    def consolidate(self) -> None:
+        self._whole.restore()
+        gather_weights(self._held, self.model)
+        _copy_buffers(self._working, self.model)
 
-    @abstractmethod
     def _spread(self) -> None:
         """Copy what is held, and all buffers, out of the whole model, which is here. Local."""
+        cut_weights(self._held, self.model)
+        _copy_buffers(self.model, self._working)
 
     def forward_backward(self, microbatches: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
         self._whole.release()
@@ -172,7 +181,7 @@ def cut_weights(held: Holdings, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def copy_buffers(source: nn.Module, target: nn.Module) -> None:
+def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
     """Copy all buffers by name."""
     targets = dict(target.named_buffers())
     for name, buffer in source.named_buffers():

@@ -15,7 +15,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from cordee.cluster import Team
-from cordee.communication.exchange import broadcast
 from cordee.compute import Computation, Loss, OptimizerRecipe
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, ModelError
@@ -23,16 +22,13 @@ from cordee.core.mesh import Mesh
 from cordee.core.seeds import derive_seed
 from cordee.core.settings import Section
 from cordee.models.slicing import CannotSliceError, Style, choose_slicing
-from cordee.strategies.shared_buffers import SharedBuffers
+from cordee.strategies.buffers import SharedBuffers
 from cordee.strategies.slices import Holdings, hold
 from cordee.strategies.split import (
     Axes,
     SplitModel,
     WholeModel,
-    copy_buffers,
-    cut_weights,
     form_axes,
-    gather_weights,
     require_elementwise,
 )
 from cordee.strategies.strategy import Requirements, require_samples
@@ -75,7 +71,6 @@ class TensorParallel(SplitModel):
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
         model = self._recall(model)
-        broadcast([*model.parameters(), *model.buffers()])
         self._axes = axes = form_axes(team, self._mesh)
         assert axes.tensor is not None
         plan = choose_slicing(model, self._mesh.tensor, self._settings.plan)
@@ -97,21 +92,12 @@ class TensorParallel(SplitModel):
                 lambda: list(working.buffers()), is_first=axes.place.data == 0, group=axes.data
             )
 
-    def consolidate(self) -> None:
-        self._whole.restore()
-        gather_weights(self._held, self.model)
-        copy_buffers(self._working, self.model)
-
     def _compute(self, parts: Sequence[Batch], *, measure: bool) -> Loss:
         self._working.train(self.model.training)
         count = self._computation.loss.count
         own_count = sum(count(part.targets) for part in parts)
         divisor = own_count if self._mesh.data == 1 else self._nominal_count
         return self._computation.forward_backward(self._working, parts, total_count=divisor, measure=measure)
-
-    def _spread(self) -> None:
-        cut_weights(self._held, self.model)
-        copy_buffers(self.model, self._working)
 
 
 # Layers that are slices of a model's own: how they are made, with DTensor, and whether they compute the same.

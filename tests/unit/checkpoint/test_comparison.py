@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cordee.checkpoint import Comparison, Digest, State, digest_state, model_state, optimizer_state
-from cordee.checkpoint.comparison import FIRST_INTERVAL, SHARE, describe_difference, interval
+from cordee.checkpoint.sharing import FIRST_INTERVAL, SHARE, describe_difference, interval
 from cordee.core.errors import TrainingError
 
 BUFFERS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")

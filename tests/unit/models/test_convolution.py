@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from cordee.models.convolution import conv_norm, initialise_he
+from cordee.models.building import conv_norm, initialise_he
 
 
 @pytest.mark.parametrize("groups", [1, 2, 64])

@@ -26,8 +26,7 @@ from cordee.core.errors import CordeeError, JobError, ModelError
 from cordee.models import gpt
 from cordee.models.cutting import make_chain
 from cordee.strategies.choice import make_strategy
-from cordee.strategies.pipeline.modules import merge_states
-from cordee.strategies.pipeline.schedules import make_stages, schedule_class, share_out, split_evenly
+from cordee.strategies.pipeline.stages import make_stages, merge_states, schedule_class, share_out, split_evenly
 from cordee.strategies.slices import Holdings, WholeParameter
 from cordee.training.components import assemble
 

@@ -26,17 +26,18 @@ from cordee.core.settings import Section
 from cordee.models.cutting import CUT_ADVICE, Chain, cut_by_hand, cut_by_time, listed, make_chain, repeat_to
 from cordee.models.effects import unchanged
 from cordee.models.slicing import check_called, choose_slicing, keep_pairs
-from cordee.strategies.pipeline.modules import StageModule, collect_states
-from cordee.strategies.pipeline.schedules import (
+from cordee.strategies.buffers import SharedBuffers
+from cordee.strategies.pipeline.stages import (
     Ownership,
     Runner,
     Stage,
+    StageModule,
     are_rounds_even,
+    collect_states,
     make_stages,
     measure_blocks,
     share_out,
 )
-from cordee.strategies.shared_buffers import SharedBuffers
 from cordee.strategies.slices import Held, Holdings, Shares, hold
 from cordee.strategies.split import (
     Axes,
@@ -155,7 +156,6 @@ class Pipeline(SplitModel):
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:
         device = self._computation.device
         model = self._recall(model)
-        broadcast([*model.parameters(), *model.buffers()])
         self._axes = axes = form_axes(team, self._mesh)
         inputs = example.inputs.to(device)
         if self._chain is None:

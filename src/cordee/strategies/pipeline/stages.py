@@ -1,4 +1,4 @@
-"""Running micro-batches through the stages, on torch.distributed.pipelining.
+"""The stages of a pipeline, and running micro-batches through them, on torch.distributed.pipelining.
 
 torch's stages want every micro-batch of a step to have one shape. A batch that does not divide evenly is run as two
 schedules one after the other, of the micro-batches that have one sample more and of the others; the last, smaller batch
@@ -7,12 +7,15 @@ of an epoch gets schedules of its own. Nothing is padded, and gradients add up a
 
 from __future__ import annotations
 
+import contextlib
+import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,11 +27,14 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
+from torch.utils.checkpoint import checkpoint
 
+from cordee.checkpoint import State, receive_state, send_state
 from cordee.compute import Computation
 from cordee.core import Batch
 from cordee.core.errors import ModelError
 from cordee.models.cutting import Block, Chain, Wire
+from cordee.models.effects import own_attributes
 
 _MAX_SCHEDULES = 8  # shapes that are kept ready; a data set has four at most
 
@@ -260,3 +266,123 @@ def _once(block: object, inputs: Tensor, computation: Computation) -> tuple[floa
     if outputs.requires_grad:
         outputs.backward(torch.ones_like(outputs))  # type: ignore[no-untyped-call]
     return time.perf_counter() - started, outputs.detach()
+
+
+# What torch runs as a stage: its blocks one after the other, in the job's precision, maybe computed twice.
+
+
+class StageModule(nn.Module):
+    """The blocks of a stage. Their modules are those of the whole model: modes and weights are the same objects."""
+
+    def __init__(self, blocks: Sequence[Block], computation: Computation, *, recompute: bool) -> None:
+        super().__init__()
+        self._blocks = blocks
+        self._computation = computation
+        self._recompute = recompute
+        self.members = nn.ModuleList([module for block in blocks for module in block.modules])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self._recompute:
+            return self._run(inputs)
+        start = _Moment(self)
+        outputs: Tensor = checkpoint(
+            self._run,
+            inputs,
+            use_reentrant=False,
+            context_fn=lambda: (contextlib.nullcontext(), self._again_from(start)),
+        )
+        return outputs
+
+    def _run(self, inputs: Tensor) -> Tensor:
+        with self._computation.autocast():
+            for block in self._blocks:
+                inputs = block(inputs)
+        return inputs.contiguous()  # as its neighbour expects to receive it
+
+    @contextlib.contextmanager
+    def _again_from(self, start: _Moment) -> Iterator[None]:
+        """Inside, the stage computes a micro-batch for the second time: as it was then, and counting nothing."""
+        now = _Moment(self)
+        start.stand_in()
+        try:
+            yield
+        finally:
+            now.put_back()
+
+
+class _Moment:
+    """What the modules of a stage hold beside parameters, and the random numbers torch does not keep itself."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        modules = list(stage.modules())
+        self._buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
+        tensors = {id(t): t for _, buffers in self._buffers for t in buffers.values() if t is not None}
+        self._values = {key: tensor.clone() for key, tensor in tensors.items()}
+        self._attributes = [(module, own_attributes(module)) for module in modules]
+        self._random = random.getstate(), np.random.get_state()
+
+    def stand_in(self) -> None:
+        """Let the modules compute with copies of what they held; these may be changed."""
+        for module, buffers in self._buffers:
+            for name, tensor in buffers.items():
+                module._buffers[name] = None if tensor is None else self._values[id(tensor)]
+        self._put_rest()
+
+    def put_back(self) -> None:
+        """Give the modules their own tensors again."""
+        for module, buffers in self._buffers:
+            module._buffers.update(buffers)
+        self._put_rest()
+
+    def _put_rest(self) -> None:
+        for module, attributes in self._attributes:
+            vars(module).update(attributes)
+        random.setstate(self._random[0])
+        np.random.set_state(self._random[1])
+
+
+# Bringing the optimizer states of all parts together on the first worker.
+
+
+def collect_states(own: State | None, group: dist.ProcessGroup | None) -> State:
+    """Return the states of all members as one on the group's first member, nothing on the others. Collective.
+
+    A parameter that several members hold is taken from the first of them.
+    """
+    if group is None:
+        return merge_states([own] if own is not None else [])
+    if dist.get_rank(group):
+        send_state(own or State({}, {}), 0, group)
+        return State({}, {})
+    others = range(1, dist.get_world_size(group))
+    states = [own or State({}, {}), *(receive_state(source, group) for source in others)]
+    return merge_states([state for state in states if state.values])
+
+
+def merge_states(states: Sequence[State]) -> State:
+    """Return one optimizer state of those of several optimizers over different parameters of one model."""
+    assert states, "no part has anything to train"
+    groups: list[dict[str, Any]] = []
+    state: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    seen: set[str] = set()
+    for number, one in enumerate(states):
+        # Settings that are tensors are called after the number of their group, which is another one now.
+        renamed = {name: f"$part{number}.{name}" for name in one.tensors if name.startswith("$") and number}
+        for group in one.values["groups"]:
+            parameters = {name: shape for name, shape in group["parameters"].items() if name not in seen}
+            groups.append({"parameters": parameters, "settings": _renamed(group["settings"], renamed)})
+        fresh = {name for group in one.values["groups"] for name in group["parameters"]} - seen
+        seen |= fresh
+        state.update({name: inner for name, inner in one.values["state"].items() if name in fresh})
+        for name, tensor in one.tensors.items():
+            tensors.setdefault(renamed.get(name, name), tensor)
+    return State(tensors, {**states[0].values, "groups": groups, "state": state})
+
+
+def _renamed(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {"$tensor"}:
+            return {"$tensor": names.get(value["$tensor"], value["$tensor"])}
+        return {key: _renamed(inner, names) for key, inner in value.items()}
+    return [_renamed(inner, names) for inner in value] if isinstance(value, list) else value
