@@ -59,9 +59,11 @@ def export(
     return target
 
 
-def _writer(target: Path, model: nn.Module | None, example: Tensor | None) -> Callable[[Path, dict[str, Tensor]], None]:
+def _writer(
+    target: Path, model: nn.Module | None, example: Tensor | None
+) -> Callable[[Path, dict[str, Tensor]], object]:
     if target.suffix == ".safetensors":
-        return _write_safetensors
+        return lambda path, weights: write_layout(path, lay_out(weights))
     if target.suffix == ".pt":
         return _write_state_dict
     if target.suffix == ".onnx":
@@ -72,10 +74,6 @@ def _writer(target: Path, model: nn.Module | None, example: Tensor | None) -> Ca
         f"cannot export to '{target.name}': the name must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
         f"{nearest(target.suffix, SUFFIXES)}"
     )
-
-
-def _write_safetensors(path: Path, weights: dict[str, Tensor]) -> None:
-    write_layout(path, lay_out(weights))
 
 
 def _write_state_dict(path: Path, weights: dict[str, Tensor]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from cordee.checkpoint.state import State, shortened
 from cordee.core.errors import CheckpointError
@@ -156,17 +157,12 @@ def _restore_types(optimizer: torch.optim.Optimizer, saved: dict[int, Any]) -> N
         if index in saved:
             inner = optimizer.state[parameter]
             for key, value in saved[index].items():
-                inner[key] = _with_type_of(value, inner[key])
+                inner[key] = tree_map(_with_type_of, value, inner[key])
 
 
 def _with_type_of(saved: Any, loaded: Any) -> Any:
-    if isinstance(saved, Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
-    if isinstance(saved, (list, tuple)):
-        return type(saved)(_with_type_of(one, other) for one, other in zip(saved, loaded))
-    if isinstance(saved, dict):
-        return {key: _with_type_of(value, loaded[key]) for key, value in saved.items()}
-    return loaded
+    is_cast = isinstance(saved, Tensor) and loaded.dtype != saved.dtype
+    return saved.to(loaded.device, copy=True) if is_cast else loaded
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -200,13 +196,7 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 def _copied(value: Any) -> Any:
     """Return `value` with tensors of its own: the optimizer changes them in place."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(inner) for inner in value)
-    if isinstance(value, dict):
-        return {key: _copied(inner) for key, inner in value.items()}
-    return value
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -3,14 +3,13 @@
 A server has one address and many peers; a client has one server. Threads: any thread may send; one at a time
 may receive or make requests. Processes: a channel belongs to the process that opened it and must be opened
 again after a fork (a child that inherits one also keeps its port busy for as long as it lives). No thread but
-libzmq's I/O thread is started, and `close` ends it; the first `send(copy=False)` of 64 KB or more also starts
-pyzmq's own collector of sent buffers, one daemon thread for the whole process, which stays.
+libzmq's I/O thread is started, and `close` ends it.
 
 Measured 2026-11-15 between two processes on a 2-core host, tcp loopback, libzmq 4.3.5, while other work kept
 the load at 6 to 8 (10th percentile; a bare pyzmq echo of the same bytes in the same run in brackets): small
 round trip 0.25 ms with CURVE and 0.24 ms without (0.11, 0.09); a 4 MB buffer and a small reply 0.2–0.3 GB/s
-with CURVE (0.2–0.45), without it 1.6 GB/s (1.9) and with copy=False 2.0 GB/s (2.3). Encryption, in libzmq's
-one I/O thread at each end, is what bounds large buffers; the copy hardly shows beside it.
+with CURVE (0.2–0.45), without it 1.6 GB/s (1.9) and 2.0 GB/s (2.3) without the copy of what is sent. Encryption, in
+libzmq's one I/O thread at each end, is what bounds large buffers; the copy hardly shows beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from cordee.communication.endpoint import Endpoint, Sent, Speaker, Verdict
+from cordee.communication.endpoint import Endpoint, Speaker, Verdict
 from cordee.communication.keys import ClientKeys, ServerKeys
 from cordee.communication.messages import Message, Refused
 from cordee.communication.sockets import (
@@ -173,30 +172,28 @@ class ServerChannel(Endpoint):
         *,
         reply_to: int = 0,
         timeout_s: float = 0.0,
-        copy: bool = True,
-    ) -> Sent:
+    ) -> None:
         """Send to one client. By default it does not wait for a client that does not read: that is an error.
 
         Raises `CommunicationError` if the client is gone, or its queue is still full after `timeout_s`.
         """
         try:
-            sent = self._transmit(peer.route, message, buffers, reply_to, timeout_s, copy)
+            sequence = self._transmit(peer.route, message, buffers, reply_to, timeout_s)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             raise CommunicationError(f"{peer.name} is no longer connected to {self.address}") from error
-        if sent is None:
+        if sequence is None:
             raise CommunicationError(
                 f"{peer.name} does not read: {self._codec.limits.max_queued} messages wait for it "
                 f"at {self.address} after {timeout_s:g} s"
             )
-        return sent
 
     def reply(
         self, received: Received, message: Message, buffers: Sequence[Any] = (), *, timeout_s: float = 0.0
-    ) -> Sent:
+    ) -> None:
         """Answer a request. Like `send` otherwise."""
-        return self.send(received.peer, message, buffers, reply_to=received.envelope.sequence, timeout_s=timeout_s)
+        self.send(received.peer, message, buffers, reply_to=received.envelope.sequence, timeout_s=timeout_s)
 
     def _open(self, frames: list[zmq.Frame]) -> Received | _Refusal:
         route, sender, sequence = frames[0].bytes, "", 0
@@ -289,19 +286,20 @@ class ClientChannel(Endpoint):
             self.close(0)
             raise CommunicationError(f"cannot connect to {address}: {error.strerror}") from error
 
-    def send(self, message: Message, buffers: Sequence[Any] = (), *, timeout_s: float, copy: bool = True) -> Sent:
+    def send(self, message: Message, buffers: Sequence[Any] = (), *, timeout_s: float) -> int:
         """Send to the server, waiting at most `timeout_s` for a connection and a place in its queue.
 
+        Returns the sequence that a reply will name.
         Raises `CommunicationError`, which says why, after that time; at once if the server refuses our key.
         What has been sent may still be lost with the connection: only a reply says that it arrived.
         """
-        sent = self._transmit(None, message, buffers, 0, timeout_s, copy)
-        if sent is None:
+        sequence = self._transmit(None, message, buffers, 0, timeout_s)
+        if sequence is None:
             raise CommunicationError(
                 f"nothing could be sent to {self.address} within {timeout_s:g} s: "
                 + (self._monitor.trouble or f"{self._codec.limits.max_queued} messages wait and it does not read")
             )
-        return sent
+        return sequence
 
     def receive(self, timeout_s: float) -> Received | None:
         """Return the next message of the server, or None after `timeout_s`.
@@ -335,7 +333,7 @@ class ClientChannel(Endpoint):
         if self._monitor.trouble:
             self._await_connection(deadline)
         num_lost = self._monitor.num_lost
-        sequence = self.send(message, buffers, timeout_s=max(0.0, deadline - time.monotonic())).sequence
+        sequence = self.send(message, buffers, timeout_s=max(0.0, deadline - time.monotonic()))
         return Asked(sequence, num_lost, type(message).__name__)
 
     def _await_connection(self, deadline: float) -> None:

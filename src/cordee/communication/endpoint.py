@@ -38,30 +38,6 @@ class Speaker(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Count  # must grow whenever a process of this name starts again
 
 
-class Sent:
-    """A message on its way. Buffers sent without a copy must not change before it has left."""
-
-    __slots__ = ("_trackers", "sequence")
-
-    def __init__(self, sequence: int, trackers: list[zmq.MessageTracker]) -> None:
-        self.sequence = sequence
-        self._trackers = trackers
-
-    @property
-    def has_left(self) -> bool:
-        """Whether the transport is done with the buffers: written out, or dropped with the connection."""
-        return all(tracker.done for tracker in self._trackers)
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the buffers may change again."""
-        deadline = time.monotonic() + timeout_s
-        for tracker in self._trackers:
-            try:
-                tracker.wait(max(0.0, deadline - time.monotonic()))
-            except zmq.NotDone:
-                raise CommunicationError(f"message {self.sequence} has not left after {timeout_s:g} s") from None
-
-
 class Endpoint:
     """One end of a channel. `ServerChannel` and `ClientChannel` are the two kinds."""
 
@@ -161,9 +137,12 @@ class Endpoint:
             raise CommunicationError(f"the channel {self.address} was interrupted within a message: open a new one")
 
     def _transmit(
-        self, route: bytes | None, message: Message, arrays: Sequence[Any], reply_to: int, timeout_s: float, copy: bool
-    ) -> Sent | None:
-        """Hand a message to the transport; None if it took none before the deadline. Any thread may send."""
+        self, route: bytes | None, message: Message, arrays: Sequence[Any], reply_to: int, timeout_s: float
+    ) -> int | None:
+        """Hand a message to the transport; return its sequence, None if it took none before the deadline.
+
+        Any thread may send. The arrays are copied: they may change as soon as it returns.
+        """
         payload = self._codec.encode_message(message)
         specs, views, _, _ = outgoing(arrays)
         deadline = time.monotonic() + timeout_s
@@ -182,7 +161,7 @@ class Endpoint:
                     payload=payload,
                 )
                 try:
-                    return self._put(route, self._codec.encode_header(envelope), views, copy)
+                    return self._put(route, self._codec.encode_header(envelope), views)
                 except zmq.Again:
                     self._explain_blocked()
                 finally:
@@ -194,7 +173,7 @@ class Endpoint:
             patience.register(self._descriptor, select.POLLIN)
             patience.poll(min(remaining_s, _RETRY_S) * 1000)
 
-    def _put(self, route: bytes | None, header: bytes, views: list[memoryview], copy: bool) -> Sent:
+    def _put(self, route: bytes | None, header: bytes, views: list[memoryview]) -> int:
         self._is_torn = True
         # Only the first frame can find the queue full: libzmq takes the rest of a message it has begun.
         try:
@@ -204,18 +183,11 @@ class Endpoint:
         except zmq.ZMQError:
             self._is_torn = False
             raise
-        trackers = []
         for left, view in zip(range(len(views) - 1, -1, -1), views):
-            flags = _NOW_AND_MORE if left else _NOW
-            if copy:
-                self._socket.send(view, flags)
-            else:
-                tracker = self._socket.send(view, flags, copy=False, track=True)
-                assert tracker is not None
-                trackers.append(tracker)
+            self._socket.send(view, _NOW_AND_MORE if left else _NOW)
         self._is_torn = False
         self._sequence += 1
-        return Sent(self._sequence, trackers)
+        return self._sequence
 
     def _explain_blocked(self) -> None:
         """Raise if it is known that waiting is of no use."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import platform
 import socket
 import sys
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
+from cordee.communication.shared_memory.registration import BackendSettings
 from cordee.core.errors import CommunicationError, JobError
 
 
@@ -35,6 +38,28 @@ def host_id() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = "/".join(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("pid", "net"))  # noqa: PTH116
     return f"{boot}/{spaces}"
+
+
+def own_host_id(settings: BackendSettings, rank: int) -> str:
+    """Return an id that is equal for processes that can share memory, and unique where that is impossible.
+
+    See `host_id`: containers on one machine count as hosts of their own.
+    """
+    alone = f"{socket.gethostname()}/alone/{rank}"
+    if not settings.shared_memory:
+        return alone
+    if settings.host_id is not None:
+        return settings.host_id
+    if not (sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")):
+        # Shared memory relies on the store order of x86 (see rounds.py).
+        warnings.warn(
+            f"the cordee backend uses shared memory on Linux on x86-64 only, this is {sys.platform} on "
+            f"{platform.machine()}: gloo is used instead",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return alone
+    return host_id()
 
 
 def find_listening(setting: str) -> Listening:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cordee.core.errors import JobError, TrainingError
-from cordee.core.references import Use, bind, construct, name_of, resolve
+from cordee.core.references import Use, bind, construct, first_parameters, name_of, resolve
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ def make_loss(part: Use, python_path: Sequence[str] = ()) -> LossFunction:
     if inspect.isclass(target):
         made = construct("loss", part.use, bind("loss", target, args))
         if not callable(made):
-            raise JobError(f"loss.use = {_name(part)!r} makes a {type(made).__name__}, which cannot be called")
+            raise JobError(f"loss.use = {name_of(part.use)!r} makes a {type(made).__name__}, which cannot be called")
         return _own_loss(made, made, {}, part)
     if isinstance(target, nn.Module):
         if part.args:
             raise JobError("loss: a module that is already built takes no settings; give its class instead")
         return _own_loss(target, target, {}, part)
-    return _own_loss(target, bind("loss", target, args, _first_two(target)), args, part)
+    return _own_loss(target, bind("loss", target, args, first_parameters(target, 2)), args, part)
 
 
 def _own_loss(
@@ -132,18 +132,18 @@ def _own_loss(
     if isinstance(made, functools.partial):
         settings = {**made.keywords, **settings}
         made = made.func
-    count = getattr(made, "count", None)
+    name, count = name_of(part.use), getattr(made, "count", None)
     if callable(count):
         ignored = getattr(made, "ignore_index", None)
-        return LossFunction(mean, _checked_count(count), ignored if isinstance(ignored, int) else None, _name(part))
+        return LossFunction(mean, _checked_count(count), ignored if isinstance(ignored, int) else None, name)
     forward = getattr(type(made), "forward", None)
     if forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward):
         weights, ignored = getattr(made, "weight", None), int(getattr(made, "ignore_index", -100))
     elif made in (F.cross_entropy, F.nll_loss):
         weights, ignored = settings.get("weight"), int(settings.get("ignore_index", -100))
     else:
-        return LossFunction(mean, count_items, None, _name(part), is_assumed=True)
-    return LossFunction(mean, functools.partial(count_classes, weights, ignored), ignored, _name(part))
+        return LossFunction(mean, count_items, None, name, is_assumed=True)
+    return LossFunction(mean, functools.partial(count_classes, weights, ignored), ignored, name)
 
 
 def _checked_count(count: Callable[[Tensor], Any]) -> Callable[[Tensor], float]:
@@ -271,16 +271,3 @@ def _find_uneven(loss: LossFunction, outputs: Tensor, targets: Tensor, cuts: Seq
     finally:
         torch.set_rng_state(random_state)
     return None
-
-
-def _first_two(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """Return the names of the parameters that outputs and targets are passed to, marked as given by us."""
-    try:
-        names = list(inspect.signature(function).parameters)[:2]
-    except (TypeError, ValueError):  # a builtin without a signature
-        return {}
-    return dict.fromkeys(names, inspect.Parameter.empty)
-
-
-def _name(part: Use) -> str:
-    return part.use if isinstance(part.use, str) else name_of(part.use)

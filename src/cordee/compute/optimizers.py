@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cordee.core.errors import JobError
-from cordee.core.references import Use, bind, construct, name_of, resolve
+from cordee.core.references import Use, bind, construct, first_parameters, name_of, resolve
 
 LR_SCALES: dict[str, Callable[[int], float]] = {
     "none": lambda num_shares: 1.0,
@@ -77,11 +77,12 @@ def make_optimizer_recipe(
     target = resolve("optimizer", use, known, python_path=python_path)
     if target is torch.optim.LBFGS:
         raise JobError("optimizer.use = 'lbfgs' evaluates the model many times a step, which this trainer does not do")
-    bound = bind("optimizer", target, part.args, _first(target))
+    name, first = name_of(part.use), first_parameters(target, 1)
+    bound = bind("optimizer", target, part.args, first)
     if target in known.values():
         _check_numbers(target, part)
     # A user's own may make groups by name: it asks for names by what it calls its first parameter.
-    wants_names = target not in known.values() and list(_first(target)) == ["named_parameters"]
+    wants_names = target not in known.values() and list(first) == ["named_parameters"]
     can_fuse = target in known.values() and "fused" in inspect.signature(target).parameters
     # One kernel over all parameters instead of one per parameter and operation: LeNet with Adam takes
     # 226 instead of 1,246 µs in the optimizer (one thread, a busy 2-core host, 2026-11-15), with the same formula.
@@ -99,13 +100,13 @@ def make_optimizer_recipe(
         except Exception as error:
             if "empty parameter list" in str(error):
                 raise JobError(
-                    f"optimizer {_name(part)!r} takes none of {_some(named_parameters)}. Some strategies make an "
+                    f"optimizer {name!r} takes none of {_some(named_parameters)}. Some strategies make an "
                     "optimizer for each part of a model: to leave parameters out, freeze them in the model "
                     "(requires_grad_(False))"
                 ) from error
-            raise JobError(f"optimizer {_name(part)!r} refused its settings {dict(part.args)}: {error}") from error
+            raise JobError(f"optimizer {name!r} refused its settings {dict(part.args)}: {error}") from error
         if not isinstance(built, Optimizer):
-            raise JobError(f"optimizer {_name(part)!r} makes a {type(built).__name__}, not a torch.optim.Optimizer")
+            raise JobError(f"optimizer {name!r} makes a {type(built).__name__}, not a torch.optim.Optimizer")
         return built
 
     return OptimizerRecipe(build, schedule, LR_SCALES[lr_scale](num_shares))
@@ -124,19 +125,6 @@ def _check_numbers(target: Callable[..., Any], part: Use) -> None:
         has_number = key in parameters and type(parameters[key].default) in (int, float)
         if has_number and isinstance(value, (str, bool)):
             raise JobError(f"optimizer.{key} = {value!r} does not fit: expected a number, got '{type(value).__name__}'")
-
-
-def _first(target: Callable[..., Any]) -> dict[str, Any]:
-    """Return the name of the parameter that the model's parameters are passed to, marked as given by us."""
-    try:
-        names = list(inspect.signature(target).parameters)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return {}
-    return dict.fromkeys(names[:1], inspect.Parameter.empty)
-
-
-def _name(part: Use) -> str:
-    return part.use if isinstance(part.use, str) else name_of(part.use)
 
 
 # How the learning rate changes: factors of the optimizer's rate as pure functions of the step.
@@ -190,9 +178,8 @@ def make_schedule(part: Use, total_steps: int | None, python_path: Sequence[str]
     """Return the schedule a job names; a user's own is a callable with settings that returns a function of
     the step. `total_steps` is None where the end is not known in advance.
     """
-    target = resolve("schedule", part.use, BUILTIN_SCHEDULES, python_path=python_path)
+    name, target = name_of(part.use), resolve("schedule", part.use, BUILTIN_SCHEDULES, python_path=python_path)
     if _wants_optimizer(target) and "optimizer" not in part.args:
-        name = part.use if isinstance(part.use, str) else name_of(part.use)
         raise JobError(
             f"schedule.use = {name!r} changes an optimizer, as torch's schedulers do. A schedule here is made of its "
             f"settings alone and gives the factor of the rate for each step: use {', '.join(BUILTIN_SCHEDULES)}, or "
@@ -200,7 +187,6 @@ def make_schedule(part: Use, total_steps: int | None, python_path: Sequence[str]
         )
     schedule = construct("schedule", part.use, bind("schedule", target, part.args, {"total_steps": total_steps}))
     if not callable(schedule):
-        name = part.use if isinstance(part.use, str) else name_of(part.use)
         raise JobError(
             f"schedule.use = {name!r} gives a {type(schedule).__name__}; it must give a function of the step"
         )

@@ -278,7 +278,7 @@ def _flat(section: Any) -> dict[str, Any]:
     table: dict[str, Any] = msgspec.structs.asdict(section)
     for extra in ("args", "settings"):
         table.update(table.pop(extra, {}))
-    if not isinstance(table.get("use", ""), str):
+    if "use" in table:
         table["use"] = name_of(table["use"])
     return {key: value for key, value in table.items() if value is not None}
 
@@ -307,8 +307,7 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _short(use: Any) -> str:
-    name = use if isinstance(use, str) else name_of(use)
-    short = name.removeprefix(LIVE_PREFIX).rpartition(":")[2].rpartition(".")[2].strip("<>").lower()
+    short = name_of(use).removeprefix(LIVE_PREFIX).rpartition(":")[2].rpartition(".")[2].strip("<>").lower()
     return "".join(c for c in short if ord(c) >= 32 and c not in "/\\") or "job"
 
 

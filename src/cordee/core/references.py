@@ -66,11 +66,16 @@ class Use:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the section of the job file; a live object becomes the name it can be imported by."""
-        return {"use": self.use if isinstance(self.use, str) else name_of(self.use), **self.args}
+        return {"use": name_of(self.use), **self.args}
 
 
 def name_of(live: Any) -> str:
-    """Return "module:callable" for a live callable that can be imported again, else a "live:" description."""
+    """Return "module:callable" for a live callable that can be imported again, else a "live:" description.
+
+    A name is returned as it is.
+    """
+    if isinstance(live, str):
+        return live
     module, qualname = getattr(live, "__module__", None), getattr(live, "__qualname__", None)
     if module and qualname and _is_found_at(live, module, qualname):
         if module != "__main__":
@@ -184,10 +189,14 @@ def construct(section: str, use: Any, build: Callable[[], Any]) -> Any:
     except CordeeError:
         raise
     except Exception as error:
-        name = use if isinstance(use, str) else name_of(use)
         raise JobError(
-            f"{section}.use = {name!r} raised {type(error).__name__}: {error}{last_line_of(error)}"
+            f"{section}.use = {name_of(use)!r} raised {type(error).__name__}: {error}{last_line_of(error)}"
         ) from error
+
+
+def first_parameters(target: Callable[..., Any], count: int) -> dict[str, Any]:
+    """Return the first parameters of a callable, marked for `bind` as given by the caller. None of a builtin's."""
+    return dict.fromkeys([p.name for p in _parameters(target) or ()][:count], inspect.Parameter.empty)
 
 
 def _parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:

@@ -38,13 +38,10 @@ class Data(_Named, frozen=True, kw_only=True):
     holdout_size: int = 1000  # samples of it, the newest, that are tested on
 
     def __post_init__(self) -> None:
-        _at_least("data.holdout_size", self.holdout_size, 1)
+        _at_least("data", self, holdout_size=1)
         if not 0.0 <= self.holdout <= 0.5:
             raise JobError(f"data.holdout = {self.holdout} must be at least 0 and at most 0.5")
-        _at_least("data.train_limit", self.train_limit, 1)
-        _at_least("data.test_limit", self.test_limit, 1)
-        _at_least("data.prefetch", self.prefetch, 0)
-        _at_least("data.processes", self.processes, 0)
+        _at_least("data", self, train_limit=1, test_limit=1, prefetch=0, processes=0)
         if not 0.0 <= self.test_fraction < 1.0:
             raise JobError(f"data.test_fraction = {self.test_fraction} must be at least 0 and below 1")
 
@@ -65,13 +62,7 @@ class Training(Section, frozen=True, kw_only=True):
     threads: int = 0  # kernel threads per worker; 0 shares the cores out
 
     def __post_init__(self) -> None:
-        _at_least("training.batch_size", self.batch_size, 1)
-        _at_least("training.epochs", self.epochs, 1)
-        _at_least("training.steps", self.steps, 1)
-        _at_least("training.accumulate", self.accumulate, 1)
-        _at_least("training.clip_norm", self.clip_norm, 0)
-        _at_least("training.threads", self.threads, 0)
-        _at_least("training.shards", self.shards, 1)
+        _at_least("training", self, batch_size=1, epochs=1, steps=1, accumulate=1, clip_norm=0, threads=0, shards=1)
         if self.shards is not None and not self.reproducible:
             raise JobError(f"training.shards = {self.shards} has a meaning only with training.reproducible = true")
         if self.reproducible and self.lr_scale != "none":
@@ -109,7 +100,7 @@ class Strategy(Section, frozen=True, kw_only=True, forbid_unknown_fields=False):
     settings: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _at_least("strategy.workers", self.workers, 1)
+        _at_least("strategy", self, workers=1)
 
 
 class Cluster(Section, frozen=True, kw_only=True):
@@ -125,15 +116,14 @@ class Cluster(Section, frozen=True, kw_only=True):
     autoscale_every: str | float = "10s"  # for how long a size is measured before the next is decided on
 
     def __post_init__(self) -> None:
-        _at_least("cluster.max_workers", self.max_workers, 1)
+        _at_least("cluster", self, max_workers=1)
         if self.max_workers is not None and not self.autoscale:
             raise JobError(f"cluster.max_workers = {self.max_workers} has a meaning only with cluster.autoscale = true")
         if self.max_workers is not None and self.max_workers < self.min_workers:
             raise JobError(f"cluster.max_workers = {self.max_workers} is below min_workers = {self.min_workers}")
         if self.autoscale_every_s < 1:
             raise JobError(f"cluster.autoscale_every = {self.autoscale_every!r} must be at least 1 s")
-        _at_least("cluster.min_workers", self.min_workers, 1)
-        _at_least("cluster.max_restarts", self.max_restarts, 0)
+        _at_least("cluster", self, min_workers=1, max_restarts=0)
         if self.wait_for_workers_s < 0:
             raise JobError(f"cluster.wait_for_workers = {self.wait_for_workers!r} must not be negative")
         if self.failure_timeout_s < 0.5:
@@ -166,8 +156,7 @@ class Stop(Section, frozen=True, kw_only=True):
     idle: str | float | None = None  # "10m", or seconds: growing data brought nothing new for so long
 
     def __post_init__(self) -> None:
-        _at_least("stop.steps", self.steps, 1)
-        _at_least("stop.patience", self.patience, 1)
+        _at_least("stop", self, steps=1, patience=1)
         if self.accuracy is not None and not 0.0 < self.accuracy <= 1.0:
             raise JobError(f"stop.accuracy = {self.accuracy} must be above 0 and at most 1 (0.9 is 90 %)")
         if self.time_s is not None and not self.time_s > 0:
@@ -194,9 +183,7 @@ class Evaluation(Section, frozen=True, kw_only=True):
     batch_size: int = 1000  # samples computed at once
 
     def __post_init__(self) -> None:
-        _at_least("evaluation.every_epochs", self.every_epochs, 0)
-        _at_least("evaluation.every_steps", self.every_steps, 0)
-        _at_least("evaluation.batch_size", self.batch_size, 1)
+        _at_least("evaluation", self, every_epochs=0, every_steps=0, batch_size=1)
 
 
 class Checkpoint(Section, frozen=True, kw_only=True):
@@ -208,8 +195,7 @@ class Checkpoint(Section, frozen=True, kw_only=True):
     asynchronous: bool = True  # write a copy while training continues; needs memory for it
 
     def __post_init__(self) -> None:
-        _at_least("checkpoint.every_steps", self.every_steps, 0)
-        _at_least("checkpoint.keep", self.keep, 1)
+        _at_least("checkpoint", self, every_steps=0, keep=1)
 
 
 class Monitoring(Section, frozen=True, kw_only=True):
@@ -219,12 +205,13 @@ class Monitoring(Section, frozen=True, kw_only=True):
     tensorboard: bool = False  # also write TensorBoard files into the run directory
 
     def __post_init__(self) -> None:
-        _at_least("monitoring.every_steps", self.every_steps, 1)
+        _at_least("monitoring", self, every_steps=1)
 
 
-def _at_least(key: str, value: float | None, lowest: int) -> None:
-    if value is None:
-        return
-    # Structs made in Python are not checked for types by msgspec; NaN is not at least anything.
-    if not isinstance(value, (int, float)) or not value >= lowest:
-        raise JobError(f"{key} = {value!r} must be at least {lowest}")
+def _at_least(section: str, settings: msgspec.Struct, **lowest: int) -> None:
+    """Raise JobError for the first of these settings that is below its lowest value."""
+    for key, least in lowest.items():
+        value = getattr(settings, key)
+        # Structs made in Python are not checked for types by msgspec; NaN is not at least anything.
+        if value is not None and (not isinstance(value, (int, float)) or not value >= least):
+            raise JobError(f"{section}.{key} = {value!r} must be at least {least}")

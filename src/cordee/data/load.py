@@ -37,7 +37,7 @@ def load_data(data: Data, *, seed: int, python_path: Sequence[str] = (), ignored
 
     Raises JobError for a setting that is wrong, DataError for data that is missing, damaged or unfit.
     """
-    name = data.use if isinstance(data.use, str) else name_of(data.use)
+    name = name_of(data.use)
     splits = _as_growing(splits_of(_make(data, name, seed, python_path, ignored), name, ignored), data, ignored)
     return cut_splits(splits, data, seed)
 

@@ -251,7 +251,7 @@ def _tensor(values: Any, what: str) -> Tensor:
         tensor = values.detach().cpu()
         if tensor.is_sparse or tensor.is_complex() or tensor.is_quantized:
             raise DataError(f"{what} are a tensor of the kind {tensor.layout}, {tensor.dtype}; give a plain one")
-        return tensor if tensor.dtype in _HELD else tensor.to(_held_type(tensor.dtype))
+        return tensor if tensor.dtype in _HELD else tensor.to(torch.int64 if _is_whole(tensor.dtype) else torch.float32)
     try:
         array = np.asarray(values)
     except Exception as error:
@@ -269,10 +269,6 @@ def _tensor(values: Any, what: str) -> Tensor:
 
 
 _HELD = (torch.uint8, torch.int64, torch.float32, torch.bool)
-
-
-def _held_type(dtype: torch.dtype) -> torch.dtype:
-    return torch.int64 if _is_whole(dtype) else torch.float32
 
 
 def _is_whole(dtype: torch.dtype) -> bool:

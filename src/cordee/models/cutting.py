@@ -175,16 +175,12 @@ def make_chain(model: nn.Module, example: Tensor) -> Chain:
         blocks = [Block((name,), (module,)) for name, module in named]
         if not blocks:
             raise ModelError("the model has no layers: there is nothing to cut")
-        _refuse_python_state(model, example)
+        try:
+            refuse_python_state(model, repeat_to(example, 2))
+        except EffectError as error:
+            raise ModelError(f"the model {type(model).__name__} cannot be cut into stages: {error}") from error
         model.eval()
         return replace(_join_inseparable(blocks, example), bond=bond)
-
-
-def _refuse_python_state(model: nn.Module, example: Tensor) -> None:
-    try:
-        refuse_python_state(model, repeat_to(example, 2))
-    except EffectError as error:
-        raise ModelError(f"the model {type(model).__name__} cannot be cut into stages: {error}") from error
 
 
 def flatten_sequence(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
@@ -320,7 +316,7 @@ def _trace(model: nn.Module, example: Tensor) -> fx.GraphModule:
 
     Of torch.fx, else of torch.export, else of torch.fx with what it cannot trace kept whole.
     """
-    two = example[torch.arange(2) % len(example)]  # torch.export takes a batch of one for a constant
+    two = repeat_to(example, 2)  # torch.export takes a batch of one for a constant
     attempts: list[Callable[[], fx.GraphModule]] = [
         lambda: trace_without_effects(model, keep_untraceable=False),
         lambda: _export(model, two),
@@ -340,10 +336,11 @@ def _trace(model: nn.Module, example: Tensor) -> fx.GraphModule:
     finally:
         model.train(was_training)
     first = errors[0]  # the one a reader can follow
+    said = str(first).strip().partition("\n")[0]
     place = "" if isinstance(first, EffectError) else _place(first)
     raise ModelError(
         f"the model {type(model).__name__} cannot be traced, so it cannot be cut into stages: "
-        f"{_first_line(first)}{place}: {CUT_ADVICE}"
+        f"{said}{place}: {CUT_ADVICE}"
     ) from first
 
 
@@ -423,10 +420,6 @@ def _segment(traced: fx.GraphModule, nodes: Iterable[fx.Node], start: fx.Node, e
 
 def _name(node: fx.Node) -> str:
     return str(node.target) if node.op == "call_module" else node.name
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _place(error: BaseException) -> str:

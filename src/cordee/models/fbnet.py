@@ -195,7 +195,8 @@ class InvertedResidual(nn.Module):
         super().__init__()
         inner = in_channels * spec.expansion
         self.expand = conv_norm(in_channels, inner, kernel=1, groups=spec.groups)
-        self.shuffle = ChannelShuffle(spec.groups) if spec.groups > 1 else nn.Identity()
+        # Deals the channels of each group out over all groups, so that the next grouped layer sees them all.
+        self.shuffle = nn.ChannelShuffle(spec.groups) if spec.groups > 1 else nn.Identity()
         self.depthwise = conv_norm(inner, inner, kernel=spec.kernel, stride=stride, groups=inner)
         self.project = conv_norm(inner, out_channels, kernel=1, groups=spec.groups, relu=False)
         self.has_shortcut = stride == 1 and in_channels == out_channels
@@ -203,21 +204,6 @@ class InvertedResidual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.project(self.depthwise(self.shuffle(self.expand(x))))
         return x + y if self.has_shortcut else y
-
-
-class ChannelShuffle(nn.Module):
-    """Deal the channels of each group out over all groups, so that the next grouped layer sees them all."""
-
-    def __init__(self, groups: int) -> None:
-        super().__init__()
-        self.groups = groups
-
-    def forward(self, x: Tensor) -> Tensor:
-        grouped = x.view(x.shape[0], self.groups, x.shape[1] // self.groups, *x.shape[2:])
-        return grouped.transpose(1, 2).flatten(1, 2)
-
-    def extra_repr(self) -> str:
-        return f"groups={self.groups}"
 
 
 def _make_block(spec: BlockSpec, in_channels: int, out_channels: int, stride: int) -> nn.Module:

@@ -242,7 +242,8 @@ def check_plan(
             f"{error}: use strategy.name = 'data_parallel', 'pipeline' or 'sharded', or name the layers to split in "
             "strategy.plan"
         ) from None
-    open_styles = {name: style for name, style in plan.items() if _gives_slices(model, name, style)}
+    linear = {name: style for name, style in plan.items() if isinstance(model.get_submodule(name), nn.Linear)}
+    open_styles = {name: style for name, style in linear.items() if style in ("column", "row")}
     if not given or not open_styles:
         return
     expected = compute_whole(model, inputs, computation)
@@ -288,10 +289,6 @@ class _SumBarrier:
 
     def abort(self) -> None:
         self._barrier.abort()
-
-
-def _gives_slices(model: nn.Module, name: str, style: Style) -> bool:
-    return style in ("column", "row") and isinstance(model.get_submodule(name), nn.Linear)
 
 
 def _sliced(model: nn.Module, plan: Mapping[str, Style], index: int, barrier: _SumBarrier) -> nn.Module:

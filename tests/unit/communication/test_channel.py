@@ -74,13 +74,9 @@ def _no_thread_and_no_descriptor_stays() -> Iterator[None]:
     def things() -> tuple[int, int]:
         return len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))
 
-    def has_collector() -> bool:  # pyzmq's own thread; stays once send(copy=False) was used
-        return any(type(thread).__name__ == "GarbageCollectorThread" for thread in threading.enumerate())
-
-    before, had_collector = things(), has_collector()
+    before = things()
     yield
-    if has_collector() == had_collector:
-        until(lambda: all(now <= then for now, then in zip(things(), before)))
+    until(lambda: all(now <= then for now, then in zip(things(), before)))
 
 
 @pytest.mark.parametrize("curve", [True, False])
@@ -102,15 +98,14 @@ def test_messages_and_buffers_go_both_ways(scheme: str, curve: bool, tmp_path: P
                 assert torch.equal(sent, buffer.torch())
 
 
-def test_a_large_buffer_goes_without_a_copy_and_tells_when_it_has_left() -> None:
+def test_a_large_buffer_may_change_once_it_is_sent_and_outlives_the_channel() -> None:
     array = np.arange(1 << 20, dtype=np.float32)
     with open_server() as server, serving(server) as received, open_client(server.address) as client:
-        sent = client.send(Directive("stop"), [array], timeout_s=5, copy=False)
-        sent.wait(5)
-        assert sent.has_left
+        client.send(Directive("stop"), [array], timeout_s=5)
+        array += 1
         until(lambda: received)
-        assert np.array_equal(received[0].buffers[0].numpy(), array)
-    assert received[0].buffers[0].torch()[-1] == array[-1]  # the memory outlives the channel
+        assert np.array_equal(received[0].buffers[0].numpy(), array - 1)
+    assert received[0].buffers[0].torch()[-1] == array[-1] - 1
 
 
 def test_a_request_keeps_other_messages_for_receive() -> None:

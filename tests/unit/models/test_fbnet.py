@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cordee.core.errors import ModelError
 from cordee.models import fbnet
-from cordee.models.fbnet import ARCHITECTURES, BlockSpec, ChannelShuffle, InvertedResidual
+from cordee.models.fbnet import ARCHITECTURES, BlockSpec, InvertedResidual
 
 Variant = Literal["a", "b", "c"]
 
@@ -138,7 +138,7 @@ def test_inverted_residual_adds_its_input_where_it_can() -> None:
 @pytest.mark.parametrize(("channels", "groups"), [(6, 2), (6, 3), (16, 2), (16, 4)])
 def test_channel_shuffle_is_a_permutation_that_mixes_groups(channels: int, groups: int) -> None:
     index = torch.arange(channels, dtype=torch.float32).reshape(1, channels, 1, 1).expand(2, channels, 3, 4)
-    shuffled = ChannelShuffle(groups)(index)
+    shuffled = nn.ChannelShuffle(groups)(index)
     assert shuffled.shape == index.shape
     order = shuffled[0, :, 0, 0].long()
     assert order.sort().values.tolist() == list(range(channels))
@@ -146,7 +146,7 @@ def test_channel_shuffle_is_a_permutation_that_mixes_groups(channels: int, group
     # Neighbours come from every group in turn, and shuffling by the other factor undoes it.
     group_size = channels // groups
     assert (order[:groups] // group_size).tolist() == list(range(groups))
-    assert torch.equal(ChannelShuffle(group_size)(shuffled), index)
+    assert torch.equal(nn.ChannelShuffle(group_size)(shuffled), index)
 
 
 @pytest.mark.parametrize(("width", "first"), [(0.01, 8), (0.5, 8), (1.0, 16), (1.5, 24), (2.0, 32)])

@@ -13,7 +13,8 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from cordee.communication.calls.shm_channel import (
     CONNECTION,
@@ -34,10 +35,10 @@ from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
 from cordee.communication.messages import Message, Refused
 from cordee.communication.shared_memory.futex import Patience
-from cordee.communication.shared_memory.hosts import own_host_id
 from cordee.communication.shared_memory.liveness import Silence, read_stat
 from cordee.communication.shared_memory.registration import BackendSettings
 from cordee.communication.shared_memory.segment import Address, create_segment
+from cordee.communication.this_host import own_host_id
 from cordee.communication.wire import Buffer, Codec, Limits, outgoing
 from cordee.core.errors import CommunicationError
 
@@ -57,14 +58,17 @@ def _message_only(message: Message, buffers: tuple[Buffer, ...]) -> Message:
     return message
 
 
-class Pending(Protocol):
-    """A request that is under way. Exactly one of the two methods must be called, once."""
+class Pending:
+    """A request that is under way. Exactly one of `finish` and `abandon` must be called; the latter needs no reply."""
 
-    def finish(self, receive: Receive = ..., *, timeout_s: float | None = None) -> Any:
+    __slots__ = ("_finish", "abandon")
+
+    def __init__(self, finish: Callable[[Receive, float | None], Any], abandon: Callable[[], None]) -> None:
+        self._finish, self.abandon = finish, abandon
+
+    def finish(self, receive: Receive = _message_only, *, timeout_s: float | None = None) -> Any:
         """Wait for the reply and return what `receive` makes of it, as `Connection.call` does."""
-
-    def abandon(self) -> None:
-        """Do without the reply."""
+        return self._finish(receive, timeout_s)
 
 
 class ServerDiedError(CommunicationError):
@@ -88,7 +92,6 @@ class Connection:
         failure_timeout_s: float,
         connect_timeout_s: float | None = None,
         limits: Limits | None = None,
-        curve: bool = True,
         shared_memory: bool = True,
     ) -> None:
         """Connect. Raises CommunicationError if the server does not answer within `connect_timeout_s`.
@@ -98,7 +101,6 @@ class Connection:
         self.address = address
         self._speaker = speaker
         self._keys = keys
-        self._curve = curve
         self._timeout_s = failure_timeout_s
         self._codec = Codec([*CONNECTION, *messages], limits)
         self._patience = Patience()
@@ -162,7 +164,7 @@ class Connection:
             shm_channel.close(self._board)
             raise
         shm_channel.show(self._board)
-        return _ShmCall(self, shm_channel)
+        return Pending(partial(self._finish_shm, shm_channel), partial(shm_channel.close, self._board))
 
     def close(self) -> None:
         with self._lock:
@@ -190,10 +192,11 @@ class Connection:
         if channel is None:
             channel = self._open_channel()
         try:
-            return _ChannelCall(self, channel, channel.begin(message, buffers, timeout_s=self._timeout_s))
+            asked = channel.begin(message, buffers, timeout_s=self._timeout_s)
         except BaseException:
             channel.close(0)
             raise
+        return Pending(partial(self._finish_channel, channel, asked), partial(channel.close, 0))
 
     def _finish_shm(self, shm_channel: _ClientShmChannel, receive: Receive, timeout_s: float | None) -> Any:
         assert self._board is not None and self._watch is not None
@@ -230,10 +233,6 @@ class Connection:
         self._give_channel_back(channel)
         return result
 
-    def _abandon_shm(self, shm_channel: _ClientShmChannel) -> None:
-        assert self._board is not None
-        shm_channel.close(self._board)
-
     def _ping(self) -> bool:
         """Whether the server lives; raises CommunicationError if it does not."""
         with self._control_lock:
@@ -246,7 +245,7 @@ class Connection:
             self._num_channels += 1
         name = f"{self._speaker.name}/{self._token}-{number}"
         speaker = Speaker(run=self._speaker.run, name=name, incarnation=self._speaker.incarnation)
-        return ClientChannel(self.address, speaker, self._codec, self._keys, curve=self._curve)
+        return ClientChannel(self.address, speaker, self._codec, self._keys)
 
     def _give_channel_back(self, channel: ClientChannel) -> None:
         with self._lock:
@@ -273,9 +272,8 @@ class Connection:
 
     def _open_shm_channel(self, capacity: int) -> _ClientShmChannel:
         assert self._watch is not None
-        self._watch.check(
-            time.monotonic()
-        )  # a server that died would not answer, which takes until the timeout to notice
+        # A server that died would not answer, which takes until the timeout to notice.
+        self._watch.check(time.monotonic())
         num_bytes = -(-(DATA_AT + capacity) // 4096) * 4096
         segment, fd = create_segment(num_bytes, f"calls to {self.address}")
         try:
@@ -331,36 +329,6 @@ class _ClientShmChannel:
     def close(self, board: RequestBoard) -> None:
         self.stamp = -1
         board.call(self.slot, -1)
-
-
-class _ShmCall:
-    """A request in a shared-memory channel."""
-
-    __slots__ = ("_connection", "_shm_channel")
-
-    def __init__(self, connection: Connection, shm_channel: _ClientShmChannel) -> None:
-        self._connection, self._shm_channel = connection, shm_channel
-
-    def finish(self, receive: Receive = _message_only, *, timeout_s: float | None = None) -> Any:
-        return self._connection._finish_shm(self._shm_channel, receive, timeout_s)
-
-    def abandon(self) -> None:
-        self._connection._abandon_shm(self._shm_channel)
-
-
-class _ChannelCall:
-    """A request on a channel."""
-
-    __slots__ = ("_asked", "_channel", "_connection")
-
-    def __init__(self, connection: Connection, channel: ClientChannel, asked: Asked) -> None:
-        self._connection, self._channel, self._asked = connection, channel, asked
-
-    def finish(self, receive: Receive = _message_only, *, timeout_s: float | None = None) -> Any:
-        return self._connection._finish_channel(self._channel, self._asked, receive, timeout_s)
-
-    def abandon(self) -> None:
-        self._channel.close(0)
 
 
 class _ServerWatch:

@@ -37,10 +37,10 @@ from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
 from cordee.communication.messages import Message, Refused
 from cordee.communication.shared_memory.futex import Patience
-from cordee.communication.shared_memory.hosts import own_host_id
 from cordee.communication.shared_memory.liveness import HEARTBEAT, read_stat
 from cordee.communication.shared_memory.registration import BackendSettings
 from cordee.communication.shared_memory.segment import Address, attach_segment
+from cordee.communication.this_host import own_host_id
 from cordee.communication.wire import Buffer, Codec, Limits, WireError, outgoing
 from cordee.core.errors import CommunicationError, CordeeError
 
@@ -111,19 +111,16 @@ class CallServer:
         handle: Callable[[Call], None],
         *,
         limits: Limits | None = None,
-        curve: bool = True,
-        shared_memory: bool = True,
         public: str = "",
     ) -> None:
         """With `public` it listens there as well, for clients of other hosts."""
         self._codec = Codec([*CONNECTION, *messages], limits)
-        self._channel = ServerChannel(address, speaker, self._codec, keys, curve=curve, public=public)
+        self._channel = ServerChannel(address, speaker, self._codec, keys, public=public)
         self.address, self.public = self._channel.address, self._channel.public
         self._handle = handle
         self._board, board_address = RequestBoard.create()
-        settings = BackendSettings(shared_memory=shared_memory)
         self._info = HostInfo(
-            own_host_id(settings, os.getpid()),
+            own_host_id(BackendSettings(), os.getpid()),
             board_address.pid,
             board_address.fd,
             board_address.num_bytes,

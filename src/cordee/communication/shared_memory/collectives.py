@@ -36,8 +36,7 @@ class Host:
 
 def barrier(host: Host) -> Steps:
     rounds = host.rounds
-    need = rounds.open()
-    if need is not None:
+    if (need := rounds.open()) is not None:
         yield need
     signature = sign(Operation.BARRIER)
     stamp = rounds.publish(signature)
@@ -82,8 +81,7 @@ def _all_reduce_chunks(host: Host, data: Tensor, plan: AllReducePlan) -> Steps:
 
 def _reduce_pair(host: Host, chunk: Tensor, reduction: Reduction, signature: int) -> Steps:
     rounds = host.rounds
-    need = rounds.open()
-    if need is not None:
+    if (need := rounds.open()) is not None:
         yield need
     views = host.slots.first(chunk.dtype, rounds.parity, chunk.numel())
     member = host.member
@@ -99,8 +97,7 @@ def _reduce_pair(host: Host, chunk: Tensor, reduction: Reduction, signature: int
 
 def _reduce_direct(host: Host, chunk: Tensor, reduction: Reduction, signature: int) -> Steps:
     rounds = host.rounds
-    need = rounds.open()
-    if need is not None:
+    if (need := rounds.open()) is not None:
         yield need
     views = host.slots.first(chunk.dtype, rounds.parity, chunk.numel())
     views[host.member].copy_(chunk)
@@ -112,8 +109,7 @@ def _reduce_direct(host: Host, chunk: Tensor, reduction: Reduction, signature: i
 
 def _reduce_shares(host: Host, chunk: Tensor, reduction: Reduction, signature: int) -> Steps:
     rounds = host.rounds
-    need = rounds.open()
-    if need is not None:
+    if (need := rounds.open()) is not None:
         yield need
     views = host.slots.first(chunk.dtype, rounds.parity, chunk.numel())
     own_view = views[host.member]
@@ -144,8 +140,7 @@ def reduce(host: Host, data: Tensor, reduction: Reduction, root: int) -> Steps:
     )
     for start, stop in cut(data.numel(), host.slots.capacity(data.dtype)):
         chunk = data[start:stop]
-        need = rounds.open()
-        if need is not None:
+        if (need := rounds.open()) is not None:
             yield need
         views = host.slots.first(data.dtype, rounds.parity, stop - start)
         if host.member != root:
@@ -168,8 +163,7 @@ def broadcast(host: Host, data: Tensor, root: int) -> Steps:
     signature = sign(Operation.BROADCAST, root=root, count=data.numel())
     root_word = (rounds.member_words[root],)
     for start, stop in cut(data.numel(), host.slots.capacity(torch.uint8)):
-        need = rounds.open()
-        if need is not None:
+        if (need := rounds.open()) is not None:
             yield need
         views = host.slots.first(torch.uint8, rounds.parity, stop - start)
         if host.member == root:
@@ -188,8 +182,7 @@ def all_gather(host: Host, outputs: Sequence[Tensor], data: Tensor) -> Steps:
     longest = max(output.numel() for output in outputs)
     others = host.others()
     for start, stop in cut(longest, host.slots.capacity(torch.uint8)):
-        need = rounds.open()
-        if need is not None:
+        if (need := rounds.open()) is not None:
             yield need
         buffers = host.slots.whole(torch.uint8, rounds.parity)
         _copy_part(buffers[host.member], data, start, stop)
@@ -205,8 +198,7 @@ def gather(host: Host, outputs: Sequence[Tensor], data: Tensor, root: int) -> St
     rounds = host.rounds
     signature = sign(Operation.GATHER, root=root, count=data.numel())
     for start, stop in cut(data.numel(), host.slots.capacity(torch.uint8)):
-        need = rounds.open()
-        if need is not None:
+        if (need := rounds.open()) is not None:
             yield need
         views = host.slots.first(torch.uint8, rounds.parity, stop - start)
         if host.member != root:
@@ -228,8 +220,7 @@ def scatter(host: Host, output: Tensor, parts: Sequence[Tensor], root: int) -> S
     root_word = (rounds.member_words[root],)
     step = _part_capacity(host, torch.uint8)
     for start, stop in cut(output.numel(), step):
-        need = rounds.open()
-        if need is not None:
+        if (need := rounds.open()) is not None:
             yield need
         buffer = host.slots.whole(torch.uint8, rounds.parity)[root]
         if host.member == root:
@@ -258,8 +249,7 @@ def reduce_scatter(host: Host, output: Tensor, parts: Sequence[Tensor], reductio
     step = _part_capacity(host, output.dtype)
     members = range(host.num_members)
     for start, stop in cut(max(part.numel() for part in parts), step):
-        need = rounds.open()
-        if need is not None:
+        if (need := rounds.open()) is not None:
             yield need
         buffers = host.slots.whole(output.dtype, rounds.parity)
         for member in host.others():
@@ -289,8 +279,7 @@ def all_to_all(host: Host, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -
     step = _part_capacity(host, torch.uint8, reserve=8)
     start = 0
     while True:
-        need = rounds.open()
-        if need is not None:
+        if (need := rounds.open()) is not None:
             yield need
         buffers = host.slots.whole(torch.uint8, rounds.parity)
         buffers[host.member][:8].copy_(longest)

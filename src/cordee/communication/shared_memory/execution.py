@@ -8,11 +8,12 @@ the group's thread take the rest over. Collectives of a group run one after the 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from torch.distributed import Work
 from cordee.communication.shared_memory.liveness import Verdict
 from cordee.communication.shared_memory.rounds import Need, Rounds, Steps, WaitTimeoutError, describe
 from cordee.core.errors import CommunicationError
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -32,19 +35,65 @@ class _Job:
     timeout_s: float
 
 
-class CollectiveExecutor:
+class QueueThread(ABC, Generic[T]):
+    """Does what it is handed over in a thread, in order. The thread is started when it is first needed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._queue: deque[T] = deque()  # the thread is busy with the first
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def hand_over(self, item: T) -> None:
+        """Have it done; local, returns at once."""
+        with self._changed:
+            self._queue.append(item)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread when it has done what there is."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=2.0)
+
+    @abstractmethod
+    def _perform(self, item: T) -> BaseException | None:
+        """Do it in the thread; return the error to be handed to the one who waits."""
+
+    def _finish(self, item: T, error: BaseException | None) -> None:
+        """The item is not in the queue any more."""
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if not self._queue:
+                    return
+                item = self._queue[0]
+            error = self._perform(item)
+            with self._changed:
+                self._queue.popleft()
+                self._changed.notify_all()
+            self._finish(item, error)
+            del item, error  # the tensors are not to live until the next one comes
+
+
+class CollectiveExecutor(QueueThread[_Job]):
     """Runs the collectives of one group in order."""
 
     def __init__(self, rounds: Rounds, timeout_s: float, patience_s: float, name: str) -> None:
+        super().__init__(f"cordee-{name}")
         self._rounds = rounds
         self._timeout_s = timeout_s
         self._patience_s = patience_s
-        self._name = name
         self._turn = threading.Lock()  # held by the caller that runs or queues a collective
-        self._changed = threading.Condition()
-        self._queue: deque[_Job] = deque()  # the first is being run by the thread
-        self._thread: threading.Thread | None = None
-        self._closed = False
         self._broken: str | None = None
         self._callbacks = Callbacks(name)
 
@@ -98,12 +147,7 @@ class CollectiveExecutor:
 
     def close(self) -> None:
         """Fail what is still queued and end the thread."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=2.0)
+        super().close()
         self._callbacks.close()
 
     def _work(self, result: Any) -> CordeeWork:
@@ -130,35 +174,22 @@ class CollectiveExecutor:
         return None
 
     def _hand_over(self, job: _Job) -> CordeeWork:
-        with self._changed:
-            self._queue.append(job)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=f"cordee-{self._name}", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+        self.hand_over(job)
         return job.work
 
-    def _serve(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if not self._queue:
-                    return
-                job = self._queue[0]
-            error: BaseException | None = None
-            try:
-                if self._broken is not None:
-                    raise self._refusal()
-                self._drive_in_background(job)
-                if job.after is not None:
-                    job.after()
-            except BaseException as caught:  # noqa: BLE001 - handed to the one who waits
-                error = caught
-            with self._changed:
-                self._queue.popleft()
-                self._changed.notify_all()
-            job.work.finish(error)
-            del job, error  # the tensors are not to live until the next one comes
+    def _perform(self, job: _Job) -> BaseException | None:
+        try:
+            if self._broken is not None:
+                raise self._refusal()
+            self._drive_in_background(job)
+            if job.after is not None:
+                job.after()
+        except BaseException as error:  # noqa: BLE001 - handed to the one who waits
+            return error
+        return None
+
+    def _finish(self, job: _Job, error: BaseException | None) -> None:
+        job.work.finish(error)
 
     def _drive_in_background(self, job: _Job) -> None:
         # In short turns, so that close() is noticed.
@@ -236,7 +267,7 @@ class CordeeWork(Work):
             if self._callbacks is None:
                 self.complete()
             else:
-                self._callbacks.call(self)
+                self._callbacks.hand_over(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until done; raises the operation's error, or CommunicationError after `timeout`."""
@@ -321,7 +352,7 @@ class CordeeFuture(torch.futures.Future[Any]):
         super().add_done_callback(callback)
 
 
-class Callbacks:
+class Callbacks(QueueThread["CordeeWork"]):
     """Completes the futures of one group that were taken before their work was done, in the order of the works.
 
     In a thread of its own: a callback may wait for another collective, which the executor's thread must be free to
@@ -329,12 +360,8 @@ class Callbacks:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._changed = threading.Condition()
-        self._queue: deque[CordeeWork] = deque()
+        super().__init__(f"cordee-{name}-callbacks")
         self._expected: set[CordeeFuture] = set()  # with callbacks that have not all returned
-        self._thread: threading.Thread | None = None
-        self._closed = False
 
     def expect(self, future: CordeeFuture) -> None:
         """Let the next collective wait for what is being attached to this future."""
@@ -348,36 +375,11 @@ class Callbacks:
             with self._changed:
                 self._changed.wait_for(lambda: not self._expected)
 
-    def call(self, work: CordeeWork) -> None:
-        """Have the future of a work that is done completed; local, returns at once."""
-        with self._changed:
-            self._queue.append(work)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=f"cordee-{self._name}-callbacks", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-
     def run_pending(self, future: CordeeFuture) -> None:
         with self._changed:
             future.is_settled = True
             self._expected.discard(future)
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """End the thread when it has completed what there is."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=2.0)
-
-    def _serve(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if not self._queue:
-                    return
-                work = self._queue.popleft()
-            work.complete()
-            del work  # its tensors are not to live until the next one comes
+    def _perform(self, work: CordeeWork) -> None:
+        work.complete()

@@ -146,10 +146,10 @@ class Mailbox:
         finished: list[_Posted] = []
         with self._lock:
             for member, outbox in self._outboxes.items():
-                if outbox.advance() is not None:
+                if outbox.advance():
                     self._futex.wake(member)
             for member, inbox in self._inboxes.items():
-                if inbox.advance() is not None:
+                if inbox.advance():
                     self._futex.wake(member)
             for message in [message for message in self._posted if message.is_done]:
                 finished.append(self._posted.pop(message))
@@ -251,18 +251,17 @@ class Outbox:
     def has_room(self) -> bool:
         return bool(self._sent - self._words[self._at + _TAKEN] < PIECES_PER_CHANNEL)
 
-    def advance(self) -> list[Message] | None:
-        """Write what fits; return the messages that are now sent whole, or None if nothing moved."""
-        if not self.queue or not self.has_room():
-            return None
-        done: list[Message] = []
+    def advance(self) -> bool:
+        """Write what fits; return whether something moved."""
+        has_moved = False
         while self.queue and self.has_room():
+            has_moved = True
             message = self.queue[0]
             self._write_piece(message)
             if message.offset >= message.data.numel():
                 message.is_done = True
-                done.append(self.queue.popleft())
-        return done
+                self.queue.popleft()
+        return has_moved
 
     def _write_piece(self, message: Message) -> None:
         parity = self._sent % PIECES_PER_CHANNEL
@@ -299,12 +298,10 @@ class Inbox:
     def has_mail(self) -> bool:
         return bool(self._words[self._at + _SENT] > self._taken)
 
-    def ask(self, request: Message) -> bool:
-        """Ask for a message; True if one that was set aside serves it at once."""
-        if self.serve_aside(request):
-            return True
-        self.requests.append(request)
-        return False
+    def ask(self, request: Message) -> None:
+        """Ask for a message, which may have been set aside."""
+        if not self.serve_aside(request):
+            self.requests.append(request)
 
     def serve_aside(self, request: Message) -> bool:
         """Serve a request from what was set aside, if it is there."""
@@ -315,42 +312,45 @@ class Inbox:
                 return True
         return False
 
-    def advance(self) -> list[Message] | None:
-        """Take what has come and was asked for; return the requests now served, or None if nothing moved."""
-        done: list[Message] = []
-        moved = False
+    def advance(self) -> bool:
+        """Take what has come and was asked for; return whether something moved."""
+        has_moved = False
         while self.has_mail() and (self._current is not None or self.requests or self._anybody):
+            has_moved = True
             if self._current is None:
                 self._current = self._match()
-            moved = True
-            message = self._take_piece(self._current)
-            if message is not None:
-                done.append(message)
-        return done if moved else None
+            self._take_piece(self._current)
+        return has_moved
 
     def _match(self) -> Message:
         header = self._at + _HEADER + (self._taken % PIECES_PER_CHANNEL) * LINE_WORDS
         tag, total = self._words[header], self._words[header + 1]
+        request = self._take_request(tag)
+        if request is not None and self._fits(request, tag, total):
+            return request
+        kept = Message(torch.empty(total, dtype=torch.uint8), tag, source=self._source, instead_of=request)
+        if request is None:
+            self._aside.append(kept)  # otherwise it is swallowed, and the request reported as failed
+        return kept
+
+    def _take_request(self, tag: int) -> Message | None:
+        """Return the first request with this tag, which waits no longer."""
         for waiting in (self.requests, self._anybody):
             for request in waiting:
                 if request.tag == tag:
                     waiting.remove(request)
-                    request.source = self._source
-                    if request.data.numel() == total:
-                        return request
-                    request.error = (
-                        f"a message of {total} bytes with tag {tag} came for a tensor of {request.data.numel()} bytes"
-                    )
-                    return self._set_aside(tag, total, request)
-        return self._set_aside(tag, total, None)
+                    return request
+        return None
 
-    def _set_aside(self, tag: int, total: int, misfit: Message | None) -> Message:
-        kept = Message(torch.empty(total, dtype=torch.uint8), tag, source=self._source, instead_of=misfit)
-        if misfit is None:
-            self._aside.append(kept)  # otherwise it is swallowed, and the request reported as failed
-        return kept
+    def _fits(self, request: Message, tag: int, total: int) -> bool:
+        """Note where a request's message comes from; return whether it has room for the message."""
+        request.source = self._source
+        length = request.data.numel()
+        if length != total:
+            request.error = f"a message of {total} bytes with tag {tag} came for a tensor of {length} bytes"
+        return length == total
 
-    def _take_piece(self, message: Message) -> Message | None:
+    def _take_piece(self, message: Message) -> None:
         parity = self._taken % PIECES_PER_CHANNEL
         header = self._at + _HEADER + parity * LINE_WORDS
         length = self._words[header + 2]
@@ -360,34 +360,16 @@ class Inbox:
         self._taken += 1
         self._words[self._at + _TAKEN] = self._taken
         if message.offset < message.data.numel():
-            return None
+            return
         self._current = None
         message.is_done = True
         if message.instead_of is not None:
             message.instead_of.is_done = True
-            return message.instead_of
-        if any(message is kept for kept in self._aside):
-            return self._serve_late(message)
-        return message
-
-    def _serve_late(self, kept: Message) -> Message | None:
-        """A message set aside is complete: somebody may have asked for it meanwhile."""
-        for waiting in (self.requests, self._anybody):
-            for request in waiting:
-                if request.tag == kept.tag:
-                    waiting.remove(request)
-                    self._aside = [other for other in self._aside if other is not kept]
-                    self._deliver(kept, request)
-                    return request
-        return None
+        elif message in self._aside and (request := self._take_request(message.tag)) is not None:
+            self._aside.remove(message)  # it was set aside, and somebody has asked for it meanwhile
+            self._deliver(message, request)
 
     def _deliver(self, kept: Message, request: Message) -> None:
-        request.source = self._source
-        if kept.data.numel() == request.data.numel():
+        if self._fits(request, kept.tag, kept.data.numel()):
             request.data.copy_(kept.data)
-        else:
-            request.error = (
-                f"a message of {kept.data.numel()} bytes with tag {kept.tag} came for a tensor of "
-                f"{request.data.numel()} bytes"
-            )
         request.is_done = True

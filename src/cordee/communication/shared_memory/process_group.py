@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -29,10 +29,11 @@ from cordee.communication.shared_memory.collectives import (
     write_back,
 )
 from cordee.communication.shared_memory.execution import CollectiveExecutor, CordeeWork
-from cordee.communication.shared_memory.hosts import HostTeam
 from cordee.communication.shared_memory.mailbox import Mailbox
 from cordee.communication.shared_memory.rounds import Steps
-from cordee.communication.shared_memory.two_level import TwoLevel
+
+if TYPE_CHECKING:
+    from cordee.communication.shared_memory.backend import HostTeam, TwoLevel
 
 _REDUCTIONS: dict[int, Reduction] = {int(getattr(ReduceOp, reduction.name).value): reduction for reduction in Reduction}
 _MAX_PLANS = 1024
@@ -220,24 +221,31 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         opts = c10d.AllgatherOptions() if opts is None else opts
         if self._host is None or len(inputs) != 1 or not _all_plain(outputs[0], inputs):
             return self._gloo.allgather(outputs, inputs, opts)
-        return self._all_gather(outputs[0], inputs[0], opts, result=outputs)
+        flats = [as_bytes(output) for output in outputs[0]]
+        _check_sizes("all_gather", [inputs[0].nbytes], [flats[self._own_rank]])
+        steps = collectives.all_gather(self._host, flats, as_bytes(inputs[0]))
+        return self._submit(steps, outputs, opts, write_back(outputs[0], flats))
 
     def all_gather_single(self, output: Tensor, data: Tensor, opts: Any = None) -> Work:
-        opts = c10d.AllgatherOptions() if opts is None else opts
-        if self._host is None or not _all_plain((output, data)):
-            return self._gloo._allgather_base(output, data, opts)
-        flat = flatten(output)
-        steps, after = self._gather_steps([flat], [data], [output])
-        return self._submit(steps, [output], opts, after)
+        return self.all_gather_single_coalesced([output], [data], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         opts = c10d.AllgatherOptions() if opts is None else opts
-        if self._host is None or not _all_plain(outputs, inputs):
+        host, num_ranks = self._host, self._num_ranks
+        if host is None or not _all_plain(outputs, inputs):
             return _combine(
                 [self._gloo._allgather_base(out, data, opts) for out, data in zip(outputs, inputs, strict=True)]
             )
-        steps, after = self._gather_steps([flatten(output) for output in outputs], inputs, outputs)
-        return self._submit(steps, outputs, opts, after)
+        flats = [flatten(output) for output in outputs]
+        _check_sizes("all_gather", [data.numel() * num_ranks for data in inputs], flats)
+        pairs = [(flat.view(torch.uint8), as_bytes(data)) for flat, data in zip(flats, inputs, strict=True)]
+
+        def steps() -> Steps:
+            for flat, data in pairs:
+                if data.numel():
+                    yield from collectives.all_gather(host, flat.chunk(num_ranks), data)
+
+        return self._submit(steps(), outputs, opts, write_back(outputs, flats))
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         # Torch gives the outputs by rank or by tensor, with the latter documented: left to gloo.
@@ -332,19 +340,15 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         _refuse_to_send(tensors[0])
         return self._mailbox.send(as_bytes(tensors[0]), target, tag, tensors)
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
+    def recv(self, tensors: list[Tensor], source: int | None, tag: int = 0) -> Work:
         if self._mailbox is None:
-            return self._gloo.recv(tensors, source, tag)
+            return self._gloo.recv_anysource(tensors, tag) if source is None else self._gloo.recv(tensors, source, tag)
         _refuse_to_send(tensors[0])
         data = as_bytes(tensors[0])
         return self._mailbox.receive(data, source, tag, tensors, write_back(tensors, (data,)))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        if self._mailbox is None:
-            return self._gloo.recv_anysource(tensors, tag)
-        _refuse_to_send(tensors[0])
-        data = as_bytes(tensors[0])
-        return self._mailbox.receive(data, None, tag, tensors, write_back(tensors, (data,)))
+        return self.recv(tensors, None, tag)
 
     # Earlier names of the same operations, which torch 2.13 still accepts.
     _allgather_base = all_gather_single
@@ -397,28 +401,6 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         if reduction is None or not all(is_plain(t) and is_supported(reduction, t.dtype) for t in tensors):
             return None
         return reduction
-
-    def _all_gather(self, outputs: Sequence[Tensor], data: Tensor, opts: Any, result: Any) -> Work:
-        assert self._host is not None
-        flats = [as_bytes(output) for output in outputs]
-        _check_sizes("all_gather", [data.nbytes], [flats[self._own_rank]])
-        steps = collectives.all_gather(self._host, flats, as_bytes(data))
-        return self._submit(steps, result, opts, write_back(outputs, flats))
-
-    def _gather_steps(
-        self, flats: list[Tensor], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-    ) -> tuple[Steps, AfterWork]:
-        host, num_ranks = self._host, self._num_ranks
-        assert host is not None
-        _check_sizes("all_gather", [data.numel() * num_ranks for data in inputs], flats)
-        pairs = [(flat.view(torch.uint8), as_bytes(data)) for flat, data in zip(flats, inputs, strict=True)]
-
-        def steps() -> Steps:
-            for flat, data in pairs:
-                if data.numel():
-                    yield from collectives.all_gather(host, flat.chunk(num_ranks), data)
-
-        return steps(), write_back(outputs, flats)
 
     def _submit(self, steps: Steps, result: Any, opts: Any, after: AfterWork) -> Work:
         executor = self._executor

@@ -8,7 +8,7 @@ round between: they publish there only after they have read both. So one barrier
 
 Memory order: a stamp must not become visible before the data it announces. x86-64 keeps stores in order (TSO),
 and CPython moves an aligned 64-bit item of a memoryview with one instruction; nothing more is needed. Other
-processors may reorder, which is why the backend does not use shared memory there (see `hosts.py`). The one
+processors may reorder, which is why the backend does not use shared memory there (see `this_host.own_host_id`). The one
 reordering x86 allows, a later load before an earlier store, can only make a sleeper miss its wake-up; sleeps
 are bounded by a few milliseconds for that reason.
 """

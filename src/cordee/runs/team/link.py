@@ -251,8 +251,8 @@ class TeamLink(MemberLink):
         self._end_with_the_run(self._heard_s)
         with self._telling:
             num_told = self._num_told
-            sent = self._channel.send(Heartbeat(self.step), timeout_s=0.0)
-            self._last_beat = (sent.sequence, num_told)
+            sequence = self._channel.send(Heartbeat(self.step), timeout_s=0.0)
+            self._last_beat = (sequence, num_told)
         if self._wants_to_leave:
             self._say(Leaving())
         if (ready := self._ready) is not None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from cordee.communication.shared_memory.hosts import HostTeam
+from cordee.communication.shared_memory.backend import HostTeam
 from cordee.communication.shared_memory.liveness import Identity
 from cordee.communication.shared_memory.segment import Layout, Segment, create_segment
 

@@ -9,9 +9,9 @@ import torch
 from segment_members import make_teams, run_members
 
 from cordee.communication.shared_memory import collectives
+from cordee.communication.shared_memory.backend import HostTeam
 from cordee.communication.shared_memory.collectives import Reduction
 from cordee.communication.shared_memory.execution import CollectiveExecutor
-from cordee.communication.shared_memory.hosts import HostTeam
 from cordee.core.errors import CommunicationError
 
 

@@ -14,7 +14,7 @@ import pytest
 from segment_members import make_segment
 from torch.distributed import HashStore
 
-from cordee.communication.shared_memory.hosts import MemberRecord, form_host_team, group_by_host, own_host_id
+from cordee.communication.shared_memory.backend import MemberRecord, exchange_records, form_host_team, group_by_host
 from cordee.communication.shared_memory.liveness import (
     FAILED,
     LEFT,
@@ -27,6 +27,7 @@ from cordee.communication.shared_memory.liveness import (
 )
 from cordee.communication.shared_memory.registration import BackendSettings
 from cordee.communication.shared_memory.segment import CULPRIT, LIFE, STATE, Address, attach_segment, create_segment
+from cordee.communication.this_host import own_host_id
 from cordee.core.errors import CommunicationError
 
 
@@ -156,7 +157,7 @@ def test_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(RuntimeWarning, match="gloo is used instead"):
         assert own_host_id(settings, 0).endswith("/alone/0")
     record = MemberRecord("host", Identity.own(3), None, 2)
-    assert MemberRecord.decode(record.encode()) == record
+    assert exchange_records(HashStore(), 0, 1, record) == [record]
 
 
 def test_memory_that_no_worker_of_this_user_made_is_refused(tmp_path: Path) -> None:
