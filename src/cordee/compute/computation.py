@@ -57,15 +57,8 @@ class Loss:
     @classmethod
     def join(cls, losses: Sequence[Loss]) -> Loss:
         """Return the loss of several parts, without votes."""
-        count = sum(loss.count for loss in losses)
-        has_accuracy = all(loss.num_correct is not None for loss in losses)
-        return cls(
-            sum(loss.mean * loss.count for loss in losses) / count if count else 0.0,
-            count,
-            sum(loss.num_correct or 0 for loss in losses) if has_accuracy else None,
-            sum(loss.num_samples for loss in losses),
-            num_items=sum(loss.num_items for loss in losses),
-        )
+        totals = [sum(column) for column in zip(*(loss.summands() for loss in losses), strict=True)]
+        return cls.from_totals([*totals, *NO_VOTES], has_accuracy=all(loss.num_correct is not None for loss in losses))
 
     @property
     def accuracy(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -56,17 +57,31 @@ def resnet(
     check_at_least("resnet", "num_classes", num_classes)
     check_choice("resnet", "depth", depth, sorted([*_IMAGENET_STAGES, *_CIFAR_STAGES]))
     check_choice("resnet", "stem", stem, ("auto", "imagenet", "cifar"))
+    widths: tuple[int, ...]
     if depth in _CIFAR_STAGES:
         if stem == "imagenet":
             raise ModelError(
                 f"model 'resnet' of depth {depth} has no stem 'imagenet': set stem = \"cifar\", or depth to "
                 f"one of {', '.join(map(str, _IMAGENET_STAGES))}"
             )
-        model = _cifar_resnet(channels, num_classes, _CIFAR_STAGES[depth])
+        stem = "cifar"
+        stages, widths, make_block = _CIFAR_STAGES[depth], (16, 32, 64), _padded_block
     else:
         if stem == "auto":
             stem = "cifar" if min(height, width) <= _LARGEST_SMALL_SIDE else "imagenet"
-        model = _imagenet_resnet(channels, num_classes, depth, has_large_stem=stem == "imagenet")
+        stages, widths, make_block = _IMAGENET_STAGES[depth], (64, 128, 256, 512), _basic_block
+        if depth >= _FIRST_BOTTLENECK_DEPTH:
+            widths, make_block = (256, 512, 1024, 2048), _bottleneck_block
+    stem_width = 16 if depth in _CIFAR_STAGES else 64
+    if stem == "imagenet":
+        first = conv_norm(channels, stem_width, kernel=7, stride=2)
+        first.append(nn.MaxPool2d(3, stride=2, padding=1))
+    else:
+        first = conv_norm(channels, stem_width, kernel=3)
+    model = nn.Sequential()
+    model.add_module("stem", first)
+    last = _add_stages(model, stem_width, stages, widths, make_block)
+    model.add_module("classifier", classifier(last, num_classes))
     initialise_he(model)
     return model
 
@@ -97,30 +112,6 @@ class SubsampleAndPad(nn.Module):
 
     def extra_repr(self) -> str:
         return f"new_channels={self.new_channels}, stride={self.stride}"
-
-
-def _imagenet_resnet(channels: int, num_classes: int, depth: int, *, has_large_stem: bool) -> nn.Sequential:
-    model = nn.Sequential()
-    if has_large_stem:
-        stem = conv_norm(channels, 64, kernel=7, stride=2)
-        stem.append(nn.MaxPool2d(3, stride=2, padding=1))
-    else:
-        stem = conv_norm(channels, 64, kernel=3)
-    model.add_module("stem", stem)
-    if depth < _FIRST_BOTTLENECK_DEPTH:
-        last = _add_stages(model, 64, _IMAGENET_STAGES[depth], (64, 128, 256, 512), _basic_block)
-    else:
-        last = _add_stages(model, 64, _IMAGENET_STAGES[depth], (256, 512, 1024, 2048), _bottleneck_block)
-    model.add_module("classifier", classifier(last, num_classes))
-    return model
-
-
-def _cifar_resnet(channels: int, num_classes: int, stages: tuple[int, ...]) -> nn.Sequential:
-    model = nn.Sequential()
-    model.add_module("stem", conv_norm(channels, 16, kernel=3))
-    last = _add_stages(model, 16, stages, (16, 32, 64), _padded_block)
-    model.add_module("classifier", classifier(last, num_classes))
-    return model
 
 
 def _add_stages(
@@ -205,14 +196,9 @@ def wide_resnet(
     model = nn.Sequential()
     in_channels = _STAGE_WIDTHS[0]
     model.add_module("stem", nn.Conv2d(channels, in_channels, 3, padding=1, bias=False))
-    for stage, stage_width in enumerate(_STAGE_WIDTHS, start=1):
-        for block in range(1, (depth - 4) // 6 + 1):
-            stride = 2 if stage > 1 and block == 1 else 1
-            out_channels = stage_width * widen_factor
-            model.add_module(
-                f"stage{stage}_block{block}", PreActivationBlock(in_channels, out_channels, stride, dropout)
-            )
-            in_channels = out_channels
+    widths = tuple(width * widen_factor for width in _STAGE_WIDTHS)
+    make_block = functools.partial(PreActivationBlock, dropout=dropout)
+    in_channels = _add_stages(model, in_channels, ((depth - 4) // 6,) * 3, widths, make_block)
     model.add_module("norm", nn.Sequential(nn.BatchNorm2d(in_channels), nn.ReLU(inplace=True)))
     model.add_module("classifier", classifier(in_channels, num_classes))
     initialise_he(model)

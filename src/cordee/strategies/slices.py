@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,55 +14,35 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from cordee.checkpoint import State
 
 
-class Held(Protocol):
-    """A parameter of which this worker holds all or a slice."""
+@dataclass(eq=False)
+class Held:
+    """A parameter that is here entirely; others hold a slice of one."""
 
     name: str
     local: nn.Parameter  # what is here; the optimizer changes it in place
-    num_holders: int  # workers that hold the same
+    num_holders: int = 1  # workers that hold the same
 
     @property
     def shape(self) -> torch.Size:
         """That of the whole parameter."""
-
-    def take_gradient(self) -> None:
-        """Let `local` have the gradient that the backward pass computed. Once it has, nothing happens."""
-
-    def drop_gradient(self) -> None: ...
-
-    def gather(self, local: Tensor) -> Tensor:
-        """Return the whole of which `local`, shaped like the slice, is here. Collective over who has a slice."""
-
-    def cut(self, whole: Tensor) -> Tensor:
-        """Return what of `whole` belongs here."""
-
-
-@dataclass
-class WholeParameter:
-    """A parameter that is here entirely."""
-
-    name: str
-    local: nn.Parameter
-    num_holders: int = 1
-
-    @property
-    def shape(self) -> torch.Size:
         return self.local.shape
 
     def take_gradient(self) -> None:
-        pass
+        """Let `local` have the gradient that the backward pass computed. Once it has, nothing happens."""
 
     def drop_gradient(self) -> None:
         self.local.grad = None
 
     def gather(self, local: Tensor) -> Tensor:
+        """Return the whole of which `local`, shaped like the slice, is here. Collective over who has a slice."""
         return local
 
     def cut(self, whole: Tensor) -> Tensor:
+        """Return what of `whole` belongs here."""
         return whole
 
 
-class SlicedParameter:
+class SlicedParameter(Held):
     """A parameter that torch holds as a DTensor. The optimizer gets the slice as a plain tensor.
 
     DTensors would do as well and cost an optimizer some 50 µs of dispatch per operation; where every element is
@@ -71,9 +51,9 @@ class SlicedParameter:
 
     def __init__(self, name: str, parameter: nn.Parameter, num_holders: int) -> None:
         assert isinstance(parameter, DTensor)
-        self.name, self.num_holders = name, num_holders
+        local = nn.Parameter(_local(parameter).detach(), requires_grad=parameter.requires_grad)
+        super().__init__(name, local, num_holders)
         self._parameter: Any = parameter
-        self.local = nn.Parameter(_local(parameter).detach(), requires_grad=parameter.requires_grad)
 
     @property
     def shape(self) -> torch.Size:
@@ -115,7 +95,7 @@ def hold(name: str, parameter: nn.Parameter, *, num_holders: int, num_slice_hold
     if isinstance(parameter, DTensor):
         is_whole = all(placement.is_replicate() for placement in parameter.placements)
         return SlicedParameter(name, parameter, num_holders if is_whole else num_slice_holders)
-    return WholeParameter(name, parameter, num_holders)
+    return Held(name, parameter, num_holders)
 
 
 class Holdings:
@@ -216,21 +196,21 @@ def _local(tensor: Any) -> Tensor:
 # summed once per step, each worker steps its share of every parameter, and the new weights are put together.
 
 
-class ShareOfParameter:
-    """An even share of what is held of a parameter, as one row of numbers; the last may be filled up with zeros."""
+class ShareOfParameter(Held):
+    """An even share of what is held of a parameter, as one row of numbers; the last may be filled up with zeros.
+
+    `reduce` gives it its gradient.
+    """
 
     def __init__(self, base: Held, group: dist.ProcessGroup) -> None:
-        self.name, self.num_holders = base.name, base.num_holders
         self._base, self._group = base, group
         self._num_shares, self._index = dist.get_world_size(group), dist.get_rank(group)
-        self.local = nn.Parameter(self._share(base.local.detach()).clone(), requires_grad=base.local.requires_grad)
+        local = nn.Parameter(self._share(base.local.detach()).clone(), requires_grad=base.local.requires_grad)
+        super().__init__(base.name, local, base.num_holders)
 
     @property
     def shape(self) -> torch.Size:
         return self._base.shape
-
-    def take_gradient(self) -> None:
-        pass  # `reduce` has
 
     def drop_gradient(self) -> None:
         self.local.grad = None
