@@ -27,7 +27,7 @@ from cordee.models import gpt
 from cordee.models.cutting import make_chain
 from cordee.strategies.choice import make_strategy
 from cordee.strategies.pipeline.stages import make_stages, merge_states, schedule_class, share_out, split_evenly
-from cordee.strategies.slices import Holdings, WholeParameter
+from cordee.strategies.slices import Holdings, Held
 from cordee.training.components import assemble
 
 
@@ -92,7 +92,7 @@ def test_states_of_parts_make_the_state_of_the_whole() -> None:
         for name in names:
             named[name].grad = torch.ones_like(named[name])
         optimizer.step()
-        parts.append(optimizer_state(optimizer, Holdings([WholeParameter(name, named[name]) for name in names])))
+        parts.append(optimizer_state(optimizer, Holdings([Held(name, named[name]) for name in names])))
     whole = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))
     load_optimizer_state(whole, model, merge_states(parts))
     assert whole.param_groups[0]["lr"].item() == pytest.approx(0.1)

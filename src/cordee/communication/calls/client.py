@@ -35,7 +35,7 @@ from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
 from cordee.communication.messages import Message, Refused
 from cordee.communication.shared_memory.futex import Patience
-from cordee.communication.shared_memory.liveness import Silence, read_stat
+from cordee.communication.shared_memory.liveness import Silence, open_process
 from cordee.communication.shared_memory.registration import BackendSettings
 from cordee.communication.shared_memory.segment import Address, create_segment
 from cordee.communication.this_host import own_host_id
@@ -50,7 +50,6 @@ Receive = Callable[[Message, tuple[Buffer, ...]], Any]
 _SPINS = 60
 _YIELD_S = 0.0005
 _NAP_S, _LONG_NAP_S = 0.004, 0.02
-_SAMPLE_S = 0.1
 _SMALLEST_CHANNEL_BYTES = 1 << 16
 
 
@@ -340,17 +339,13 @@ class _ServerWatch:
         self._limit_s = failure_timeout_s
         self._is_closed = False
         self._silence = Silence()
-        self._sampled_s = time.monotonic()
         self._lock = threading.Lock()
-        try:
-            self._pidfd = os.pidfd_open(self._pid)
-            is_same = read_stat(self._pid).started == info.started
-        except OSError:
-            is_same = False
-        if not is_same:
+        pidfd = open_process(self._pid, info.started)
+        if pidfd is None:
             raise ServerDiedError(f"the server at {address} (process {self._pid}) died")
+        self._pidfd = pidfd
         self._poll = select.poll()
-        self._poll.register(self._pidfd, select.POLLIN)
+        self._poll.register(pidfd, select.POLLIN)
 
     def check(self, now: float) -> None:
         """Raise CommunicationError if the server died or froze, or is not watched any more."""
@@ -359,19 +354,11 @@ class _ServerWatch:
                 raise CommunicationError(f"the connection to {self.address} was closed while a reply was awaited")
             if self._poll.poll(0):
                 raise ServerDiedError(f"the server at {self.address} (process {self._pid}) died")
-            step_s = now - self._sampled_s
-            if step_s < _SAMPLE_S:
-                return
-            self._sampled_s = now
-            try:
-                stat = read_stat(self._pid)
-            except OSError:
-                return
-            silent_s = self._silence.observe(self._words[LIFE], stat.cpu_ticks, step_s)
+            silent_s, state = self._silence.sample(self._pid, self._words[LIFE], now)
         if silent_s >= self._limit_s:
             raise ServerFrozenError(
                 f"the server at {self.address} (process {self._pid}) is frozen: no sign of life for {silent_s:.1f} s, "
-                f"process state {stat.state}"
+                f"process state {state}"
             )
 
     def close(self) -> None:

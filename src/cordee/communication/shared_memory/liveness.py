@@ -66,6 +66,19 @@ class Silence:
     life: int = -1
     cpu_ticks: int = -1
     silent_s: float = 0.0
+    sampled_s: float = field(default_factory=time.monotonic)
+
+    def sample(self, pid: int, life: int, now: float) -> tuple[float, str]:
+        """Look at a process, unless that was done just now; return its seconds of silence so far and its state."""
+        step_s = now - self.sampled_s
+        if step_s < _SAMPLE_S:
+            return 0.0, ""
+        self.sampled_s = now
+        try:
+            stat = read_stat(pid)
+        except OSError:  # it just died: its pidfd says so at the next look
+            return 0.0, ""
+        return self.observe(life, stat.cpu_ticks, step_s), stat.state
 
     def observe(self, life: int, cpu_ticks: int, step_s: float) -> float:
         """Take a sample made `step_s` after the one before; return the seconds of silence so far."""
@@ -90,7 +103,6 @@ class _Peer:
     word: int
     pidfd: int
     silence: Silence = field(default_factory=Silence)
-    sampled_at: float = field(default_factory=time.monotonic)
 
 
 class PeerWatch:
@@ -110,7 +122,9 @@ class PeerWatch:
         words[self._own + STATE] = ACTIVE
         for index, identity in enumerate(identities):
             if index != member:
-                pidfd = _open_process(identity)
+                pidfd = open_process(identity.pid, identity.started)
+                if pidfd is None:
+                    raise CommunicationError(f"{identity} died while the process group was formed")
                 self._poll.register(pidfd, select.POLLIN)
                 self._peers[pidfd] = _Peer(identity, layout.member_word(index), pidfd)
         _watches.add(self)
@@ -188,19 +202,11 @@ class PeerWatch:
     def _frozen(self, peers: list[_Peer]) -> Verdict | None:
         now = time.monotonic()
         for peer in peers:
-            step_s = now - peer.sampled_at
-            if step_s < _SAMPLE_S:
-                continue
-            peer.sampled_at = now
-            try:
-                stat = read_stat(peer.identity.pid)
-            except OSError:
-                continue  # it just died: its pidfd says so at the next look
-            silent_s = peer.silence.observe(self._words[peer.word + LIFE], stat.cpu_ticks, step_s)
+            silent_s, state = peer.silence.sample(peer.identity.pid, self._words[peer.word + LIFE], now)
             if silent_s >= self._failure_timeout_s:
                 return Verdict(
                     peer.identity.rank,
-                    f"{peer.identity} is frozen: no sign of life for {silent_s:.1f} s, process state {stat.state}. "
+                    f"{peer.identity} is frozen: no sign of life for {silent_s:.1f} s, process state {state}. "
                     f"Continue or kill that process; failure_timeout is {self._failure_timeout_s:g} s",
                 )
         return None
@@ -261,12 +267,16 @@ class Heartbeat:
 HEARTBEAT = Heartbeat()
 
 
-def _open_process(identity: Identity) -> int:
+def open_process(pid: int, started: int) -> int | None:
+    """Return a descriptor that is readable once the process has ended; None if it has, or is a later one of its pid."""
     try:
-        pidfd = os.pidfd_open(identity.pid)
-        if read_stat(identity.pid).started == identity.started:
-            return pidfd
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return None
+    try:
+        is_same = read_stat(pid).started == started
+    except OSError:
+        is_same = False
+    if not is_same:
         os.close(pidfd)
-    except OSError as error:
-        raise CommunicationError(f"{identity} died while the process group was formed") from error
-    raise CommunicationError(f"{identity} died while the process group was formed")
+    return pidfd if is_same else None
