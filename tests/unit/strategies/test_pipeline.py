@@ -27,7 +27,7 @@ from cordee.models import gpt
 from cordee.models.cutting import make_chain
 from cordee.strategies.choice import make_strategy
 from cordee.strategies.pipeline.stages import make_stages, merge_states, schedule_class, share_out, split_evenly
-from cordee.strategies.slices import Holdings, Held
+from cordee.strategies.slices import Held, Holdings
 from cordee.training.components import assemble
 
 
