@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from cordee.communication.calls.shm_channel import (
+    CLIENT_FUTEX,
     CONNECTION,
     DATA_AT,
     LIFE,
@@ -28,7 +29,7 @@ from cordee.communication.calls.shm_channel import (
     RequestBoard,
     ShmChannel,
     ShmChannelOpened,
-    sleep_for_reply,
+    sleep,
 )
 from cordee.communication.channel import Asked, ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
@@ -322,7 +323,8 @@ class _ClientShmChannel:
                 watch.check(now)
                 if timeout_s is not None and waited_s > timeout_s:
                     raise CommunicationError(f"no reply from the server at {watch.address} within {timeout_s:g} s")
-                sleep_for_reply(self.end, stamp, _NAP_S if waited_s < 0.1 else _LONG_NAP_S)
+                nap_s = _NAP_S if waited_s < 0.1 else _LONG_NAP_S
+                sleep(self.end, CLIENT_FUTEX, lambda: words[REPLY_STAMP] >= stamp, nap_s)
             now = time.monotonic()
 
     def close(self, board: RequestBoard) -> None:

@@ -16,11 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cordee.communication.calls.shm_channel import (
+    CLIENT_FUTEX,
     CONNECTION,
     FIRST_SLOT,
     LIFE,
     MAX_CHANNELS,
     REPLY_STAMP,
+    SERVER_FUTEX,
     UNAVAILABLE,
     Greeting,
     HostInfo,
@@ -30,7 +32,8 @@ from cordee.communication.calls.shm_channel import (
     RequestBoard,
     ShmChannel,
     ShmChannelOpened,
-    wake_client,
+    sleep,
+    wake,
 )
 from cordee.communication.channel import Received, ServerChannel
 from cordee.communication.endpoint import Speaker
@@ -163,7 +166,7 @@ class CallServer:
             if now - checked_at > _LIVENESS_CHECK_S:
                 checked_at = now
                 self._drop_dead_clients()
-            self._board.sleep(self._has_request, _NAP_S if idle_s < 1.0 else _IDLE_NAP_S)
+            sleep(self._board, SERVER_FUTEX, self._has_request, _NAP_S if idle_s < 1.0 else _IDLE_NAP_S)
 
     def serve_shm_channels(self) -> bool:
         """Handle the requests that are there; return whether there was one."""
@@ -211,7 +214,7 @@ class CallServer:
                     bytes(self._codec.encode_message(Refused("reply-too-large", str(error)))), outgoing(())
                 )
             shm_channel.words[REPLY_STAMP] = stamp
-            wake_client(shm_channel)
+            wake(shm_channel, CLIENT_FUTEX)
 
         try:
             payload, buffers = shm_channel.read()

@@ -14,6 +14,7 @@ woken by futex. As in `rounds.py` this relies on the store order of x86.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -81,9 +82,10 @@ _REQUEST_AT = _PAGE
 _REPLY_AT = _REQUEST_AT + HEADER_BYTES
 DATA_AT = _REPLY_AT + HEADER_BYTES
 
-REPLY_STAMP, REPLY_LENGTH, REQUEST_LENGTH, CLIENT_FUTEX, CLIENT_SLEEPS = 0, 1, 8, 16, 17
+REPLY_STAMP, REPLY_LENGTH, REQUEST_LENGTH, CLIENT_FUTEX = 0, 1, 8, 16
 _SPECS = 1  # the word after each length
-LIFE, SERVER_FUTEX, SERVER_SLEEPS, FIRST_SLOT = 0, 1, 2, 8
+LIFE, SERVER_FUTEX, FIRST_SLOT = 0, 1, 8
+_SLEEPS = 1  # the word after each futex
 MAX_CHANNELS = 4096
 BOARD_BYTES = _PAGE + 8 * MAX_CHANNELS
 
@@ -186,37 +188,25 @@ class RequestBoard:
 
     def call(self, slot: int, stamp: int) -> None:
         """Show the request `stamp` of a shared-memory channel, and wake the server if it sleeps."""
-        words = self.words
-        words[FIRST_SLOT + slot] = stamp
-        if words[SERVER_SLEEPS]:
-            words[SERVER_FUTEX] += 1
-            futex_wake(self.segment.address + 8 * SERVER_FUTEX)
-
-    def sleep(self, is_ready: object, limit_s: float) -> None:
-        """Sleep until a client calls; not at all if `is_ready()`."""
-        words = self.words
-        heard = words[SERVER_FUTEX]
-        words[SERVER_SLEEPS] = 1
-        try:
-            if not is_ready():  # type: ignore[operator]
-                futex_wait(self.segment.address + 8 * SERVER_FUTEX, heard, limit_s)
-        finally:
-            words[SERVER_SLEEPS] = 0
+        self.words[FIRST_SLOT + slot] = stamp
+        wake(self, SERVER_FUTEX)
 
 
-def wake_client(shm_channel: ShmChannel) -> None:
-    words = shm_channel.words
-    if words[CLIENT_SLEEPS]:
-        words[CLIENT_FUTEX] += 1
-        futex_wake(shm_channel.segment.address + 8 * CLIENT_FUTEX)
+def wake(end: ShmChannel | RequestBoard, futex: int) -> None:
+    """Wake the process that sleeps at this word, if it does."""
+    words = end.words
+    if words[futex + _SLEEPS]:
+        words[futex] += 1
+        futex_wake(end.segment.address + 8 * futex)
 
 
-def sleep_for_reply(shm_channel: ShmChannel, stamp: int, limit_s: float) -> None:
-    words = shm_channel.words
-    heard = words[CLIENT_FUTEX]
-    words[CLIENT_SLEEPS] = 1
+def sleep(end: ShmChannel | RequestBoard, futex: int, is_ready: Callable[[], bool], limit_s: float) -> None:
+    """Sleep at this word until woken, at most `limit_s`, and not at all if `is_ready()`."""
+    words = end.words
+    heard = words[futex]
+    words[futex + _SLEEPS] = 1
     try:
-        if words[REPLY_STAMP] < stamp:
-            futex_wait(shm_channel.segment.address + 8 * CLIENT_FUTEX, heard, limit_s)
+        if not is_ready():
+            futex_wait(end.segment.address + 8 * futex, heard, limit_s)
     finally:
-        words[CLIENT_SLEEPS] = 0
+        words[futex + _SLEEPS] = 0
