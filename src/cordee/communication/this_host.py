@@ -86,10 +86,10 @@ def find_listening(setting: str) -> Listening:
 def own_address(peer: str) -> str:
     """Return the address of this host that is used to reach `peer` (tcp://HOST:PORT). Raises CommunicationError."""
     host, port = _split(peer.removeprefix("tcp://"))
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        family, _, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
-            probe.connect((host, port or 1))
+            probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError as error:
         raise CommunicationError(f"this host has no way to {host}: {error.strerror}") from error

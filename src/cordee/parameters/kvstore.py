@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar, get_args
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import msgspec
 
@@ -27,7 +27,7 @@ from cordee.parameters.membership import Membership
 from cordee.parameters.messages import Create, Done, Locate, Located, Meet, Place, Placed, Ready, SetUpdater
 from cordee.parameters.pending import CallQueue, Handle, JointHandle
 from cordee.parameters.placement import part_shape
-from cordee.parameters.process import run_role
+from cordee.parameters.serving import serve_role
 from cordee.parameters.transfer import Entry, Pulled
 
 Key: TypeAlias = str | int
@@ -64,7 +64,7 @@ class KVStore:
         timeout_s = _seconds(failure_timeout)
         role = env.store_role() if address is None and not env.store_address() else None
         if role is not None and role.role != "worker":
-            _serve_and_exit(role, timeout_s)
+            sys.exit(serve_role(role, timeout_s))
         address = address or env.store_address() or (role.address if role is not None else "")
         if not address:
             raise StoreError(
@@ -398,10 +398,6 @@ class KVStore:
             raise StoreError("the store is closed")
         if self._is_inherited:
             raise StoreError("this store was opened before a fork: open one in the child")
-
-
-def _serve_and_exit(role: env.StoreRole, timeout_s: float) -> NoReturn:
-    sys.exit(run_role(role, timeout_s))
 
 
 def _name(key: Key) -> str:

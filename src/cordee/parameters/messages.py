@@ -168,24 +168,19 @@ class Encoding(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Push(ServerMessage, frozen=True):
-    """Elements from `start` of the part, for its updater. Answered by `Done`."""
+    """Elements from `start` of the part, for its updater. Answered by `Done`.
+
+    One that pulls is answered by `Value` with the same elements, or without them if the push must be whole first.
+    """
 
     number: Count
     sequence: Count  # one for each push of a client; the pieces of a push share it
     start: Count
     encoding: Encoding | None = None  # None: the one buffer has the elements
+    pulls: bool = False
+    memory: Number = -1  # as in `Pull`
     client: Client = ""
     incarnation: Count = 0
-
-
-class Exchange(ServerMessage, frozen=True):
-    """A `Push` whose answer is `Value` with the same elements, or without if the push must be whole first."""
-
-    number: Count
-    sequence: Count
-    start: Count
-    encoding: Encoding | None = None
-    memory: Number = -1  # as in `Pull`
 
 
 class Pull(ServerMessage, frozen=True):
@@ -270,7 +265,7 @@ class Load(ServerMessage, frozen=True):
 
 STORE: tuple[type[Message], ...] = (
     JoinRequest, Enlisted, Alive, Standing, Place, Placed, Ready, Locate, Located, Meet, Bye,
-    Create, Fill, Push, Exchange, Pull, PushRows, PullRows, SetUpdater, Done, Value,
+    Create, Fill, Push, Pull, PushRows, PullRows, SetUpdater, Done, Value,
     Adopt, Load, Following, SecondLost,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=1 << 20, max_buffers=65536, max_buffer_bytes=1 << 31)

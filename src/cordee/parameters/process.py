@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
 
 import torch
 
@@ -19,10 +15,9 @@ from cordee.communication.calls import CallServer
 from cordee.communication.endpoint import Speaker
 from cordee.communication.shared_memory.liveness import read_stat
 from cordee.communication.this_host import host_id
-from cordee.core import env
 from cordee.core.errors import CommunicationError, StoreError
 from cordee.parameters.directory import Directory, Participant
-from cordee.parameters.keys import StoreKey, default_key_file, find_key, save_key
+from cordee.parameters.keys import StoreKey
 from cordee.parameters.membership import Heartbeats, Link
 from cordee.parameters.messages import LIMITS, STORE, Adopt, Enlisted, Following
 from cordee.parameters.service import StoreService
@@ -46,7 +41,6 @@ class ServerSettings:
     must_complete: bool = False  # end with an error when not everybody has come in that time
     has_shard: bool = True  # False: only the directory, as ps-lite's scheduler
     key: StoreKey = field(default_factory=StoreKey.make)
-    key_file: Path | None = None  # where the key is left for workers; None: nowhere
 
 
 def serve_root(
@@ -240,100 +234,3 @@ def _has_died(server: Participant) -> bool:
         return read_stat(server.pid).state in ("Z", "X")
     except OSError:
         return True
-
-
-def run_role(role: env.StoreRole, failure_timeout_s: float) -> int:
-    """Be the scheduler or a server of ps-lite's variables; return the exit code."""
-    is_ended = EndSignals()
-
-    def say(line: str) -> None:
-        os.write(2, f"cordee: {line}\n".encode())
-
-    text, file = env.store_key_text(), env.store_key_file() or default_key_file(role.port)
-    try:
-        with is_ended:
-            if role.role == "scheduler":
-                _run_scheduler(role, failure_timeout_s, text, file, say, is_ended)
-            else:
-                link = Link(role.address, text, None if text else file, failure_timeout_s)
-                settings = ServerSettings(
-                    listen=f"tcp://{own_address(role.host, role.port)}:*", updaters=env.store_updaters()
-                )
-                serve_member(settings, link, say=say, is_told_to_end=is_ended)
-    except StoreError as error:
-        say(str(error))
-        return 1
-    return 0
-
-
-def _run_scheduler(
-    role: env.StoreRole,
-    failure_timeout_s: float,
-    text: str,
-    file: Path,
-    say: Callable[[str], None],
-    is_ended: Callable[[], bool],
-) -> None:
-    key = find_key(role.address, text, None) if text else StoreKey.make()
-    settings = ServerSettings(
-        listen=f"tcp://{own_address(role.host, role.port)}:{role.port}",
-        num_workers=role.num_workers,
-        num_servers=role.num_servers,
-        failure_timeout_s=failure_timeout_s,
-        must_complete=True,
-        has_shard=False,
-        key=key,
-    )
-
-    def ready(address: str) -> None:
-        where = "in CORDEE_STORE_KEY" if text else str(file)
-        if not text:
-            save_key(key, file)
-        say(f"the scheduler listens at {address} (process {os.getpid()}); its key: {where}")
-
-    try:
-        serve_root(settings, say=say, is_told_to_end=is_ended, ready=ready)
-    finally:
-        if not text:
-            file.unlink(missing_ok=True)
-
-
-def own_address(host: str, port: int) -> str:
-    """Return the address of this host in the network that leads to another."""
-    try:
-        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)
-            own: str = probe.getsockname()[0]
-            return own
-    except OSError as error:
-        raise StoreError(f"there is no way to {host}: {error.strerror or error}") from error
-
-
-class EndSignals:
-    """Ctrl-C and SIGTERM for a process that serves: it ends in order.
-
-    While entered in the main thread, a call tells whether one of the signals has come.
-    """
-
-    def __init__(self) -> None:
-        self._has_come = False
-        self._before: dict[int, Any] = {}
-
-    def __call__(self) -> bool:
-        return self._has_come
-
-    def __enter__(self) -> EndSignals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._has_come = True

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
+
 from cordee.checkpoint import State
 from cordee.communication.calls import Call, UnavailableError
 from cordee.communication.messages import Message, Refused
@@ -18,7 +20,6 @@ from cordee.parameters.messages import (
     Create,
     Done,
     Enlisted,
-    Exchange,
     Fill,
     Following,
     JoinRequest,
@@ -77,7 +78,6 @@ class StoreService(ReplicatedService):
         else:
             self.handlers |= {
                 Push: self._push,
-                Exchange: self._exchange,
                 Pull: self._pull,
                 PushRows: self._push_rows,
                 PullRows: self._pull_rows,
@@ -147,17 +147,8 @@ class StoreService(ReplicatedService):
     # Of a shard.
 
     def _push(self, call: Call, push: Push) -> Answer:
-        return Done(self._apply(call, push, *_sender(call, push)).version), ()
-
-    def _exchange(self, call: Call, push: Exchange) -> Answer:
-        part = self._apply(call, push, call.caller, call.incarnation)
-        if self._shard().is_whole(part, call.caller, push.sequence):
-            count = push.encoding.length if push.encoding is not None else call.buffers[0].spec.shape[0]
-            return _value(part, push.start, push.start + count, push.memory)
-        return Value(part.version), ()
-
-    def _apply(self, call: Call, push: Push | Exchange, client: str, incarnation: int) -> Part:
         shard, number = self._shard(), push.number
+        client, incarnation = _sender(call, push)
         if push.encoding is None:
             (pushed,) = call.buffers
             values = pushed.torch()
@@ -171,12 +162,16 @@ class StoreService(ReplicatedService):
                 own = shard.push(number, client, incarnation, push.sequence, push.start, values)
                 return Done(own.version)
 
-            relayed = Push(number, push.sequence, push.start, push.encoding, client, incarnation)
+            relayed = msgspec.structs.replace(push, pulls=False, client=client, incarnation=incarnation)
             self.mirrored(relayed, call.buffers, act)
             part = shard.part(number)
         if self._pulls:
             self._serve_waiting(number)
-        return part
+        if not push.pulls:
+            return Done(part.version), ()
+        if not shard.is_whole(part, client):
+            return Value(part.version), ()
+        return _value(part, push.start, push.start + values.numel(), push.memory)
 
     def _push_rows(self, call: Call, push: PushRows) -> Answer:
         rows, values = call.buffers

@@ -136,8 +136,8 @@ class Shard:
             part.version += 1
         return part
 
-    def is_whole(self, part: Part, client: str, sequence: int) -> bool:
-        """Whether a push of a client has been applied entirely, or may be looked at as far as it has come."""
+    def is_whole(self, part: Part, client: str) -> bool:
+        """Whether the newest push of a client has been applied entirely, or may be looked at as far as it has come."""
         journal = part.journals.get(client)
         return (part.updater or self._updater).is_immediate or journal is None or journal.num_elements >= part.length
 

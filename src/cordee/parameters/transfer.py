@@ -21,7 +21,7 @@ from cordee.core.errors import CommunicationError, StoreError
 from cordee.parameters.arrays import Origin, Taken, make_target, take
 from cordee.parameters.calls import PIECE_BYTES, MappedValues, StoreCalls, Task
 from cordee.parameters.compression import Compression, Feedback, make_codec
-from cordee.parameters.messages import Cut, Done, Encoding, Exchange, Fill, Pull, PullRows, Push, PushRows, Value
+from cordee.parameters.messages import Cut, Done, Encoding, Fill, Pull, PullRows, Push, PushRows, Value
 from cordee.parameters.placement import is_cut_at_rows
 from cordee.parameters.shared_values import SMALLEST_BYTES, ValuesView
 
@@ -143,9 +143,7 @@ def push(calls: StoreCalls, entry: Entry, view: memoryview, sequence: int, targe
     """
 
     def ask(piece: Piece, memory: int) -> Message:
-        if target is None:
-            return Push(entry.number, sequence, piece.start, entry.encoding(piece))
-        return Exchange(entry.number, sequence, piece.start, entry.encoding(piece), memory)
+        return Push(entry.number, sequence, piece.start, entry.encoding(piece), target is not None, memory)
 
     left = [feedback.left for feedback in entry.feedback]
     try:

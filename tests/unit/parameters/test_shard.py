@@ -92,7 +92,7 @@ def test_an_optimizer_on_the_server_does_what_it_does_at_home(name: str, options
 def test_a_push_that_did_not_come_whole_has_no_effect_on_an_optimizer() -> None:
     shard = shard_with(torch.zeros(6), "sgd", lr=1.0)
     part = shard.push(0, "dies", 1, 1, 0, torch.ones(3))
-    assert not shard.is_whole(part, "dies", 1)
+    assert not shard.is_whole(part, "dies")
     push_all(shard, torch.full((6,), 2.0), 1, client="lives")
     assert part.values.tolist() == [-2.0] * 6 and part.version == 1
 

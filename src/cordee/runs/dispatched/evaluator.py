@@ -14,15 +14,12 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from cordee import checkpoint
 from cordee.checkpoint import State, model_state
 from cordee.checkpoint.layout import decode_values, encode_values
 from cordee.cluster import Team
 from cordee.cluster.member_link import MemberSpec
-from cordee.communication.messages import Message
-from cordee.communication.wire import Buffer
 from cordee.compute import Metrics, evaluate
 from cordee.core import Job
 from cordee.core.errors import StorageError
@@ -32,10 +29,10 @@ from cordee.core.stopping import StopPolicy
 from cordee.monitoring import setup_logging
 from cordee.parameters.calls import ServerCalls
 from cordee.parameters.placement import make_layout
-from cordee.parameters.replication import decode_state
 from cordee.runs.dispatched.link import DispatchLink
 from cordee.runs.dispatched.messages import AskOrder, Leave, Order, OrderDone, SnapshotTaken
-from cordee.strategies.parameter_server.messages import Extras, Snapped, Snapshot, SnapshotExtras
+from cordee.strategies.parameter_server.client import ParameterClient
+from cordee.strategies.parameter_server.messages import Snapshot, SnapshotExtras
 from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters, join_pieces
 from cordee.strategies.parameter_server.strategy import can_split, settings_of
 from cordee.training.components import Components, assemble
@@ -76,8 +73,9 @@ class Evaluator:
         self._parts = parts
         self._link = link
         self._checkpoints = checkpoints
-        self._calls = ServerCalls(link.connect, patience_s)
-        self._layout = make_layout(parts.model, settings_of(parts.job).servers, can_split=can_split(parts.job))
+        settings = settings_of(parts.job)
+        self._layout = make_layout(parts.model, settings.servers, can_split=can_split(parts.job))
+        self._client = ParameterClient(self._layout, settings, ServerCalls(link.connect, patience_s))
         self._flat = flatten_parameters(parts.model, self._layout)
         adopt_flat(parts.model, self._layout, self._flat, torch.zeros_like(self._flat))
         self._buffers = dict(parts.model.named_buffers())
@@ -104,7 +102,7 @@ class Evaluator:
         return OrderDone(order.step, found, sha, path, time.perf_counter() - started, problem, order.number)
 
     def close(self) -> None:
-        self._calls.close()
+        self._client.close()
 
     def _note_evaluation(self, progress: Progress, metrics: Metrics) -> bool:
         """Record in the progress that is saved what was measured; return whether the model is to be kept for it."""
@@ -118,38 +116,12 @@ class Evaluator:
 
     def _read(self, order: Order) -> State:
         """Bring the model to the servers' state, and return that of their optimizers."""
-        states = []
-        for piece in self._layout.pieces:
-            target = self._flat[piece.start : piece.stop]
-
-            def receive(message: Message, buffers: tuple[Buffer, ...], target: Tensor = target) -> State:
-                assert isinstance(message, Snapped)
-                with torch.no_grad():
-                    target.copy_(buffers[0].torch())
-                return decode_state(message.names, [buffer.torch().clone() for buffer in buffers[1:]])
-
-            states.append(
-                self._calls.call(
-                    piece.server,
-                    Snapshot(piece.index, order.settles, order.scale),
-                    receive=receive,
-                    reply_bytes=4 * piece.length * target.element_size() + (1 << 20),
-                )
-            )
-        self._link.ask(SnapshotTaken(self._read_extras(order.settles)))
+        states = [
+            self._client.snapshot(piece, self._flat, Snapshot(piece.index, order.settles, order.scale))
+            for piece in self._layout.pieces
+        ]
+        self._link.ask(SnapshotTaken(self._client.pull_extras(self._buffers, SnapshotExtras(order.settles))))
         return join_pieces(self._layout, states)
-
-    def _read_extras(self, settles: int) -> tuple[int, ...]:
-        def receive(message: Message, buffers: tuple[Buffer, ...]) -> tuple[int, ...]:
-            assert isinstance(message, Extras)
-            with torch.no_grad():
-                for name, buffer in zip(message.names, buffers, strict=True):
-                    self._buffers[name].copy_(buffer.torch())
-            return message.ages
-
-        room = sum(value.numel() * value.element_size() + 64 for value in self._buffers.values()) + 4096
-        ages: tuple[int, ...] = self._calls.call(0, SnapshotExtras(settles), receive=receive, reply_bytes=room)
-        return ages
 
     def _measure(self) -> Metrics | None:
         parts = self._parts

@@ -37,7 +37,7 @@ from cordee.runs.dispatched.link import DispatchLink
 from cordee.runs.dispatched.messages import Leave, TakeWork, Work
 from cordee.runs.dispatched.plan import is_due
 from cordee.strategies.parameter_server.client import ParameterClient
-from cordee.strategies.parameter_server.messages import Push, Pushed
+from cordee.strategies.parameter_server.messages import PullExtras, Push, Pushed
 from cordee.strategies.parameter_server.push_watch import PushWatch
 from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters
 from cordee.strategies.parameter_server.strategy import can_split, fixed_of, settings_of
@@ -182,7 +182,7 @@ class DispatchedWorker:
         self._num_until_pull -= 1
         buffers = dict(self._model.named_buffers())
         if buffers and (self._fixed is not None or self._num_units == 1):  # else they are this worker's own
-            self._client.pull_extras(buffers, work.settles)
+            self._client.pull_extras(buffers, PullExtras(work.settles))
         self._blamed = ""
         loss = self._compute(work)
         reach("worker.computed")

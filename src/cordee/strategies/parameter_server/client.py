@@ -1,4 +1,4 @@
-"""A worker's side of the servers: pushes while it still computes, pulls the first layers first.
+"""The side of workers and evaluator: pushes while a worker still computes, pulls of the first layers first, snapshots.
 
 Large pieces of servers on this host are read where they are: the server answers with a stamp instead of the bytes.
 """
@@ -10,12 +10,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from cordee.checkpoint import State
 from cordee.communication.messages import Message
 from cordee.communication.wire import Buffer
 from cordee.parameters.calls import MappedValues, ServerCalls
 from cordee.parameters.compression import Feedback, Follower, make_codec
 from cordee.parameters.placement import Layout, Piece
-from cordee.strategies.parameter_server.messages import Extras, Pull, Pulled, PullExtras, Push, Pushed, PushExtras
+from cordee.parameters.replication import decode_state
+from cordee.strategies.parameter_server.messages import (
+    Extras,
+    Pull,
+    Pulled,
+    PullExtras,
+    Push,
+    Pushed,
+    PushExtras,
+    Snapped,
+    Snapshot,
+    SnapshotExtras,
+)
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 
 
@@ -69,17 +82,33 @@ class ParameterClient:
         message = PushExtras(unit, tuple(buffers), step=step, share=share, num_shares=num_shares)
         self._calls.call(0, message, list(buffers.values()))
 
-    def pull_extras(self, buffers: dict[str, Tensor], settles: int = -1) -> None:
-        """Bring the model's buffers to what all workers start from."""
+    def pull_extras(self, buffers: dict[str, Tensor], pull: PullExtras | SnapshotExtras) -> tuple[int, ...]:
+        """Bring the model's buffers to what all workers start from; return how old gradients were, by updates."""
 
-        def receive(message: Message, received: tuple[Buffer, ...]) -> None:
+        def receive(message: Message, received: tuple[Buffer, ...]) -> tuple[int, ...]:
             assert isinstance(message, Extras)
             with torch.no_grad():
                 for name, buffer in zip(message.names, received, strict=True):
                     buffers[name].copy_(buffer.torch())
+            return message.ages
 
         room = sum(value.numel() * value.element_size() + 64 for value in buffers.values()) + 4096
-        self._calls.call(0, PullExtras(settles), receive=receive, reply_bytes=room)
+        ages: tuple[int, ...] = self._calls.call(0, pull, receive=receive, reply_bytes=room)
+        return ages
+
+    def snapshot(self, piece: Piece, flat: Tensor, snapshot: Snapshot) -> State:
+        """Bring the parameters of a piece up to date, and return the state of their optimizer."""
+        target = flat[piece.start : piece.stop]
+
+        def receive(message: Message, buffers: tuple[Buffer, ...]) -> State:
+            assert isinstance(message, Snapped)
+            with torch.no_grad():
+                target.copy_(buffers[0].torch())
+            return decode_state(message.names, [buffer.torch().clone() for buffer in buffers[1:]])
+
+        room = 4 * target.nbytes + (1 << 20)
+        state: State = self._calls.call(piece.server, snapshot, receive=receive, reply_bytes=room)
+        return state
 
     def close(self) -> None:
         if self._pool is not None:

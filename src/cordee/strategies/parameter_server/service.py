@@ -23,7 +23,6 @@ from cordee.strategies.parameter_server.messages import (
     Pulled,
     PullExtras,
     Push,
-    Pushed,
     PushExtras,
     Settle,
     Snapped,
@@ -31,7 +30,7 @@ from cordee.strategies.parameter_server.messages import (
     SnapshotExtras,
 )
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
-from cordee.strategies.parameter_server.shard import ParameterShard, UnitPush
+from cordee.strategies.parameter_server.shard import ParameterShard
 
 
 class ParameterService(ReplicatedService):
@@ -77,24 +76,8 @@ class ParameterService(ReplicatedService):
 
     def _push(self, call: Call, push: Push) -> Answer:
         gradient = self._codecs[push.piece].decode([buffer.torch() for buffer in call.buffers])
-        worker = push.worker or call.caller
-        unit = UnitPush(
-            worker,
-            push.unit,
-            push.step,
-            push.share,
-            push.num_shares,
-            push.count,
-            push.base,
-            push.floor,
-            frozenset(push.unused),
-        )
-
-        def act() -> Pushed:
-            outcome = self._shard.push(push.piece, unit, gradient)
-            return Pushed(outcome.kind, outcome.norms, outcome.detail)
-
-        return self.mirrored(msgspec.structs.replace(push, worker=worker), call.buffers, act), ()
+        push = msgspec.structs.replace(push, worker=push.worker or call.caller)
+        return self.mirrored(push, call.buffers, lambda: self._shard.push(push, gradient)), ()
 
     def _pull(self, call: Call, pull: Pull) -> Answer:
         state = self._shard.piece(pull.piece)

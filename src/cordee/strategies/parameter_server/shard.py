@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,25 +23,12 @@ from cordee.parameters.placement import Piece
 from cordee.parameters.push_log import PushLog
 from cordee.parameters.shared_values import SMALLEST_BYTES, SharedValues, StoredValues
 from cordee.parameters.updaters import SliceOptimizer
+from cordee.strategies.parameter_server.messages import Push, Pushed
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
 
 log = logging.getLogger(__name__)
 
 MAX_AGE = 1000  # the histogram's last entry counts this age and above
-
-
-class UnitPush(NamedTuple):
-    """A gradient on its way into a piece."""
-
-    worker: str
-    unit: int
-    step: int
-    share: int
-    num_shares: int
-    num_items: float  # it is the mean over, or the sum of their weights
-    base: int  # version it was computed from
-    floor: int = 0  # all units below it are committed
-    unused: frozenset[int] = frozenset()  # slices of the piece that no backward pass has added to
 
 
 class FixedSum(NamedTuple):
@@ -63,18 +50,10 @@ class FixedSum(NamedTuple):
         return total
 
 
-class PushOutcome(NamedTuple):
-    """What became of it. `norms` are those of the slices of the whole step's gradient, where clipping waits for it."""
-
-    kind: Literal["applied", "staged", "known", "refused"]
-    norms: tuple[float, ...] = ()  # -1 for a slice without a gradient
-    detail: str = ""
-
-
 class Staged(NamedTuple):
     """One share of a step that waits for the others."""
 
-    num_items: float
+    weight: float  # what the gradient is the mean over: items, or their weights
     gradient: Tensor | None  # None: it was refused
     unused: frozenset[int]
 
@@ -117,7 +96,7 @@ class PieceState(StoredValues):
         self._completed: tuple[int, tuple[float, ...]] = (-1, ())  # (unit, norms) of the last completion
         self._seen: dict[str, Tensor] = {}  # what each worker pulled last, for delay compensation
 
-    def push(self, push: UnitPush, gradient: Tensor) -> PushOutcome:
+    def push(self, push: Push, gradient: Tensor) -> Pushed:
         """Take a gradient in. It is copied if it is kept."""
         if gradient.shape != self.values.shape:
             raise CommunicationError(
@@ -127,7 +106,7 @@ class PieceState(StoredValues):
         self.applied.forget_below(push.floor)
         if self.applied.has(push.unit):
             unit, norms = self._completed
-            return PushOutcome("known", norms if unit == push.unit else ())
+            return Pushed("known", norms if unit == push.unit else ())
         is_finite = math.isfinite(float(gradient.sum()))  # the sum of finite numbers may overflow: look closer then
         if not is_finite and not bool(torch.isfinite(gradient).all()):
             return self._refuse(push)
@@ -135,7 +114,7 @@ class PieceState(StoredValues):
             return self._stage(push, gradient)
         self.applied.add(push.unit)
         self._apply_alone(push, gradient)
-        return PushOutcome("applied")
+        return Pushed("applied")
 
     def pull(self, worker: str, settles: int = -1, scale: float = 1.0) -> Tensor:
         """Return the parameters: this piece's own memory, to be copied before the next push."""
@@ -170,7 +149,7 @@ class PieceState(StoredValues):
         staged = []
         for step, parts in self._staged.items():
             for share, part in parts.items():
-                staged.append((step, share, part.num_items, part.gradient is not None, sorted(part.unused)))
+                staged.append((step, share, part.weight, part.gradient is not None, sorted(part.unused)))
                 if part.gradient is not None:
                     tensors[f"staged.{step}.{share}"] = part.gradient
         plain = {
@@ -203,22 +182,22 @@ class PieceState(StoredValues):
         self._completed = (plain["completed"][0], tuple(plain["completed"][1]))
         self.optimizer.restore(state.part("optimizer"))
 
-    def _refuse(self, push: UnitPush) -> PushOutcome:
+    def _refuse(self, push: Push) -> Pushed:
         detail = f"the gradient of {push.worker} for unit {push.unit} (step {push.step + 1}) is not finite"
         if self._settings.is_in_step:
             outcome = self._stage(push, None)
-            return PushOutcome("refused", outcome.norms, detail)
+            return Pushed("refused", outcome.norms, detail)
         self.applied.add(push.unit)
-        return PushOutcome("refused", detail=detail)
+        return Pushed("refused", detail=detail)
 
-    def _stage(self, push: UnitPush, gradient: Tensor | None) -> PushOutcome:
+    def _stage(self, push: Push, gradient: Tensor | None) -> Pushed:
         self.applied.add(push.unit)
         staged = self._staged.setdefault(push.step, {})
         is_last = len(staged) + 1 == push.num_shares
         kept = gradient if gradient is None or is_last else gradient.clone()
-        staged[push.share] = Staged(push.num_items, kept, push.unused)
+        staged[push.share] = Staged(push.count, kept, frozenset(push.unused))
         if not is_last:
-            return PushOutcome("staged")
+            return Pushed("staged")
         # Steps are complete in order; what is left of earlier ones lacks a part that was lost with a server.
         self._staged = {step: parts for step, parts in self._staged.items() if step > push.step}
         has_any = self._combine(staged)
@@ -228,7 +207,7 @@ class PieceState(StoredValues):
             # computes its part again, and must find the parameters as they were everywhere.
             self._waiting = push.step
         self._completed = (push.unit, norms)
-        return PushOutcome("applied", norms)
+        return Pushed("applied", norms)
 
     def _norms(self) -> tuple[float, ...]:
         return tuple(
@@ -241,7 +220,7 @@ class PieceState(StoredValues):
         parts = {share: part.gradient for share, part in sorted(staged.items()) if part.gradient is not None}
         if not parts:
             return False
-        counts = {share: staged[share].num_items for share in parts}
+        counts = {share: staged[share].weight for share in parts}
         total, out = sum(counts.values()), self._gradient
         self._unused = frozenset.intersection(*(staged[share].unused for share in parts))
         if self._fixed is not None:
@@ -264,10 +243,10 @@ class PieceState(StoredValues):
                 out.add_(gradient, alpha=weight)
         return True
 
-    def _apply_alone(self, push: UnitPush, gradient: Tensor) -> None:
+    def _apply_alone(self, push: Push, gradient: Tensor) -> None:
         settings, age = self._settings, self.version - push.base
         self._gradient.copy_(gradient)
-        self._unused = push.unused
+        self._unused = frozenset(push.unused)
         seen = self._seen.get(push.worker)
         if settings.delay_compensation and seen is not None:
             # DC-ASGD: the change of the gradient since, to first order, with g * g for the Hessian.
@@ -317,11 +296,11 @@ class ParameterShard:
             raise CommunicationError(f"piece {index} is not on this server, which has {sorted(self.pieces)}")
         return state
 
-    def push(self, index: int, push: UnitPush, gradient: Tensor) -> PushOutcome:
-        state = self.piece(index)
+    def push(self, push: Push, gradient: Tensor) -> Pushed:
+        state = self.piece(push.piece)
         age = state.version - push.base
         outcome = state.push(push, gradient)
-        if index == self._first and outcome.kind in ("applied", "staged"):
+        if push.piece == self._first and outcome.outcome in ("applied", "staged"):
             self._note_age(max(age, 0))
         return outcome
 

@@ -14,8 +14,9 @@ from cordee.compute import make_optimizer_recipe, make_schedule
 from cordee.core.errors import CommunicationError
 from cordee.core.references import Use
 from cordee.parameters.placement import ELEMENTWISE, Layout, make_layout
+from cordee.strategies.parameter_server.messages import Push
 from cordee.strategies.parameter_server.settings import ParameterServerSettings
-from cordee.strategies.parameter_server.shard import FixedSum, ParameterShard, UnitPush
+from cordee.strategies.parameter_server.shard import FixedSum, ParameterShard
 from cordee.strategies.parameter_server.state import flatten_parameters, join_pieces, load_piece
 
 NUM_STEPS = 4
@@ -59,10 +60,11 @@ class Servers:
 
     def push(self, gradient: Tensor, piece: int, **fields: object) -> str:
         described = self.layout.pieces[piece]
-        push = UnitPush(**{"worker": "worker-0", "num_items": 1, "base": 0, **fields})  # type: ignore[arg-type]
+        known = {"worker": "worker-0", "count": 1, "base": 0, "floor": 0}
+        push = Push(**{"piece": piece, **known, **fields})  # type: ignore[arg-type]
         part = gradient[described.start : described.stop]
         shard = self.shards[described.server]
-        kind = shard.push(piece, push, part).kind
+        kind = shard.push(push, part).outcome
         if not self.settings.clip_norm:
             shard.piece(piece).settle(push.step, 1.0)  # as the next pull would
         return kind
@@ -76,6 +78,11 @@ class Servers:
     def optimizer_state(self) -> State:
         states = [self.shards[piece.server].piece(piece.index).optimizer.dump() for piece in self.layout.pieces]
         return join_pieces(self.layout, states)
+
+
+def push_of(piece: int, unit: int, share: int, num_shares: int, count: float, worker: str = "worker-0") -> Push:
+    """A push of the first step."""
+    return Push(piece, unit, 0, share, num_shares, count, base=0, floor=0, worker=worker)
 
 
 def gradients(num_units: int, length: int) -> list[list[Tensor]]:
@@ -125,10 +132,10 @@ def test_order_repetition_and_delay_change_nothing() -> None:
             pushes += draw.sample(pushes, 3)
             draw.shuffle(pushes)
             for share, piece in pushes:
-                fields = {"unit": step * 3 + share, "step": step, "share": share, "num_shares": 3, "num_items": 2}
+                fields = {"unit": step * 3 + share, "step": step, "share": share, "num_shares": 3, "count": 2}
                 servers.push(units[step][share], piece, **fields)
             late = draw.choice(pushes)  # one more, after the step is applied
-            fields = {"unit": step * 3 + late[0], "step": step, "share": late[0], "num_shares": 3, "num_items": 2}
+            fields = {"unit": step * 3 + late[0], "step": step, "share": late[0], "num_shares": 3, "count": 2}
             assert servers.push(units[step][late[0]], late[1], **fields) == "known"
         results.add(servers.values().numpy().tobytes())
     assert len(results) == 1
@@ -141,7 +148,7 @@ def test_aggregation(aggregate: str) -> None:
     (one, two), *_ = gradients(2, servers.layout.length)
     for piece in servers.layout.pieces:
         for share, (gradient, items) in enumerate([(one, 1), (two, 3)]):
-            fields = {"unit": share, "step": 0, "share": share, "num_shares": 2, "num_items": items}
+            fields = {"unit": share, "step": 0, "share": share, "num_shares": 2, "count": items}
             servers.push(gradient, piece.index, **fields)
     expected = {"weighted": one / 4 + two * 3 / 4, "mean": (one + two) / 2, "sum": one + two}[aggregate]
     torch.testing.assert_close(servers.values(), before - 0.05 * expected, rtol=1e-6, atol=1e-7)
@@ -154,8 +161,8 @@ def test_a_gradient_that_is_not_finite_is_refused_and_the_step_goes_on_without_i
     bad = good.clone()
     bad[::7] = float("nan")
     for piece in servers.layout.pieces:
-        assert servers.push(bad, piece.index, unit=0, step=0, share=0, num_shares=2, num_items=4) == "refused"
-        assert servers.push(good, piece.index, unit=1, step=0, share=1, num_shares=2, num_items=4) == "applied"
+        assert servers.push(bad, piece.index, unit=0, step=0, share=0, num_shares=2, count=4) == "refused"
+        assert servers.push(good, piece.index, unit=1, step=0, share=1, num_shares=2, count=4) == "applied"
     torch.testing.assert_close(servers.values(), before - 0.05 * good, rtol=1e-6, atol=1e-7)
     assert bool(torch.isfinite(servers.values()).all())
 
@@ -192,17 +199,17 @@ def test_a_step_that_one_server_has_whole_waits_for_the_others() -> None:
     whole, torn = servers.layout.pieces[0], servers.layout.pieces[-1]
     assert whole.server != torn.server
     for piece in servers.layout.pieces:
-        push = UnitPush("worker-0", 0, 0, 0, 2, 4, 0)
-        servers.shards[piece.server].push(piece.index, push, first[piece.start : piece.stop])
-    push = UnitPush("worker-1", 1, 0, 1, 2, 4, 0)
-    outcome = servers.shards[whole.server].push(whole.index, push, second[whole.start : whole.stop])
-    assert outcome.kind == "applied"
+        push = push_of(piece.index, 0, 0, 2, 4, "worker-0")
+        servers.shards[piece.server].push(push, first[piece.start : piece.stop])
+    push = push_of(whole.index, 1, 1, 2, 4, "worker-1")
+    outcome = servers.shards[whole.server].push(push, second[whole.start : whole.stop])
+    assert outcome.outcome == "applied"
     for piece in servers.layout.pieces:  # worker 2 takes its place
         pulled = servers.shards[piece.server].piece(piece.index).pull("worker-2", settles=-1)
         assert torch.equal(pulled, before[piece.start : piece.stop])
-    push = UnitPush("worker-2", 1, 0, 1, 2, 4, 0)
     for piece in servers.layout.pieces:
-        servers.shards[piece.server].push(piece.index, push, second[piece.start : piece.stop])
+        push = push_of(piece.index, 1, 1, 2, 4, "worker-2")
+        servers.shards[piece.server].push(push, second[piece.start : piece.stop])
         servers.shards[piece.server].piece(piece.index).settle(0, 1.0)
     expected = before - 0.05 * (first + second) / 2
     torch.testing.assert_close(servers.values(), expected, rtol=1e-5, atol=1e-6)
@@ -215,8 +222,8 @@ def test_clipping_waits_for_the_norm_of_all_servers() -> None:
     norms: list[float] = []
     for piece in servers.layout.pieces:
         part = gradient[piece.start : piece.stop]
-        push = UnitPush("worker-0", 0, 0, 0, 1, 1, 0)
-        norms += servers.shards[piece.server].push(piece.index, push, part).norms
+        push = push_of(piece.index, 0, 0, 1, 1)
+        norms += servers.shards[piece.server].push(push, part).norms
     assert torch.equal(servers.values(), before)
     scale = 1.0 / math.hypot(*norms)
     for piece in servers.layout.pieces:
@@ -250,9 +257,9 @@ def test_optimizer_state_goes_to_any_number_of_servers_and_back(optimizer: str) 
 def test_a_gradient_of_another_length_is_refused() -> None:
     servers = Servers(make_model(), num_servers=1)
     with pytest.raises(CommunicationError, match="the model of the worker is another one"):
-        servers.shards[0].push(0, UnitPush("worker-0", 0, 0, 0, 1, 1, 0), torch.zeros(3))
+        servers.shards[0].push(push_of(0, 0, 0, 1, 1), torch.zeros(3))
     with pytest.raises(CommunicationError, match="piece 7 is not on this server"):
-        servers.shards[0].push(7, UnitPush("worker-0", 0, 0, 0, 1, 1, 0), torch.zeros(3))
+        servers.shards[0].push(push_of(7, 0, 0, 1, 1), torch.zeros(3))
 
 
 def test_what_is_remembered_of_units_does_not_grow() -> None:
@@ -298,14 +305,14 @@ def test_a_step_of_which_nothing_is_counted_is_none() -> None:
     everything, nothing = frozenset(range(len(piece.slices))), torch.zeros(servers.layout.length)
     before = servers.values()
     for share in range(2):
-        fields = {"unit": share, "step": 0, "share": share, "num_shares": 2, "num_items": 0}
+        fields = {"unit": share, "step": 0, "share": share, "num_shares": 2, "count": 0}
         servers.push(nothing, 0, unused=everything, **fields)
     assert torch.equal(servers.values(), before)
     assert not servers.optimizer_state().tensors
     gradient = gradients(1, servers.layout.length)[0][0]
     fields = {"step": 1, "num_shares": 2}
-    servers.push(nothing, 0, unit=2, share=0, num_items=0, unused=everything, **fields)
-    servers.push(gradient, 0, unit=3, share=1, num_items=4, **fields)
+    servers.push(nothing, 0, unit=2, share=0, count=0, unused=everything, **fields)
+    servers.push(gradient, 0, unit=3, share=1, count=4, **fields)
     alone = Servers(make_model(), "Adam", num_servers=1)
     alone.push(gradient, 0, unit=0, step=1, share=0, num_shares=1)
     assert torch.equal(servers.values(), alone.values())
