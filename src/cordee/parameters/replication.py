@@ -10,11 +10,11 @@ import abc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from cordee.checkpoint import State
+from cordee.checkpoint.layout import decode_values, encode_values
 from cordee.communication.calls import Call, Connection, UnavailableError
 from cordee.communication.channel import RefusedError
 from cordee.communication.messages import Message, Refused
@@ -172,11 +172,11 @@ class ReplicatedService(abc.ABC):
 
 def encode_state(state: State) -> tuple[tuple[str, ...], list[Tensor]]:
     """Return a state as buffers: named tensors, which share memory, and one of JSON, which may outgrow a header."""
-    plain = torch.frombuffer(bytearray(msgspec.json.encode(state.values)), dtype=torch.uint8)
+    plain = torch.frombuffer(bytearray(encode_values(state.values)), dtype=torch.uint8)
     return tuple(state.tensors), [*state.tensors.values(), plain]
 
 
 def decode_state(names: Sequence[str], buffers: Sequence[Tensor]) -> State:
     """Return the state of these buffers, whose memory it shares."""
     *tensors, plain = buffers
-    return State(dict(zip(names, tensors, strict=True)), msgspec.json.decode(plain.numpy().tobytes()))
+    return State(dict(zip(names, tensors, strict=True)), decode_values(plain.numpy().tobytes()))

@@ -18,6 +18,7 @@ from cordee.parameters.updaters import load_functions
 UPDATES = """
 def decay(value, pushed, state, rate=0.5):
     state["n"] = state.get("n", 0) + 1
+    state["least"] = min(state.get("least", float("inf")), float("inf"))  # JSON has no such number
     value.mul_(rate).add_(pushed)
 """
 
@@ -129,7 +130,7 @@ def test_functions_by_name_and_what_is_not_known(monkeypatch: pytest.MonkeyPatch
     shard.set_updater("my_updates:decay", {"rate": 0.25})
     for sequence in (1, 2):
         shard.push(0, "c", 1, sequence, 0, torch.full((2,), 4.0, dtype=torch.float64))
-    assert shard.part(0).values.tolist() == [5, 5] and shard.part(0).state == {"n": 2}
+    assert shard.part(0).values.tolist() == [5, 5] and shard.part(0).state["n"] == 2
     for name, options, message in (
         ("my_updates:decoy", {}, "do not know 'my_updates:decoy'; did you mean 'my_updates:decay'"),
         ("other:f", {}, "start them with --updaters other"),
@@ -209,6 +210,8 @@ def test_a_second_that_was_given_everything_continues_exactly_there(
     assert torch.equal(first.part(0).values, second.part(0).values)
     assert first.part(0).version == second.part(0).version == 3
     assert second.part(1).values.tolist() == [7] * 4, "its own updater went along"
+    if ":" in updater:
+        assert second.part(0).state == first.part(0).state == {"n": 3, "least": float("inf")}
 
 
 def test_state_that_cannot_be_given_to_a_second_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
