@@ -52,8 +52,7 @@ class OptimizerRecipe:
         factor = self._factor(step) * self.lr_factor
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
-        rate: float = optimizer.param_groups[0]["lr"]
-        return rate
+        return float(optimizer.param_groups[0]["lr"])  # which may be a tensor
 
     def _factor(self, step: int) -> float:
         factor = self.schedule(step)

@@ -55,6 +55,11 @@ def test_settings_reach_the_optimizer() -> None:
     assert (group["lr"], list(group["betas"]), group["weight_decay"]) == (1, [0.5, 0.6], 0.1)
 
 
+def test_the_rate_is_told_as_a_number_also_where_it_is_a_tensor() -> None:
+    made = recipe(Use(lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.5))))
+    assert type(made.set_rate(made.make(parameters()), 0)) is float
+
+
 @pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "adagrad"])
 def test_one_kernel_for_all_parameters_where_torch_has_it(name: str) -> None:
     assert recipe(Use(name, lr=0.1)).make(parameters()).param_groups[0]["fused"] is True
