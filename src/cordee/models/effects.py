@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -154,6 +154,63 @@ def refuse_python_state(model: nn.Module, inputs: Tensor) -> None:
             f"the forward pass of {_named(model, module)} changes its {changed}{place}, which only the worker that has "
             "its stage would see: keep such a number in a buffer (register_buffer)"
         )
+
+
+class Kept(NamedTuple):
+    """Something that a model keeps from pass to pass beside its buffers."""
+
+    what: str  # in words
+    has_effect: bool  # the next pass computes something else for it
+    is_generator: bool  # it is random numbers of its own
+
+
+def find_kept(model: nn.Module, inputs: Tensor) -> Kept | None:
+    """Return what training passes change of a model that is neither buffer nor parameter. Local, no effect.
+
+    Of what has no effect on the next pass only whole numbers are told: they may count up to something. The rest is kept
+    to be looked at.
+    """
+    with unchanged(model), torch.no_grad(), contextlib.suppress(Exception):  # what fails in training says so itself
+        model.train()
+        model(inputs)  # what is kept from the first pass on, such as a size or a mask, may stay
+        buffers = [
+            (m, {name: (b, b.clone()) for name, b in m._buffers.items() if b is not None}) for m in model.modules()
+        ]
+        before = {module: _kept_state(module) for module in model.modules()}
+        first = _compute(model, inputs)
+        changed: list[tuple[str, nn.Module, str]] = []
+        for module, state in before.items():
+            after = _kept_state(module)
+            keys = [key for key in after if key in state and state[key] != after[key]]
+            changed += [(str(after[key][0]), module, key) for key in keys]
+        if not changed:
+            return None
+        for module, own in buffers:
+            module._buffers.update({name: buffer.copy_(value) for name, (buffer, value) in own.items()})
+        second = _compute(model, inputs)
+        scale = max(float(first.abs().max()), 1e-6)
+        has_effect = not torch.allclose(first, second, rtol=0.0, atol=1e-5 * scale, equal_nan=True)
+        kind, module, key = min(changed, key=lambda change: _RANKS.get(change[0], 2))
+        if has_effect or isinstance(own_attributes(module)[key], int):
+            what = f"the forward pass of {_named(model, module)} changes its attribute '{key}'"
+            return Kept(what, has_effect, kind == "generator")
+    return None
+
+
+_RANKS = {"plain": 0, "generator": 1}  # which change is told of, where there are several
+
+
+def _kept_state(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+    return {key: _frozen(value) for key, value in own_attributes(module).items()}
+
+
+def _compute(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return the output with fixed random numbers."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    output: Tensor = model(inputs).detach().clone()
+    return output
 
 
 def refuse_replaced_buffers(model: nn.Module, inputs: Tensor) -> None:

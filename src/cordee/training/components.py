@@ -38,6 +38,7 @@ from cordee.data.augment import Augmentation
 from cordee.data.datasets import IterableSource
 from cordee.data.online import OnlineStream
 from cordee.models import BUILTIN_MODELS
+from cordee.models.effects import find_kept
 from cordee.monitoring.events import SCHEMA_VERSION, RunStarted
 from cordee.strategies.choice import entry_of, make_strategy
 from cordee.strategies.strategy import Requirements, Strategy
@@ -195,6 +196,7 @@ def assemble(job: Job, team: Team) -> Components:
     warning = _check_parts(job, splits, computation.loss, outputs, needs)
     recipe.make(model.named_parameters())  # what it refuses is said now; it holds no memory before the first step
     strategy.check(model, recipe, _example(splits))
+    kept = _check_kept(job, model, _example(splits))
     return Components(
         job=job,
         team=team,
@@ -211,7 +213,7 @@ def assemble(job: Job, team: Team) -> Components:
         num_threads=num_threads,
         shards=shards,
         test_shards=test_shards,
-        warnings=splits.warnings + ((warning,) if warning else ()),
+        warnings=splits.warnings + tuple(filter(None, (warning, kept))),
     )
 
 
@@ -445,6 +447,23 @@ def _check_parts(
             raise JobError(f"{what}. With {how} a batch is computed in parts. {ADVICE}")
         return f"{what}; test_loss depends on evaluation.batch_size. Give the loss an attribute count if it is a mean"
     return None
+
+
+def _check_kept(job: Job, model: nn.Module, example: Batch) -> str | None:
+    """Refuse a model that keeps what its next pass depends on outside of buffers, where workers have copies of it.
+
+    Alone it is a warning, as is what has no effect that can be seen.
+    """
+    kept = find_kept(model, example.inputs.to(next((p.device for p in model.parameters()), "cpu")))
+    if kept is None or (job.strategy.workers == 1 and not kept.has_effect):
+        return None
+    what = f"{kept.what}, which is not saved"
+    advice = "Keep it in a buffer (register_buffer)"
+    if job.strategy.workers == 1:
+        return f"{what}: a resumed run begins with it anew. {advice}"
+    if kept.has_effect and (job.training.reproducible or not kept.is_generator):
+        raise JobError(f"{what}, and every worker would have its own: {advice[0].lower()}{advice[1:]}")
+    return f"{what}, and every worker has its own. {advice} if what the model computes depends on it"
 
 
 def _target_samples(splits: Splits, outputs: torch.Tensor) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from cordee.core.errors import ModelError
 from cordee.models.cutting import Chain, make_chain
+from cordee.models.effects import Kept, find_kept
 
 INPUTS = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 CALLS = [0]
@@ -258,3 +259,59 @@ def test_numbers_that_only_one_worker_would_have_are_refused(model: nn.Module) -
         make_chain(model, INPUTS)
     counter = next(module for module in model.modules() if isinstance(module, Counts))
     assert counter.history == []
+
+
+class Keeps(nn.Module):
+    """Remembers something of each training pass."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.kind, self.passes, self.last, self.mask = kind, 0, 0.0, None
+        self.mean, self.noise = torch.zeros(8), torch.Generator()
+        self.register_buffer("shift", torch.zeros(8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.drop(self.norm(self.layer(inputs)))
+        self.mask = torch.ones(8) if self.mask is None else self.mask
+        if not self.training:
+            return hidden
+        if self.kind in ("anneals", "counts", "counts, and has a buffer"):
+            self.passes += 1
+        if self.kind == "anneals":
+            hidden = hidden / self.passes
+        if self.kind == "looks":
+            self.last, self.seen = float(hidden.sum()), hidden.detach()
+        if self.kind == "averages":
+            self.mean = self.mean + hidden.detach().mean(0)
+        if self.kind in ("has a buffer", "counts, and has a buffer"):
+            self.shift = self.shift + inputs.mean(0)
+        if self.kind == "draws":
+            hidden = hidden + torch.rand(8, generator=self.noise)
+        return hidden * self.mask - self.mean - self.shift
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        ("nothing", None),
+        ("looks", None),
+        ("has a buffer", None),
+        ("anneals", Kept("changes its attribute 'passes'", True, False)),
+        ("counts", Kept("changes its attribute 'passes'", False, False)),
+        ("counts, and has a buffer", Kept("changes its attribute 'passes'", False, False)),
+        ("averages", Kept("changes its attribute 'mean'", True, False)),
+        ("draws", Kept("changes its attribute 'noise'", True, True)),
+    ],
+)
+def test_what_a_model_keeps_outside_of_buffers_is_found(kind: str, kept: Kept | None) -> None:
+    inner = Keeps(kind)
+    model = nn.Sequential(nn.Identity(), inner).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    found = find_kept(model, INPUTS)
+    if kept is not None:
+        kept = kept._replace(what=f"the forward pass of module '1' (Keeps) {kept.what}")
+    assert found == kept
+    assert inner.passes == 0 and inner.mask is None and not model.training and not inner.mean.any()
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())

@@ -160,6 +160,30 @@ def test_what_a_loss_keeps_is_told_alone_and_refused_with_workers() -> None:
         assembled(small_job(loss=Use(Counting, is_trained=True)))
 
 
+class Annealed(nn.Module):
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int, has_effect: bool) -> None:
+        super().__init__()
+        self.layer, self.has_effect, self.passes = nn.Linear(input_shape[0], num_classes), has_effect, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.passes += self.training
+        outputs: Tensor = self.layer(inputs)
+        return outputs / self.passes if self.has_effect and self.training else outputs
+
+
+def test_what_a_model_keeps_is_told_alone_and_refused_with_workers() -> None:
+    two = {"name": "data_parallel", "workers": 2}
+    keeps, counts = Use(Annealed, has_effect=True), Use(Annealed, has_effect=False)
+    assert (
+        "changes its attribute 'passes', which is not saved: a resumed" in assembled(small_job(model=keeps)).warnings[0]
+    )
+    assert assembled(small_job(model=counts)).warnings == ()
+    with pytest.raises(JobError, match=r"every worker would have its own: keep it in a buffer \(register_buffer\)"):
+        assemble(small_job(model=keeps, strategy=two), Team(0, 2))
+    warning = "every worker has its own. Keep it in a buffer (register_buffer) if what the model computes depends on it"
+    assert warning in assemble(small_job(model=counts, strategy=two), Team(0, 2)).warnings[0]
+
+
 def test_shape_and_classes_follow_from_the_data() -> None:
     parts = assembled(small_job())
     assert parts.model[1].in_features == 6
