@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -142,7 +142,35 @@ NUM_EXTRAS = 7  # loss sum, count, correct, items, samples, and the two votes
 COUNT_AT = 1
 
 
-class FlatReducer:
+class TeamReducer(ABC):
+    """Computes this worker's share of a step. A step that cannot be finished leaves nothing in the buffers."""
+
+    def __init__(self, model: nn.Module, computation: Computation, nominal_count: int, buffers: SharedBuffers) -> None:
+        self._model, self._computation, self._nominal_count = model, computation, nominal_count
+        self._buffers = buffers
+
+    def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
+        self._buffers.begin()
+        try:
+            local = self._compute(parts, measure)
+            flags = self._buffers.flags(has_samples=local.num_samples > 0)
+            totals = self._sum([*local.summands(), *vote(), *flags])
+            self._buffers.agree(totals[NUM_EXTRAS:])
+        except BaseException:
+            self._buffers.undo()
+            raise
+        return Loss.from_totals(totals[:NUM_EXTRAS], has_accuracy=measure and self._computation.counts_classes)
+
+    @abstractmethod
+    def _compute(self, parts: Sequence[Batch], measure: bool) -> Loss:
+        """Compute the gradient of this worker's parts."""
+
+    @abstractmethod
+    def _sum(self, extras: Sequence[float]) -> list[float]:
+        """Return the extras summed over the team, and scale the summed gradient to the actual count. Collective."""
+
+
+class FlatReducer(TeamReducer):
     """One all-reduce after the backward pass, for gradients and scalars together."""
 
     def __init__(
@@ -154,25 +182,20 @@ class FlatReducer:
         *,
         has_synced: bool,
     ) -> None:
-        self._model, self._computation, self._nominal_count = model, computation, nominal_count
-        self._buffers = buffers
+        super().__init__(model, computation, nominal_count, buffers)
         self._join = EmptyShardPass(model, model, computation) if has_synced else None
         self._exchange = GradientExchange(list(model.parameters()), NUM_EXTRAS + buffers.num_flags)
 
-    def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
-        with _dropped_whole(self._buffers):
-            local = self._computation.forward_backward(
-                self._model, parts, total_count=self._nominal_count, measure=measure, join=self._join
-            )
-            flags = self._buffers.flags(has_samples=local.num_samples > 0)
-            totals = self._exchange.reduce(
-                [*local.summands(), *vote(), *flags], count_at=COUNT_AT, nominal_count=self._nominal_count
-            )
-            self._buffers.agree(totals[NUM_EXTRAS:])
-        return Loss.from_totals(totals[:NUM_EXTRAS], has_accuracy=measure and self._computation.counts_classes)
+    def _compute(self, parts: Sequence[Batch], measure: bool) -> Loss:
+        return self._computation.forward_backward(
+            self._model, parts, total_count=self._nominal_count, measure=measure, join=self._join
+        )
+
+    def _sum(self, extras: Sequence[float]) -> list[float]:
+        return self._exchange.reduce(extras, count_at=COUNT_AT, nominal_count=self._nominal_count)
 
 
-class DdpReducer:
+class DdpReducer(TeamReducer):
     """torch's DistributedDataParallel: buckets that are all-reduced while the backward pass continues."""
 
     def __init__(
@@ -185,8 +208,8 @@ class DdpReducer:
         *,
         compression: str,
     ) -> None:
-        self._buffers = buffers
-        self._model, self._computation, self._nominal_count, self._team = model, computation, nominal_count, team
+        super().__init__(model, computation, nominal_count, buffers)
+        self._team = team
         device_ids = [computation.device.index] if computation.device.type == "cuda" else None
         # find_unused_parameters: what a worker did not use counts as zero instead of hanging the others, and
         # what nobody used keeps no gradient. (torch advises once, in the worker's log, to do without where all
@@ -201,39 +224,27 @@ class DdpReducer:
         self._join = EmptyShardPass(model, self._ddp, computation)
         _register_compression(self._ddp, compression)
 
-    def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
+    def _compute(self, parts: Sequence[Batch], measure: bool) -> Loss:
         losses = []
-        with _dropped_whole(self._buffers):
-            if len(parts) > 1:
-                with self._ddp.no_sync():
-                    losses.append(self._compute(parts[:-1], measure))
-            losses.append(self._compute(parts[-1:], measure))  # communicates: the other parts' gradients are in it
-            local = Loss.join(losses)
-            flags = self._buffers.flags(has_samples=local.num_samples > 0)
-            totals = self._team.sum([*local.summands(), *vote(), *flags])
-            self._buffers.agree(totals[NUM_EXTRAS:])
+        if len(parts) > 1:
+            with self._ddp.no_sync():
+                losses.append(self._pass(parts[:-1], measure))
+        losses.append(self._pass(parts[-1:], measure))  # communicates: the other parts' gradients are in it
+        return Loss.join(losses)
+
+    def _sum(self, extras: Sequence[float]) -> list[float]:
+        totals = self._team.sum(extras)
         if totals[COUNT_AT] and totals[COUNT_AT] != self._nominal_count:
             gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, self._nominal_count / totals[COUNT_AT])
-        return Loss.from_totals(totals[:NUM_EXTRAS], has_accuracy=measure and self._computation.counts_classes)
+        return totals
 
-    def _compute(self, parts: Sequence[Batch], measure: bool) -> Loss:
+    def _pass(self, parts: Sequence[Batch], measure: bool) -> Loss:
         # DDP divides by the number of workers; multiplying the loss by it makes a sum of the mean again.
         total_count = self._nominal_count / self._team.num_workers
         return self._computation.forward_backward(
             self._ddp, parts, total_count=total_count, measure=measure, join=self._join
         )
-
-
-@contextlib.contextmanager
-def _dropped_whole(buffers: SharedBuffers) -> Iterator[None]:
-    """Inside a step is computed: one that cannot be finished leaves nothing in the buffers."""
-    buffers.begin()
-    try:
-        yield
-    except BaseException:
-        buffers.undo()
-        raise
 
 
 class EmptyShardPass:

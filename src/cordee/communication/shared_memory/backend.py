@@ -28,7 +28,7 @@ from cordee.communication.shared_memory.execution import CollectiveExecutor
 from cordee.communication.shared_memory.gloo_sockets import recording_gloo_sockets
 from cordee.communication.shared_memory.liveness import FAILED, HEARTBEAT, Identity, PeerWatch
 from cordee.communication.shared_memory.mailbox import Mailbox
-from cordee.communication.shared_memory.process_group import CordeeProcessGroup, GlooGroup
+from cordee.communication.shared_memory.process_group import CordeeProcessGroup
 from cordee.communication.shared_memory.registration import BackendSettings
 from cordee.communication.shared_memory.rounds import Rounds, Steps
 from cordee.communication.shared_memory.segment import (
@@ -72,12 +72,11 @@ def create_group(options: Any, settings: BackendSettings | None) -> CordeeProces
     record = MemberRecord(own_host_id(settings, identity.rank), identity, settings.slot_bytes, num_cores)
     records = exchange_records(store, rank, size, record)
     hosts = group_by_host([other.host_id for other in records])
-    gloo: GlooGroup
-    if len(hosts) == 1:
-        gloo = GlooGroup(lambda: _form_near(PrefixStore("gloo", store), rank, size, timeout))
-    else:
-        wide = _form_wide(PrefixStore("gloo", store), rank, size, timeout, settings)
-        gloo = GlooGroup(lambda: wide)
+    wide = _form_wide(PrefixStore("gloo", store), rank, size, timeout, settings) if len(hosts) > 1 else None
+
+    def gloo() -> ProcessGroupGloo:
+        return wide if wide is not None else _form_near(PrefixStore("gloo", store), rank, size, timeout)
+
     if len(hosts) == size and not (size == 1 and settings.shared_memory):
         return CordeeProcessGroup(rank, size, gloo, None, None, None, None)
 

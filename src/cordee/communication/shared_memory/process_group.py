@@ -47,28 +47,6 @@ c10d: Any = torch_c10d  # the options classes are not in its stubs
 _Base: Any = ProcessGroup
 
 
-class GlooGroup:
-    """The gloo group of the same members, formed when it is first needed: it listens on a port, open to every user.
-
-    Forming is collective, like the operation that needs it: each member calls the same.
-    """
-
-    def __init__(self, form: Callable[[], ProcessGroupGloo]) -> None:
-        self._form = form
-        self._formed: ProcessGroupGloo | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def is_formed(self) -> bool:
-        return self._formed is not None
-
-    def form(self) -> ProcessGroupGloo:
-        with self._lock:
-            if self._formed is None:
-                self._formed = self._form()
-            return self._formed
-
-
 class CordeeProcessGroup(_Base):  # type: ignore[misc]
     """A process group whose members on one host talk through shared memory. Made by `backend.create_group`.
 
@@ -80,14 +58,16 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         self,
         rank: int,
         size: int,
-        gloo: GlooGroup,
+        form_gloo: Callable[[], ProcessGroupGloo],
         team: HostTeam | None,
         executor: CollectiveExecutor | None,
         mailbox: Mailbox | None,
         two_level: TwoLevel | None,
     ) -> None:
         super().__init__(rank, size)
-        self._gloo_group = gloo
+        self._form_gloo = form_gloo
+        self._forming_gloo = threading.RLock()
+        self._formed_gloo: ProcessGroupGloo | None = None
         self._name = self._description = ""
         if team is None or two_level is not None:
             self._gloo  # noqa: B018 - between hosts it is needed, and formed already
@@ -104,24 +84,29 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
 
     @property
     def _gloo(self) -> ProcessGroup:
-        """The gloo group, which has the same operations. Formed by the first call: collective then."""
-        if not self._gloo_group.is_formed:
-            formed = self._gloo_group.form()
-            self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, formed)
-            self._set_default_backend(ProcessGroup.BackendType.GLOO)
-            super()._set_group_name(self._name)
-            super()._set_group_desc(self._description)
-        return cast(ProcessGroup, self._gloo_group.form())
+        """The gloo group of the same members, which has the same operations.
+
+        Formed by the first call, since it listens on a port, open to every user. Collective then, like the operation
+        that needs it: each member calls the same.
+        """
+        with self._forming_gloo:
+            if self._formed_gloo is None:
+                self._formed_gloo = self._form_gloo()
+                self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._formed_gloo)
+                self._set_default_backend(ProcessGroup.BackendType.GLOO)
+                super()._set_group_name(self._name)
+                super()._set_group_desc(self._description)
+            return cast(ProcessGroup, self._formed_gloo)
 
     # Torch keeps these in the backend of a device, which there may be none of.
     def _set_group_name(self, name: str) -> None:
         self._name = name
-        if self._gloo_group.is_formed:
+        if self._formed_gloo is not None:
             super()._set_group_name(name)
 
     def _set_group_desc(self, description: str) -> None:
         self._description = description
-        if self._gloo_group.is_formed:
+        if self._formed_gloo is not None:
             super()._set_group_desc(description)
 
     @property
@@ -365,8 +350,8 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
             self._mailbox.close()
         if self._team is not None:
             self._team.close()
-        if self._gloo_group.is_formed:
-            self._gloo_group.form().shutdown()
+        if self._formed_gloo is not None:
+            self._formed_gloo.shutdown()
 
     abort = shutdown
 
