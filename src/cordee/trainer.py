@@ -182,7 +182,7 @@ class Trainer:
                     self.wait_for_checkpoint()  # the next team begins with it
                 return None
             if stopped_by != "interrupt":
-                self._evaluate()
+                stopped_by = self._evaluate() or stopped_by  # a rule that the last evaluation meets is named as well
                 if self._parts.test is not None and progress.evaluated_at != progress.step:
                     stopped_by = "interrupt"
             if self._saver.step != progress.step:

@@ -269,8 +269,18 @@ def test_every_stop_policy(tmp_path: Path, stop: dict[str, Any], steps: int, rea
 
 
 def test_whichever_comes_first(tmp_path: Path) -> None:
-    summary = run(small_job(stop={"accuracy": 0.01, "steps": 3}), tmp_path / "run").summary
+    summary = run(small_job(stop={"loss": 1e-9, "steps": 3}), tmp_path / "run").summary
     assert (summary.stopped_by, summary.steps) == ("steps", 3)
+
+
+@pytest.mark.parametrize("stop", [{"accuracy": 0.01}, {"loss": 100.0}, {"accuracy": 0.01, "steps": 5}, {"steps": 5}])
+@pytest.mark.parametrize("every_epochs", [0, 1])
+def test_a_rule_that_is_met_at_the_last_step_is_named(tmp_path: Path, stop: dict[str, Any], every_epochs: int) -> None:
+    """Whether the last evaluation was due or not, and again when the run is resumed."""
+    job = small_job(training={"epochs": 1}, evaluation={"every_epochs": every_epochs}, stop=stop)
+    summaries = [run(job, tmp_path / "run", resume=resume).summary for resume in (False, True)]
+    expected = ("stopped", next(iter(stop)), 5)
+    assert [(summary.status, summary.stopped_by, summary.steps) for summary in summaries] == [expected, expected]
 
 
 # Ends that did not ------------------------------------------------------------------------------------------

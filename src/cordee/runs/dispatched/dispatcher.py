@@ -357,6 +357,8 @@ class Dispatcher:
         reason = self._snapshots.finish(done)
         if reason is not None and not self.is_ending:
             self.stop(reason)  # what is begun meanwhile is finished; where training waited, nothing is
+        elif reason is not None and self._snapshots.has_ordered_last and self.outcome.stopped_by != "interrupt":
+            self.outcome.stopped_by = reason  # a rule that the last evaluation meets is named as well
         if self._snapshots.has_ordered_last:
             self._end()
 

@@ -44,9 +44,10 @@ class RunPlan:
         return self.start >= self.exchanges.last
 
     @property
-    def is_cut_short(self) -> bool:
-        """Whether `stop.steps` ends the run before its last step."""
-        return self.exchanges.last < self.total_steps
+    def is_ended_by_steps(self) -> bool:
+        """Whether the run ends where `stop.steps` says, which may be its last step."""
+        limit = self.job.stop.steps
+        return limit is not None and limit <= self.total_steps
 
     @property
     def clip_norm(self) -> float:

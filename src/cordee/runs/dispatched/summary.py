@@ -70,7 +70,7 @@ class Summariser:
         plan, progress, memory = self._plan, self._progress, self._memory
         is_measured = progress.evaluated_at == progress.step
         ended = training.Outcome(
-            stopped_by=outcome.stopped_by or ("steps" if plan.is_cut_short else None),
+            stopped_by=outcome.stopped_by or ("steps" if plan.is_ended_by_steps else None),
             metrics=outcome.metrics if is_measured else None,
             samples_per_second=samples_per_second,
             stall_s=outcome.stall_s,

@@ -40,12 +40,13 @@ class Channel:
 class Play:
     """One server, one evaluator, one worker, and the dispatcher between them."""
 
-    def __init__(self, num_workers: int = 1, **strategy: Any) -> None:
+    def __init__(self, num_workers: int = 1, stop: dict[str, Any] | None = None, **strategy: Any) -> None:
         job = Job.from_dict({
             "model": {"use": "mlp"},
             "data": {"use": "synthetic", "shape": [2], "num_classes": 2, "size": 8},
             "training": {"batch_size": 4, "epochs": 3},
             "strategy": {"name": "parameter_server"},
+            "stop": stop or {},
         })  # fmt: skip
         plan = RunPlan(job, ParameterServerSettings(**strategy), 8, 6, StopPolicy(job.stop), counts_classes=True)
         self.channel = Channel()
@@ -129,6 +130,21 @@ def test_a_stop_while_a_snapshot_is_measured_ends_the_run_saved(reason: str) -> 
     play.carry_out(last)
     assert play.dispatcher.is_over
     assert play.dispatcher.outcome.stopped_by == reason
+
+
+@pytest.mark.parametrize(("stop", "reason"), [({"accuracy": 0.5}, "accuracy"), ({"accuracy": 0.9}, None)])
+def test_a_rule_that_the_last_evaluation_meets_is_named(stop: dict[str, Any], reason: str | None) -> None:
+    play = Play(stop={**stop, "steps": 2})
+    play.say("evaluator-0", AskOrder())
+    answers = play.say("worker-0", TakeWork())
+    for _ in range(2):
+        answers = play.say("worker-0", TakeWork(done=work_of(answers).unit, num_samples=4))
+    order = play.order(answers)
+    assert order.evaluate and order.save
+    play.carry_out(order)
+    assert play.dispatcher.is_over
+    assert play.dispatcher.outcome.stopped_by == reason
+    assert play.dispatcher.plan.is_ended_by_steps, "which the summary names where no other rule is met"
 
 
 def test_a_stop_in_the_middle_of_a_step_waits_for_it_and_sends_everybody_home() -> None:
