@@ -272,7 +272,7 @@ def _parameter_server(rng: random.Random, job: Choices) -> Table:
             settings["push_every"], settings["pull_every"] = rng.choice([(2, 1), (1, 2), (3, 3), (4, 1)])
     if rng.random() < 0.25:
         settings["replicas"] = 2
-    if "clip_norm" in job["training"] or rng.random() > 0.05:
+    if {"clip_norm", "reproducible"} & job["training"].keys() or rng.random() > 0.05:
         return settings
     return {**settings, "compression": rng.choice(["fp16", "int8"])}
 

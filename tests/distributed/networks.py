@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -197,6 +198,24 @@ def flat_with_norm(*, input_shape: tuple[int, ...], num_classes: int) -> nn.Modu
     """A batch norm over samples alone, which needs two of them."""
     (width,) = input_shape
     return nn.Sequential(nn.Linear(width, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, num_classes))
+
+
+def rows_of_rows(*, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """A linear layer on three dimensions, whose output is a view."""
+    (width,) = input_shape
+    return nn.Sequential(
+        nn.Linear(width, 16), nn.Unflatten(1, (4, 4)), nn.Linear(4, 4), nn.Flatten(), nn.Linear(16, num_classes)
+    )
+
+
+def grouped_sgd(parameters: Iterable[Any], lr: float) -> torch.optim.Optimizer:
+    """Biases have another rate than matrices: the second group of a whole model, the first of a small part."""
+    tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
+    groups = [
+        {"params": [one for one in tensors if one.ndim > 1], "lr": lr},
+        {"params": [one for one in tensors if one.ndim <= 1], "lr": 2 * lr},
+    ]
+    return torch.optim.SGD(groups if len(tensors) > 2 else groups[::-1], lr=lr)
 
 
 class Stream(IterableDataset[tuple[Tensor, int]]):

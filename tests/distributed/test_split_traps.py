@@ -89,3 +89,33 @@ def test_an_optimizer_of_ones_own_makes_groups_by_name(
     table = job(optimizer=optimizer, training={"steps": 12}, model={"use": "mlp", "hidden": [32, 16]})
     together = train_together(two, {**table, "strategy": STRATEGIES[name]}, tmp_path)
     assert largest_difference(references(table), together[0]) <= 2e-5
+
+
+@pytest.mark.parametrize("name", ["pipeline", "tensor"])
+def test_the_rate_that_is_reported_is_that_of_the_first_group(
+    two: Crew, name: str, references: References, tmp_path: Path
+) -> None:
+    """Also by a worker that holds nothing of this group."""
+    table = job(optimizer={"use": "networks:grouped_sgd", "lr": 0.1}, training={"steps": 2})
+    alone = references(table)
+    together = train_together(two, {**table, "strategy": STRATEGIES[name]}, tmp_path)
+    rates = [[event["lr"] for event in outcome.of("step")] for outcome in (alone, together[0])]
+    assert rates[0] == rates[1] and rates[0]
+
+
+ZERO_BUBBLE = {"name": "pipeline", "schedule": "zero-bubble", "microbatches": 4}
+
+
+def test_zero_bubble_trains_a_stage_whose_output_is_a_view(two: Crew, references: References, tmp_path: Path) -> None:
+    table = job(model={"use": "networks:rows_of_rows"})
+    check_equal(two, table, {**ZERO_BUBBLE, "placement": [["0", "1", "2"], ["3", "4"]]}, references(table), tmp_path)
+
+
+def test_zero_bubble_refuses_a_stage_before_which_nothing_is_trained(two: Crew, tmp_path: Path) -> None:
+    """torch would not train its first layer, without a word."""
+    table = job(model={"use": "networks:partly_frozen"})
+    strategy = {**ZERO_BUBBLE, "placement": [["0", "1"], ["2", "3", "4"]]}
+    with pytest.raises(
+        CaseError, match=r"cannot train stage 1, before which nothing is trained: set strategy.schedule"
+    ):
+        train_together(two, {**table, "strategy": strategy}, tmp_path)

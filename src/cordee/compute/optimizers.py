@@ -49,12 +49,13 @@ class OptimizerRecipe:
 
     def set_rate(self, optimizer: Optimizer, step: int) -> float:
         """Set the rate for `step` and return that of the first group."""
-        factor = self._factor(step) * self.lr_factor
+        factor = self.factor(step)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         return float(optimizer.param_groups[0]["lr"])  # which may be a tensor
 
-    def _factor(self, step: int) -> float:
+    def factor(self, step: int) -> float:
+        """Return what the rates are multiplied by at `step`."""
         factor = self.schedule(step)
         try:
             is_sound = math.isfinite(factor)
@@ -64,7 +65,7 @@ class OptimizerRecipe:
             raise JobError(
                 f"the schedule gives {factor!r} for step {step}: it must give a finite number, the factor of the rate"
             )
-        return factor
+        return factor * self.lr_factor
 
 
 def make_optimizer_recipe(

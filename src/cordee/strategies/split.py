@@ -72,8 +72,8 @@ class SplitModel(ABC):
         self.model, self._whole, self._held, self._recipe, self._team = whole.model, whole, held, recipe, team
         trained = [parameter for _, parameter in held.named_parameters() if parameter.requires_grad]
         self._optimizer = recipe.make(held.named_parameters()) if trained else None
-        # A worker that has nothing to train still says at which rate the others do.
-        self._clock = self._optimizer or recipe.make(whole.model.named_parameters())
+        # The rate that is reported is that of the whole model's first group, of which a worker may hold nothing.
+        self._first_rate = recipe.make(whole.model.named_parameters()).param_groups[0]["initial_lr"]
         self._exchange = GradientExchange(trained, 0, twins) if trained and twins else None
 
     @abstractmethod
@@ -128,7 +128,7 @@ class SplitModel(ABC):
             factor = self._clip_norm / (norm + 1e-6)  # as torch's clip_grad_norm_ has it
             if factor < 1.0 and (gradients := self._gradients()):
                 torch._foreach_mul_(gradients, factor)
-        lr = self._recipe.set_rate(self._clock, step)
+        lr = self._set_rate(step)
         if self._optimizer is not None:
             self._optimizer.step()
         for one in self._held:
@@ -138,7 +138,13 @@ class SplitModel(ABC):
     def skip(self, step: int) -> Update:
         for one in self._held:
             one.drop_gradient()
-        return Update(self._recipe.set_rate(self._clock, step))
+        return Update(self._set_rate(step))
+
+    def _set_rate(self, step: int) -> float:
+        """Set the rate of what is held; return that of the whole model's first group."""
+        if self._optimizer is not None:
+            self._recipe.set_rate(self._optimizer, step)
+        return self._first_rate * self._recipe.factor(step)
 
     def state_dict(self) -> State:
         own = self._optimizer_state()

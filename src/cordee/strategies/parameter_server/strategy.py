@@ -44,6 +44,11 @@ class ParameterServer:
             )
         if job.training.reproducible and self.settings.aggregate != "weighted":
             raise JobError("training.reproducible = true needs strategy.aggregate = 'weighted'")
+        if job.training.reproducible and self.settings.compression != "none":
+            raise JobError(
+                f"strategy.compression = '{self.settings.compression}' depends on the number of workers, which "
+                "training.reproducible = true rules out: leave strategy.compression out"
+            )
         return Requirements(num_workers=workers, num_data_shards=workers)
 
     def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:

@@ -139,7 +139,8 @@ def _step(schedule: Any, inputs: tuple[Tensor, ...], targets: Tensor | None) -> 
     try:
         schedule.step(*inputs, target=targets, return_outputs=False)
     except RuntimeError as error:
-        if isinstance(error.__cause__, Exception) and "failed to run forward" in str(error):
+        wraps = "failed to run forward" in str(error) or "Failed to run stage backward" in str(error)
+        if isinstance(error.__cause__, Exception) and wraps:
             return error.__cause__
         raise
     return None
@@ -272,13 +273,19 @@ def _once(block: object, inputs: Tensor, computation: Computation) -> tuple[floa
 
 
 class StageModule(nn.Module):
-    """The blocks of a stage. Their modules are those of the whole model: modes and weights are the same objects."""
+    """The blocks of a stage. Their modules are those of the whole model: modes and weights are the same objects.
 
-    def __init__(self, blocks: Sequence[Block], computation: Computation, *, recompute: bool) -> None:
+    With `splits_backward` torch computes the gradients of the inputs and those of the parameters one after the other.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], computation: Computation, *, recompute: bool, splits_backward: bool
+    ) -> None:
         super().__init__()
         self._blocks = blocks
         self._computation = computation
         self._recompute = recompute
+        self._splits_backward = splits_backward
         self.members = nn.ModuleList([module for block in blocks for module in block.modules])
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -297,7 +304,9 @@ class StageModule(nn.Module):
         with self._computation.autocast():
             for block in self._blocks:
                 inputs = block(inputs)
-        return inputs.contiguous()  # as its neighbour expects to receive it
+        outputs = inputs.contiguous()  # as its neighbour expects to receive it
+        # torch detaches the output in place between the two, which a view cannot be: a linear layer's on 3 dimensions.
+        return outputs.clone() if self._splits_backward and outputs._is_view() else outputs
 
     @contextlib.contextmanager
     def _again_from(self, start: _Moment) -> Iterator[None]:

@@ -164,6 +164,7 @@ class Pipeline(SplitModel):
         counts = self._cut(model, self._chain, inputs, team)
         working, chain = self._slice(model, self._chain, inputs)
         stages = make_stages(chain, counts)
+        self._check_schedule(stages)
         part_of = [stage.index % self._mesh.pipeline for stage in stages]
         self._ownership = owned = share_out(working, stages, part_of)
         self._log_cut(stages, part_of)
@@ -177,7 +178,16 @@ class Pipeline(SplitModel):
         self._adopt(WholeModel(model, kept), holdings, recipe, axes.data, team)
         own = [stage for stage in stages if part_of[stage.index] == axes.place.pipeline]
         modules = [
-            (stage, StageModule(stage.blocks, self._computation, recompute=self._settings.recompute)) for stage in own
+            (
+                stage,
+                StageModule(
+                    stage.blocks,
+                    self._computation,
+                    recompute=self._settings.recompute,
+                    splits_backward=self._settings.schedule == "zero-bubble",
+                ),
+            )
+            for stage in own
         ]
         self._runner = Runner(
             modules,
@@ -347,6 +357,17 @@ class Pipeline(SplitModel):
                 times = torch.tensor(measure_blocks(chain, batch, self._computation), dtype=torch.float64)
         broadcast([times])
         return cut_by_time(times.tolist(), self._num_stages)
+
+    def _check_schedule(self, stages: Sequence[Stage]) -> None:
+        """Refuse stages whose first layer torch would not train when it splits the backward pass."""
+        for stage in stages[1:]:
+            is_trained = any(parameter.requires_grad for parameter in stage.parameters())
+            if self._settings.schedule == "zero-bubble" and is_trained and not stage.is_trained_before:
+                raise JobError(
+                    f"strategy.schedule = 'zero-bubble' cannot train stage {stage.index}, before which nothing is "
+                    "trained: set strategy.schedule = '1f1b', or strategy.placement with trained layers in the first "
+                    "stage"
+                )
 
     def _choose_microbatches(self, num_parts: int) -> int:
         return self._settings.microbatches or max(1, min(_MICROBATCHES_PER_PART * num_parts, self._share_size))
