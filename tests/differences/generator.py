@@ -92,6 +92,7 @@ OPTIMIZERS: tuple[Table, ...] = (
 )
 # In single precision a small denominator makes whole steps out of gradients that are nothing but rounding.
 ROUNDING_OPTIMIZERS: tuple[Table, ...] = (*OPTIMIZERS[:3], {"use": "adam", "lr": 0.01, "eps": 1e-2})
+GPT_HEAD_WIDTH = 2
 METRIC_STOPS = ("accuracy", "loss", "patience")
 
 
@@ -385,7 +386,7 @@ def _model_section(choices: Choices) -> Table:
     if choices["model"] == "mlp":
         return {"use": "mlp", "hidden": [8, 8], "dropout": 0.0, "activation": "tanh"}
     if choices["model"] == "gpt":
-        size = {"num_layers": 1, "num_heads": 4, "embedding_width": 8}
+        size = {"num_layers": 1, "num_heads": 4, "embedding_width": 4 * GPT_HEAD_WIDTH}
         return {"use": "differences.parts:gpt", **size, "double": choices["double"]}
     return {
         "use": "differences.parts:build",

@@ -200,6 +200,18 @@ def flat_with_norm(*, input_shape: tuple[int, ...], num_classes: int) -> nn.Modu
     return nn.Sequential(nn.Linear(width, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, num_classes))
 
 
+class Spare(nn.Module):
+    """A layer that no pass uses."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(*input_shape, num_classes), nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.used(inputs)
+        return outputs
+
+
 def rows_of_rows(*, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """A linear layer on three dimensions, whose output is a view."""
     (width,) = input_shape

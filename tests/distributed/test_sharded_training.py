@@ -80,3 +80,10 @@ def test_what_the_refusal_advises(
 ) -> None:
     table = job(model={**REPEATED, "reentrant": reentrant}, data={"size": 97})
     check_equal(two, table, {"name": "sharded", "unit_bytes": unit_bytes}, references(table), tmp_path)
+
+
+def test_bf16_with_a_unit_that_no_pass_uses(two: Crew, tmp_path: Path) -> None:
+    """torch looks at the whole parameters of all units after a micro-batch, of this one as well."""
+    table = job(model={"use": "networks:Spare"}, training={"steps": 2, "accumulate": 2, "precision": "bf16"})
+    outcomes = train_together(two, {**table, "strategy": {"name": "sharded", "unit_bytes": 1}}, tmp_path)
+    assert len(outcomes[0].losses()) == 2

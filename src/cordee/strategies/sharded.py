@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement
 
 from cordee.cluster import Team
@@ -98,6 +98,8 @@ class Sharded(SplitModel):
         mesh = init_device_mesh(self._computation.device.type, tuple(self._mesh), mesh_dim_names=AXES)
         self._axes = form_axes(team, self._mesh)
         self._working = self._shard(self._slice(model, mesh, example), mesh)
+        if self._computation.precision == "bf16":
+            _gather_once(self._working)
         held = Holdings([self._hold(name, parameter) for name, parameter in self._working.named_parameters()])
         self._adopt(WholeModel(model), held, recipe, None, team)  # FSDP itself sums over replicas as well
         self._join = EmptyShardPass(self._working, self._working, self._computation)
@@ -167,6 +169,18 @@ def _own_memory(unit: nn.Module, inputs: Any, output: Any) -> Any:
     """Copy an output that is a view: changing it in place (ReLU(inplace=True)) would cut FSDP's backward hook off."""
     is_view = isinstance(output, torch.Tensor) and output.requires_grad and output._is_view()
     return output.clone() if is_view else output
+
+
+def _gather_once(model: nn.Module) -> None:
+    """Gather each unit for a moment. Collective.
+
+    With gradients of another type than the parameters, torch 2.13 looks at the whole parameters of all units after each
+    micro-batch, and fails for a unit that no pass has used yet.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
 
 
 def _along(parameter: DTensor, axis: str) -> list[Placement]:

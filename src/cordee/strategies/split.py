@@ -73,7 +73,7 @@ class SplitModel(ABC):
         trained = [parameter for _, parameter in held.named_parameters() if parameter.requires_grad]
         self._optimizer = recipe.make(held.named_parameters()) if trained else None
         # The rate that is reported is that of the whole model's first group, of which a worker may hold nothing.
-        self._first_rate = recipe.make(whole.model.named_parameters()).param_groups[0]["initial_lr"]
+        self._first_rate: float = recipe.make(whole.model.named_parameters()).param_groups[0]["initial_lr"]
         self._exchange = GradientExchange(trained, 0, twins) if trained and twins else None
 
     @abstractmethod
