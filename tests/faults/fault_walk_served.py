@@ -250,7 +250,7 @@ WALK: dict[str, Walk] = {
     # Without a journal, a coordinator that dies cannot be replaced.
     "journal.write": Walk(tuple(place for place in TURNS if place.scenario != "coordinator")),
     "dispatch.answer.joined": Walk(
-        (of("plain", "coordinator", 1, 2, 10), of("second dropped", "coordinator", 12)), DEATHS
+        (of("plain", "coordinator", 1, 2, 7), of("second dropped", "coordinator", 8)), DEATHS
     ),
     "dispatch.answer.servers": Walk((of("plain", "coordinator", 1, 2), of("server lost", "coordinator", 6)), DEATHS),
     "dispatch.answer.work": Walk((of("plain", "coordinator", 1, 2, 9), of("worker lost", "coordinator", 8)), DEATHS),
@@ -266,7 +266,16 @@ WALK: dict[str, Walk] = {
         ),
         DEATHS,
     ),
-    "dispatch.answer.accepted": Walk((of("scale out", "coordinator"), of("join", "coordinator")), DEATHS),
+    "dispatch.answer.noted": Walk((of("plain", "coordinator", 1, 2), of("worker lost", "coordinator", 3)), DEATHS),
+    "dispatch.answer.accepted": Walk(
+        (
+            of("plain", "coordinator", 1, 2, 4),
+            of("scale out", "coordinator"),
+            of("join", "coordinator"),
+            of("second dropped", "coordinator", 1, 2),
+        ),
+        DEATHS,
+    ),
     "dispatch.answer.refused": Walk((of("bad request", "coordinator"),), DEATHS),
     **{point: Walk((of("plain", "coordinator"),), DEATHS) for point in ("dispatch.dismiss", "dispatch.dismissed")},
     "launcher_link.listen": Walk((of("plain", "coordinator"), of("coordinator", "coordinator", 2))),

@@ -17,13 +17,13 @@ import numpy as np
 with atheris.instrument_imports(include=["cordee.communication"]):
     from cordee.cluster.messages import TEAM, Event, WorkerSummary
     from cordee.communication.messages import (
+        Accepted,
         Directive,
         Failure,
-        Goodbye,
-        Hello,
+        Join,
+        Joined,
         Member,
         Message,
-        Welcome,
     )
     from cordee.communication.wire import ITEM_BYTES, PROTOCOL_VERSION, Codec, Envelope, Limits, WireError, outgoing
     from cordee.monitoring import Summary
@@ -85,9 +85,9 @@ def encode(message: Message, specs: tuple[object, ...] = ()) -> bytes:
 
 
 SEEDS: list[tuple[Message, list[object]]] = [
-    (Hello("worker", 1, "host"), []),
-    (Welcome(5.0, 1.0), []),
-    (Goodbye("b"), [np.arange(6, dtype=np.float32).reshape(2, 3), np.array([True, False])]),
+    (Join(1, "host"), []),
+    (Joined(5.0, 1.0), []),
+    (Accepted("b"), [np.arange(6, dtype=np.float32).reshape(2, 3), np.array([True, False])]),
     (Event(Commit(step=1, epoch=0, batch=1, samples=8, digest={"model": "x"})), []),
     (Event(Recovery(lost=[1, 2], seconds=0.5)), []),
     (WorkerSummary(Summary(status="completed", staleness={"0": 1})), []),

@@ -17,7 +17,7 @@ import msgspec
 from cordee.communication.channel import ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
-from cordee.communication.messages import COORDINATION, Accepted, JoinRequest, Scale
+from cordee.communication.messages import MEMBERSHIP, Accepted, JoinRequest, Scale
 from cordee.communication.this_host import host_id
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError, JobError, RunDirectoryError
@@ -115,7 +115,7 @@ def _ask(control: Control, place: Path, wish: Scale | JoinRequest) -> str:
     speaker = Speaker(run=control.run, name=CONTROL_NAME, incarnation=time.time_ns())
     try:
         keys = ClientKeys.from_text(control.keys)
-        with ClientChannel(reach(control, place), speaker, Codec(COORDINATION), keys) as channel:
+        with ClientChannel(reach(control, place), speaker, Codec(MEMBERSHIP), keys) as channel:
             reply = channel.request(wish, timeout_s=REPLY_TIMEOUT_S).message
     except RefusedError as error:
         kind = NotYetError if error.reason == NOT_YET else JobError

@@ -5,24 +5,33 @@ from __future__ import annotations
 import abc
 import logging
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Literal, Self
 
 import msgspec
 
 from cordee.cluster.members import member_name
+from cordee.cluster.messages import Event, Numbered
 from cordee.cluster.processes import is_alive
-from cordee.communication.channel import ClientChannel
-from cordee.communication.messages import Failure
+from cordee.communication.channel import ClientChannel, RefusedError
+from cordee.communication.endpoint import Speaker
+from cordee.communication.keys import ClientKeys
+from cordee.communication.messages import Bye, Failure, Join, Joined, Message
+from cordee.communication.this_host import host_id
+from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
+from cordee.monitoring.events import AnyEvent
 
 log = logging.getLogger("cordee.link")
 
+AGAIN_S = 0.01  # between two attempts to ask
+LONGEST_REQUEST_S = 5.0  # of one that is not to wait for ever, before it is made again
 LONGEST_ABSENCE_S = 30.0  # of the coordinator, before a process that cannot look at the launcher ends
 
 
@@ -64,19 +73,96 @@ class MemberSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemberLink(abc.ABC):
-    """One connection. A thread shows that this process lives, from `_show_life` to `close`.
+    """One connection to the coordinator. A thread shows that this process lives, from `join` to `close`.
+
+    The coordinator may die and come back: it is asked again what it has not answered. What must not be lost is
+    numbered, and counts once however often it is said.
 
     A process that the launcher did not start looks at it, and ends when it does. One on another host cannot: it ends
     when the coordinator is out of reach for long.
     """
 
-    def __init__(self, channel: ClientChannel, *, launcher_pid: int = 0, is_remote: bool = False) -> None:
-        """`launcher_pid` is 0 for one that the launcher has started: it dies with it."""
-        self._channel = channel
-        self._launcher_pid, self._is_remote = launcher_pid, is_remote
+    def __init__(self, spec: MemberSpec, codec: Codec) -> None:
+        self._spec = spec
+        self._keys = ClientKeys.from_text(spec.client_keys)
+        speaker = Speaker(run=spec.run_id, name=spec.name, incarnation=time.time_ns())
+        silence_s = spec.failure_timeout_s if spec.is_remote else 0.0  # a broken connection is told by nothing else
+        self._channel = ClientChannel(spec.address, speaker, codec, self._keys, silence_s=silence_s)
+        self._asking = threading.Lock()
+        self._telling = threading.Condition()
+        self._num_told = 0
+        self._heard_s = time.monotonic()  # when the coordinator last said something
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
         self.step = 0  # told with each heartbeat
+
+    @abc.abstractmethod
+    def _reach(self, when: Literal["ask", "answered"], message: Message) -> None:
+        """Pass the fault point before a request is sent, or after its answer has come."""
+
+    @abc.abstractmethod
+    def _deliver(self, message: Numbered) -> None:
+        """Have the coordinator hear a numbered message. Called by one thread at a time."""
+
+    @abc.abstractmethod
+    def _keep_alive(self, heartbeat_s: float) -> None:
+        """Send a heartbeat every `heartbeat_s`, until `_is_closing` is set."""
+
+    def ask(self, message: Message, *, patience_s: float | None = None) -> Message:
+        """Make a request and wait for its answer, for as long as it takes or at most `patience_s`. Any thread may ask.
+
+        Asks again where no answer can come: a coordinator that dies comes back, and answers once however often it is
+        asked. Raises CommunicationError if it does not.
+        """
+        limit_s = self._spec.startup_timeout_s if patience_s is None else patience_s
+        once_s = limit_s if patience_s is None else min(limit_s, LONGEST_REQUEST_S)
+        deadline_s = time.monotonic() + limit_s
+        with self._asking:
+            while True:
+                try:
+                    self._reach("ask", message)
+                    asked = self._channel.begin(message, timeout_s=once_s)
+                    if patience_s is None:
+                        deadline_s = time.monotonic() + limit_s
+                    answer = self._channel.finish(
+                        asked, timeout_s=once_s, wait_on=lambda: patience_s is None and not self._is_closing.is_set()
+                    ).message
+                    self._heard_s = time.monotonic()
+                    self._reach("answered", message)
+                    return answer
+                except RefusedError:
+                    raise
+                except CommunicationError as error:
+                    if self._is_launcher_gone:
+                        raise CommunicationError("the run is over: its launcher is gone") from error
+                    if self._is_closing.is_set() or time.monotonic() > deadline_s:
+                        raise
+                    log.info("asking again: %s", error)
+                    time.sleep(AGAIN_S)
+
+    def _join(self, patience_s: float | None = None, **server: Any) -> Joined:
+        """Have this process registered; a server says where it listens, and what it has."""
+        join = Join(os.getpid(), socket.gethostname(), host_id(), **server)
+        reply = self.ask(join, patience_s=patience_s)
+        assert isinstance(reply, Joined), reply
+        return reply
+
+    def emit(self, event: AnyEvent) -> None:
+        """Pass an event on. It reaches the coordinator, now or when it is back."""
+        self._tell(Event(event))
+
+    def fail(self, error: BaseException) -> None:
+        """Report the error that this process ends with."""
+        self._tell(describe_failure(error, self.step))
+
+    def leave(self) -> None:
+        """Say that this process is done. Returns when that has been heard."""
+        self._tell(Bye())
+
+    def _tell(self, message: Numbered) -> None:
+        with self._telling:
+            self._num_told += 1
+            self._deliver(msgspec.structs.replace(message, number=self._num_told))
 
     def _show_life(self, heartbeat_s: float) -> None:
         self._thread = threading.Thread(
@@ -84,20 +170,17 @@ class MemberLink(abc.ABC):
         )
         self._thread.start()
 
-    @abc.abstractmethod
-    def _keep_alive(self, heartbeat_s: float) -> None:
-        """Send a heartbeat every `heartbeat_s`, until `_is_closing` is set."""
-
     @property
     def _is_launcher_gone(self) -> bool:
-        return self._launcher_pid > 0 and not is_alive(self._launcher_pid)
+        pid = self._spec.launcher_pid
+        return pid > 0 and not is_alive(pid)
 
-    def _end_with_the_run(self, heard_s: float) -> None:
+    def _end_with_the_run(self) -> None:
         """End this process if the run is over: the main thread may wait for others, or for an answer, for ever."""
         if self._is_launcher_gone:
-            log.error("the run is over: its launcher (process %d) is gone", self._launcher_pid)
+            log.error("the run is over: its launcher (process %d) is gone", self._spec.launcher_pid)
             os._exit(1)
-        if self._is_remote and time.monotonic() - heard_s > LONGEST_ABSENCE_S:
+        if self._spec.is_remote and time.monotonic() - self._heard_s > LONGEST_ABSENCE_S:
             message = f"the run has ended or is out of reach: nothing was heard of it for {LONGEST_ABSENCE_S:g} s"
             log.error("%s", message)
             sys.stderr.write(f"cordee: {message}\n")

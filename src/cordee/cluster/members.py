@@ -15,6 +15,8 @@ from cordee.communication.this_host import host_id
 
 WORKER_PREFIX = "worker-"
 REPLACED = "replaced"  # why a process that was taken for lost is not let in again
+NOT_JOINED, UNKNOWN = "not-joined", "unknown-member"  # why messages of others than members are refused
+GIVEN_UP = ("stale-incarnation", NOT_JOINED, UNKNOWN)  # what a member that was given up hears
 
 # starting: a process was asked for, or is expected. joined: the process has said so. In a team, ready: it waits for a
 # generation; member: it trains. finished, gone, left: it does not take part any more.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from cordee.communication.messages import COORDINATION, Count, Failure, Goodbye, Message, Text
+from cordee.communication.messages import COORDINATION, MEMBERSHIP, Bye, Count, Failure, Message, Text
 from cordee.monitoring.events import AnyEvent
 from cordee.monitoring.summary import Summary
 
@@ -68,8 +68,9 @@ class StepReached(Message, frozen=True):
     loss: float | None
 
 
-Numbered: TypeAlias = Event | FirstStep | DataFingerprint | WorkerSummary | Failure | Goodbye
+Numbered: TypeAlias = Event | FirstStep | DataFingerprint | WorkerSummary | Failure | Bye
 TeamReport: TypeAlias = FirstStep | DataFingerprint | WorkerSummary | StepTime | StepReached
+COMMON: tuple[type[Message], ...] = (*MEMBERSHIP, Event)
 TEAM: tuple[type[Message], ...] = (
     *COORDINATION, Event, FirstStep, DataFingerprint, WorkerSummary, StepTime, StepReached,
 )  # fmt: skip

@@ -307,9 +307,16 @@ class ClientChannel(Endpoint):
         Raises `WireError` if the server sends what is no message, `CommunicationError` if it refuses our key.
         Stale and repeated messages are counted and passed over.
         """
-        if self._aside:
-            return self._aside.popleft()
+        if (kept := self.kept()) is not None:
+            return kept
         return self._receive(time.monotonic() + timeout_s, None)
+
+    def kept(self) -> Received | None:
+        """Return the next message that came in while a request waited for its reply. Any thread may ask."""
+        try:
+            return self._aside.popleft()
+        except IndexError:
+            return None
 
     def request(
         self,

@@ -1,8 +1,8 @@
 """What members and the coordinator of a run say to each other.
 
-A channel carries a fixed set of `Message` types. `COORDINATION` is the coordinator's; other services define
-their own beside their code and hand it to `Codec`. Who speaks — name, incarnation, generation — is in the
-envelope of each message and so is not repeated here.
+A channel carries a fixed set of `Message` types. `MEMBERSHIP` is what members of every kind of run and their
+coordinator say, and `COORDINATION` adds what teams do; others define their own beside their code and hand it to
+`Codec`. Who speaks — name, incarnation, generation — is in the envelope of each message and so is not repeated here.
 """
 
 from __future__ import annotations
@@ -44,26 +44,31 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 Members: TypeAlias = Annotated[tuple[Member, ...], Meta(max_length=65536)]
 
 
-class Hello(Message, frozen=True):
-    """A member wants to join. Answered by `Welcome` or `Refused`."""
+class Join(Message, frozen=True):
+    """The sender is there, or is back. Answered by `Joined`, or by `Refused` where it is not expected."""
 
     is_generational = False
 
-    role: Name  # "worker", "server", …
     pid: Count
     host: Name
     host_id: Name = "here"
+    address: Annotated[str, Meta(max_length=256)] = ""  # a server: where it listens
+    public: Annotated[str, Meta(max_length=256)] = ""  # the same, for workers of other hosts
+    step: Count = 0  # a server: of the job, that its parameters are of
+    has_state: bool = True  # a server: it has the parameters of the run and may serve; else it can only follow
 
 
-class Welcome(Message, frozen=True):
-    """The sender of `Hello` is registered; a `Directive` says when it becomes a member."""
+class Joined(Message, frozen=True):
+    """The sender of `Join` is a member of the run."""
+
+    is_generational = False
 
     failure_timeout_s: Annotated[float, Meta(gt=0)]
     heartbeat_s: Annotated[float, Meta(gt=0)]  # send a heartbeat at least this often
 
 
 class Heartbeat(Message, frozen=True):
-    """The sender lives and has got as far as `step`. A coordinator answers by `Noted`, others do not."""
+    """The sender lives and has got as far as `step`. Answered by `Noted`."""
 
     is_generational = False
 
@@ -71,7 +76,7 @@ class Heartbeat(Message, frozen=True):
 
 
 class Noted(Message, frozen=True):
-    """NumberedCommand messages of the peer up to this one are taken note of for good; later ones may have been lost."""
+    """Numbered messages of the peer up to this one are written down for good; later ones may have been lost."""
 
     is_generational = False
 
@@ -183,12 +188,11 @@ class Accepted(Message, frozen=True):
     detail: Text = ""
 
 
-class Goodbye(Message, frozen=True):
-    """The sender leaves in order."""
+class Bye(Message, frozen=True):
+    """The sender is done, and ends."""
 
     is_generational = False
 
-    reason: Text = ""
     number: Count = 0
 
 
@@ -202,21 +206,16 @@ class Refused(Message, frozen=True):
     detail: Text = ""
 
 
-COORDINATION: tuple[type[Message], ...] = (
-    Hello,
-    Welcome,
+MEMBERSHIP: tuple[type[Message], ...] = (
+    Join,
+    Joined,
     Heartbeat,
     Noted,
     Failure,
-    Ready,
-    Leaving,
-    Directive,
-    Put,
-    Ask,
-    Said,
+    Bye,
     Scale,
     JoinRequest,
     Accepted,
-    Goodbye,
     Refused,
 )
+COORDINATION: tuple[type[Message], ...] = (*MEMBERSHIP, Ready, Leaving, Directive, Put, Ask, Said)

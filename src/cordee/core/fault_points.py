@@ -79,7 +79,7 @@ _SERVED = {
     "dispatch.paired": "coordinator: a server has given another everything, that is not written",
     **{
         f"dispatch.answer.{kind}": f"coordinator: about to answer with {kind}"
-        for kind in ("joined", "servers", "work", "order", "leave", "accepted", "refused")
+        for kind in ("joined", "noted", "servers", "work", "order", "leave", "accepted", "refused")
     },
     "dispatch.dismiss": "coordinator: the run is over, about to have everybody leave",
     "dispatch.dismissed": "coordinator: everybody has left, or had the time",

@@ -18,7 +18,7 @@ import zmq
 from cordee.communication.channel import ClientChannel, Peer, Received, RefusedError, ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys
-from cordee.communication.messages import COORDINATION, Accepted, Directive, Goodbye, Heartbeat, Refused
+from cordee.communication.messages import COORDINATION, Accepted, Bye, Directive, Heartbeat, Refused
 from cordee.communication.wire import PROTOCOL_VERSION, Codec, Envelope, Limits, WireError
 from cordee.core.errors import CommunicationError
 
@@ -263,7 +263,7 @@ def test_a_request_fails_as_soon_as_the_server_dies_and_the_client_finds_the_nex
 def test_a_client_that_is_gone_is_named() -> None:
     with open_server() as server:
         with serving(server) as received, open_client(server.address) as client:
-            client.send(Goodbye(), timeout_s=5)
+            client.send(Bye(), timeout_s=5)
             until(lambda: received)
         peer = received[0].peer
 

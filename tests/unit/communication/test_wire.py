@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cordee.communication.messages import COORDINATION, Directive, Goodbye, Hello, Member, Message, Refused
+from cordee.communication.messages import COORDINATION, Accepted, Directive, Join, Member, Message, Refused
 from cordee.communication.wire import PROTOCOL_VERSION, Codec, Envelope, Limits, WireError, outgoing
 from cordee.core.errors import CommunicationError
 
@@ -84,11 +84,11 @@ def test_changed_messages_are_messages_or_a_wire_error(edits: list[tuple[int, by
         pytest.param([b"\x99"], id="one byte"),
         pytest.param([bytes([0x99, PROTOCOL_VERSION]) + b"\x91" * 4000], id="nested deeply"),
         pytest.param([bytes([0x99, PROTOCOL_VERSION]) + b"\xdb\xff\xff\xff\xff"], id="text of 4 GB"),
-        pytest.param([frames_of(Goodbye("b"))[0] + b"\0"], id="trailing byte"),
-        pytest.param([frames_of(Goodbye("b"))[0][:-1]], id="cut"),
-        pytest.param([frames_of(Goodbye("b"))[0], b"1234"], id="a buffer nobody described"),
-        pytest.param(frames_of(Goodbye("b"), [np.zeros(4)])[:1], id="a buffer that is missing"),
-        pytest.param([frames_of(Goodbye("b"), [np.zeros(4)])[0], b"1234"], id="a buffer that is short"),
+        pytest.param([frames_of(Accepted("b"))[0] + b"\0"], id="trailing byte"),
+        pytest.param([frames_of(Accepted("b"))[0][:-1]], id="cut"),
+        pytest.param([frames_of(Accepted("b"))[0], b"1234"], id="a buffer nobody described"),
+        pytest.param(frames_of(Accepted("b"), [np.zeros(4)])[:1], id="a buffer that is missing"),
+        pytest.param([frames_of(Accepted("b"), [np.zeros(4)])[0], b"1234"], id="a buffer that is short"),
         pytest.param([msgspec.msgpack.encode([1, "r", "s", 1, 1, 1, 0, [], ["pickle", "x"]])], id="unknown type"),
         pytest.param([msgspec.msgpack.encode([1, "r", "s", -1, 1, 1, 0, [], ["goodbye", "x"]])], id="negative"),
         pytest.param([msgspec.msgpack.encode([1, "r", "", 1, 1, 1, 0, [], ["goodbye", "x"]])], id="no name"),
@@ -128,7 +128,7 @@ def test_buffers_that_cannot_be_are_refused_from_their_description(dtype: Any, s
 
 
 def test_a_header_of_another_version_says_so() -> None:
-    header = bytearray(frames_of(Goodbye("b"))[0])
+    header = bytearray(frames_of(Accepted("b"))[0])
     assert header[1] == PROTOCOL_VERSION  # where every version keeps it
     header[1] = PROTOCOL_VERSION + 1
     with pytest.raises(WireError, match=r"version 2: this side speaks version 1"):
@@ -139,15 +139,15 @@ def test_the_sender_learns_of_limits_and_types() -> None:
     with pytest.raises(WireError, match=r"at most 4096"):
         frames_of(Refused("r", "x" * 5000))
     with pytest.raises(WireError, match=r"4 buffers: at most 3"):
-        frames_of(Goodbye("b"), [np.zeros(1)] * 4)
+        frames_of(Accepted("b"), [np.zeros(1)] * 4)
     with pytest.raises(WireError, match=r"at most 1024"):
-        frames_of(Goodbye("b"), [np.zeros(1000)])
+        frames_of(Accepted("b"), [np.zeros(1000)])
     with pytest.raises(WireError, match="Refused cannot be sent"):
         CODEC.encode_message(Refused("r", object()))  # type: ignore[arg-type]
-    with pytest.raises(WireError, match="Hello cannot be sent"):
-        CODEC.encode_message(Hello("worker", -1, "host"))
-    with pytest.raises(WireError, match="Goodbye does not belong"):
-        Codec((Hello,)).encode_message(Goodbye("b"))
+    with pytest.raises(WireError, match="Join cannot be sent"):
+        CODEC.encode_message(Join(-1, "host"))
+    with pytest.raises(WireError, match="Accepted does not belong"):
+        Codec((Join,)).encode_message(Accepted("b"))
 
 
 def test_another_service_brings_its_own_messages() -> None:

@@ -174,15 +174,15 @@ class DispatchedLeader:
         num_shares = self._job.training.num_shards or self._job.strategy.workers
         return Dispatcher(
             channel,
-            plan,
-            Ledger(plan.exchanges, num_shares),
-            self._progress,
             self._memory.members,
-            emit=self._take_event,
+            self._take_event,
+            self._handle_request,
+            plan=plan,
+            ledger=Ledger(plan.exchanges, num_shares),
+            progress=self._progress,
             show=self._launcher.progress,
             elapsed_s=self._elapsed_s,
             rate=self._rate,
-            handle_request=self._handle_request,
             memory=self._memory.dispatcher,
         )
 

@@ -9,19 +9,15 @@ is given the `Memory` of the one before; whoever had no answer asks again.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cordee.cluster.control import CONTROL_NAME
-from cordee.cluster.members import REPLACED, MemberRecord, Members
-from cordee.cluster.messages import Event
+from cordee.cluster.member_channel import MemberChannel
+from cordee.cluster.members import MemberRecord
 from cordee.cluster.policies import Stragglers
-from cordee.communication.channel import Received, ServerChannel
-from cordee.communication.messages import Accepted, Failure, Heartbeat, JoinRequest, Message, Refused, Scale
-from cordee.core.errors import CommunicationError, JobError
-from cordee.core.fault_points import reach
+from cordee.communication.channel import Received
+from cordee.communication.messages import Accepted, Failure, Join, Message, Refused
 from cordee.data import Ledger, Unit
 from cordee.monitoring import events
 from cordee.parameters.messages import SecondLost
@@ -29,10 +25,7 @@ from cordee.parameters.server_slots import ServerSlot, ServerSlots
 from cordee.runs.dispatched.messages import (
     AskOrder,
     AskServers,
-    Bye,
     HandOver,
-    Join,
-    Joined,
     Leave,
     OrderDone,
     SnapshotTaken,
@@ -48,23 +41,20 @@ from cordee.training.progress import Progress
 
 
 @dataclass
-class Dispatcher:
-    """Answers the processes of one run over a channel. `serve` never blocks for longer than asked."""
+class Dispatcher(MemberChannel):
+    """Answers the processes of one run."""
 
-    channel: ServerChannel
     plan: RunPlan
     ledger: Ledger
     progress: Progress
-    members: Members
-    emit: Emit  # an event for the run's file
     show: Callable[[int, float], None]  # step and loss for the progress bar
     elapsed_s: Callable[[], float]
     rate: Callable[[int], float]
-    handle_request: Callable[[Scale | JoinRequest], str] | None = None  # somebody with the control file wants something
     memory: Memory | None = None  # of the one before
     failures: list[tuple[str, Failure]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.memory is None:
             committed = self.ledger.committed_steps
             barrier = self.plan.next_barrier(committed)
@@ -77,9 +67,7 @@ class Dispatcher:
             self.plan.policy.patience = self.progress.patience
             assert self._memory.ledger is not None
             self.ledger.go_on_from(self._memory.ledger)
-            self.members.take_up(time.monotonic(), self.channel.fence)
         self._waiting: dict[str, Received] = {}  # worker -> its request for work
-        self._replies: list[tuple[Received, Message]] = []
         memory, wants_followers = self._memory, self.plan.settings.replicas > 1
         self.servers = ServerRegistry(memory.slots, self.members.records, self._reply, wants_followers=wants_followers)
         self.accounts = StepMetrics(self.plan, self.progress, memory.accounts, self.emit, self.show, self.rate)
@@ -94,19 +82,6 @@ class Dispatcher:
         return self._memory
 
     @property
-    def has_pending(self) -> bool:
-        """Whether anything waits to be sent."""
-        return bool(self._replies)
-
-    def flush(self) -> None:
-        """Send what is to be sent. One that is gone is passed over: its exit will tell, or it asks again."""
-        replies, self._replies = self._replies, []
-        for received, message in replies:
-            reach(f"dispatch.answer.{type(message).__name__.lower()}")
-            with contextlib.suppress(CommunicationError):
-                self.channel.reply(received, message)
-
-    @property
     def outcome(self) -> Outcome:
         return self._memory.outcome
 
@@ -115,11 +90,7 @@ class Dispatcher:
         return self._memory.is_over
 
     def serve(self, timeout_s: float) -> None:
-        """Handle what has come in, waiting at most `timeout_s` for the first message."""
-        received = self.channel.receive(timeout_s)
-        while received is not None:
-            self._handle(received)
-            received = self.channel.receive(0.0)
+        super().serve(timeout_s)
         self._drop_late()
         if not self.is_over:
             self._let_go()
@@ -164,80 +135,52 @@ class Dispatcher:
             self._snapshots.lose()
         return units
 
-    def _handle(self, received: Received) -> None:
-        name = received.envelope.sender
-        record = self.members.records.get(name)
-        message = received.message
-        if name == CONTROL_NAME and isinstance(message, Scale | JoinRequest) and self.handle_request is not None:
-            try:
-                self._reply(received, Accepted(self.handle_request(message)))
-            except JobError as error:
-                self._reply(received, Refused("refused", str(error)))
-            return
-        if record is None or not (record.may_speak or isinstance(message, Join)):
-            self._reply(received, Refused("unknown-process", name))
-            return
-        record.heard_s = time.monotonic()
-        match message:
-            case Join():
-                self._join(received, record, message)
-            case AskServers():
-                self.servers.ask(received, message)
+    def _handle_own(self, received: Received, record: MemberRecord) -> None:
+        name = record.name
+        match received.message:
+            case AskServers() as question:
+                self.servers.ask(received, question)
             case SecondLost(address=address, reason=reason):
                 if self.servers.drop_follower(name, address):
                     self.emit(events.Warned(message=f"{reason}: continuing alone until there is another"))
-                self._acknowledge(received)
+                self._reply(received, Accepted())
             case HandOver(has_retired=has_retired):
                 self._hand_over(received, record, has_retired=has_retired)
-            case TakeWork():
-                if message.done >= 0:
-                    self._commit(name, message)
+            case TakeWork() as work:
+                if work.done >= 0:
+                    self._commit(name, work)
                 self.ledger.put_back(name)  # who asks has nothing in hand: it did not hear the last answer
-                record.is_leaving |= message.leaves
+                record.is_leaving |= work.leaves
                 self._waiting[name] = received
             case AskOrder():
                 self._snapshots.arrive(received)
             case SnapshotTaken(ages=ages):
-                self._acknowledge(received)
+                self._reply(received, Accepted())
                 self._snapshots.take_snapshot(ages)
-            case OrderDone():
-                if self._snapshots.is_open(message.number):
-                    self._finish_order(message)
-                self._acknowledge(received)
-            case Heartbeat(step=step):
-                record.step = step
-            case Event(record=event, number=number):
-                if number > record.num_noted:
-                    record.num_noted = number
-                    self.emit(event)
-                self._acknowledge(received)
-            case Failure():
-                self.failures.append((name, message))
-                self._acknowledge(received)
-            case Bye():
-                record.phase = "finished"
-                self._acknowledge(received)
+            case OrderDone() as done:
+                if self._snapshots.is_open(done.number):
+                    self._finish_order(done)
+                self._reply(received, Accepted())
             case other:
                 self._reply(received, Refused("unexpected", type(other).__name__))
 
-    def _join(self, received: Received, record: MemberRecord, join: Join) -> None:
-        incarnation = received.envelope.incarnation
-        if record.may_speak and record.incarnation == incarnation:
-            self._acknowledge(received)  # it did not hear the first time
-            return
-        if not record.may_join:
-            self._reply(received, Refused(REPLACED, f"another process is {record.name} now"))
-            return
-        self.members.join(record, incarnation, time.monotonic())
+    def _take_join(self, record: MemberRecord, join: Join) -> None:
         if record.role == "server":
             record.address, record.public = join.address, join.public
             has_worked = self.servers.has_been_ready
             self.servers.join(record.index, record.name, has_state=join.has_state)
             if has_worked and self.servers.serves(record.name):
                 self._restart_from(record.index, join.step)
-        self._acknowledge(received)
-        self.emit(events.WorkerStarted(worker=record.index, pid=join.pid, host=join.host, role=record.role))
         self.servers.tell()
+
+    def _take_failure(self, record: MemberRecord, failure: Failure) -> None:
+        self.failures.append((record.name, failure))
+
+    def _take_bye(self, record: MemberRecord) -> None:
+        record.phase = "finished"
+
+    def _point(self, message: Message) -> str:
+        return f"dispatch.answer.{type(message).__name__.lower()}"
 
     def _hand_over(self, received: Received, record: MemberRecord, *, has_retired: bool) -> None:
         """Let a server leave that was told to, once another has its part. Until then there is one on its way."""
@@ -246,7 +189,7 @@ class Dispatcher:
             if not record.is_leaving:
                 self.emit(events.Warned(message=f"{name} was told to leave: it stays until another has its part"))
             record.is_leaving = True
-            self._acknowledge(received)
+            self._reply(received, Accepted())
             return
         if not record.is_let_go:
             record.is_let_go, record.phase = True, "finished"
@@ -386,12 +329,6 @@ class Dispatcher:
                 self._timing.give_up(number)
                 late = f"{worker} is late with its part of step {unit.first_batch + 1} ({wait_s:.1f} s)"
                 self.emit(events.Warned(message=f"{late}: another does it"))
-
-    def _acknowledge(self, received: Received) -> None:
-        self._reply(received, Joined(self.plan.failure_timeout_s))
-
-    def _reply(self, received: Received, message: Message) -> None:
-        self._replies.append((received, message))
 
 
 class UnitTiming:

@@ -4,104 +4,60 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
-import threading
 import time
+from typing import Literal
 
 from cordee.cluster.engine import SIGNALS
-from cordee.cluster.member_link import MemberLink, MemberSpec, describe_failure
-from cordee.cluster.messages import Event
+from cordee.cluster.member_link import MemberLink, MemberSpec
+from cordee.cluster.members import GIVEN_UP
+from cordee.cluster.messages import Numbered
 from cordee.communication.calls import Connection
-from cordee.communication.channel import ClientChannel, RefusedError
-from cordee.communication.endpoint import Speaker
-from cordee.communication.keys import ClientKeys
+from cordee.communication.channel import RefusedError
 from cordee.communication.messages import Heartbeat, Message
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import reach
 from cordee.monitoring.events import AnyEvent, stamp
-from cordee.runs.dispatched.messages import LIMITS, SERVED, AskServers, Bye, Join, Joined, Servers
+from cordee.runs.dispatched.messages import LIMITS, SERVED, AskServers, Servers
 from cordee.strategies.parameter_server.messages import LIMITS as PARAMETER_LIMITS
 from cordee.strategies.parameter_server.messages import PARAMETERS
 
 log = logging.getLogger(__name__)
 
 END_SIGNAL = SIGNALS["end"]  # to a server: the run is over. SIGTERM has it hand over and leave
-_AGAIN_S = 0.01
 
 
 class DispatchLink(MemberLink):
     """Joins the run, shows that this process lives, and asks. One request at a time; any thread may ask."""
 
-    def __init__(self, order: MemberSpec) -> None:
-        self._order = order
-        self._keys = ClientKeys.from_text(order.client_keys)
-        self.incarnation = time.time_ns()
-        speaker = Speaker(run=order.run_id, name=order.name, incarnation=self.incarnation)
-        silence_s = order.failure_timeout_s if order.is_remote else 0.0  # a broken link is told by nothing else
-        codec = Codec(SERVED, LIMITS)
-        channel = ClientChannel(order.address, speaker, codec, self._keys, silence_s=silence_s)
-        super().__init__(channel, launcher_pid=order.launcher_pid, is_remote=order.is_remote)
-        self._lock = threading.Lock()
-        self._num_events = 0
+    def __init__(self, spec: MemberSpec) -> None:
+        super().__init__(spec, Codec(SERVED, LIMITS))
 
     def join(self, address: str = "", public: str = "", step: int = 0) -> None:
         """Join the run. A server says where it listens, and after which step of the job its parameters are."""
-        order = self._order
-        host = socket.gethostname()
-        hello = Join(order.role, order.index, os.getpid(), host, address, public, step, order.has_state)
-        reply = self.ask(hello)
-        assert isinstance(reply, Joined)
-        self._show_life(reply.failure_timeout_s / 5)
+        joined = self._join(address=address, public=public, step=step, has_state=self._spec.has_state)
+        self._show_life(joined.heartbeat_s)
 
-    def ask(self, message: Message) -> Message:
-        """Make a request and wait for its answer, which may take long. If the launcher dies, so does this process.
+    def _reach(self, when: Literal["ask", "answered"], message: Message) -> None:
+        reach(f"served.{when}.{type(message).__name__.lower()}")
 
-        Asks again where no answer can come: a dispatcher that dies comes back, and answers once however often it is
-        asked. Raises CommunicationError if it does not.
-        """
-        limit_s = self._order.startup_timeout_s
-        kind = type(message).__name__.lower()
-        sending_until_s = time.monotonic() + limit_s
-        with self._lock:
-            while True:
-                try:
-                    reach(f"served.ask.{kind}")
-                    asked = self._channel.begin(message, timeout_s=limit_s)
-                    sending_until_s = time.monotonic() + limit_s
-                    answer = self._channel.finish(
-                        asked, timeout_s=limit_s, wait_on=lambda: not self._is_closing.is_set()
-                    ).message
-                    reach(f"served.answered.{kind}")
-                    return answer
-                except RefusedError:
-                    raise
-                except CommunicationError as error:
-                    if self._is_closing.is_set() or time.monotonic() > sending_until_s:
-                        raise
-                    log.info("asking again: %s", error)
-                    time.sleep(_AGAIN_S)
+    def _deliver(self, message: Numbered) -> None:
+        self.ask(message)
 
     def emit(self, event: AnyEvent) -> None:
         """Have an event of this process recorded. Returns when the coordinator has noted it."""
-        self._num_events += 1
-        self.ask(Event(stamp(event, f"{self._order.role} {self._order.index}"), self._num_events))
+        super().emit(stamp(event, f"{self._spec.role} {self._spec.index}"))
 
     def fail(self, error: BaseException) -> None:
-        """Report the error this process ends with."""
         with contextlib.suppress(CommunicationError):  # its exit will tell
-            self.ask(describe_failure(error, self.step))
-
-    def leave(self) -> None:
-        self.ask(Bye())
+            super().fail(error)
 
     def connect(self, server: int) -> Connection:
         """Return a connection to a server. Raises CommunicationError if it is not up in time."""
-        deadline = time.monotonic() + 4 * self._order.failure_timeout_s
+        deadline = time.monotonic() + 4 * self._spec.failure_timeout_s
         known = 0
         while True:
-            servers = self.ask(AskServers(known, self._order.is_remote))
+            servers = self.ask(AskServers(known, self._spec.is_remote))
             assert isinstance(servers, Servers)
             try:
                 return self.connect_to(servers.addresses[server])
@@ -112,13 +68,12 @@ class DispatchLink(MemberLink):
                 time.sleep(0.05)
 
     def connect_to(self, address: str) -> Connection:
-        speaker = Speaker(run=self._order.run_id, name=self._order.name, incarnation=self.incarnation)
         return Connection(
             address,
-            speaker,
+            self._channel.speaker,
             PARAMETERS,
             self._keys,
-            failure_timeout_s=self._order.failure_timeout_s,
+            failure_timeout_s=self._spec.failure_timeout_s,
             limits=PARAMETER_LIMITS,
         )
 
@@ -127,17 +82,25 @@ class DispatchLink(MemberLink):
         try:
             self.ask(AskServers())
         except RefusedError as error:
-            return error.reason in ("unknown-process", "stale-incarnation")
+            return error.reason in GIVEN_UP
         except CommunicationError:
             pass
         return False
 
     def _keep_alive(self, heartbeat_s: float) -> None:
-        heard_s = time.monotonic()
         while not self._is_closing.wait(heartbeat_s):
-            self._end_with_the_run(heard_s)
-            try:
+            self._end_with_the_run()
+            with contextlib.suppress(CommunicationError):  # the coordinator is busy, or gone, and may come back
                 self._channel.send(Heartbeat(self.step), timeout_s=heartbeat_s)
-                heard_s = time.monotonic()
-            except CommunicationError:
-                continue  # the launcher is busy, or gone, and this process with it
+                self._take_replies()
+
+    def _take_replies(self) -> None:
+        """Take the answers to heartbeats, which say nothing but that the coordinator lives."""
+        while self._channel.kept() is not None:
+            self._heard_s = time.monotonic()
+        if self._asking.acquire(blocking=False):  # who asks takes what comes in
+            try:
+                while self._channel.receive(0.0) is not None:
+                    self._heard_s = time.monotonic()
+            finally:
+                self._asking.release()

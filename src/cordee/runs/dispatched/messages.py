@@ -1,4 +1,4 @@
-"""What the processes of a served run say to its dispatcher."""
+"""What the members of a dispatched run say to its dispatcher, beside what members of every run say."""
 
 from __future__ import annotations
 
@@ -6,43 +6,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from cordee.cluster.messages import Event
-from cordee.communication.messages import (
-    Accepted,
-    Count,
-    Failure,
-    Heartbeat,
-    JoinRequest,
-    Message,
-    Name,
-    Scale,
-    Text,
-)
+from cordee.cluster.messages import COMMON
+from cordee.communication.messages import Count, Message, Name, Text
 from cordee.communication.wire import Limits
 from cordee.parameters.messages import Number, SecondLost
-
-
-class Join(Message, frozen=True):
-    """A process is up. A server says where it listens. Answered by `Joined`."""
-
-    is_generational = False
-
-    role: Name
-    index: Count
-    pid: Count
-    host: Name
-    address: Annotated[str, Meta(max_length=256)] = ""
-    public: Annotated[str, Meta(max_length=256)] = ""  # for workers of other hosts
-    step: Count = 0  # a server: of the job, that its parameters are of
-    has_state: bool = True  # a server: it has the parameters of the run and may serve; else it can only follow
-
-
-class Joined(Message, frozen=True):
-    """The process belongs to the run."""
-
-    is_generational = False
-
-    failure_timeout_s: Annotated[float, Meta(gt=0)]
 
 
 class AskServers(Message, frozen=True):
@@ -64,7 +31,7 @@ class Servers(Message, frozen=True):
 
 
 class HandOver(Message, frozen=True):
-    """A server was told to leave. Answered by `Leave` once another has its part, else by `Joined`: ask again."""
+    """A server was told to leave. Answered by `Leave` once another has its part, else by `Accepted`: ask again."""
 
     is_generational = False
 
@@ -136,7 +103,7 @@ class Order(Message, frozen=True):
 
 
 class SnapshotTaken(Message, frozen=True):
-    """The evaluator has read the snapshot: the servers may go on. Answered by `Joined`."""
+    """The evaluator has read the snapshot: the servers may go on. Answered by `Accepted`."""
 
     is_generational = False
 
@@ -144,7 +111,7 @@ class SnapshotTaken(Message, frozen=True):
 
 
 class OrderDone(Message, frozen=True):
-    """An order is carried out; `metrics` is empty if none were asked for. Answered by `Joined`."""
+    """An order is carried out; `metrics` is empty if none were asked for. Answered by `Accepted`."""
 
     is_generational = False
 
@@ -157,14 +124,8 @@ class OrderDone(Message, frozen=True):
     number: Count = 0  # of the order
 
 
-class Bye(Message, frozen=True):
-    """The sender is done and ends. Answered by `Joined`, as are events and failures."""
-
-    is_generational = False
-
-
 SERVED: tuple[type[Message], ...] = (
-    Join, Joined, AskServers, Servers, SecondLost, HandOver, TakeWork, Work, Leave, AskOrder, Order, SnapshotTaken,
-    OrderDone, Bye, Heartbeat, Event, Failure, Scale, JoinRequest, Accepted,
+    *COMMON, AskServers, Servers, SecondLost, HandOver, TakeWork, Work, Leave, AskOrder, Order, SnapshotTaken,
+    OrderDone,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=1 << 20)

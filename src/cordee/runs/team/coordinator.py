@@ -12,14 +12,14 @@ from cordee.cluster.launcher_link import LauncherLink
 from cordee.cluster.messages import TEAM, DataFingerprint, FirstStep, StepReached, StepTime, TeamReport, WorkerSummary
 from cordee.cluster.policies import Restarts, Stragglers
 from cordee.communication.channel import ServerChannel
-from cordee.communication.messages import JoinRequest
+from cordee.communication.messages import JoinRequest, Scale
 from cordee.communication.wire import Codec
 from cordee.core import Job
 from cordee.core.errors import TrainingError
 from cordee.monitoring import AnyEvent, Summary, events
 from cordee.runs.team.generations import Generations
 from cordee.runs.team.losses import Losses
-from cordee.runs.team.member_channel import MemberChannel
+from cordee.runs.team.member_channel import TeamChannel
 from cordee.runs.team.membership import Membership
 from cordee.runs.team.recoveries import Recoveries
 from cordee.runs.team.state import RecoveryState, TeamState
@@ -32,7 +32,7 @@ class TeamLeader:
     """The `Leader` of one team."""
 
     codec = Codec(TEAM)
-    _channel: MemberChannel
+    _channel: TeamChannel
     _workers: Workers
     _losses: Losses
     _generations: Generations
@@ -75,8 +75,8 @@ class TeamLeader:
 
     def open(self, channel: ServerChannel) -> None:
         memory, launcher = self._memory, self._launcher
-        members = self._channel = MemberChannel(
-            channel, self._membership, self._take_event, self._take_report, self._scale, self._enlist
+        members = self._channel = TeamChannel(
+            channel, self._membership, self._take_event, self._handle_request, self._take_report
         )
         starter = MemberStarter(
             self._spec, self._job, launcher, self._membership, memory.addresses, channel.fence, "cordee.runs.team"
@@ -129,8 +129,10 @@ class TeamLeader:
     def _scale(self, num_workers: int, threads: int = 0, reason: str = "") -> str:
         return self._workers.scale(num_workers, threads, reason)
 
-    def _enlist(self, wish: JoinRequest) -> str:
-        return self._workers.enlist(wish, self.addresses.public)
+    def _handle_request(self, request: Scale | JoinRequest) -> str:
+        if isinstance(request, JoinRequest):
+            return self._workers.enlist(request, self.addresses.public)
+        return self._scale(request.num_workers, request.threads)
 
     def _check_size(self, num_workers: int) -> None:
         wanted = msgspec.structs.replace(self._job.strategy, workers=num_workers)

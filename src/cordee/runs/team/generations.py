@@ -10,7 +10,7 @@ from cordee.core.errors import TrainingError
 from cordee.core.fault_points import reach
 from cordee.monitoring import events
 from cordee.runs.team.losses import Losses
-from cordee.runs.team.member_channel import MemberChannel
+from cordee.runs.team.member_channel import TeamChannel
 from cordee.runs.team.membership import Membership
 from cordee.runs.team.recoveries import Recoveries
 from cordee.runs.team.state import DirectiveState
@@ -23,7 +23,7 @@ class Generations:
     def __init__(
         self,
         launcher: LauncherLink,
-        channel: MemberChannel,
+        channel: TeamChannel,
         workers: Workers,
         losses: Losses,
         recoveries: Recoveries,
@@ -77,7 +77,7 @@ class Generations:
 
     @property
     def _membership(self) -> Membership:
-        return self._channel.membership
+        return self._channel.members
 
     def _dismiss_late(self) -> None:
         membership = self._membership

@@ -4,48 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
-import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from cordee.cluster.member_link import LONGEST_ABSENCE_S, MemberLink, describe_failure
-from cordee.cluster.members import WORKER_PREFIX
-from cordee.cluster.messages import TEAM, Event, Numbered, StepReached, StepTime, TeamReport
-from cordee.communication.channel import ClientChannel, RefusedError
-from cordee.communication.endpoint import Speaker
-from cordee.communication.keys import ClientKeys
+from cordee.cluster.member_link import LONGEST_ABSENCE_S, MemberLink, MemberSpec
+from cordee.cluster.members import GIVEN_UP
+from cordee.cluster.messages import TEAM, Numbered, StepReached, StepTime, TeamReport
+from cordee.communication.channel import RefusedError
 from cordee.communication.messages import (
+    Bye,
     Directive,
     Failure,
-    Goodbye,
     Heartbeat,
-    Hello,
     Leaving,
     Message,
     Noted,
     Ready,
     Refused,
-    Welcome,
 )
-from cordee.communication.this_host import host_id
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import reach
-from cordee.monitoring.events import AnyEvent
 
 log = logging.getLogger("cordee.worker")
 
-FENCED = ("stale-incarnation", "unexpected", "unknown-member")  # what one that was given up hears
 LONGEST_NAP_S = 0.25  # between two looks at whether this worker wants to leave
 RETRY_S = 0.05
-LONGEST_REQUEST_S = 5.0
 
 
 class Answer(NamedTuple):
@@ -56,30 +45,21 @@ class Answer(NamedTuple):
 
 
 class TeamLink(MemberLink):
-    """A worker's connection to the coordinator. A thread keeps it alive from `join` to `leave`.
+    """A worker's connection to the coordinator. It does not wait to be heard: what is not noted is said again."""
 
-    The coordinator may die and come back: what it has not noted is said again, what it has not answered is asked again.
-    """
-
-    def __init__(self, address: str, run: str, worker_index: int, keys: ClientKeys) -> None:
-        name = f"{WORKER_PREFIX}{worker_index}"
-        speaker = Speaker(run=run, name=name, incarnation=time.time_ns())
-        super().__init__(ClientChannel(address, speaker, Codec(TEAM), keys))
+    def __init__(self, spec: MemberSpec) -> None:
+        super().__init__(spec, Codec(TEAM))
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._ready: Ready | None = None  # asked and not answered
         self._num_asked = 0
         self._outbox: deque[Numbered] = deque()  # told and not noted
-        self._num_told = 0
         self._last_beat = (0, 0)  # its sequence, and what had been told before it
-        self._telling = threading.Condition()
         self._is_stop_asked = False
         self._is_pause_asked = False
         self._disbanded = (0, "")  # the last generation that is known to be over, and why
         self._on_disband: Callable[[], None] = lambda: None
-        self._heard_s = time.monotonic()  # when the coordinator last said something
         self._wants_to_leave = False
         self._dismissal = ""  # why this worker is not one any more
-        self._timeout_s = 5.0
         self.num_returns = 0  # how often it was given up and joined again: the others went on without it
 
     @property
@@ -96,34 +76,15 @@ class TeamLink(MemberLink):
         last, reason = self._disbanded
         return reason if generation <= last else ""
 
-    def join(self, timeout_s: float, *, launcher_pid: int = 0, is_remote: bool = False) -> None:
-        """Register, and show signs of life from now on. One that the launcher did not start ends when it does.
-
-        One on another host cannot look at the launcher: it ends when the coordinator is out of reach for long.
-        """
-        self._launcher_pid, self._is_remote = launcher_pid, is_remote
-        reply = self._request(_hello(), timeout_s)
-        assert isinstance(reply, Welcome), reply
-        self._timeout_s = reply.failure_timeout_s
+    def join(self) -> None:
+        """Register, and show signs of life from now on."""
+        joined = self._join(self._spec.startup_timeout_s)
         reach("link.joined")
-        self._show_life(reply.heartbeat_s)
+        self._show_life(joined.heartbeat_s)
 
-    def _request(self, message: Message, timeout_s: float) -> Message:
-        """Ask until there is an answer: a coordinator that dies before it answers comes back."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            try:
-                remaining_s = max(RETRY_S, deadline_s - time.monotonic())
-                reach("link.join")
-                return self._channel.request(message, timeout_s=min(remaining_s, LONGEST_REQUEST_S)).message
-            except RefusedError:
-                raise
-            except CommunicationError as error:
-                if self._is_launcher_gone:
-                    raise CommunicationError("the run is over: its launcher is gone") from error
-                if time.monotonic() >= deadline_s:
-                    raise
-                time.sleep(RETRY_S)
+    def _reach(self, when: Literal["ask", "answered"], message: Message) -> None:
+        if when == "ask":
+            reach("link.join")
 
     def await_generation(self, step: int, *, has_dropped: bool, reason: str = "") -> Answer:
         """Say that this worker is ready, with `step` steps taken or -1 for nothing, and wait for what to do.
@@ -160,10 +121,6 @@ class TeamLink(MemberLink):
         """Have the coordinator told that this worker must go. For signal handlers: returns at once."""
         self._wants_to_leave = True
 
-    def emit(self, event: AnyEvent) -> None:
-        """Pass an event on. It reaches the coordinator, now or when it is back."""
-        self._tell(Event(event))
-
     def report(self, report: TeamReport) -> None:
         """Tell the coordinator how training goes: now or when it is back, or not at all if that is soon out of date."""
         if isinstance(report, StepTime | StepReached):
@@ -171,18 +128,16 @@ class TeamLink(MemberLink):
         else:
             self._tell(report)
 
-    def fail(self, error: BaseException, step: int) -> None:
-        """Report the error this worker ends with."""
-        self._tell(describe_failure(error, step))
-        self._await_noted(2 * self._timeout_s)
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        self._await_noted(2 * self._spec.failure_timeout_s)
 
     def leave(self) -> None:
-        """Say goodbye: this worker is done. Returns when it has been heard."""
         if self._dismissal:
             return
-        self._tell(Goodbye())
+        super().leave()
         reach("link.goodbye")
-        self._await_noted(max(LONGEST_ABSENCE_S, 4 * self._timeout_s))
+        self._await_noted(max(LONGEST_ABSENCE_S, 4 * self._spec.failure_timeout_s))
 
     def _say(self, message: Message) -> None:
         """Send without waiting; whatever matters is said again."""
@@ -190,12 +145,9 @@ class TeamLink(MemberLink):
             _reach_point_of(message)
             self._channel.send(message, timeout_s=0.0)
 
-    def _tell(self, message: Numbered) -> None:
-        with self._telling:
-            self._num_told += 1
-            message = msgspec.structs.replace(message, number=self._num_told)
-            self._outbox.append(message)
-            self._say(message)
+    def _deliver(self, message: Numbered) -> None:
+        self._outbox.append(message)
+        self._say(message)
 
     def _await_noted(self, timeout_s: float) -> None:
         with self._telling:
@@ -225,7 +177,7 @@ class TeamLink(MemberLink):
 
     def _come_back(self, refused: Refused, reply_to: int) -> None:
         """This worker was given up while it could not speak: join again, or learn that another has its place."""
-        if refused.reason not in FENCED or reply_to != self._last_beat[0]:  # earlier messages are refused as well
+        if refused.reason not in GIVEN_UP or reply_to != self._last_beat[0]:  # earlier messages are refused as well
             return
         with self._telling:  # what it had to say is of the past
             self._outbox.clear()
@@ -238,7 +190,7 @@ class TeamLink(MemberLink):
         self._disband(self._channel.generation, "this worker was given up")
         reach("link.given_up")
         try:
-            self._request(_hello(), LONGEST_ABSENCE_S)
+            self._join(LONGEST_ABSENCE_S)
             log.warning("this worker was given up because it could not be heard; it has joined again")
         except RefusedError as error:
             self._dismissal = error.detail or str(error)
@@ -248,7 +200,7 @@ class TeamLink(MemberLink):
 
     def _beat(self) -> None:
         """Show that this worker lives, and say again what was not answered."""
-        self._end_with_the_run(self._heard_s)
+        self._end_with_the_run()
         with self._telling:
             num_told = self._num_told
             sequence = self._channel.send(Heartbeat(self.step), timeout_s=0.0)
@@ -286,10 +238,6 @@ class TeamLink(MemberLink):
             self._answers.put(Answer(directive, directive.generation))
 
 
-def _hello() -> Hello:
-    return Hello(role="worker", pid=os.getpid(), host=socket.gethostname(), host_id=host_id())
-
-
 def _reach_point_of(message: Message) -> None:
     match message:
         case Ready():
@@ -298,5 +246,5 @@ def _reach_point_of(message: Message) -> None:
             reach("link.send_leaving")
         case Failure():
             reach("link.send_failure")
-        case Goodbye():
+        case Bye():
             reach("link.send_goodbye")

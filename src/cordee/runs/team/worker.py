@@ -66,15 +66,11 @@ def work(order: MemberSpec) -> Exception | None:
     memory = MemoryWatch()
     fault_points.identify(order.name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
-    keys = ClientKeys.from_text(order.client_keys)
     log_file = order.log_file
-    with (
-        setup_logging(log_file),
-        TeamLink(order.address, order.run_id, order.index, keys) as link,
-    ):
+    with setup_logging(log_file), TeamLink(order) as link:
         member = _Member(order, link, log_file, memory)
         try:
-            link.join(order.startup_timeout_s, launcher_pid=order.launcher_pid, is_remote=order.is_remote)
+            link.join()
             with _leaving_in_order(link, also_on_interrupt=order.launcher_pid > 0 or order.is_remote):
                 member.work()
             link.leave()
@@ -82,7 +78,7 @@ def work(order: MemberSpec) -> Exception | None:
             log.exception("worker %d cannot go on", order.index)
             link.step = member.step
             reason = find_lost_peer(error) or error
-            link.fail(reason, link.step)
+            link.fail(reason)
             return reason
     return None
 

@@ -16,7 +16,7 @@ from cordee.core import Job
 from cordee.core.errors import JobError
 from cordee.core.fault_points import reach
 from cordee.monitoring import events
-from cordee.runs.team.member_channel import MemberChannel
+from cordee.runs.team.member_channel import TeamChannel
 from cordee.runs.team.membership import Membership
 from cordee.runs.team.state import WorkersState
 
@@ -28,7 +28,7 @@ class Workers:
         self,
         job: Job,
         launcher: LauncherLink,
-        channel: MemberChannel,
+        channel: TeamChannel,
         starter: MemberStarter,
         memory: WorkersState,
         check_size: Callable[[int], None],
@@ -131,7 +131,7 @@ class Workers:
 
     @property
     def _membership(self) -> Membership:
-        return self._channel.membership
+        return self._channel.members
 
     def _unused_number(self) -> int:
         return next(index for index in itertools.count() if self._membership.is_free(index))

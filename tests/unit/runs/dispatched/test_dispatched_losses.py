@@ -12,11 +12,12 @@ from cordee.cluster.coordinator import Addresses, CoordinatorSpec
 from cordee.cluster.engine import Exited, ProcessSpec, Started
 from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherSpec
 from cordee.cluster.members import MemberRecord
+from cordee.communication.messages import Join
 from cordee.core.errors import TrainingError
 from cordee.core.settings import Cluster
 from cordee.monitoring.events import AnyEvent, Warned, WorkerLeft
 from cordee.runs.dispatched.losses import Losses
-from cordee.runs.dispatched.messages import AskOrder, HandOver, Join, Leave, Order, TakeWork
+from cordee.runs.dispatched.messages import AskOrder, HandOver, Leave, Order, TakeWork
 from cordee.runs.dispatched.process_starter import ProcessStarter
 from cordee.runs.dispatched.state import LossState
 
@@ -128,7 +129,7 @@ def test_a_server_told_to_leave_stays_until_another_has_everything() -> None:
     for _ in range(2):  # the second time one is on its way
         scene.losses.start_seconds()
         assert scene.launcher.started == ["server-0"]
-    play.say("server-0.1", Join("server", 0, 2, "host", "elsewhere", has_state=False))
+    play.say("server-0.1", Join(2, "host", address="elsewhere", has_state=False))
     assert servers.unfollowed() == [(0, "server-0", "server-0.1")]
     assert ("server-0", Leave()) not in play.say("server-0", HandOver(has_retired=False)), (
         "not before it has everything"
@@ -243,7 +244,7 @@ def test_external_workers_are_given_up_and_not_replaced(monkeypatch: pytest.Monk
         scene.losses.look(scene.now_s + 2 * TIMEOUT_S)
         assert why in scene.launcher.warnings[0] and scene.launcher.started == scene.launcher.killed == []
         assert process.is_away and scene.workers == []
-        scene.play.say("worker-0", Join("worker", 0, 1, "host"))  # it is back
+        scene.play.say("worker-0", Join(1, "host"))  # it is back
         scene.losses.look(scene.now_s)
         assert not process.is_away and scene.workers == ["worker-0"]
     scene = Scene()

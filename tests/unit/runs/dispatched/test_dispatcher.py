@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from cordee.cluster.members import MemberRecord, Members
-from cordee.communication.messages import Message
+from cordee.communication.messages import Join, Message
 from cordee.core import Job
 from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger
 from cordee.monitoring import AnyEvent, events
 from cordee.runs.dispatched.dispatcher import Dispatcher
-from cordee.runs.dispatched.messages import AskOrder, Join, Leave, Order, OrderDone, SnapshotTaken, TakeWork, Work
+from cordee.runs.dispatched.messages import AskOrder, Leave, Order, OrderDone, SnapshotTaken, TakeWork, Work
 from cordee.runs.dispatched.plan import RunPlan
 from cordee.strategies.parameter_server import ParameterServerSettings
 from cordee.training.progress import Progress
@@ -54,11 +54,12 @@ class Play:
         self.members = Members(failure_timeout_s=5.0)
         self.dispatcher = Dispatcher(
             self.channel,  # type: ignore[arg-type]
-            plan,
-            Ledger(plan.exchanges, num_workers),
-            Progress(),
             self.members,
-            emit=self.events.append,
+            self.events.append,
+            lambda request: "",
+            plan=plan,
+            ledger=Ledger(plan.exchanges, num_workers),
+            progress=Progress(),
             show=lambda step, loss: None,
             elapsed_s=lambda: 0.0,
             rate=lambda step: 0.1,
@@ -71,7 +72,7 @@ class Play:
     def join(self, record: MemberRecord, address: str = "", **more: Any) -> list[tuple[str, Message]]:
         """Have a process that was asked for say that it is there."""
         self.members.expect(record, 0.0)
-        return self.say(record.name, Join(record.role, record.index, 1, "host", address, **more))
+        return self.say(record.name, Join(1, "host", address=address, **more))
 
     def say(self, sender: str, message: Message) -> list[tuple[str, Message]]:
         """Let a process speak; return what the dispatcher says to anybody after it."""

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from cordee.cluster.member_link import MemberSpec
 from cordee.cluster.members import MemberRecord
 from cordee.cluster.messages import (
     TEAM,
@@ -23,13 +24,13 @@ from cordee.cluster.messages import (
 from cordee.communication.channel import ClientChannel, RefusedError, ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys
-from cordee.communication.messages import Directive, Hello, Welcome
+from cordee.communication.messages import Directive, Join, Joined
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 from cordee.monitoring import AnyEvent, Summary
 from cordee.monitoring.events import Commit, Step, Warned
 from cordee.runs.team.link import Answer, TeamLink
-from cordee.runs.team.member_channel import MemberChannel
+from cordee.runs.team.member_channel import TeamChannel
 from cordee.runs.team.membership import Membership
 
 pytestmark = pytest.mark.timeout(30)
@@ -51,10 +52,11 @@ class Served:
         speaker = Speaker(run="run", name="coordinator", incarnation=time.time_ns())
         address = before.address if before else "tcp://127.0.0.1:*"
         self._channel = ServerChannel(address, speaker, Codec(TEAM), SERVER_KEYS)
-        self.coordinator = MemberChannel(
+        self.coordinator = TeamChannel(
             self._channel,
             self.membership,
             self.events.append,
+            lambda request: "",
             lambda worker, report: self.reports.append((worker, report)),
         )
         self._is_over = threading.Event()
@@ -78,7 +80,18 @@ class Served:
         self.coordinator.fence(record)
 
     def link(self, index: int) -> TeamLink:
-        return TeamLink(self.address, "run", index, CLIENT_KEYS)
+        spec = MemberSpec(
+            kind="team",
+            role="worker",
+            index=index,
+            run_dir="",
+            run_id="run",
+            address=self.address,
+            client_keys=CLIENT_KEYS.to_text(),
+            failure_timeout_s=TIMEOUT_S,
+            startup_timeout_s=10.0,
+        )
+        return TeamLink(spec)
 
     def channel(self, name: str) -> ClientChannel:
         speaker = Speaker(run="run", name=name, incarnation=1)
@@ -110,7 +123,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 def joined(served: Served, *links: TeamLink) -> list[Answer]:
     """Let all join and form a generation; return what each was told."""
     for link in links:
-        link.join(10.0)
+        link.join()
     told: dict[int, Answer] = {}
 
     def await_generation(at: int, link: TeamLink) -> None:
@@ -246,10 +259,10 @@ def test_what_the_coordinator_decides_by_is_no_event(served: Served) -> None:
 def test_a_failure_is_a_cause_and_a_lost_peer_a_consequence(served: Served) -> None:
     with served.link(0) as first, served.link(1) as second:
         joined(served, first, second)
-        first.fail(CommunicationError("rank 1 died"), step=4)
+        first.fail(CommunicationError("rank 1 died"))
         wait_until(lambda: served.membership.troubles)
         assert served.membership.culprit(time.monotonic()) is None
-        second.fail(ValueError("x" * 10_000), step=4)
+        second.fail(ValueError("x" * 10_000))
         wait_until(lambda: served.membership.culprit(time.monotonic()))
         culprit = served.membership.culprit(time.monotonic())
     assert culprit is not None and culprit.worker_index == 1
@@ -316,7 +329,7 @@ def test_another_coordinator_takes_up_where_one_was(served: Served) -> None:
 def test_an_answer_that_was_lost_is_given_again(served: Served) -> None:
     with served.link(0) as first, served.link(1) as second:
         for link in (first, second):
-            link.join(10.0)
+            link.join()
         answers: list[Answer] = []
         waiting = [
             threading.Thread(target=lambda: answers.append(first.await_generation(-1, has_dropped=False))),
@@ -340,10 +353,14 @@ def test_an_answer_that_was_lost_is_given_again(served: Served) -> None:
 @pytest.mark.parametrize("name", ["worker-2", "worker-x", "worker--1", "server-0", "worker-"])
 def test_who_is_not_of_the_team_is_refused(served: Served, name: str) -> None:
     with served.channel(name) as channel, pytest.raises(RefusedError, match="unknown-member"):
-        channel.request(Hello("worker", 1, "host"), timeout_s=5)
+        channel.request(Join(1, "host"), timeout_s=5)
     assert served.events == []
 
 
 def test_messages_that_only_the_coordinator_sends_are_refused(served: Served) -> None:
-    with served.channel("worker-0") as channel, pytest.raises(RefusedError, match="unexpected"):
-        channel.request(Welcome(1.0, 1.0), timeout_s=5)
+    with served.channel("worker-0") as channel:
+        with pytest.raises(RefusedError, match="not-joined"):
+            channel.request(Joined(1.0, 1.0), timeout_s=5)
+        assert channel.request(Join(1, "host"), timeout_s=5).message == Joined(TIMEOUT_S, TIMEOUT_S / 5)
+        with pytest.raises(RefusedError, match="unexpected"):
+            channel.request(Joined(1.0, 1.0), timeout_s=5)
