@@ -25,7 +25,7 @@ from cordee.communication.channel import ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
 from cordee.communication.messages import JoinRequest
-from cordee.communication.this_host import find_listening, own_address
+from cordee.communication.this_host import find_listening, host_id, own_address
 from cordee.communication.wire import Codec
 from cordee.core import Job
 from cordee.core.errors import CommunicationError, CordeeError
@@ -93,6 +93,8 @@ class MemberStarter:
         self._addresses = addresses
         self._fence = fence
         self._package = package
+        self._text = job.to_toml()
+        self.data = ""  # what is known of the run's data
 
     def start(self, role: str, index: int, *, replica: int = 0, **told: Any) -> MemberRecord:
         """Have a process started for a member, in the place of an earlier one if there was; `told` is for it alone."""
@@ -105,18 +107,14 @@ class MemberStarter:
         record.started = process.incarnation
         return record
 
-    def enlist(self, index: int, request: JoinRequest, data: str, *, is_remote: bool, **told: Any) -> str:
-        """Take a worker that somebody else started; return what it is told. `data` is what is known of the run's data.
+    def enlist(self, index: int, request: JoinRequest) -> str:
+        """Take a worker that somebody else started; return what it is told: the same as others, and the launcher.
 
         The worker takes part when it has said that it is there.
         """
+        is_remote = request.host_id != host_id()
         record = self._expect(MemberRecord(index=index, pid=request.pid, is_remote=is_remote))
-        spec = self._tell(record, told)
-        if is_remote:
-            job = self._spec.job_file.read_text(encoding="utf-8")
-            spec = msgspec.structs.replace(spec, address=self._addresses.public, resume=False, job=job, data=data)
-        else:
-            spec = msgspec.structs.replace(spec, launcher_pid=self._spec.launcher_pid)
+        spec = self._tell(record, {"launcher_pid": self._spec.launcher_pid})
         reach("staff.enlisted")
         return msgspec.json.encode(spec).decode()
 
@@ -147,6 +145,9 @@ class MemberStarter:
             startup_timeout_s=self._members.startup_timeout_s,
             host_address=own_address(public) if public else "",
             num_local=self._job.strategy.workers,
+            run_host=host_id(),
+            job=self._text,
+            data=self.data,
         )
         return msgspec.structs.replace(common, **told)
 

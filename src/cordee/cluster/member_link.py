@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+import tomllib
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,7 @@ from cordee.communication.keys import ClientKeys
 from cordee.communication.messages import Bye, Failure, Join, Joined, Message
 from cordee.communication.this_host import host_id
 from cordee.communication.wire import Codec
+from cordee.core import Job
 from cordee.core.errors import CommunicationError
 from cordee.monitoring.events import AnyEvent
 
@@ -52,15 +54,26 @@ class MemberSpec(msgspec.Struct, frozen=True, kw_only=True):
     startup_timeout_s: float
     resume: bool = False
     has_state: bool = True  # a server: what it starts with, or reads, is what the run has; else it is given everything
-    launcher_pid: int = 0  # for one that the launcher did not start: it ends when this one does
+    launcher_pid: int = 0  # for one that the launcher did not start; on the launcher's host it ends with this process
+    run_host: str  # id of the host that the run is on
     host_address: str = ""  # of this host, for what goes between hosts; empty where nobody can join from another
-    job: str = ""  # as TOML, for one on another host: it has a run directory of its own
-    data: str = ""  # what is known of the run's data, for one on another host
+    job: str  # as TOML
+    data: str = ""  # what is known of the run's data, where workers of other hosts may join: all must have the same
     num_local: int = 1  # processes that compute on this host to begin with: they share its cores
 
     @property
     def is_remote(self) -> bool:
-        return bool(self.job)
+        """Whether the run is on another host: its processes cannot be looked at from here, nor its memory shared."""
+        return self.run_host != host_id()
+
+    @property
+    def is_external(self) -> bool:
+        """Whether somebody else than the launcher has started this process."""
+        return self.launcher_pid > 0
+
+    def load_job(self) -> Job:
+        """Return the job of the run. Raises JobError."""
+        return Job.from_dict(tomllib.loads(self.job), python_path=(self.run_dir, str(Path.cwd())))
 
     @property
     def name(self) -> str:
@@ -86,7 +99,8 @@ class MemberLink(abc.ABC):
         self._spec = spec
         self._keys = ClientKeys.from_text(spec.client_keys)
         speaker = Speaker(run=spec.run_id, name=spec.name, incarnation=time.time_ns())
-        silence_s = spec.failure_timeout_s if spec.is_remote else 0.0  # a broken connection is told by nothing else
+        self._is_remote = spec.is_remote
+        silence_s = spec.failure_timeout_s if self._is_remote else 0.0  # a broken connection is told by nothing else
         self._channel = ClientChannel(spec.address, speaker, codec, self._keys, silence_s=silence_s)
         self._asking = threading.Lock()
         self._telling = threading.Condition()
@@ -172,15 +186,14 @@ class MemberLink(abc.ABC):
 
     @property
     def _is_launcher_gone(self) -> bool:
-        pid = self._spec.launcher_pid
-        return pid > 0 and not is_alive(pid)
+        return self._spec.is_external and not self._is_remote and not is_alive(self._spec.launcher_pid)
 
     def _end_with_the_run(self) -> None:
         """End this process if the run is over: the main thread may wait for others, or for an answer, for ever."""
         if self._is_launcher_gone:
             log.error("the run is over: its launcher (process %d) is gone", self._spec.launcher_pid)
             os._exit(1)
-        if self._spec.is_remote and time.monotonic() - self._heard_s > LONGEST_ABSENCE_S:
+        if self._is_remote and time.monotonic() - self._heard_s > LONGEST_ABSENCE_S:
             message = f"the run has ended or is out of reach: nothing was heard of it for {LONGEST_ABSENCE_S:g} s"
             log.error("%s", message)
             sys.stderr.write(f"cordee: {message}\n")

@@ -12,7 +12,7 @@ import torch
 from cordee.cluster.control import Control, NotYetError, enlist, reach
 from cordee.cluster.member_link import MemberSpec
 from cordee.communication.this_host import own_address
-from cordee.core import Job, fault_points
+from cordee.core import fault_points
 from cordee.core.env import cache_folder
 from cordee.core.errors import CommunicationError, CordeeError, JobError, TrainingError
 from cordee.runs.kind import KINDS
@@ -61,18 +61,17 @@ def _enlist(place: Path, control: Control, say: Callable[[str], None]) -> Member
 
 
 def _adapt_to_host(spec: MemberSpec, control: Control, data_root: Path | None) -> MemberSpec:
-    """Return the spec with what is different on this host: a folder for the job and the log, and the own address."""
+    """Return the spec with what is different on this host: the addresses, and folders for the log and the data."""
     folder = cache_folder() / "joined" / f"{control.run}-{spec.index}"
     try:
-        address = own_address(reach(control, folder))
+        address = reach(control, folder)
+        own = own_address(address)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "job.toml"
-        path.write_text(spec.job, encoding="utf-8")
-        if data_root is not None:
-            job = Job.load(path, [f"data.root={str(data_root.expanduser().absolute())!r}"])
-            path.write_text(job.to_toml(), encoding="utf-8")
     except OSError as error:
         raise JobError(f"cannot write {folder}: {error.strerror}; set CORDEE_CACHE to another folder") from None
     except CommunicationError as error:
         raise JobError(str(error)) from error
-    return msgspec.structs.replace(spec, run_dir=str(folder), host_address=address)
+    job = spec.job
+    if data_root is not None:
+        job = spec.load_job().replace([f"data.root={str(data_root.expanduser().absolute())!r}"]).to_toml()
+    return msgspec.structs.replace(spec, run_dir=str(folder), address=address, host_address=own, num_local=1, job=job)

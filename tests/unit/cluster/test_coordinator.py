@@ -16,6 +16,7 @@ from cordee.cluster.member_link import MemberSpec
 from cordee.cluster.members import Members
 from cordee.communication.keys import make_keys
 from cordee.communication.messages import COORDINATION, JoinRequest
+from cordee.communication.this_host import host_id
 from cordee.communication.wire import Codec
 from cordee.core import Job
 
@@ -139,28 +140,26 @@ class Starts:
         self.specs.append(spec)
 
 
-def test_members_are_told_the_same_and_external_ones_what_they_miss(tmp_path: Path) -> None:
+def test_members_are_told_the_same_whoever_has_started_them(tmp_path: Path) -> None:
     job = Job.from_dict({"model": {"use": "mlp"}, "data": {"use": "iris"}, "strategy": {"workers": 2}})
-    (tmp_path / "job.toml").write_text(job.to_toml())
     spec, addresses = spec_in(tmp_path, resume=True), Addresses("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
     members, launcher, fenced = Members(failure_timeout_s=5.0), Starts(), dict[str, int]()
     starter = MemberStarter(spec, job, launcher, members, addresses, fenced.__setitem__, "a.b")  # type: ignore[arg-type]
+    starter.data = "data"
     record = starter.start("server", 1, replica=1, has_state=False)
     (process,) = launcher.specs
     assert (process.index, process.incarnation, process.target) == (record.number, record.started, "a.b.server:main")
     told = msgspec.convert(process.argument, MemberSpec)
-    assert told.name == "server-1.1" and told.num_local == 2 and not told.is_remote and not told.has_state
-    assert (told.address, told.host_address, told.launcher_pid) == ("tcp://127.0.0.1:1", "127.0.0.1", 0)
-    request = JoinRequest(77, "host", "id", "1", "2")
-    near, far = (
-        msgspec.json.decode(starter.enlist(2, request, "data", is_remote=is_remote), type=MemberSpec)
-        for is_remote in (False, True)
-    )
-    own = msgspec.structs.replace(told, role="worker", index=2, replica=0, has_state=True)
-    assert near == msgspec.structs.replace(own, launcher_pid=1), "it ends with the launcher, and has the run's files"
-    assert far.is_remote and far.job == job.to_toml() and far.data == "data"
-    assert (far.address, far.launcher_pid, far.resume) == ("tcp://127.0.0.1:2", 0, False)
-    assert members.records["worker-2"].is_external and members.records["worker-2"].pid == 77
+    assert told.name == "server-1.1" and told.num_local == 2 and not told.has_state and not told.is_external
+    assert (told.address, told.host_address) == ("tcp://127.0.0.1:1", "127.0.0.1")
+    assert (told.data, told.load_job().to_dict()["model"]) == ("data", job.to_dict()["model"])
+    own = msgspec.structs.replace(told, role="worker", index=2, replica=0, has_state=True, launcher_pid=1)
+    for host in (host_id(), "another"):
+        joined = msgspec.json.decode(starter.enlist(2, JoinRequest(77, "host", host, "1", "2")), type=MemberSpec)
+        assert joined == own and joined.is_external and not joined.is_remote
+        record = members.records["worker-2"]
+        assert record.is_external and record.is_remote == (host == "another") and record.pid == 77
+    assert msgspec.structs.replace(told, run_host="another").is_remote
 
 
 def test_the_process_that_is_replaced_is_not_listened_to(tmp_path: Path) -> None:

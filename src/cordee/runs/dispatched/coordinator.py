@@ -90,6 +90,7 @@ class DispatchedLeader:
         starter = self._starter = ProcessStarter(
             self._spec, self._job, launcher, memory.members, memory.addresses, channel.fence, "cordee.runs.dispatched"
         )
+        starter.data = self._facts.data
         self._losses = Losses(cluster, launcher, dispatcher, starter, self._servers, memory.losses)
 
     def begin(self) -> None:
@@ -216,10 +217,8 @@ class DispatchedLeader:
     def _handle_request(self, request: Scale | JoinRequest) -> str:
         """Do what somebody with the control file wants; return what is said to them. Raises JobError."""
         if isinstance(request, JoinRequest):
-            is_remote = check_join_request(request, self.addresses.public)
-            told = {"num_local": 1} if is_remote else {}
-            index = self._starter.next_worker
-            return self._starter.enlist(index, request, self._facts.data, is_remote=is_remote, **told)
+            check_join_request(request, self.addresses.public)
+            return self._starter.enlist(self._starter.next_worker, request)
         if request.threads:
             raise JobError("workers of parameter servers keep their threads: leave --threads out")
         return self._scale(request.num_workers)

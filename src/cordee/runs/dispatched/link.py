@@ -57,7 +57,7 @@ class DispatchLink(MemberLink):
         deadline = time.monotonic() + 4 * self._spec.failure_timeout_s
         known = 0
         while True:
-            servers = self.ask(AskServers(known, self._spec.is_remote))
+            servers = self.ask(AskServers(known, self._is_remote))
             assert isinstance(servers, Servers)
             try:
                 return self.connect_to(servers.addresses[server])

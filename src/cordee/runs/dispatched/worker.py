@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,7 +23,7 @@ from cordee.cluster.members import REPLACED
 from cordee.communication.channel import RefusedError
 from cordee.compute import Loss, find_unsound, split_batch
 from cordee.compute.devices import MemoryWatch
-from cordee.core import Batch, Job
+from cordee.core import Batch
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import identify, reach
 from cordee.core.seeds import derive_seed
@@ -64,9 +63,9 @@ def work(order: MemberSpec) -> Exception | None:
     leave_asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: leave_asked.set())  # a spot instance, Slurm, Kubernetes
     # The launcher asks, when it is time; one that it did not start is asked by its user.
-    interrupted = (lambda number, frame: leave_asked.set()) if order.launcher_pid or order.is_remote else signal.SIG_IGN
+    interrupted = (lambda number, frame: leave_asked.set()) if order.is_external else signal.SIG_IGN
     signal.signal(signal.SIGINT, interrupted)
-    with setup_logging(Path(order.run_dir) / "logs" / f"{order.name}.log"):
+    with setup_logging(order.log_file):
         while isinstance(problem := _work(order, leave_asked, memory), _GivenUpError):
             log.warning("this worker was given up because it could not be heard; it joins again")
     return problem
@@ -76,7 +75,7 @@ def _work(order: MemberSpec, leave_asked: threading.Event, memory: MemoryWatch) 
     """Join and work; return why this worker could not go on, or that it was given up and may join again."""
     with DispatchLink(order) as link, contextlib.ExitStack() as stack:
         try:
-            job = Job.load(Path(order.run_dir) / "job.toml")
+            job = order.load_job()
             team = Team(
                 worker_index=min(order.index, job.strategy.workers - 1),
                 num_workers=job.strategy.workers,
@@ -84,7 +83,7 @@ def _work(order: MemberSpec, leave_asked: threading.Event, memory: MemoryWatch) 
             )
             parts = assemble(job, team)
             stack.callback(parts.train.close)
-            if order.is_remote:
+            if order.data:
                 check_same(order.data, parts.splits)
             loop = DispatchedWorker(parts, link, order, leave_asked, memory)
             link.join()

@@ -21,7 +21,7 @@ from cordee.communication.keys import ClientKeys
 from cordee.communication.shared_memory.gloo_sockets import shut_gloo_sockets
 from cordee.communication.shared_memory.liveness import abandon_groups
 from cordee.compute.devices import MemoryWatch
-from cordee.core import Job, fault_points
+from cordee.core import fault_points
 from cordee.core.errors import CommunicationError
 from cordee.data.source import check_same, fingerprint
 from cordee.monitoring import AnyEvent, Monitor, events, setup_logging
@@ -71,7 +71,7 @@ def work(order: MemberSpec) -> Exception | None:
         member = _Member(order, link, log_file, memory)
         try:
             link.join()
-            with _leaving_in_order(link, also_on_interrupt=order.launcher_pid > 0 or order.is_remote):
+            with _leaving_in_order(link, also_on_interrupt=order.is_external):
                 member.work()
             link.leave()
         except Exception as error:
@@ -103,8 +103,8 @@ class _Member:
         order, link = self._order, self._link
         index = min(order.index, order.num_local - 1)
         places = Team(index, order.num_local, num_local_workers=order.num_local, local_rank=index)
-        parts = assemble(Job.load(self._run_dir / "job.toml"), places)
-        if order.is_remote:
+        parts = assemble(order.load_job(), places)
+        if order.data:
             check_same(order.data, parts.splits)
         elif order.host_address:
             link.report(DataFingerprint(fingerprint(parts.splits)))

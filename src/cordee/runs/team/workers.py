@@ -39,6 +39,7 @@ class Workers:
         self._starter = starter
         self._memory = memory
         self._check_size = check_size
+        starter.data = memory.data
 
     @property
     def run_dir(self) -> Path:
@@ -59,8 +60,8 @@ class Workers:
         self._memory.is_reform_wanted = False
 
     def note_data(self, fingerprint: str) -> None:
-        """Take note of what is known of the data: workers of other hosts are told."""
-        self._memory.data = fingerprint
+        """Take note of what is known of the data: workers that join are told."""
+        self._memory.data = self._starter.data = fingerprint
 
     def log_file(self, index: int) -> Path:
         return self._starter.log_file(self._membership.of(index))
@@ -121,7 +122,7 @@ class Workers:
         if is_remote and not (data and membership.generation):
             raise NotYetError("the run is still starting: try again when it trains")
         self._check_size(len(membership.active) + 1)
-        return self._starter.enlist(self._unused_number(), request, data, is_remote=is_remote)
+        return self._starter.enlist(self._unused_number(), request)
 
     def set_aside(self, record: MemberRecord) -> None:
         """Continue without a silent worker that nobody takes the place of; when it can be heard it may join again."""

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from cordee.cluster.members import MemberRecord, Members
-from cordee.communication.messages import Join, Message
+from cordee.cluster.messages import Event
+from cordee.communication.messages import Heartbeat, Join, Joined, Message, Noted, Refused
 from cordee.core import Job
 from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger
@@ -100,6 +101,24 @@ class Play:
 def work_of(answers: list[tuple[str, Message]]) -> Work:
     (work,) = [message for _, message in answers if isinstance(message, Work)]
     return work
+
+
+def test_only_processes_that_are_expected_join_and_each_message_counts_once() -> None:
+    play = Play()
+    assert play.say("worker-7", Join(1, "host")) == [("worker-7", Refused("unknown-member", "worker-7"))]
+    assert play.say("worker-0", Join(1, "host")) == [("worker-0", Joined(5.0, 1.0))], "it had not heard"
+    worker = play.members.records["worker-0"]
+    told = Event(events.Warned(message="once"), 1)
+    for _ in range(2):
+        assert play.say("worker-0", told) == [("worker-0", Noted(1))]
+    assert [event for event in play.events if isinstance(event, events.Warned)] == [events.Warned(message="once")]
+    assert play.say("worker-0", Event(events.Warned(message="later"), 3)) == [("worker-0", Noted(1))], "2 is missing"
+    assert play.say("worker-0", Heartbeat(4)) == [("worker-0", Noted(1))] and worker.step == 4
+    play.dispatcher.lose(worker)
+    (answer,) = play.say("worker-0", Heartbeat(5))
+    assert answer == ("worker-0", Refused("not-joined", "Heartbeat before Join"))
+    (answer,) = play.say("worker-0", Join(1, "host"))
+    assert answer == ("worker-0", Refused("replaced", "another process is worker-0 now"))
 
 
 @pytest.mark.parametrize("reason", ["interrupt", "time"])

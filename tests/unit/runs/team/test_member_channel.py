@@ -25,6 +25,7 @@ from cordee.communication.channel import ClientChannel, RefusedError, ServerChan
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys
 from cordee.communication.messages import Directive, Join, Joined
+from cordee.communication.this_host import host_id
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 from cordee.monitoring import AnyEvent, Summary
@@ -86,6 +87,8 @@ class Served:
             index=index,
             run_dir="",
             run_id="run",
+            run_host=host_id(),
+            job="",
             address=self.address,
             client_keys=CLIENT_KEYS.to_text(),
             failure_timeout_s=TIMEOUT_S,
