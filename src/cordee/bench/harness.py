@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import multiprocessing
-import os
 import platform
 import socket
 import statistics
@@ -20,6 +19,7 @@ import msgspec
 import torch
 
 from cordee.compute import usable_cores
+from cordee.core import env
 from cordee.core.errors import CordeeError
 from cordee.planner.measurements import processor_name
 from cordee.version import __version__
@@ -228,17 +228,10 @@ def run_apart(place: Place, clock: Clock, *, loop: Loop) -> None:
 
 
 def _run(main: Callable[[Place, Connection], None], place: Place, pipe: Connection, port: int) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    if place.size > 1:  # what torchrun would have set; peers find each other by it
-        os.environ.update(
-            RANK=str(place.rank),
-            LOCAL_RANK=str(place.rank),
-            WORLD_SIZE=str(place.size),
-            LOCAL_WORLD_SIZE=str(place.size),
-            NODE_RANK="0",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+    env.adopt({"OMP_NUM_THREADS": "1"})
+    if place.size > 1:  # peers find each other by it
+        member = env.Place(place.rank, place.size, place.rank, place.size)
+        env.adopt({**env.torchrun_environment(member, port), "NODE_RANK": "0"})
     torch.set_num_threads(1)
     with contextlib.chdir(place.folder):
         main(place, pipe)

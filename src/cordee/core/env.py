@@ -106,6 +106,11 @@ def script_environment(place: Place, master_port: int) -> dict[str, str]:
 
     The launcher keeps the store, which torch takes for that of torchrun's agent.
     """
+    return {**torchrun_environment(place, master_port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def torchrun_environment(place: Place, master_port: int) -> dict[str, str]:
+    """Return what torchrun gives a process of a group on one host, whose first member keeps the store."""
     return {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.world_size),
@@ -113,8 +118,12 @@ def script_environment(place: Place, master_port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(place.local_world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(master_port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+
+
+def adopt(variables: Mapping[str, str]) -> None:
+    """Set variables of this process, as if it had been started with them."""
+    os.environ.update(variables)
 
 
 def store_address(environ: Mapping[str, str] = os.environ) -> str:
