@@ -89,7 +89,8 @@ class Autoscaler:
         (old, old_speed), self.before = self.before, None
         if old == size:
             return None  # the change did not come about
-        is_larger = size.workers * size.threads > old.workers * old.threads
+        # 0 threads are as many as the job says, the same for both sizes.
+        is_larger = size.workers * max(1, size.threads) > old.workers * max(1, old.threads)
         needed = old_speed * (LEAST_GAIN if is_larger else MOST_LOSS)
         if speed >= needed:
             if not is_larger:

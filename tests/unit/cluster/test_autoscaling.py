@@ -32,13 +32,14 @@ def test_what_is_done_at_first(seen: Observation, workers: int | None, threads: 
     assert (change and change.reason) == reason
 
 
-def test_a_larger_team_that_is_not_faster_is_taken_back_and_not_tried_again() -> None:
+@pytest.mark.parametrize("threads", [1, 0])
+def test_a_larger_team_that_is_not_faster_is_taken_back_and_not_tried_again(threads: int) -> None:
     scaler = Autoscaler(min_workers=1, max_workers=4)
-    assert scaler.decide(see(2, 10.0, free=2.0))
-    back = scaler.decide(see(3, 10.1, free=1.0))
-    assert back and back.size == Size(2, 1)
+    assert scaler.decide(see(2, 10.0, threads=threads, free=2.0))
+    back = scaler.decide(see(3, 10.1, threads=threads, free=1.0))
+    assert back and back.size == Size(2, threads)
     assert back.reason == "3 workers took 10.1 steps a second, 2 workers took 10"
-    assert scaler.decide(see(2, 10.0, free=2.0)) is None
+    assert scaler.decide(see(2, 10.0, threads=threads, free=2.0)) is None
 
 
 def test_a_larger_team_that_is_faster_stays_and_grows_on() -> None:
