@@ -59,9 +59,9 @@ class _Effects(msgspec.Struct, frozen=True):
 class LauncherLink:
     """One coordinator's line. `restored` is what the last `commit` of an earlier one said, if there was one."""
 
-    def __init__(self, order: LauncherSpec) -> None:
-        self._order = order
-        self._socket = FramedSocket(connect(Path(order.folder)), ToCoordinator)
+    def __init__(self, spec: LauncherSpec) -> None:
+        self._spec = spec
+        self._socket = FramedSocket(connect(Path(spec.folder)), ToCoordinator)
         self._pending: list[NumberedCommand] = []
         self._num_commands = 0
         self._is_stop_asked = False
@@ -69,7 +69,7 @@ class LauncherLink:
         self._journal: Journal | None = None
         self.restored: bytes | None = None
         try:
-            self._journal = Journal(Path(order.run_dir) / JOURNAL_FILE, order.run_id)
+            self._journal = Journal(Path(spec.run_dir) / JOURNAL_FILE, spec.run_id)
             self._restore(self._journal)
         except StorageError as error:
             self._give_up_journal(error, is_forgotten=True)
@@ -141,7 +141,7 @@ class LauncherLink:
         """Yield what happened to processes. One that comes back hears of each process once more."""
         now_s = time.monotonic()
         if now_s >= self._next_alive_s:
-            self._next_alive_s = now_s + self._order.alive_every_s
+            self._next_alive_s = now_s + self._spec.alive_every_s
             self._socket.send(Alive())
         for message in self._socket.receive():
             if isinstance(message, Stop):

@@ -94,7 +94,7 @@ class Supervisor:
             launcher = LauncherSpec(
                 folder=folder, run_dir=str(run_dir), run_id=run_id, alive_every_s=self._failure_timeout_s / 5
             )
-            order = CoordinatorSpec(
+            spec = CoordinatorSpec(
                 kind=kind,
                 run_dir=str(run_dir),
                 run_id=run_id,
@@ -107,7 +107,7 @@ class Supervisor:
                 facts=facts,
                 launcher=launcher,
             )
-            self._order = msgspec.to_builtins(order)
+            self._spec = msgspec.to_builtins(spec)
             self._target, self._log = target, run_dir / "logs" / "coordinator.log"
             try:
                 self._start()
@@ -125,7 +125,7 @@ class Supervisor:
     def _start(self) -> None:
         self._heard_s, self._pid = time.monotonic(), 0
         reach("supervisor.start")
-        self._engine.start(ProcessSpec.new(COORDINATOR, self._target, self._order, log=str(self._log)))
+        self._engine.start(ProcessSpec.new(COORDINATOR, self._target, self._spec, log=str(self._log)))
 
     def _turn(self, listener: socket.socket) -> None:
         waiting: list[Any] = [self._engine, self._socket or listener]

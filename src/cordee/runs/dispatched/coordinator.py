@@ -55,12 +55,12 @@ class DispatchedLeader:
         self._has_changed = False  # what must be written down though nothing follows from it
         self._dismissed_by_s: float | None = None
         if launcher.restored is not None:
-            self._memory = msgspec.msgpack.decode(launcher.restored, type=RunState)
-            assert self._memory.dispatcher is not None
-            self._progress = self._memory.dispatcher.progress
+            self._state = msgspec.msgpack.decode(launcher.restored, type=RunState)
+            assert self._state.dispatcher is not None
+            self._progress = self._state.dispatcher.progress
         else:
             progress = self._progress = self._load_progress(spec.resume)
-            self._memory = RunState(
+            self._state = RunState(
                 addresses=Addresses.of(job),
                 started=time.time(),
                 begun_s=time.perf_counter(),
@@ -70,12 +70,12 @@ class DispatchedLeader:
             )
         self._plan = self._make_plan()
         self._summariser = Summariser(
-            self._run_dir, self._plan, facts, self._progress, self._memory, self._launcher.emit
+            self._run_dir, self._plan, facts, self._progress, self._state, self._launcher.emit
         )
 
     @property
     def addresses(self) -> Addresses:
-        return self._memory.addresses
+        return self._state.addresses
 
     @property
     def step(self) -> int:
@@ -85,13 +85,13 @@ class DispatchedLeader:
         return self._summariser.summarise_ended()
 
     def open(self, channel: ServerChannel) -> None:
-        launcher, cluster, memory = self._launcher, self._job.cluster, self._memory
+        launcher, cluster, state = self._launcher, self._job.cluster, self._state
         dispatcher = self._dispatcher = self._make_dispatcher(channel, self._plan)
         starter = self._starter = ProcessStarter(
-            self._spec, self._job, launcher, memory.members, memory.addresses, channel.fence, "cordee.runs.dispatched"
+            self._spec, self._job, launcher, state.members, state.addresses, channel.fence, "cordee.runs.dispatched"
         )
         starter.data = self._facts.data
-        self._losses = Losses(cluster, launcher, dispatcher, starter, self._servers, memory.losses)
+        self._losses = Losses(cluster, launcher, dispatcher, starter, self._servers, state.losses)
 
     def begin(self) -> None:
         self._summariser.announce()
@@ -138,7 +138,7 @@ class DispatchedLeader:
         if self._dismissed_by_s is None:
             reach("dispatch.dismiss")
             self._dismissed_by_s = time.monotonic() + self._job.cluster.failure_timeout_s
-        members = self._memory.members
+        members = self._state.members
         others = [record for record in members.records.values() if record.role != "server" and record.may_speak]
         if time.monotonic() < self._dismissed_by_s and not all(record.is_done for record in others):
             dispatcher.dismiss()
@@ -154,8 +154,8 @@ class DispatchedLeader:
         return self._has_changed or self._dispatcher.has_pending
 
     def encode(self) -> bytes:
-        self._memory.dispatcher = self._dispatcher.recall()
-        return msgspec.msgpack.encode(self._memory)
+        self._state.dispatcher = self._dispatcher.current_state()
+        return msgspec.msgpack.encode(self._state)
 
     def flush(self) -> None:
         self._has_changed = False
@@ -175,7 +175,7 @@ class DispatchedLeader:
         num_shares = self._job.training.num_shards or self._job.strategy.workers
         return Dispatcher(
             channel,
-            self._memory.members,
+            self._state.members,
             self._take_event,
             self._handle_request,
             plan=plan,
@@ -184,7 +184,7 @@ class DispatchedLeader:
             show=self._launcher.progress,
             elapsed_s=self._elapsed_s,
             rate=self._rate,
-            memory=self._memory.dispatcher,
+            restored=self._state.dispatcher,
         )
 
     def _make_plan(self) -> RunPlan:
@@ -228,7 +228,7 @@ class DispatchedLeader:
         dispatcher, min_workers = self._dispatcher, self._job.cluster.min_workers
         if num_workers < min_workers:
             raise JobError(f"cluster.min_workers = {min_workers} is more than {num_workers}")
-        before = self._memory.members.staying_workers
+        before = self._state.members.staying_workers
         for record in before[num_workers:]:
             if record.phase == "starting":
                 raise JobError(f"{record.name} is still starting: try again in a moment")
@@ -241,11 +241,11 @@ class DispatchedLeader:
     def _take_event(self, event: AnyEvent) -> None:
         if isinstance(event, events.WorkerEnded):
             peak = event.peak_memory_bytes or 0
-            self._memory.peak_memory_bytes = max(self._memory.peak_memory_bytes, peak)
+            self._state.peak_memory_bytes = max(self._state.peak_memory_bytes, peak)
         self._launcher.emit(event)
 
     def _elapsed_s(self) -> float:
-        return self._memory.base_s + time.perf_counter() - self._memory.begun_s
+        return self._state.base_s + time.perf_counter() - self._state.begun_s
 
     def _rate(self, step: int) -> float:
         facts = self._facts

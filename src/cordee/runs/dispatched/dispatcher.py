@@ -4,7 +4,7 @@ Workers ask for work and wait for the answer, which comes when they may go on. A
 until all that was is committed; then the evaluator reads a snapshot that holds exactly those steps.
 
 Nothing is sent before `flush`, so that what it follows from can be written down first. A dispatcher that comes back
-is given the `Memory` of the one before; whoever had no answer asks again.
+is given the `DispatcherState` of the dispatcher before; whoever had no answer asks again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from cordee.runs.dispatched.messages import (
 from cordee.runs.dispatched.plan import RunPlan
 from cordee.runs.dispatched.server_registry import ServerRegistry
 from cordee.runs.dispatched.snapshot_scheduler import SnapshotScheduler
-from cordee.runs.dispatched.state import Memory, Outcome, StepMetricsState
+from cordee.runs.dispatched.state import DispatcherState, Outcome, StepMetricsState
 from cordee.runs.dispatched.step_metrics import Emit, StepMetrics
 from cordee.training.progress import Progress
 
@@ -50,44 +50,44 @@ class Dispatcher(MemberChannel):
     show: Callable[[int, float], None]  # step and loss for the progress bar
     elapsed_s: Callable[[], float]
     rate: Callable[[int], float]
-    memory: Memory | None = None  # of the one before
+    restored: DispatcherState | None = None  # of the coordinator before this one
     failures: list[tuple[str, Failure]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.memory is None:
+        if self.restored is None:
             committed = self.ledger.committed_steps
             barrier = self.plan.next_barrier(committed)
             slots = ServerSlots([ServerSlot() for _ in range(self.plan.settings.servers)])
             accounts = StepMetricsState(counted=committed)
-            self._memory = Memory(progress=self.progress, slots=slots, accounts=accounts, barrier=barrier)
+            self._state = DispatcherState(progress=self.progress, slots=slots, accounts=accounts, barrier=barrier)
         else:
-            self._memory = self.memory
-            self.progress = self._memory.progress
+            self._state = self.restored
+            self.progress = self._state.progress
             self.plan.policy.patience = self.progress.patience
-            assert self._memory.ledger is not None
-            self.ledger.go_on_from(self._memory.ledger)
+            assert self._state.ledger is not None
+            self.ledger.go_on_from(self._state.ledger)
         self._waiting: dict[str, Received] = {}  # worker -> its request for work
-        memory, wants_followers = self._memory, self.plan.settings.replicas > 1
-        self.servers = ServerRegistry(memory.slots, self.members.records, self._reply, wants_followers=wants_followers)
-        self.accounts = StepMetrics(self.plan, self.progress, memory.accounts, self.emit, self.show, self.rate)
+        state, wants_followers = self._state, self.plan.settings.replicas > 1
+        self.servers = ServerRegistry(state.slots, self.members.records, self._reply, wants_followers=wants_followers)
+        self.accounts = StepMetrics(self.plan, self.progress, state.accounts, self.emit, self.show, self.rate)
         self._snapshots = SnapshotScheduler(
-            self.plan, self.progress, memory.snapshots, memory.outcome, self._reply, self.emit
+            self.plan, self.progress, state.snapshots, state.outcome, self._reply, self.emit
         )
         self._timing = UnitTiming(self.emit)
 
-    def recall(self) -> Memory:
-        """Return what the next one must know."""
-        self._memory.ledger = self.ledger.state
-        return self._memory
+    def current_state(self) -> DispatcherState:
+        """Return what the next dispatcher must know."""
+        self._state.ledger = self.ledger.state
+        return self._state
 
     @property
     def outcome(self) -> Outcome:
-        return self._memory.outcome
+        return self._state.outcome
 
     @property
     def is_over(self) -> bool:
-        return self._memory.is_over
+        return self._state.is_over
 
     def serve(self, timeout_s: float) -> None:
         super().serve(timeout_s)
@@ -98,15 +98,15 @@ class Dispatcher(MemberChannel):
 
     def stop(self, reason: str) -> None:
         """End the run after the steps that were begun."""
-        if self._memory.is_final:
+        if self._state.is_final:
             return
         self.outcome.stopped_by = reason
-        self._memory.is_final = True
+        self._state.is_final = True
         ledger = self.ledger
         begun = ledger.highest_step_taken
         if ledger.next_share:
             begun += 1
-        self._memory.barrier = min(self._memory.barrier, max(begun, ledger.committed_steps))
+        self._state.barrier = min(self._state.barrier, max(begun, ledger.committed_steps))
 
     def give_up(self, verdict: str) -> None:
         """Have what is there saved, and end the run early, which `verdict` says why."""
@@ -116,12 +116,12 @@ class Dispatcher(MemberChannel):
     @property
     def is_ending(self) -> bool:
         """Whether the run ends with the steps that are begun: there is no more work to hand out."""
-        return self._memory.is_final or self.ledger.is_complete
+        return self._state.is_final or self.ledger.is_complete
 
     @property
     def has_done_all(self) -> bool:
         """Whether all work is done: what is left is to measure and to save it."""
-        return self.is_ending and self.ledger.committed_steps >= self._memory.barrier
+        return self.is_ending and self.ledger.committed_steps >= self._state.barrier
 
     def lose(self, record: MemberRecord, *, is_away: bool = False) -> list[Unit]:
         """Continue without a process; return the units of work it had in hand. One that is away may join again."""
@@ -202,7 +202,7 @@ class Dispatcher(MemberChannel):
         """Take note that a server serves with parameters of an earlier step: nobody had what its predecessor had."""
         # Parts of steps that are not complete went to the predecessor as well. All are done again: the other servers
         # know them, and the new one gets every update from here on.
-        self._memory.attempt += 1
+        self._state.attempt += 1
         self.ledger.reopen()
         self.accounts.reopen()
         now = self.progress.step
@@ -217,7 +217,7 @@ class Dispatcher(MemberChannel):
             self.emit(events.Warned(message=f"{message}. {advice}"))
 
     def _commit(self, worker: str, done: TakeWork) -> None:
-        if done.attempt != self._memory.attempt or not self.ledger.commit(done.done):
+        if done.attempt != self._state.attempt or not self.ledger.commit(done.done):
             return
         step = done.done // self.ledger.num_shares
         self.accounts.add(step, done)
@@ -226,7 +226,7 @@ class Dispatcher(MemberChannel):
 
     def _go_on(self) -> None:
         """Order a snapshot where one is due, move on where that is allowed, and hand out work."""
-        ledger, snapshots, barrier = self.ledger, self._snapshots, self._memory.barrier
+        ledger, snapshots, barrier = self.ledger, self._snapshots, self._state.barrier
         if self.is_over or not self.servers.is_ready:
             return
         if ledger.committed_steps >= barrier:
@@ -239,7 +239,7 @@ class Dispatcher(MemberChannel):
                 self._send_home()
             if is_last or not snapshots.has_let_go(barrier):
                 return
-            self._memory.barrier = self.plan.next_barrier(ledger.committed_steps)
+            self._state.barrier = self.plan.next_barrier(ledger.committed_steps)
             snapshots.resume()
         self._hand_out()
 
@@ -251,7 +251,7 @@ class Dispatcher(MemberChannel):
     def _let_go(self) -> None:
         """Send those home that are to leave, unless nobody could go on without them."""
         leaving = [name for name in self._waiting if self.members.records[name].is_leaving]
-        if not leaving or self._memory.is_final:
+        if not leaving or self._state.is_final:
             return
         if len(self.active_workers) < self.plan.min_workers:
             # They stay for as long as it takes to save.
@@ -266,8 +266,8 @@ class Dispatcher(MemberChannel):
 
     def _hand_out(self) -> None:
         ledger, staleness = self.ledger, self.plan.max_staleness
-        limit = self._memory.barrier
-        if len(self.active_workers) < self.plan.min_workers and not self._memory.is_final:
+        limit = self._state.barrier
+        if len(self.active_workers) < self.plan.min_workers and not self._state.is_final:
             return  # others are waited for
         if staleness is not None:
             limit = min(limit, ledger.committed_steps + staleness + 1)
@@ -292,7 +292,7 @@ class Dispatcher(MemberChannel):
                 floor=ledger.committed_steps * ledger.num_shares,
                 settles=settles,
                 scale=scale,
-                attempt=self._memory.attempt,
+                attempt=self._state.attempt,
             )
             self._reply(received, work)
 
@@ -306,7 +306,7 @@ class Dispatcher(MemberChannel):
             self._end()
 
     def _end(self) -> None:
-        self._memory.is_over = True
+        self._state.is_over = True
         self._send_home()
 
     def _send_home(self) -> None:

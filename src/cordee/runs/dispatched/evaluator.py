@@ -43,15 +43,15 @@ log = logging.getLogger("cordee.evaluator")
 
 def main(argument: dict[str, Any]) -> int:
     """Carry out orders until there are no more; return the exit code."""
-    order = msgspec.convert(argument, MemberSpec)
+    spec = msgspec.convert(argument, MemberSpec)
     identify("evaluator")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    run_dir = Path(order.run_dir)
-    with setup_logging(run_dir / "logs" / "evaluator.log"), DispatchLink(order) as link:
+    run_dir = Path(spec.run_dir)
+    with setup_logging(run_dir / "logs" / "evaluator.log"), DispatchLink(spec) as link:
         try:
             job = Job.load(run_dir / "job.toml")
-            parts = assemble(job, Team(num_workers=1, num_local_workers=order.num_local))
-            evaluator = Evaluator(parts, link, run_dir / "checkpoints", patience_s=6 * order.failure_timeout_s)
+            parts = assemble(job, Team(num_workers=1, num_local_workers=spec.num_local))
+            evaluator = Evaluator(parts, link, run_dir / "checkpoints", patience_s=6 * spec.failure_timeout_s)
             link.join()
             while not isinstance(reply := link.ask(AskOrder()), Leave):
                 assert isinstance(reply, Order)

@@ -35,14 +35,14 @@ class Losses:
         dispatcher: Dispatcher,
         starter: ProcessStarter,
         servers: ServerCalls,
-        memory: LossState,
+        state: LossState,
     ) -> None:
         self._cluster = cluster
         self._launcher = launcher
         self._dispatcher = dispatcher
         self._starter = starter
         self._servers = servers
-        self._memory = memory
+        self._state = state
         self._processors = ProcessorWatch()
 
     @property
@@ -81,11 +81,11 @@ class Losses:
     @property
     def can_replace(self) -> bool:
         """Whether there is a replacement left."""
-        return self._memory.num_replaced < self._cluster.max_restarts
+        return self._state.num_replaced < self._cluster.max_restarts
 
     def replace(self, record: MemberRecord, how: str, status: int) -> None:
         """A process was lost: say so, and start another in its place."""
-        dispatcher, memory = self._dispatcher, self._memory
+        dispatcher, state = self._dispatcher, self._state
         reach("dispatch.loss")
         dispatcher.serve(0.0)  # its own account may have come in just before
         self.check_failures()
@@ -97,7 +97,7 @@ class Losses:
         self._refuse_deadly(units, f"{name} {how}")
         limit = self._cluster.max_restarts
         if role == "worker":
-            memory.last = f"{name} {how} (in step {step + 1})"
+            state.last = f"{name} {how} (in step {step + 1})"
         if role == "worker" and dispatcher.has_done_all:
             self._launcher.emit(events.Warned(message=f"{name} {how}: all work is done, nobody takes its place"))
             return
@@ -111,7 +111,7 @@ class Losses:
                 f"{name} {how} (in step {step + 1}), and {limit} processes were replaced already "
                 f"(cluster.max_restarts); its log is {self._starter.log_file(record)}"
             )
-        memory.num_replaced += 1
+        state.num_replaced += 1
         self._begin_recovery(role, name)
         if role == "worker":
             successor = self._starter.start_worker()
@@ -132,7 +132,7 @@ class Losses:
             return  # nobody had counted on it
         self._dispatcher.channel.fence(name, record.fenced)
         self._fence(name, record.incarnation)
-        self._memory.last = f"{name} {why} (in step {record.step + 1})"
+        self._state.last = f"{name} {why} (in step {record.step + 1})"
         self._begin_recovery("worker", name)
         self._launcher.emit(events.WorkerLost(worker=record.index, role="worker", step=record.step, reason=why))
         self._launcher.emit(events.Warned(message=f"{name} {why}: {_given(units)} to others"))
@@ -152,30 +152,30 @@ class Losses:
 
     def check_shortage(self) -> None:
         """Wait while fewer workers are left than can go on; when nobody comes in time, have what is there saved."""
-        memory, cluster, dispatcher = self._memory, self._cluster, self._dispatcher
-        lack = Lack(memory.last, len(self._members.staying_workers), cluster.min_workers)
+        state, cluster, dispatcher = self._state, self._cluster, self._dispatcher
+        lack = Lack(state.last, len(self._members.staying_workers), cluster.min_workers)
         now_s = time.monotonic()
         if lack.left >= lack.needed or dispatcher.is_ending:
-            memory.shortage = None
-        elif memory.shortage is None:
-            memory.shortage = Shortage.begin(lack.verdict(cluster), cluster, now_s)
+            state.shortage = None
+        elif state.shortage is None:
+            state.shortage = Shortage.begin(lack.verdict(cluster), cluster, now_s)
             if warning := lack.describe_wait(cluster, self._starter.run_dir):
                 self._launcher.emit(events.Warned(message=warning))
-        elif memory.shortage.is_past(now_s):
+        elif state.shortage.is_past(now_s):
             if not dispatcher.active_workers:
-                raise TrainingError(memory.shortage.verdict)
-            dispatcher.give_up(memory.shortage.verdict)
+                raise TrainingError(state.shortage.verdict)
+            dispatcher.give_up(state.shortage.verdict)
 
     def note_recoveries(self) -> None:
         """Tell how long it took from a loss to the next step that was committed."""
-        for loss in [loss for loss in self._memory.recovering if self._dispatcher.progress.step > loss.step]:
-            self._memory.recovering.remove(loss)
+        for loss in [loss for loss in self._state.recovering if self._dispatcher.progress.step > loss.step]:
+            self._state.recovering.remove(loss)
             seconds = time.perf_counter() - loss.at_s
             self._launcher.emit(events.Recovery(role=loss.role, lost=loss.name, seconds=seconds))
 
     def _begin_recovery(self, role: str, name: str) -> None:
-        self._memory.num_recoveries += 1
-        self._memory.recovering.append(Loss(role, name, time.perf_counter(), self._dispatcher.progress.step))
+        self._state.num_recoveries += 1
+        self._state.recovering.append(Loss(role, name, time.perf_counter(), self._dispatcher.progress.step))
 
     def _replace_server(self, index: int) -> str:
         """Start another server; return what becomes of the parameters."""
@@ -196,7 +196,7 @@ class Losses:
 
     def _refuse_deadly(self, units: Sequence[Unit], last: str) -> None:
         """Raise TrainingError for work that every worker is lost over: the next one would be, too."""
-        lost_over = self._memory.num_lost_over
+        lost_over = self._state.num_lost_over
         for unit in units:
             lost_over[unit.number] = lost_over.get(unit.number, 0) + 1
             if lost_over[unit.number] >= MOST_LOSSES_IN_ONE_STEP:

@@ -42,35 +42,35 @@ _LEAVING_S = 0.1  # between two attempts to hand over
 
 def main(argument: dict[str, Any]) -> int:
     """Serve until told to end; return the exit code. Called in a fresh fork of the fork server."""
-    order = msgspec.convert(argument, MemberSpec)
-    identify(order.name)
+    spec = msgspec.convert(argument, MemberSpec)
+    identify(spec.name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     is_over, leave_asked = threading.Event(), threading.Event()
     signal.signal(END_SIGNAL, lambda number, frame: is_over.set())
     signal.signal(signal.SIGTERM, lambda number, frame: leave_asked.set())  # a spot instance, Slurm, Kubernetes
-    run_dir = Path(order.run_dir)
-    with setup_logging(run_dir / "logs" / f"{order.name}.log"), DispatchLink(order) as link:
+    run_dir = Path(spec.run_dir)
+    with setup_logging(run_dir / "logs" / f"{spec.name}.log"), DispatchLink(spec) as link:
         try:
-            service = _make_service(order, run_dir)
-            speaker = Speaker(run=order.run_id, name=order.name, incarnation=time.time_ns())
-            keys = ServerKeys.from_text(order.server_keys)
-            public = Listening(order.host_address, 0).address if order.host_address else ""
+            service = _make_service(spec, run_dir)
+            speaker = Speaker(run=spec.run_id, name=spec.name, incarnation=time.time_ns())
+            keys = ServerKeys.from_text(spec.server_keys)
+            public = Listening(spec.host_address, 0).address if spec.host_address else ""
             with CallServer(
                 "tcp://127.0.0.1:*", speaker, PARAMETERS, keys, service.handle, limits=LIMITS, public=public
             ) as server:
-                service.name = order.name
+                service.name = spec.name
                 service.fence = server.fence
                 service.connect = link.connect_to
                 service.report_to(link.ask, lambda problem: is_over.set(), "the dispatcher")
                 link.join(server.address, server.public, service.step)
-                log.info("server %d listens at %s (process %d)", order.index, server.address, os.getpid())
+                log.info("server %d listens at %s (process %d)", spec.index, server.address, os.getpid())
                 leaving = threading.Thread(
                     target=_leave_when_asked, args=(leave_asked, is_over, link, server, service), daemon=True
                 )
                 leaving.start()
                 server.run(is_over.is_set)
         except Exception as error:
-            log.exception("%s cannot go on", order.name)
+            log.exception("%s cannot go on", spec.name)
             link.fail(error)
             return 1
     return 0
@@ -102,14 +102,14 @@ def _leave_when_asked(
         is_over.wait(_LEAVING_S)
 
 
-def _make_service(order: MemberSpec, run_dir: Path) -> ParameterService:
+def _make_service(spec: MemberSpec, run_dir: Path) -> ParameterService:
     job = Job.load(run_dir / "job.toml")
-    parts = assemble(job, Team(num_workers=job.strategy.workers, num_local_workers=order.num_local))
+    parts = assemble(job, Team(num_workers=job.strategy.workers, num_local_workers=spec.num_local))
     if not job.training.reproducible:  # there it is what the job says: sums must be those of `single`
         torch.set_num_threads(1)
     settings = settings_of(job)
     layout = make_layout(parts.model, settings.servers, can_split=can_split(job))
-    saved = checkpoint.load_newest(run_dir / "checkpoints") if order.resume else None
+    saved = checkpoint.load_newest(run_dir / "checkpoints") if spec.resume else None
     if saved is not None:
         checkpoint.load_model_state(parts.model, saved.state.part("model").tensors)
     flat = flatten_parameters(parts.model, layout)
@@ -118,7 +118,7 @@ def _make_service(order: MemberSpec, run_dir: Path) -> ParameterService:
         return flat[piece.start : piece.stop].clone()
 
     fixed = fixed_of(job)
-    shard = ParameterShard(layout.of_server(order.index), values, parts.recipe, settings, fixed)
+    shard = ParameterShard(layout.of_server(spec.index), values, parts.recipe, settings, fixed)
     shard.agreed = {name: value.clone() for name, value in parts.model.named_buffers()}
     if saved is not None:
         for state in shard.pieces.values():

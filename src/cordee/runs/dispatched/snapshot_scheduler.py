@@ -25,14 +25,14 @@ class SnapshotScheduler:
         self,
         plan: RunPlan,
         progress: Progress,
-        memory: SnapshotState,
+        state: SnapshotState,
         outcome: Outcome,
         reply: Callable[[Received, Message], None],
         emit: Callable[..., None],
     ) -> None:
         self._plan = plan
         self._progress = progress
-        self._memory = memory
+        self._state = state
         self._outcome = outcome
         self._reply = reply
         self._emit = emit
@@ -46,40 +46,40 @@ class SnapshotScheduler:
     @property
     def has_ordered_last(self) -> bool:
         """Whether the order is given that ends the run."""
-        return self._memory.has_ordered_last
+        return self._state.has_ordered_last
 
     def has_ordered(self, step: int, *, is_last: bool) -> bool:
         """Whether the order is given for what the servers have after `step` steps of the ledger."""
-        return self._memory.has_ordered_last if is_last else self._memory.ordered_step == step
+        return self._state.has_ordered_last if is_last else self._state.ordered_step == step
 
     def has_let_go(self, step: int) -> bool:
         """Whether training may go on after `step`: the snapshot is read, and no verdict is waited for."""
-        memory = self._memory
-        return memory.ordered_step == step and not (memory.is_reading or memory.is_deciding)
+        state = self._state
+        return state.ordered_step == step and not (state.is_reading or state.is_deciding)
 
     def pause(self) -> None:
         """Take note that nothing is handed out until a snapshot is read."""
-        self._memory.paused_s = self._memory.paused_s or time.perf_counter()
+        self._state.paused_s = self._state.paused_s or time.perf_counter()
 
     def resume(self) -> None:
         """Take note that training goes on."""
-        self._memory.paused_s = None
+        self._state.paused_s = None
 
     def arrive(self, received: Received) -> None:
         """Take a request for an order."""
         self._evaluator = received
-        if self._memory.is_order_open:
+        if self._state.is_order_open:
             self._order_again()  # it did not hear the last answer
 
     def lose(self) -> None:
         """Forget the evaluator; the next one is given its order."""
         self._evaluator = None
-        memory = self._memory
-        if memory.is_order_open and not (memory.is_reading or memory.is_deciding):
-            step = memory.ordered_at[0]
+        state = self._state
+        if state.is_order_open and not (state.is_reading or state.is_deciding):
+            step = state.ordered_at[0]
             message = f"the evaluator was lost with what it had read at step {step}: it is not measured and not saved"
             self._emit(events.Warned(message=message))
-        if memory.is_order_open:
+        if state.is_order_open:
             self._order_again()
 
     def dismiss(self) -> None:
@@ -94,20 +94,20 @@ class SnapshotScheduler:
         Returns False where that is not necessary: the run is to end, and what there is has been measured and saved.
         """
         assert self._evaluator is not None
-        plan, memory, progress = self._plan, self._memory, self._progress
+        plan, state, progress = self._plan, self._state, self._progress
         is_interrupted = self._outcome.stopped_by == "interrupt"
         evaluates = plan.evaluates(step, is_last=is_last and not is_interrupted)
         evaluates &= progress.evaluated_at != progress.step  # unless that was just done
-        saves = plan.saves(step, is_last=is_last) and memory.saved_step != progress.step
+        saves = plan.saves(step, is_last=is_last) and state.saved_step != progress.step
         if is_last and not evaluates and not saves:
             return False
         progress.elapsed_s = elapsed_s
         settles, scale = settle
-        memory.num_orders += 1
-        memory.ordered_at = (progress.step, progress.epoch, progress.batch, progress.samples)
-        memory.ordered_loss = progress.train_loss
+        state.num_orders += 1
+        state.ordered_at = (progress.step, progress.epoch, progress.batch, progress.samples)
+        state.ordered_loss = progress.train_loss
         order = Order(
-            number=memory.num_orders,
+            number=state.num_orders,
             step=progress.step,
             evaluate=evaluates,
             save=saves,
@@ -117,28 +117,28 @@ class SnapshotScheduler:
         )
         evaluator, self._evaluator = self._evaluator, None
         self._reply(evaluator, order)
-        memory.ordered_step = step
-        memory.is_reading = memory.is_order_open = True
-        memory.has_ordered_last = is_last
-        memory.is_deciding = is_last or (evaluates and plan.has_verdicts)
+        state.ordered_step = step
+        state.is_reading = state.is_order_open = True
+        state.has_ordered_last = is_last
+        state.is_deciding = is_last or (evaluates and plan.has_verdicts)
         return True
 
     def take_snapshot(self, ages: tuple[int, ...]) -> None:
         """Take note that the snapshot is read, and how old the gradients in it were."""
         self._outcome.ages = ages
-        self._memory.is_reading = False
-        self._memory.stall_s = time.perf_counter() - (self._memory.paused_s or time.perf_counter())
+        self._state.is_reading = False
+        self._state.stall_s = time.perf_counter() - (self._state.paused_s or time.perf_counter())
 
     def is_open(self, number: int) -> bool:
         """Whether this is the order that is being carried out."""
-        return number == self._memory.num_orders and self._memory.is_order_open
+        return number == self._state.num_orders and self._state.is_order_open
 
     def finish(self, done: OrderDone) -> str | None:
         """Take what came of the open order; return why the run should stop, if what was measured says so."""
-        memory, outcome, progress = self._memory, self._outcome, self._progress
-        memory.is_reading = memory.is_deciding = memory.is_order_open = False
+        state, outcome, progress = self._state, self._outcome, self._progress
+        state.is_reading = state.is_deciding = state.is_order_open = False
         outcome.weights_sha256 = done.weights_sha256
-        step, epoch, batch, samples = memory.ordered_at
+        step, epoch, batch, samples = state.ordered_at
         self._emit(
             events.Commit(step=step, epoch=epoch, batch=batch, samples=samples, weights_sha256=done.weights_sha256)
         )
@@ -146,18 +146,18 @@ class SnapshotScheduler:
         if done.problem:
             self._emit(events.Warned(message=f"checkpoint at step {done.step} was not saved: {done.problem}"))
         elif done.path:
-            memory.saved_step = done.step
-            self._emit(events.Checkpoint(step=done.step, path=done.path, seconds=done.seconds, stall_s=memory.stall_s))
-            outcome.stall_s += memory.stall_s
+            state.saved_step = done.step
+            self._emit(events.Checkpoint(step=done.step, path=done.path, seconds=done.seconds, stall_s=state.stall_s))
+            outcome.stall_s += state.stall_s
         if not done.metrics:
             return None
         metrics = msgspec.convert(decode_values(done.metrics.encode()), Metrics)
         outcome.metrics = metrics
         found = progress.describe_evaluation(metrics, done.step, max(1, epoch if batch == 0 else epoch + 1))
-        self._emit(msgspec.structs.replace(found, train_loss=memory.ordered_loss))
+        self._emit(msgspec.structs.replace(found, train_loss=state.ordered_loss))
         return progress.take_evaluation(metrics, done.step, self._plan.policy)
 
     def _order_again(self) -> None:
-        memory = self._memory
-        memory.is_reading = memory.is_deciding = memory.has_ordered_last = memory.is_order_open = False
-        memory.ordered_step = -1
+        state = self._state
+        state.is_reading = state.is_deciding = state.has_ordered_last = state.is_order_open = False
+        state.ordered_step = -1

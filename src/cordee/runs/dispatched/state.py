@@ -69,7 +69,7 @@ class SnapshotState(msgspec.Struct, kw_only=True):
     stall_s: float = 0.0  # of the last snapshot
 
 
-class Memory(msgspec.Struct, kw_only=True):
+class DispatcherState(msgspec.Struct, kw_only=True):
     """What a dispatcher that comes back must know."""
 
     progress: Progress
@@ -115,4 +115,4 @@ class RunState(msgspec.Struct, kw_only=True):
     peak_memory_bytes: int = 0  # of the worker that took most
     members: Members
     losses: LossState = msgspec.field(default_factory=LossState)
-    dispatcher: Memory | None = None
+    dispatcher: DispatcherState | None = None

@@ -26,14 +26,14 @@ class StepMetrics:
         self,
         plan: RunPlan,
         progress: Progress,
-        memory: StepMetricsState,
+        state: StepMetricsState,
         emit: Emit,
         show: Callable[[int, float], None],
         rate: Callable[[int], float],
     ) -> None:
         self._plan = plan
         self._progress = progress
-        self._memory = memory
+        self._state = state
         self._emit = emit
         self._show = show
         self._rate = rate
@@ -42,31 +42,31 @@ class StepMetrics:
     @property
     def training_s(self) -> float | None:
         """Seconds from the first unit of work to the newest step; None before there is one."""
-        first_s, last_s = self._memory.first_work_s, self._memory.last_step_s
+        first_s, last_s = self._state.first_work_s, self._state.last_step_s
         return None if first_s is None or last_s is None else last_s - first_s
 
     @property
     def settle(self) -> tuple[int, float]:
         """The step that servers are to apply before the next is computed (-1: none), and how they scale it."""
-        return self._memory.settle
+        return self._state.settle
 
     @property
     def has_only_refusals(self) -> bool:
         """Whether servers have refused everything for a while."""
-        return self._memory.num_refused_in_a_row >= MOST_REFUSALS
+        return self._state.num_refused_in_a_row >= MOST_REFUSALS
 
     def begin(self) -> None:
         """Take note that work is handed out; the first time counts."""
-        if self._memory.first_work_s is None:
-            self._memory.first_work_s = time.perf_counter()
-            self._window = (self._progress.samples, self._memory.first_work_s)
+        if self._state.first_work_s is None:
+            self._state.first_work_s = time.perf_counter()
+            self._window = (self._progress.samples, self._state.first_work_s)
 
     def add(self, step: int, done: TakeWork) -> None:
         """Take what a worker says of its part of a step."""
-        self._memory.num_refused_in_a_row = self._memory.num_refused_in_a_row + 1 if done.refused else 0
+        self._state.num_refused_in_a_row = self._state.num_refused_in_a_row + 1 if done.refused else 0
         if done.refused:  # by one server or by all of them: told once
             self._emit(events.Warned(message=f"{done.refused}: it is refused, and the step goes on without it"))
-        sums = self._memory.sums.setdefault(step, StepSum())
+        sums = self._state.sums.setdefault(step, StepSum())
         if math.isfinite(done.loss_sum):
             sums.loss_sum += done.loss_sum
             sums.count += done.count
@@ -77,17 +77,17 @@ class StepMetrics:
 
     def reopen(self) -> None:
         """Forget what was said of steps that are not complete: all of it is said again."""
-        self._memory.sums.clear()
+        self._state.sums.clear()
 
     def close(self, num_steps: int) -> None:
         """Put into the progress what is not in it of the first `num_steps` steps, which are complete."""
-        for step in range(self._memory.counted, num_steps):
-            self._close_step(step, self._memory.sums.pop(step))
+        for step in range(self._state.counted, num_steps):
+            self._close_step(step, self._state.sums.pop(step))
 
     def _close_step(self, step: int, sums: StepSum) -> None:
         plan, progress = self._plan, self._progress
-        self._memory.counted = step + 1
-        self._memory.last_step_s = time.perf_counter()
+        self._state.counted = step + 1
+        self._state.last_step_s = time.perf_counter()
         if plan.is_first_of_epoch(step):
             progress.loss_sum, progress.loss_count = 0.0, 0
         progress.step = plan.steps_before(step + 1)
@@ -97,7 +97,7 @@ class StepMetrics:
         progress.loss_count += sums.count
         if plan.settings.is_in_step:
             scale = clip_scale(total_norm(sums.norms, plan.dtype), plan.clip_norm) if plan.clip_norm else 1.0
-            self._memory.settle = (step, scale)
+            self._state.settle = (step, scale)
         loss = sums.loss_sum / sums.count if sums.count else math.nan
         self._show(progress.step, loss)
         if plan.reports(step):

@@ -25,14 +25,14 @@ class Summariser:
         plan: RunPlan,
         facts: RunFacts,
         progress: Progress,
-        memory: RunState,
+        state: RunState,
         emit: Callable[[AnyEvent], None],
     ) -> None:
         self._run_dir = run_dir
         self._plan = plan
         self._facts = facts
         self._progress = progress
-        self._memory = memory
+        self._state = state
         self._emit = emit
 
     def announce(self) -> None:
@@ -60,14 +60,14 @@ class Summariser:
 
     def summarise(self, outcome: Outcome, training_s: float | None) -> Summary:
         """Return the summary of a run that ended as `outcome` says, after so many seconds of training."""
-        trained = self._progress.samples - self._memory.samples_before
+        trained = self._progress.samples - self._state.samples_before
         summary = self._sum_up(outcome, trained / training_s if trained and training_s else None)
         if summary.staleness:
             self._emit(events.Staleness(ages=summary.staleness))
         return summary
 
     def _sum_up(self, outcome: Outcome, samples_per_second: float | None) -> Summary:
-        plan, progress, memory = self._plan, self._progress, self._memory
+        plan, progress, state = self._plan, self._progress, self._state
         is_measured = progress.evaluated_at == progress.step
         ended = training.Outcome(
             stopped_by=outcome.stopped_by or ("steps" if plan.is_ended_by_steps else None),
@@ -79,13 +79,13 @@ class Summariser:
             self._facts.description,
             progress,
             ended,
-            started=memory.started,
+            started=state.started,
             num_batches=-(-plan.num_samples // plan.job.training.batch_size),
         )
         return msgspec.structs.replace(
             summary,
             weights_sha256=outcome.weights_sha256 or None,
-            peak_memory_bytes=memory.peak_memory_bytes or None,
-            recoveries=memory.losses.num_recoveries,
+            peak_memory_bytes=state.peak_memory_bytes or None,
+            recoveries=state.losses.num_recoveries,
             staleness={str(age): count for age, count in enumerate(outcome.ages) if count} or None,
         )

@@ -48,44 +48,44 @@ log = logging.getLogger("cordee.worker")
 
 def main(argument: dict[str, Any]) -> int:
     """Work until the run ends; return the exit code. Called in a fresh fork of the fork server."""
-    order = msgspec.convert(argument, MemberSpec)
-    identify(order.name)
-    return 0 if work(order) is None else 1
+    spec = msgspec.convert(argument, MemberSpec)
+    identify(spec.name)
+    return 0 if work(spec) is None else 1
 
 
 class _GivenUpError(Exception):
     """This worker was taken for lost, and may join again."""
 
 
-def work(order: MemberSpec) -> Exception | None:
+def work(spec: MemberSpec) -> Exception | None:
     """Work until the run ends; return why this worker could not go on, if it could not."""
     memory = MemoryWatch()
     leave_asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: leave_asked.set())  # a spot instance, Slurm, Kubernetes
     # The launcher asks, when it is time; one that it did not start is asked by its user.
-    interrupted = (lambda number, frame: leave_asked.set()) if order.is_external else signal.SIG_IGN
+    interrupted = (lambda number, frame: leave_asked.set()) if spec.is_external else signal.SIG_IGN
     signal.signal(signal.SIGINT, interrupted)
-    with setup_logging(order.log_file):
-        while isinstance(problem := _work(order, leave_asked, memory), _GivenUpError):
+    with setup_logging(spec.log_file):
+        while isinstance(problem := _work(spec, leave_asked, memory), _GivenUpError):
             log.warning("this worker was given up because it could not be heard; it joins again")
     return problem
 
 
-def _work(order: MemberSpec, leave_asked: threading.Event, memory: MemoryWatch) -> Exception | None:
+def _work(spec: MemberSpec, leave_asked: threading.Event, memory: MemoryWatch) -> Exception | None:
     """Join and work; return why this worker could not go on, or that it was given up and may join again."""
-    with DispatchLink(order) as link, contextlib.ExitStack() as stack:
+    with DispatchLink(spec) as link, contextlib.ExitStack() as stack:
         try:
-            job = order.load_job()
+            job = spec.load_job()
             team = Team(
-                worker_index=min(order.index, job.strategy.workers - 1),
+                worker_index=min(spec.index, job.strategy.workers - 1),
                 num_workers=job.strategy.workers,
-                num_local_workers=order.num_local,
+                num_local_workers=spec.num_local,
             )
             parts = assemble(job, team)
             stack.callback(parts.train.close)
-            if order.data:
-                check_same(order.data, parts.splits)
-            loop = DispatchedWorker(parts, link, order, leave_asked, memory)
+            if spec.data:
+                check_same(spec.data, parts.splits)
+            loop = DispatchedWorker(parts, link, spec, leave_asked, memory)
             link.join()
             loop.run()
             link.leave()
@@ -93,7 +93,7 @@ def _work(order: MemberSpec, leave_asked: threading.Event, memory: MemoryWatch) 
             is_replaced = isinstance(error, RefusedError) and error.reason == REPLACED
             if isinstance(error, CommunicationError) and not is_replaced and link.is_given_up():
                 return _GivenUpError()
-            log.exception("%s cannot go on", order.name)
+            log.exception("%s cannot go on", spec.name)
             link.fail(error)
             return error
     return None
@@ -106,7 +106,7 @@ class DispatchedWorker:
         self,
         parts: Components,
         link: DispatchLink,
-        order: MemberSpec,
+        spec: MemberSpec,
         leave_asked: threading.Event,
         memory: MemoryWatch,
     ) -> None:
@@ -121,14 +121,14 @@ class DispatchedWorker:
         self._flat = flatten_parameters(self._model, self._layout)
         self._gradient = torch.zeros_like(self._flat)
         adopt_flat(self._model, self._layout, self._flat, self._gradient)
-        patience_s = 6 * order.failure_timeout_s
+        patience_s = 6 * spec.failure_timeout_s
         self._client = ParameterClient(self._layout, self._settings, ServerCalls(link.connect, patience_s))
         self._fixed = fixed_of(parts.job)
         self._clip_norm = self._settings.clip_norm
         # Only its groups and their rates are used: the state is the servers'.
         self._rates = parts.recipe.make(self._model.named_parameters())
         self._num_until_pull = 0
-        self._index, self._num_units = order.index, 0
+        self._index, self._num_units = spec.index, 0
         self._pushes: list[tuple[Piece, Future[Pushed]]] = []
         self._work: Work | None = None
         # Clipping one's own gradient needs all of it first, and so does adding up several; one piece is complete last.

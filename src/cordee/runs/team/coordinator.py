@@ -43,9 +43,9 @@ class TeamLeader:
         job = self._job = Job.load(spec.job_file)
         self._strategy = bare_strategy(job)
         restored = launcher.restored
-        self._memory = self._begin() if restored is None else msgspec.msgpack.decode(restored, type=TeamState)
-        self._membership = self._memory.membership
-        self._recoveries = Recoveries(self._memory.recoveries)
+        self._state = self._begin() if restored is None else msgspec.msgpack.decode(restored, type=TeamState)
+        self._membership = self._state.membership
+        self._recoveries = Recoveries(self._state.recoveries)
         self._stragglers = Stragglers()  # not remembered: it is soon known again
         self._scaling = Scaling(job, spec.num_slots, self._scale) if job.cluster.autoscale else None
 
@@ -64,7 +64,7 @@ class TeamLeader:
 
     @property
     def addresses(self) -> Addresses:
-        return self._memory.addresses
+        return self._state.addresses
 
     @property
     def step(self) -> int:
@@ -74,18 +74,18 @@ class TeamLeader:
         return None  # workers find out
 
     def open(self, channel: ServerChannel) -> None:
-        memory, launcher = self._memory, self._launcher
+        state, launcher = self._state, self._launcher
         members = self._channel = TeamChannel(
             channel, self._membership, self._take_event, self._handle_request, self._take_report
         )
         starter = MemberStarter(
-            self._spec, self._job, launcher, self._membership, memory.addresses, channel.fence, "cordee.runs.team"
+            self._spec, self._job, launcher, self._membership, state.addresses, channel.fence, "cordee.runs.team"
         )
-        workers = self._workers = Workers(self._job, launcher, members, starter, memory.workers, self._check_size)
+        workers = self._workers = Workers(self._job, launcher, members, starter, state.workers, self._check_size)
         losses = self._losses = Losses(
-            self._job.cluster, launcher, self._membership, workers, self._recoveries, memory.losses
+            self._job.cluster, launcher, self._membership, workers, self._recoveries, state.losses
         )
-        self._generations = Generations(launcher, members, workers, losses, self._recoveries, memory.told)
+        self._generations = Generations(launcher, members, workers, losses, self._recoveries, state.told)
 
     def begin(self) -> None:
         for index in range(self._job.strategy.workers):
@@ -121,7 +121,7 @@ class TeamLeader:
         return self._channel.has_pending
 
     def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self._memory)
+        return msgspec.msgpack.encode(self._state)
 
     def flush(self) -> None:
         self._channel.flush()
@@ -144,13 +144,13 @@ class TeamLeader:
             case events.Step(step=step):
                 self._note_step(step)
             case events.Checkpoint(stall_s=stall_s) | events.Warned(stall_s=float(stall_s)):
-                self._memory.stall_s += stall_s
+                self._state.stall_s += stall_s
             case events.Commit(generation=int(generation)) if generation < self._membership.generation:
                 return  # of one that was given up, is back, and had not noticed: its generation is over
             case events.RunStarted():
-                if self._memory.is_announced:
+                if self._state.is_announced:
                     return
-                self._memory.is_announced = True
+                self._state.is_announced = True
         self._launcher.emit(event)
 
     def _take_report(self, worker: int, report: TeamReport) -> None:
@@ -165,7 +165,7 @@ class TeamLeader:
             case DataFingerprint(fingerprint=fingerprint):
                 self._workers.note_data(fingerprint)
             case WorkerSummary(summary=summary):
-                self._memory.summaries[worker] = summary
+                self._state.summaries[worker] = summary
 
     def _note_step(self, step: int) -> None:
         self._membership.told_step = max(self._membership.told_step, step)
@@ -194,7 +194,7 @@ class TeamLeader:
 
     def summarise(self) -> Summary:
         """Return the summary of the one that spoke for the last team, if all ended with the same weights."""
-        summaries, recoveries = self._memory.summaries, self._memory.recoveries
+        summaries, recoveries = self._state.summaries, self._state.recoveries
         hashes = {summary.weights_sha256 for summary in summaries.values()}
         if len(hashes) > 1:
             raise TrainingError(f"the workers ended with different weights: {sorted(map(str, hashes))}")
@@ -207,5 +207,5 @@ class TeamLeader:
             peak_memory_bytes=max(peaks) or None,
             recoveries=recoveries.num_complete,
             steps_redone=recoveries.steps_redone,
-            checkpoint_stall_seconds=self._memory.stall_s,
+            checkpoint_stall_seconds=self._state.stall_s,
         )

@@ -27,28 +27,28 @@ class Generations:
         workers: Workers,
         losses: Losses,
         recoveries: Recoveries,
-        memory: DirectiveState,
+        state: DirectiveState,
     ) -> None:
         self._launcher = launcher
         self._channel = channel
         self._workers = workers
         self._losses = losses
         self._recoveries = recoveries
-        self._memory = memory
+        self._state = state
         self._disbanded = 0  # the last generation whose members were told that it is over; heartbeats tell again
 
     def tell_again(self) -> None:
         """Say again what workers may not have heard of an earlier coordinator, and do not ask for by themselves."""
-        self._memory.is_pause_told = False
-        if self._memory.is_stop_told:
-            self._memory.is_stop_told = not self._membership.members  # those that have halted are told to finish
+        self._state.is_pause_told = False
+        if self._state.is_stop_told:
+            self._state.is_stop_told = not self._membership.members  # those that have halted are told to finish
 
     def direct(self) -> bool:
         """Tell the workers what to do next; return whether they form another generation.
 
         Raises TrainingError when one is lost again and again in one step.
         """
-        membership, told = self._membership, self._memory
+        membership, told = self._membership, self._state
         if membership.troubles:
             return False  # the run is about to fail
         self._losses.check_shortage()
@@ -108,7 +108,7 @@ class Generations:
             (r := membership.of(i)).ready_step == first.ready_step >= 0 and not r.has_dropped for i in members
         )
         has_losses = recoveries.last_loss is not None
-        if self._memory.is_stop_told and is_halt and not has_losses and not recoveries.is_under_way:
+        if self._state.is_stop_told and is_halt and not has_losses and not recoveries.is_under_way:
             self._channel.direct("finish", members)
             reach("generations.finish")
             for index in members:
@@ -125,7 +125,7 @@ class Generations:
         self._channel.form(members, self._workers.threads)
         reach("generations.formed")
         self._workers.note_formed()
-        self._memory.is_pause_told = self._memory.is_stop_told = False
+        self._state.is_pause_told = self._state.is_stop_told = False
         self._launcher.emit(
             events.Generation(
                 generation=membership.generation,

@@ -30,16 +30,16 @@ class Workers:
         launcher: LauncherLink,
         channel: TeamChannel,
         starter: MemberStarter,
-        memory: WorkersState,
+        state: WorkersState,
         check_size: Callable[[int], None],
     ) -> None:
         self._job = job
         self._launcher = launcher
         self._channel = channel
         self._starter = starter
-        self._memory = memory
+        self._state = state
         self._check_size = check_size
-        starter.data = memory.data
+        starter.data = state.data
 
     @property
     def run_dir(self) -> Path:
@@ -48,20 +48,20 @@ class Workers:
     @property
     def threads(self) -> int:
         """With how many each worker computes; 0 is what the job says."""
-        return self._memory.threads
+        return self._state.threads
 
     @property
     def is_reform_wanted(self) -> bool:
         """Whether the same workers are to form another generation, to continue with other numbers of threads."""
-        return self._memory.is_reform_wanted
+        return self._state.is_reform_wanted
 
     def note_formed(self) -> None:
         """Take note that a generation is formed with the numbers that are wanted."""
-        self._memory.is_reform_wanted = False
+        self._state.is_reform_wanted = False
 
     def note_data(self, fingerprint: str) -> None:
         """Take note of what is known of the data: workers that join are told."""
-        self._memory.data = self._starter.data = fingerprint
+        self._state.data = self._starter.data = fingerprint
 
     def log_file(self, index: int) -> Path:
         return self._starter.log_file(self._membership.of(index))
@@ -96,7 +96,7 @@ class Workers:
             self.start(self._unused_number())
         membership.num_workers = num_workers
         if threads:
-            self._memory.threads, self._memory.is_reform_wanted = threads, True
+            self._state.threads, self._state.is_reform_wanted = threads, True
         self._launcher.emit(
             events.Scale(
                 workers=num_workers,
@@ -115,7 +115,7 @@ class Workers:
 
         `public` is where the run listens for other hosts.
         """
-        membership, data = self._membership, self._memory.data
+        membership, data = self._membership, self._state.data
         if not membership.is_elastic:
             raise JobError(f"strategy '{self._job.strategy.name}' has a fixed number of workers: nobody can join it")
         is_remote = check_join_request(request, public)

@@ -11,9 +11,9 @@ from cordee.compute import Metrics
 from cordee.data.ledger import LedgerState
 from cordee.parameters.server_slots import ServerSlot, ServerSlots
 from cordee.runs.dispatched.state import (
+    DispatcherState,
     Loss,
     LossState,
-    Memory,
     Outcome,
     RunState,
     SnapshotState,
@@ -24,7 +24,7 @@ from cordee.training.progress import Progress
 
 
 def test_what_a_coordinator_knows_survives_being_written_down() -> None:
-    dispatcher = Memory(
+    dispatcher = DispatcherState(
         progress=Progress(step=3),
         slots=ServerSlots([ServerSlot("server-0", "server-0.1", is_following=True)], version=1),
         accounts=StepMetricsState(counted=3, sums={4: StepSum(loss_sum=1.5, count=2)}, settle=(2, 0.5)),
@@ -33,7 +33,7 @@ def test_what_a_coordinator_knows_survives_being_written_down() -> None:
         ledger=LedgerState(3, 7, [6], [5], {4: "worker-1"}),
         outcome=Outcome(metrics=Metrics(1.0, 0.5, None, 4, 0.1), ages=(1, 2)),
     )
-    memory = RunState(
+    state = RunState(
         addresses=Addresses("tcp://127.0.0.1:1"),
         started=1.0,
         begun_s=2.0,
@@ -50,4 +50,4 @@ def test_what_a_coordinator_knows_survives_being_written_down() -> None:
         losses=LossState(recovering=[Loss("worker", "worker-0", 1.0, 2)], shortage=Shortage("too few", 3.0)),
         dispatcher=dispatcher,
     )
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(memory), type=RunState) == memory
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=RunState) == state

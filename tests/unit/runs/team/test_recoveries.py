@@ -56,13 +56,13 @@ def test_what_a_coordinator_knows_survives_being_written_down() -> None:
         MemberRecord(index=2, pid=12, is_remote=True, is_away=True, phase="gone", fate="is out of reach"),
     ):
         membership.expect(record, 3.5)
-    staff = WorkersState(threads=2)
-    memory = TeamState(
+    workers = WorkersState(threads=2)
+    state = TeamState(
         addresses=Addresses("tcp://127.0.0.1:1"),
         membership=membership,
-        workers=staff,
+        workers=workers,
         recoveries=RecoveryState(restarts=Restarts(3, num_restarts=1), lost=[Trouble(1, 4, "was killed")]),
         losses=LossState(shortage=Shortage("too few", 12.5)),
     )
-    Recoveries(memory.recoveries).begin(MemberRecord(index=0, ready_step=4), "", 4, now_s=1.0)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(memory), type=TeamState) == memory
+    Recoveries(state.recoveries).begin(MemberRecord(index=0, ready_step=4), "", 4, now_s=1.0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=TeamState) == state
