@@ -76,9 +76,9 @@ class MemberChannel(abc.ABC):
         """Handle a message of somebody who is not in the registry."""
         self._reply(received, Refused(UNKNOWN, received.envelope.sender))
 
-    def _point(self, message: Message) -> str:
-        """The fault point before a reply is sent."""
-        return "coordinator.reply"
+    def _reach(self, message: Message) -> None:
+        """Reach the fault point before a reply is sent."""
+        reach("coordinator.reply")
 
     def serve(self, timeout_s: float) -> None:
         """Handle what has come in, waiting at most `timeout_s` for the first message."""
@@ -97,7 +97,7 @@ class MemberChannel(abc.ABC):
         replies, self._replies = self._replies, []
         for received, message in replies:
             with contextlib.suppress(CommunicationError):
-                reach(self._point(message))
+                self._reach(message)
                 self.channel.reply(received, message)
 
     def _reply(self, received: Received, message: Message) -> None:

@@ -18,6 +18,7 @@ from cordee.cluster.members import MemberRecord
 from cordee.cluster.policies import Stragglers
 from cordee.communication.channel import Received
 from cordee.communication.messages import Accepted, Failure, Join, Message, Refused
+from cordee.core.fault_points import reach
 from cordee.data import Ledger, Unit
 from cordee.monitoring import events
 from cordee.parameters.messages import SecondLost
@@ -179,8 +180,8 @@ class Dispatcher(MemberChannel):
     def _take_bye(self, record: MemberRecord) -> None:
         record.phase = "finished"
 
-    def _point(self, message: Message) -> str:
-        return f"dispatch.answer.{type(message).__name__.lower()}"
+    def _reach(self, message: Message) -> None:
+        reach(f"dispatch.answer.{type(message).__name__.lower()}")
 
     def _hand_over(self, received: Received, record: MemberRecord, *, has_retired: bool) -> None:
         """Let a server leave that was told to, once another has its part. Until then there is one on its way."""
