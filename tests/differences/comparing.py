@@ -296,7 +296,7 @@ REFUSALS: dict[str, tuple[str, ...]] = {
         r"used in several stages",
         r"several samples|more than 1 value per channel|two of them",
         r"cannot train stage \d+, before which nothing is trained",
-        r"is not compatible with .grad\(\)",
+        r"incompatible with .grad\(\)",
     ),
     "tensor": (
         r"lr_scale = .* follows the number of shares",

@@ -267,7 +267,7 @@ _ADVICE = {
         "torch's DDP cannot train a layer that is used twice under re-entrant checkpointing: pass "
         "use_reentrant=False to torch.utils.checkpoint, or set strategy.reducer = 'flat'"
     ),
-    "is not compatible with .grad()": (
+    "incompatible with .grad()": (
         "re-entrant checkpointing needs the whole backward pass at once: pass use_reentrant=False to "
         "torch.utils.checkpoint, or set strategy.schedule = '1f1b'"
     ),
