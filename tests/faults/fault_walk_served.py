@@ -222,7 +222,7 @@ WALK: dict[str, Walk] = {
     **{point: Walk((*FIRST, of("plain", "server-1*"))) for point in _served("pull")},
     **{point: Walk(FIRST) for point in _served("pullextras")},
     **{point: Walk(SNAPSHOT) for point in _served("snapshot", "snapshotextras")},
-    **{point: Walk(SECOND) for point in _served("settle")},
+    **{point: Walk(SECOND) for point in _served("applypending")},
     **{point: Walk((of("worker lost", PAIR, 1, 2), of("worker lost", "server-1*", 1))) for point in _served("fence")},
     **{point: Walk(HANDING_OVER) for point in _served("adopt")},
     **{f"server.adopt.{what}": Walk(HANDING_OVER) for what in ("connect", "piece", "extras", "done")},

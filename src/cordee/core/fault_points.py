@@ -54,7 +54,7 @@ _CALLED = {
     "snapshot": "evaluator",
     "snapshotextras": "evaluator",
 }
-_SERVED_CALLS = (*_CALLED, "settle", "fence", "adopt", "load", "loadextras")
+_SERVED_CALLS = (*_CALLED, "applypending", "fence", "adopt", "load", "loadextras")
 _SERVED = {
     **{f"served.ask.{kind}": f"{who}: about to send {kind} to the dispatcher" for kind, who in _ASKED.items()},
     **{f"served.answered.{kind}": f"{who}: has the answer to {kind}" for kind, who in _ASKED.items()},

@@ -125,7 +125,7 @@ SUFFIXES = (".npz", ".safetensors")
 NAMES = (("x", "y"), ("inputs", "targets"))
 END_FILE = "END"
 _END = object()  # of an iterable
-SETTLED_S = 5.0  # a file that cannot be read is being written until it has not changed for so long
+STABLE_S = 5.0  # a file that cannot be read is being written until it has not changed for so long
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -266,7 +266,7 @@ class FolderFeed:
             is_begun = name == self.place.file and not self._last
             if name < known or (name == known and not is_begun):
                 continue
-            batch = _read_settled(self._root / name)
+            batch = _read_stable(self._root / name)
             if batch is None:
                 return False
             self._source.check(batch, str(self._root / name))
@@ -402,7 +402,7 @@ def _list_files(root: Path) -> list[str]:
     return sorted(name for name in names if name.endswith(SUFFIXES) and not name.startswith("."))
 
 
-def _read_settled(path: Path) -> Batch | None:
+def _read_stable(path: Path) -> Batch | None:
     """Return a file's samples; None while it may still be being written."""
     try:
         return _read_file(path)
@@ -411,7 +411,7 @@ def _read_settled(path: Path) -> Batch | None:
             age_s = time.time() - path.stat().st_mtime
         except FileNotFoundError:
             return None
-        if age_s < SETTLED_S:
+        if age_s < STABLE_S:
             return None
         raise
 

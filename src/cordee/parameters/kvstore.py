@@ -193,7 +193,7 @@ class KVStore:
         """Hand a value to the key's updater; return the version that has it. It is applied when this returns."""
         if isinstance(key, (list, tuple)):
             return self._each(self.push, key, value)
-        return self._push(self._settled(key), value)
+        return self._push(self._idle_entry(key), value)
 
     def pull(
         self,
@@ -209,13 +209,13 @@ class KVStore:
         """
         if isinstance(key, (list, tuple)):
             return self._each(lambda one, its: self.pull(one, its, min_version, timeout_s=timeout_s), key, out)
-        return self._pull(self._settled(key), out, min_version, timeout_s)
+        return self._pull(self._idle_entry(key), out, min_version, timeout_s)
 
     def push_pull(self, key: Key | Keys, value: Any, out: Any = None) -> Any:
         """Push and return the value that has the push, as `Pulled`; one way instead of two."""
         if isinstance(key, (list, tuple)):
             return self._each(lambda one, its: self.push_pull(one, *its), key, _pairs(key, value, out))
-        return self._push_pull(self._settled(key), value, out)
+        return self._push_pull(self._idle_entry(key), value, out)
 
     def push_async(self, key: Key | Keys, value: Any, *, priority: float = 0) -> Handle:
         """Begin a push; the value must not change before it has ended. Higher priorities go first."""
@@ -242,13 +242,13 @@ class KVStore:
 
     def push_rows(self, key: Key, rows: Any, values: Any) -> int:
         """Push some rows of an array, by their numbers; a row that comes twice counts twice. Return the version."""
-        entry = self._settled(key)
+        entry = self._idle_entry(key)
         with entry.lock:
             return transfer.push_rows(self._calls, entry, rows, take(values), next(self._sequence))
 
     def pull_rows(self, key: Key, rows: Any) -> Pulled:
         """Return some rows of an array, by their numbers, with its version."""
-        entry = self._settled(key)
+        entry = self._idle_entry(key)
         return transfer.pull_rows(self._calls, entry, rows, self._origins.get(entry.key) or _default(entry.kind))
 
     def set_updater(self, name: str, *, keys: Key | Keys | None = None, **settings: Json) -> None:
@@ -260,7 +260,7 @@ class KVStore:
         """
         self._check_open()
         _check_updater(name, settings)
-        self._queue.settle()
+        self._queue.wait_idle()
         if keys is None:
             for server in range(self.num_servers):
                 self._calls.call(server, SetUpdater(name, settings))
@@ -281,7 +281,7 @@ class KVStore:
         """
         self._check_open()
         _check_compression(compression, topk)
-        self._queue.settle()
+        self._queue.wait_idle()
         chosen = keys if isinstance(keys, (list, tuple)) else [keys]
         self._compression |= {None if key is None else _name(key): (compression, topk) for key in chosen}
 
@@ -291,7 +291,7 @@ class KVStore:
 
     def wait_all(self) -> None:
         """Wait until nothing is under way; errors are raised by the handles."""
-        self._queue.settle()
+        self._queue.wait_idle()
 
     def barrier(self, timeout_s: float = _BARRIER_S) -> None:
         """Wait until all workers have come here; of a store without a number of workers, all that have joined.
@@ -299,7 +299,7 @@ class KVStore:
         Raises StoreError that names who is missing after `timeout_s`, or as soon as one of them is lost.
         """
         self._check_open()
-        self._queue.settle()
+        self._queue.wait_idle()
         reply = self._calls.ask(Meet(next(self._meetings), _waiting(timeout_s)))
         assert isinstance(reply, Done)
 
@@ -351,12 +351,12 @@ class KVStore:
     def _target(self, entry: Entry, out: Any) -> Target:
         return make_target(entry.kind, entry.shape, self._origins.get(entry.key) or _default(entry.kind), out)
 
-    def _settled(self, key: Key) -> Entry:
+    def _idle_entry(self, key: Key) -> Entry:
         """Return what is known of a key, after the asynchronous operations on it."""
         self._check_open()
         entry = self._entry(key)
         if self._queue.num_open:
-            self._queue.settle(entry.key)
+            self._queue.wait_idle(entry.key)
         return entry
 
     def _entry(self, key: Key) -> Entry:

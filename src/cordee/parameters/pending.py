@@ -93,7 +93,7 @@ class CallQueue:
             self.num_open += 1
         return handle
 
-    def settle(self, key: str | None = None) -> None:
+    def wait_idle(self, key: str | None = None) -> None:
         """Wait until nothing is under way for a key, or for any."""
         with self._lock:
             while self.num_open if key is None else key in self._waiting:

@@ -23,7 +23,7 @@ from cordee.core.temporary import temporary_folder
 
 INTERRUPT_GRACE_S = 3.0  # for a script to end by itself after Ctrl-C
 CONSEQUENCE = 86  # exit code of a script that only lost a peer
-SETTLING_S = 5.0  # for the cause to be known when its consequence was noticed first
+CAUSE_WAIT_S = 5.0  # for the cause to be known when its consequence was noticed first
 
 
 def run_script(script: Path, args: list[str], num_workers: int) -> bool:
@@ -90,7 +90,7 @@ def _attend(engine: Engine, num_workers: int, was_interrupted: Callable[[], bool
                     engine.signal(index, "interrupt")
             if now_s - interrupted_s > INTERRUPT_GRACE_S:
                 break
-        elif any(r.status not in (0, CONSEQUENCE) for r in ended) or now_s - failed_s > SETTLING_S:
+        elif any(r.status not in (0, CONSEQUENCE) for r in ended) or now_s - failed_s > CAUSE_WAIT_S:
             break
     return ended
 

@@ -102,7 +102,7 @@ def test_the_queue_keeps_the_order_of_a_key_and_runs_the_urgent_first() -> None:
         handle.wait(5)
     with pytest.raises(ZeroDivisionError):
         failing.wait(5)
-    queue.settle()
+    queue.wait_idle()
     assert seen.index("a1") < seen.index("a2") and seen.index("b1") < seen.index("a1")
     queue.close()
     with pytest.raises(StoreError, match="closed"):

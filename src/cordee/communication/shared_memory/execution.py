@@ -339,7 +339,7 @@ class CordeeFuture(torch.futures.Future[Any]):
     def __init__(self, callbacks: Callbacks | None) -> None:
         super().__init__()
         self._callbacks = callbacks
-        self.is_settled = False  # it is done, and everything attached before that has been called
+        self.has_called_all = False  # it is done, and everything attached before that has been called
 
     def then(self, callback: Callable[..., Any]) -> Any:
         if self._callbacks is not None:
@@ -366,7 +366,7 @@ class Callbacks(QueueThread["CordeeWork"]):
     def expect(self, future: CordeeFuture) -> None:
         """Let the next collective wait for what is being attached to this future."""
         with self._changed:
-            if not future.is_settled and not self._closed:
+            if not future.has_called_all and not self._closed:
                 self._expected.add(future)
 
     def drain(self) -> None:
@@ -377,7 +377,7 @@ class Callbacks(QueueThread["CordeeWork"]):
 
     def run_pending(self, future: CordeeFuture) -> None:
         with self._changed:
-            future.is_settled = True
+            future.has_called_all = True
             self._expected.discard(future)
             self._changed.notify_all()
 

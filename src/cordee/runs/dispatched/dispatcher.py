@@ -234,7 +234,7 @@ class Dispatcher(MemberChannel):
             snapshots.pause()
             is_last = self.is_ending
             is_due = snapshots.is_free and not snapshots.has_ordered(barrier, is_last=is_last)
-            if is_due and not snapshots.order(barrier, self.elapsed_s(), self.accounts.settle, is_last=is_last):
+            if is_due and not snapshots.order(barrier, self.elapsed_s(), self.accounts.to_apply, is_last=is_last):
                 self._end()
             if is_last:  # there is no more work, and the evaluator can use the cores
                 self._send_home()
@@ -279,7 +279,7 @@ class Dispatcher(MemberChannel):
             received = self._waiting.pop(name)
             self.accounts.begin()
             self._timing.begin(unit.number)
-            settles, scale = self.accounts.settle
+            apply_step, scale = self.accounts.to_apply
             work = Work(
                 unit=unit.number,
                 step=unit.step,
@@ -291,7 +291,7 @@ class Dispatcher(MemberChannel):
                 first_batch=unit.first_batch,
                 num_batches=unit.num_batches,
                 floor=ledger.committed_steps * ledger.num_shares,
-                settles=settles,
+                apply_step=apply_step,
                 scale=scale,
                 attempt=self._state.attempt,
             )

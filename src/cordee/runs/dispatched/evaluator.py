@@ -117,10 +117,10 @@ class Evaluator:
     def _read(self, order: Order) -> State:
         """Bring the model to the servers' state, and return that of their optimizers."""
         states = [
-            self._client.snapshot(piece, self._flat, Snapshot(piece.index, order.settles, order.scale))
+            self._client.snapshot(piece, self._flat, Snapshot(piece.index, order.apply_step, order.scale))
             for piece in self._layout.pieces
         ]
-        self._link.ask(SnapshotTaken(self._client.pull_extras(self._buffers, SnapshotExtras(order.settles))))
+        self._link.ask(SnapshotTaken(self._client.pull_extras(self._buffers, SnapshotExtras(order.apply_step))))
         return join_pieces(self._layout, states)
 
     def _measure(self) -> Metrics | None:

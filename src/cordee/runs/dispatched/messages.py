@@ -71,7 +71,7 @@ class Work(Message, frozen=True):
     first_batch: Count  # steps of the job before it
     num_batches: Count  # steps of the job in it
     floor: Count  # units below it are committed
-    settles: Number = -1  # step that the servers apply, scaled, before this one is computed
+    apply_step: Number = -1  # step that the servers apply, scaled, before this one is computed
     scale: float = 1.0
     attempt: Count = 0  # what is done of an earlier one does not count
 
@@ -98,7 +98,7 @@ class Order(Message, frozen=True):
     evaluate: bool
     save: bool
     progress: Text  # encoded like the values of a checkpoint, for the checkpoint
-    settles: Number = -1
+    apply_step: Number = -1
     scale: float = 1.0
 
 

@@ -28,7 +28,7 @@ from cordee.monitoring import setup_logging
 from cordee.parameters.placement import Piece, make_layout
 from cordee.runs.dispatched.link import END_SIGNAL, DispatchLink
 from cordee.runs.dispatched.messages import HandOver, Leave
-from cordee.strategies.parameter_server.messages import LIMITS, PARAMETERS, Settle
+from cordee.strategies.parameter_server.messages import LIMITS, PARAMETERS, ApplyPending
 from cordee.strategies.parameter_server.service import ParameterService
 from cordee.strategies.parameter_server.shard import ParameterShard
 from cordee.strategies.parameter_server.state import flatten_parameters, load_piece
@@ -89,7 +89,7 @@ def _leave_when_asked(
     while not is_over.is_set():
         try:
             with server.lock:
-                has_retired = service.retire(Settle(-1, -1))
+                has_retired = service.retire(ApplyPending(-1, -1))
             if isinstance(link.ask(HandOver(has_retired)), Leave):
                 is_over.set()
             else:

@@ -88,7 +88,7 @@ class SnapshotScheduler:
             evaluator, self._evaluator = self._evaluator, None
             self._reply(evaluator, Leave())
 
-    def order(self, step: int, elapsed_s: float, settle: tuple[int, float], *, is_last: bool) -> bool:
+    def order(self, step: int, elapsed_s: float, to_apply: tuple[int, float], *, is_last: bool) -> bool:
         """Have the evaluator, which is free, read the servers as they are now, after `step` steps of the ledger.
 
         Returns False where that is not necessary: the run is to end, and what there is has been measured and saved.
@@ -102,7 +102,7 @@ class SnapshotScheduler:
         if is_last and not evaluates and not saves:
             return False
         progress.elapsed_s = elapsed_s
-        settles, scale = settle
+        apply_step, scale = to_apply
         state.num_orders += 1
         state.ordered_at = (progress.step, progress.epoch, progress.batch, progress.samples)
         state.ordered_loss = progress.train_loss
@@ -112,7 +112,7 @@ class SnapshotScheduler:
             evaluate=evaluates,
             save=saves,
             progress=encode_values(msgspec.to_builtins(progress)).decode(),
-            settles=settles,
+            apply_step=apply_step,
             scale=scale,
         )
         evaluator, self._evaluator = self._evaluator, None

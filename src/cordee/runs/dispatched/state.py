@@ -47,7 +47,7 @@ class StepMetricsState(msgspec.Struct, kw_only=True):
 
     counted: int  # steps that are in the progress
     sums: dict[int, StepSum] = {}  # of those after
-    settle: tuple[int, float] = (-1, 1.0)  # the step that servers may apply, and how they scale it
+    to_apply: tuple[int, float] = (-1, 1.0)  # the step that servers may apply, and how they scale it
     first_work_s: float | None = None  # when training proper began
     last_step_s: float | None = None  # when the newest step was committed
     num_refused_in_a_row: int = 0

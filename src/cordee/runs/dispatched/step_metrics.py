@@ -46,9 +46,9 @@ class StepMetrics:
         return None if first_s is None or last_s is None else last_s - first_s
 
     @property
-    def settle(self) -> tuple[int, float]:
+    def to_apply(self) -> tuple[int, float]:
         """The step that servers are to apply before the next is computed (-1: none), and how they scale it."""
-        return self._state.settle
+        return self._state.to_apply
 
     @property
     def has_only_refusals(self) -> bool:
@@ -97,7 +97,7 @@ class StepMetrics:
         progress.loss_count += sums.count
         if plan.settings.is_in_step:
             scale = clip_scale(total_norm(sums.norms, plan.dtype), plan.clip_norm) if plan.clip_norm else 1.0
-            self._state.settle = (step, scale)
+            self._state.to_apply = (step, scale)
         loss = sums.loss_sum / sums.count if sums.count else math.nan
         self._show(progress.step, loss)
         if plan.reports(step):

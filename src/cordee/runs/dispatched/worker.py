@@ -175,13 +175,13 @@ class DispatchedWorker:
     def _do(self, work: Work) -> TakeWork:
         self._work = work
         self._num_units += 1
-        if self._num_until_pull == 0 or work.settles >= 0:
-            self._client.pull(self._flat, work.settles, work.scale)
+        if self._num_until_pull == 0 or work.apply_step >= 0:
+            self._client.pull(self._flat, work.apply_step, work.scale)
             self._num_until_pull = self._settings.pull_every
         self._num_until_pull -= 1
         buffers = dict(self._model.named_buffers())
         if buffers and (self._fixed is not None or self._num_units == 1):  # else they are this worker's own
-            self._client.pull_extras(buffers, PullExtras(work.settles))
+            self._client.pull_extras(buffers, PullExtras(work.apply_step))
         self._blamed = ""
         loss = self._compute(work)
         reach("worker.computed")

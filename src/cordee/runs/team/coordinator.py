@@ -109,8 +109,8 @@ class TeamLeader:
                 self._scaling.begin(self._membership.step, time.monotonic())
         if self._scaling is not None:
             membership = self._membership
-            is_settled = len(membership.members) == membership.num_workers == len(membership.active)
-            size = membership.num_workers if is_settled else 0
+            is_complete = len(membership.members) == membership.num_workers == len(membership.active)
+            size = membership.num_workers if is_complete else 0
             self._scaling.look(membership.step, size, self._workers.threads, time.monotonic())
 
     def dismiss(self) -> bool:

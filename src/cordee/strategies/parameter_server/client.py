@@ -53,12 +53,12 @@ class ParameterClient:
         if len(layout.pieces) > 1:
             self._pool = ThreadPoolExecutor(min(len(layout.pieces), layout.num_servers * 2, 8), "cordee-push")
 
-    def pull(self, flat: Tensor, settles: int = -1, scale: float = 1.0) -> None:
+    def pull(self, flat: Tensor, apply_step: int = -1, scale: float = 1.0) -> None:
         """Bring all parameters up to date."""
         if self._pool is None:
-            self._pull_piece(self.layout.pieces[0], flat, settles, scale)
+            self._pull_piece(self.layout.pieces[0], flat, apply_step, scale)
             return
-        waiting = [self._pool.submit(self._pull_piece, piece, flat, settles, scale) for piece in self.layout.pieces]
+        waiting = [self._pool.submit(self._pull_piece, piece, flat, apply_step, scale) for piece in self.layout.pieces]
         for one in waiting:
             one.result()
 
@@ -121,7 +121,7 @@ class ParameterClient:
         assert isinstance(reply, Pushed)
         return reply
 
-    def _pull_piece(self, piece: Piece, flat: Tensor, settles: int, scale: float) -> None:
+    def _pull_piece(self, piece: Piece, flat: Tensor, apply_step: int, scale: float) -> None:
         follower, mapped = self._followers[piece.index], self._memories[piece.index]
         target = flat[piece.start : piece.stop]
         room = piece.length * flat.element_size() + 4096
@@ -141,6 +141,6 @@ class ParameterClient:
             return True
 
         for memory in (mapped.number(view), -1):  # where they have changed since the server answered: sent
-            pull = Pull(piece.index, follower.stamp, settles, scale, memory)
+            pull = Pull(piece.index, follower.stamp, apply_step, scale, memory)
             if self._calls.call(piece.server, pull, receive=receive, reply_bytes=room):
                 return

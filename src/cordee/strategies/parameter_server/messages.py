@@ -37,11 +37,11 @@ class Pushed(ServerMessage, frozen=True):
 
 
 class Pull(ServerMessage, frozen=True):
-    """The parameters of one piece, please, after step `settles` was applied, scaled, where it waits for that."""
+    """The parameters of one piece, please, after step `apply_step` was applied, scaled, where it waits for that."""
 
     piece: Count
     has: Count = 0  # which of those that were sent to this worker came last
-    settles: Number = -1
+    apply_step: Number = -1
     scale: float = 1.0
     memory: Number = -1  # number of the shared memory that the worker has mapped; 0: it could map some; -1: it cannot
 
@@ -66,14 +66,14 @@ class PushExtras(ServerMessage, frozen=True):
 class PullExtras(ServerMessage, frozen=True):
     """The buffers that all workers start a step from, in reproducible mode. Answered by `Extras`."""
 
-    settles: Number = -1
+    apply_step: Number = -1
 
 
 class Snapshot(ServerMessage, frozen=True):
     """Everything the server has of one piece, optimizer included. Answered by `Snapped`."""
 
     piece: Count
-    settles: Number = -1
+    apply_step: Number = -1
     scale: float = 1.0
 
 
@@ -87,7 +87,7 @@ class Snapped(ServerMessage, frozen=True):
 class SnapshotExtras(ServerMessage, frozen=True):
     """The buffers of all workers' models, averaged, and how old gradients were. Answered by `Extras`."""
 
-    settles: Number = -1
+    apply_step: Number = -1
 
 
 class Extras(ServerMessage, frozen=True):
@@ -104,11 +104,11 @@ class Fence(ServerMessage, frozen=True):
     incarnation: Count
 
 
-class Settle(ServerMessage, frozen=True):
-    """For a second server: apply step `settles` to a piece, as the first is about to. Answered by `Done`."""
+class ApplyPending(ServerMessage, frozen=True):
+    """For a second server: apply step `apply_step` to a piece, as the first is about to. Answered by `Done`."""
 
     piece: Number  # -1: the buffers of the workers' models
-    settles: Number
+    apply_step: Number
     scale: float = 1.0
     seen_by: Client = ""  # the worker that is given the parameters
 
@@ -123,7 +123,7 @@ class LoadExtras(ServerMessage, frozen=True):
 
 
 PARAMETERS: tuple[type[Message], ...] = (
-    Push, Pushed, Pull, Pulled, PushExtras, PullExtras, Snapshot, Snapped, SnapshotExtras, Extras, Fence, Settle,
+    Push, Pushed, Pull, Pulled, PushExtras, PullExtras, Snapshot, Snapped, SnapshotExtras, Extras, Fence, ApplyPending,
     Adopt, Load, LoadExtras, Done,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=8 << 20, max_buffers=65536, max_buffer_bytes=1 << 31)

@@ -16,6 +16,7 @@ from cordee.parameters.messages import Done, Load
 from cordee.parameters.placement import Layout
 from cordee.parameters.replication import Answer, ReplicatedService, decode_state, encode_state
 from cordee.strategies.parameter_server.messages import (
+    ApplyPending,
     Extras,
     Fence,
     LoadExtras,
@@ -24,7 +25,6 @@ from cordee.strategies.parameter_server.messages import (
     PullExtras,
     Push,
     PushExtras,
-    Settle,
     Snapped,
     Snapshot,
     SnapshotExtras,
@@ -57,7 +57,7 @@ class ParameterService(ReplicatedService):
             PullExtras: self._extras,
             Snapshot: self._snapshot,
             SnapshotExtras: self._extras,
-            Settle: self._settle,
+            ApplyPending: self._apply_pending,
             Fence: self._fence,
             LoadExtras: self._load_extras,
         }
@@ -81,9 +81,9 @@ class ParameterService(ReplicatedService):
 
     def _pull(self, call: Call, pull: Pull) -> Answer:
         state = self._shard.piece(pull.piece)
-        if state.waits_for(pull.settles) or self._settings.delay_compensation:
-            self.pass_on(Settle(pull.piece, pull.settles, pull.scale, call.caller))
-        values = state.pull(call.caller, pull.settles, pull.scale)
+        if state.waits_for(pull.apply_step) or self._settings.delay_compensation:
+            self.pass_on(ApplyPending(pull.piece, pull.apply_step, pull.scale, call.caller))
+        values = state.pull(call.caller, pull.apply_step, pull.scale)
         where = state.locate(pull.memory, 0, state.length)
         if where.stamp >= 0:
             return Pulled(where.version, where.stamp), ()
@@ -93,19 +93,19 @@ class ParameterService(ReplicatedService):
 
     def _snapshot(self, call: Call, snapshot: Snapshot) -> Answer:
         state = self._shard.piece(snapshot.piece)
-        if state.waits_for(snapshot.settles):
-            self.pass_on(Settle(snapshot.piece, snapshot.settles, snapshot.scale))
-        state.settle(snapshot.settles, snapshot.scale)
+        if state.waits_for(snapshot.apply_step):
+            self.pass_on(ApplyPending(snapshot.piece, snapshot.apply_step, snapshot.scale))
+        state.apply_pending(snapshot.apply_step, snapshot.scale)
         names, buffers = encode_state(state.optimizer.dump())
         return Snapped(state.version, names), [state.values, *buffers]
 
-    def _settle(self, call: Call, settle: Settle) -> Answer:
-        if settle.piece < 0:
-            self._shard.settle_extras(settle.settles)
-        elif settle.seen_by:
-            self._shard.piece(settle.piece).pull(settle.seen_by, settle.settles, settle.scale)
+    def _apply_pending(self, call: Call, pending: ApplyPending) -> Answer:
+        if pending.piece < 0:
+            self._shard.apply_pending_extras(pending.apply_step)
+        elif pending.seen_by:
+            self._shard.piece(pending.piece).pull(pending.seen_by, pending.apply_step, pending.scale)
         else:
-            self._shard.piece(settle.piece).settle(settle.settles, settle.scale)
+            self._shard.piece(pending.piece).apply_pending(pending.apply_step, pending.scale)
         return Done(), ()
 
     def _fence(self, call: Call, fence: Fence) -> Answer:
@@ -127,9 +127,9 @@ class ParameterService(ReplicatedService):
         return Done(), ()
 
     def _extras(self, call: Call, asked: PullExtras | SnapshotExtras) -> Answer:
-        if self._shard.waits_for_extras(asked.settles):
-            self.pass_on(Settle(-1, asked.settles))
-            self._shard.settle_extras(asked.settles)
+        if self._shard.waits_for_extras(asked.apply_step):
+            self.pass_on(ApplyPending(-1, asked.apply_step))
+            self._shard.apply_pending_extras(asked.apply_step)
         extras = self._shard.extras()
         return Extras(tuple(extras), tuple(self._shard.ages)), list(extras.values())
 

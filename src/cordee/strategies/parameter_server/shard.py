@@ -92,7 +92,7 @@ class PieceState(StoredValues):
         self.optimizer = SliceOptimizer(recipe, slices)
         self.applied = PushLog()  # the units
         self._staged: dict[int, dict[int, Staged]] = {}  # step -> share
-        self._waiting: int | None = None  # step that is complete here, and waits to be settled
+        self._waiting: int | None = None  # step that is complete here, and waits to be applied
         self._completed: tuple[int, tuple[float, ...]] = (-1, ())  # (unit, norms) of the last completion
         self._seen: dict[str, Tensor] = {}  # what each worker pulled last, for delay compensation
 
@@ -116,9 +116,9 @@ class PieceState(StoredValues):
         self._apply_alone(push, gradient)
         return Pushed("applied")
 
-    def pull(self, worker: str, settles: int = -1, scale: float = 1.0) -> Tensor:
+    def pull(self, worker: str, apply_step: int = -1, scale: float = 1.0) -> Tensor:
         """Return the parameters: this piece's own memory, to be copied before the next push."""
-        self.settle(settles, scale)
+        self.apply_pending(apply_step, scale)
         if self._settings.delay_compensation:
             seen = self._seen.get(worker)
             if seen is None:
@@ -130,8 +130,8 @@ class PieceState(StoredValues):
     def waits_for(self, step: int) -> bool:
         return self._waiting == step
 
-    def settle(self, step: int, scale: float) -> None:
-        """Apply the step that waits for this; a step that was settled before is passed over."""
+    def apply_pending(self, step: int, scale: float) -> None:
+        """Apply the step that waits for this; a step that was applied before is passed over."""
         if not self.waits_for(step):
             return
         self._waiting = None
@@ -284,7 +284,7 @@ class ParameterShard:
         """In reproducible mode, the buffers that all workers start a step from; empty before the first."""
         self._staged_extras: dict[int, tuple[int, dict[int, dict[str, Tensor]]]] = {}
         """Step -> how many shares it has, and the buffers of those that came."""
-        self._next_agreed: tuple[int, dict[str, Tensor]] | None = None  # of a step that waits to be settled
+        self._next_agreed: tuple[int, dict[str, Tensor]] | None = None  # of a step that waits to be applied
         self._agreed_step = -1  # that `agreed` is of
         self.ages = [0]
         self._first = min(self.pieces)
@@ -312,7 +312,7 @@ class ParameterShard:
     def agree_on_extras(self, step: int, share: int, num_shares: int, buffers: dict[str, Tensor]) -> None:
         """Take the buffers of one shard of a step; when all are there, their mean is what the next step starts from.
 
-        Not before `settle_extras`: see `PieceState`.
+        Not before `apply_pending_extras`: see `PieceState`.
         """
         assert self._fixed is not None
         newest = self._agreed_step if self._next_agreed is None else self._next_agreed[0]
@@ -336,7 +336,7 @@ class ParameterShard:
     def waits_for_extras(self, step: int) -> bool:
         return self._next_agreed is not None and self._next_agreed[0] <= step
 
-    def settle_extras(self, step: int) -> None:
+    def apply_pending_extras(self, step: int) -> None:
         """Start from what was agreed on in this step."""
         if self.waits_for_extras(step):
             assert self._next_agreed is not None

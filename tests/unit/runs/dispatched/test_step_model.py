@@ -73,7 +73,7 @@ class Worker:
     name: str
     unit: int = -1
     phase: int = 0
-    settles: int = -1
+    apply_step: int = -1
     values: tuple[float, ...] = ()
     buffer: float = 0.0
 
@@ -111,7 +111,7 @@ class World:
     slots: ServerSlots
     ledger: Ledger
     faults_left: int
-    settle: int = -1  # the step that the servers may apply
+    to_apply: int = -1  # the step that the servers may apply
     unnoticed: list[str] = field(default_factory=list)  # servers that died, or were given up and are to be killed
     num_workers_lost: int = 0
     newest: int = 1  # server
@@ -222,14 +222,14 @@ class World:
     def _take(self, worker: Worker) -> None:
         unit = self.ledger.take(worker.name, limit_step=self.ledger.committed_steps + 1)
         assert unit is not None
-        worker.unit, worker.phase, worker.settles = unit.number, 0, self.settle
+        worker.unit, worker.phase, worker.apply_step = unit.number, 0, self.to_apply
 
     def _report(self, worker: Worker) -> None:
         """`TakeWork(done)`; a repetition of it is the same call again."""
         before = self.ledger.committed_steps
         self.ledger.commit(worker.unit)
         if self.ledger.committed_steps > before:
-            self.settle = self.ledger.committed_steps - 1
+            self.to_apply = self.ledger.committed_steps - 1
         worker.unit = -1
 
     def _call(self, worker: Worker) -> None:
@@ -237,10 +237,10 @@ class World:
         serving = self.slots.slots[0].serving
         match PHASES[worker.phase]:
             case "pull":
-                _, (values,) = self.call(serving, worker.name, Pull(0, 0, worker.settles))
+                _, (values,) = self.call(serving, worker.name, Pull(0, 0, worker.apply_step))
                 worker.values = tuple(values.tolist())
             case "pull buffers":
-                _, (buffer,) = self.call(serving, worker.name, PullExtras(worker.settles))
+                _, (buffer,) = self.call(serving, worker.name, PullExtras(worker.apply_step))
                 worker.buffer = float(buffer)
             case "push":
                 gradient = gradient_of(worker.unit, torch.tensor(worker.values))
@@ -300,7 +300,7 @@ class World:
         servers = {name: (*_key_of(one), one.is_alive, one.second) for name, one in self.servers.items()}
         names = {name: index for index, name in enumerate(sorted(servers, key=lambda name: repr(servers[name])))}
         post = self.slots.slots[0]
-        workers = sorted((w.unit, w.phase, w.settles, w.values, w.buffer) for w in self.workers)
+        workers = sorted((w.unit, w.phase, w.apply_step, w.values, w.buffer) for w in self.workers)
         state = self.ledger.state
         return (
             tuple(
@@ -311,7 +311,7 @@ class World:
             tuple(workers),
             (state.committed_steps, state.next_unit, tuple(state.committed), tuple(state.returned)),
             self.faults_left,
-            self.settle,
+            self.to_apply,
         )
 
     def copy(self) -> World:
@@ -320,7 +320,7 @@ class World:
         post = self.slots.slots[0]
         slots = ServerSlots([replace(post)], self.slots.version, self.slots.has_been_ready)
         workers = [replace(worker) for worker in self.workers]
-        other = World(self.num_steps, workers, {}, slots, ledger, self.faults_left, self.settle, list(self.unnoticed))
+        other = World(self.num_steps, workers, {}, slots, ledger, self.faults_left, self.to_apply, list(self.unnoticed))
         other.num_workers_lost, other.newest = self.num_workers_lost, self.newest
         for name, server in self.servers.items():
             service = other._make_service(name)
@@ -352,8 +352,8 @@ class World:
         post = self.slots.slots[0]
         for name in (post.serving, post.follower):
             shard = self.servers[name].service._shard
-            found = float(shard.piece(0).pull("evaluator", self.settle)[0])
-            shard.settle_extras(self.settle)
+            found = float(shard.piece(0).pull("evaluator", self.to_apply)[0])
+            shard.apply_pending_extras(self.to_apply)
             assert (found, float(shard.extras()["buffer"])) == expected, f"{name} ends with other weights"
             assert shard.piece(0).version == self.num_steps
 

@@ -66,7 +66,7 @@ class Servers:
         shard = self.shards[described.server]
         kind = shard.push(push, part).outcome
         if not self.settings.clip_norm:
-            shard.piece(piece).settle(push.step, 1.0)  # as the next pull would
+            shard.piece(piece).apply_pending(push.step, 1.0)  # as the next pull would
         return kind
 
     def values(self) -> Tensor:
@@ -205,12 +205,12 @@ def test_a_step_that_one_server_has_whole_waits_for_the_others() -> None:
     outcome = servers.shards[whole.server].push(push, second[whole.start : whole.stop])
     assert outcome.outcome == "applied"
     for piece in servers.layout.pieces:  # worker 2 takes its place
-        pulled = servers.shards[piece.server].piece(piece.index).pull("worker-2", settles=-1)
+        pulled = servers.shards[piece.server].piece(piece.index).pull("worker-2", apply_step=-1)
         assert torch.equal(pulled, before[piece.start : piece.stop])
     for piece in servers.layout.pieces:
         push = push_of(piece.index, 1, 1, 2, 4, "worker-2")
         servers.shards[piece.server].push(push, second[piece.start : piece.stop])
-        servers.shards[piece.server].piece(piece.index).settle(0, 1.0)
+        servers.shards[piece.server].piece(piece.index).apply_pending(0, 1.0)
     expected = before - 0.05 * (first + second) / 2
     torch.testing.assert_close(servers.values(), expected, rtol=1e-5, atol=1e-6)
 
@@ -227,8 +227,8 @@ def test_clipping_waits_for_the_norm_of_all_servers() -> None:
     assert torch.equal(servers.values(), before)
     scale = 1.0 / math.hypot(*norms)
     for piece in servers.layout.pieces:
-        servers.shards[piece.server].piece(piece.index).pull("worker-0", settles=0, scale=scale)
-        servers.shards[piece.server].piece(piece.index).pull("worker-1", settles=0, scale=scale)  # once only
+        servers.shards[piece.server].piece(piece.index).pull("worker-0", apply_step=0, scale=scale)
+        servers.shards[piece.server].piece(piece.index).pull("worker-1", apply_step=0, scale=scale)  # once only
     expected = before - 0.05 * gradient / gradient.norm()
     torch.testing.assert_close(servers.values(), expected, rtol=1e-5, atol=1e-6)
 
@@ -327,12 +327,12 @@ def fixed_shard() -> ParameterShard:
 
 
 def test_buffers_of_a_step_that_is_over_change_nothing() -> None:
-    """Sent again by a worker that was given up, after the step was settled."""
+    """Sent again by a worker that was given up, after the step was applied."""
     shard = fixed_shard()
     for step in range(2):
         for share in range(2):
             shard.agree_on_extras(step, share, 2, {"mean": torch.tensor([step + share / 2])})
-        shard.settle_extras(step)
+        shard.apply_pending_extras(step)
     for share in range(2):
         shard.agree_on_extras(0, share, 2, {"mean": torch.tensor([9.0])})
     assert not shard.waits_for_extras(5)
@@ -347,5 +347,5 @@ def test_a_second_that_is_given_the_buffers_again_has_those_of_the_first() -> No
     second.restore_extras(first.dump_extras())
     first.agree_on_extras(0, 0, 2, {"mean": torch.tensor([3.0])})
     second.restore_extras(first.dump_extras())
-    second.settle_extras(0)
+    second.apply_pending_extras(0)
     assert torch.equal(second.agreed["mean"], torch.tensor([2.0]))
