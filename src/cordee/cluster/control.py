@@ -26,7 +26,7 @@ from cordee.version import __version__
 CONTROL_FILE = "control.json"
 CONTROL_NAME = "control"
 REPLY_TIMEOUT_S = 10.0
-NOT_YET = "not-yet"  # why a wish is refused that may be asked again in a moment
+NOT_YET = "not-yet"  # why a request is refused that may be asked again in a moment
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,21 +102,21 @@ def scale_run(folder: Path, num_workers: int, threads: int = 0) -> str:
     return _ask(read_control(folder), folder, Scale(num_workers, threads))
 
 
-def enlist(control: Control, place: Path, torch_version: str) -> str:
+def request_join(control: Control, place: Path, torch_version: str) -> str:
     """Ask a run to take this process as a worker; return what a worker is told, as JSON. `place` is for messages.
 
     Raises JobError when the run refuses, NotYetError when it is too early, and RunDirectoryError when nobody answers.
     """
-    wish = JoinRequest(os.getpid(), socket.gethostname(), host_id(), __version__, torch_version)
-    return _ask(control, place, wish)
+    request = JoinRequest(os.getpid(), socket.gethostname(), host_id(), __version__, torch_version)
+    return _ask(control, place, request)
 
 
-def _ask(control: Control, place: Path, wish: Scale | JoinRequest) -> str:
+def _ask(control: Control, place: Path, request: Scale | JoinRequest) -> str:
     speaker = Speaker(run=control.run, name=CONTROL_NAME, incarnation=time.time_ns())
     try:
         keys = ClientKeys.from_text(control.keys)
         with ClientChannel(reach(control, place), speaker, Codec(MEMBERSHIP), keys) as channel:
-            reply = channel.request(wish, timeout_s=REPLY_TIMEOUT_S).message
+            reply = channel.request(request, timeout_s=REPLY_TIMEOUT_S).message
     except RefusedError as error:
         kind = NotYetError if error.reason == NOT_YET else JobError
         raise kind(error.detail or str(error)) from error
@@ -131,16 +131,16 @@ def _ask(control: Control, place: Path, wish: Scale | JoinRequest) -> str:
     return reply.detail
 
 
-def check_remote(wish: JoinRequest, public: str) -> None:
+def check_remote(request: JoinRequest, public: str) -> None:
     """Raise JobError if a worker of another host cannot take part in a run of this host and version of torch."""
     import torch  # here, since those who ask need not have it
 
     if not public:
         raise JobError(f"the run on {socket.gethostname()} takes no workers of other hosts: set cluster.address")
-    if wish.cordee != __version__ or wish.torch != str(torch.__version__):
+    if request.cordee != __version__ or request.torch != str(torch.__version__):
         raise JobError(
-            f"the run uses cordee {__version__} and torch {torch.__version__}, this process cordee {wish.cordee} and "
-            f"torch {wish.torch}: install the same versions"
+            f"the run uses cordee {__version__} and torch {torch.__version__}, this process cordee {request.cordee} "
+            f"and torch {request.torch}: install the same versions"
         )
 
 

@@ -68,7 +68,7 @@ class Directory:
         self._at_barrier: dict[str, int] = {}  # worker -> the number of its barrier
         self._looked_s: float | None = None
 
-    def enlist(
+    def register(
         self, name: str, role: Role, *, pid: int, host: str, address: str, now_s: float, host_id: str = ""
     ) -> Participant:
         """Register a process; again for one that is known. Raises StoreError if there is no place for it."""
@@ -153,7 +153,7 @@ class Directory:
         if participant.role == "server" and self.replicas > 1:
             self.slots.lose(name)
 
-    def is_served(self, participant: Participant) -> bool:
+    def has_successor(self, participant: Participant) -> bool:
         """Whether the part of a server that was lost is served by another."""
         return participant.role == "server" and bool(self.slots.slots[participant.index].serving) and self.replicas > 1
 

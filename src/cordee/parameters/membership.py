@@ -20,7 +20,7 @@ from cordee.communication.this_host import host_id
 from cordee.core.errors import CommunicationError, CordeeError, StoreError
 from cordee.parameters.calls import DIRECTORY, DirectoryGoneError, StoreCalls, as_store_error
 from cordee.parameters.keys import StoreKey, find_key
-from cordee.parameters.messages import LIMITS, STORE, Alive, Bye, Enlisted, JoinRequest, Role, Standing
+from cordee.parameters.messages import LIMITS, STORE, Alive, Bye, JoinRequest, Registered, Role, Standing
 
 log = logging.getLogger(__name__)
 
@@ -73,21 +73,19 @@ class Link:
             shared_memory=self.shared_memory,
         )
 
-    def enlist(self, role: Role, address: str = "", *, until_complete: bool) -> Enlisted:
+    def register(self, role: Role, address: str = "", *, until_complete: bool) -> Registered:
         """Register; wait until everybody is there if asked to. Raises StoreError that says who is missing."""
         started = time.monotonic()
         has_said = False
         while True:
             try:
-                enlisted = self.connection.call(
-                    JoinRequest(role, os.getpid(), socket.gethostname(), host_id(), address)
-                )
+                joined = self.connection.call(JoinRequest(role, os.getpid(), socket.gethostname(), host_id(), address))
             except RefusedError as error:
                 raise as_store_error(error) from error
-            assert isinstance(enlisted, Enlisted)
-            missing = describe_missing(enlisted)
+            assert isinstance(joined, Registered)
+            missing = describe_missing(joined)
             if not missing or not until_complete:
-                return enlisted
+                return joined
             waited_s = time.monotonic() - started
             if waited_s > self.failure_timeout_s:
                 self.leave()
@@ -111,12 +109,12 @@ class Link:
         self.connection.close()
 
 
-def describe_missing(enlisted: Enlisted) -> str:
+def describe_missing(joined: Registered) -> str:
     """Return who has not come yet, for people; empty if everybody has."""
     parts = []
     for missing, expected, name in (
-        (enlisted.servers_missing, enlisted.num_servers * enlisted.replicas, "server"),
-        (max(0, enlisted.num_workers - enlisted.workers_present), enlisted.num_workers, "worker"),
+        (joined.servers_missing, joined.num_servers * joined.replicas, "server"),
+        (max(0, joined.num_workers - joined.workers_present), joined.num_workers, "worker"),
     ):
         if missing:
             parts.append(f"{missing} of {expected} {name}{'s' if expected > 1 else ''}")
@@ -173,13 +171,13 @@ class Membership:
         self.failure_timeout_s = failure_timeout_s
         self._link = Link(address, key_text, key_file, failure_timeout_s, shared_memory=shared_memory)
         try:
-            enlisted = self._link.enlist("worker", until_complete=True)
+            joined = self._link.register("worker", until_complete=True)
         except BaseException:
             self._link.connection.close()
             raise
-        self.index, self.num_workers, self.num_servers = enlisted.index, enlisted.num_workers, enlisted.num_servers
-        self._addresses = enlisted.addresses
-        has_seconds = enlisted.replicas > 1
+        self.index, self.num_workers, self.num_servers = joined.index, joined.num_workers, joined.num_servers
+        self._addresses = joined.addresses
+        has_seconds = joined.replicas > 1
         # A frozen server is silent for the failure timeout before its client knows, and so it is for the directory.
         patience_s = 3 * failure_timeout_s if has_seconds else failure_timeout_s
         self.calls = StoreCalls(
@@ -205,7 +203,7 @@ class Membership:
         """Connect to the process that is a server now. Raises CommunicationError while there is none."""
         if server != DIRECTORY:
             try:
-                self._addresses = self._link.enlist("worker", until_complete=False).addresses
+                self._addresses = self._link.register("worker", until_complete=False).addresses
             except CommunicationError as error:
                 raise DirectoryGoneError(
                     f"the directory of the store is gone, and without it no server answers: {error}"

@@ -38,7 +38,7 @@ class ServerMessage(Message, frozen=True):
 
 
 class JoinRequest(ServerMessage, frozen=True):
-    """A process wants to take part; said again until all are there. Answered by `Enlisted`."""
+    """A process wants to take part; said again until all are there. Answered by `Registered`."""
 
     role: Role
     pid: Count
@@ -47,7 +47,7 @@ class JoinRequest(ServerMessage, frozen=True):
     address: Text = ""  # where a server listens
 
 
-class Enlisted(ServerMessage, frozen=True):
+class Registered(ServerMessage, frozen=True):
     """The place of the process among those of its role, how many are expected, and who is there."""
 
     index: Count
@@ -264,7 +264,7 @@ class Load(ServerMessage, frozen=True):
 
 
 STORE: tuple[type[Message], ...] = (
-    JoinRequest, Enlisted, Alive, Standing, Place, Placed, Ready, Locate, Located, Meet, Bye,
+    JoinRequest, Registered, Alive, Standing, Place, Placed, Ready, Locate, Located, Meet, Bye,
     Create, Fill, Push, Pull, PushRows, PullRows, SetUpdater, Done, Value,
     Adopt, Load, Following, SecondLost,
 )  # fmt: skip

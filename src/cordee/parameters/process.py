@@ -19,7 +19,7 @@ from cordee.core.errors import CommunicationError, StoreError
 from cordee.parameters.directory import Directory, Participant
 from cordee.parameters.keys import StoreKey
 from cordee.parameters.membership import Heartbeats, Link
-from cordee.parameters.messages import LIMITS, STORE, Adopt, Enlisted, Following
+from cordee.parameters.messages import LIMITS, STORE, Adopt, Following, Registered
 from cordee.parameters.service import StoreService
 from cordee.parameters.shard import Shard
 from cordee.parameters.updaters import load_functions
@@ -69,7 +69,7 @@ def serve_root(
         settings.listen, speaker, STORE, settings.key.server_keys(), service.handle, limits=LIMITS
     ) as server:
         if shard is not None:  # this process is server 0; clients reach it as they reach the directory
-            directory.enlist(
+            directory.register(
                 "server-0", "server", pid=os.getpid(), host=socket.gethostname(), address="", now_s=float("inf")
             )
         watch = _RootWatch(directory, service, settings, say, is_told_to_end)
@@ -109,9 +109,9 @@ class _RootWatch:
     def look(self, now_s: float) -> bool:
         """Do what is due; return whether the process may end."""
         self.next_s = now_s + _TICK_S
-        for line, is_served in self._service.tick(now_s, _has_died):
+        for line, has_successor in self._service.tick(now_s, _has_died):
             self._say(line)
-            if self._settings.num_workers and not is_served:
+            if self._settings.num_workers and not has_successor:
                 self.problem = self.problem or line
         if self._is_told_to_end():
             self._begin_end(now_s)
@@ -165,11 +165,11 @@ def serve_member(
     speaker = Speaker(run=link.key.run, name=f"server-{os.getpid()}", incarnation=time.time_ns())
     with CallServer(settings.listen, speaker, STORE, link.key.server_keys(), service.handle, limits=LIMITS) as server:
         asked_s = time.monotonic()
-        enlisted = link.enlist("server", server.address, until_complete=False)
-        say(f"server {enlisted.index} of {enlisted.num_servers} listens at {server.address} (process {os.getpid()})")
+        joined = link.register("server", server.address, until_complete=False)
+        say(f"server {joined.index} of {joined.num_servers} listens at {server.address} (process {os.getpid()})")
         ready(server.address)
         heartbeats = Heartbeats(link, asked_s)
-        following = _follow(link, service, heartbeats, server.address, enlisted, say) if enlisted.replicas > 1 else None
+        following = _follow(link, service, heartbeats, server.address, joined, say) if joined.replicas > 1 else None
         next_s = 0.0
 
         def is_over() -> bool:
@@ -199,26 +199,26 @@ def _follow(
     service: StoreService,
     heartbeats: Heartbeats,
     own_address: str,
-    enlisted: Enlisted,
+    joined: Registered,
     say: Callable[[str], None],
 ) -> threading.Thread:
     """Prepare a server to lose its second or to take its first one's place; begin to follow if it is a second."""
-    service.name = f"server {enlisted.index} (process {os.getpid()})"
+    service.name = f"server {joined.index} (process {os.getpid()})"
     service.connect = link.connect
     # The directory gives nobody up that it has heard in this time; later another may serve beside this one.
-    service.may_serve = lambda: time.monotonic() - heartbeats.heard_until_s < enlisted.failure_timeout_s
-    service.leader = enlisted.leader
+    service.may_serve = lambda: time.monotonic() - heartbeats.heard_until_s < joined.failure_timeout_s
+    service.leader = joined.leader
 
     def follow() -> None:
-        if not enlisted.follows:
+        if not joined.follows:
             return
         try:
-            with link.connect(enlisted.follows) as connection:
+            with link.connect(joined.follows) as connection:
                 connection.call(Adopt(own_address))
-            link.connection.call(Following(enlisted.follows))
-            say(f"has all that the server at {enlisted.follows} has, and can take its place")
+            link.connection.call(Following(joined.follows))
+            say(f"has all that the server at {joined.follows} has, and can take its place")
         except CommunicationError as error:  # it may have been given everything or not: it is of no use
-            heartbeats.end(f"the server at {enlisted.follows} could not give it everything: {error}")
+            heartbeats.end(f"the server at {joined.follows} could not give it everything: {error}")
 
     service.report_to(link.connection.call, heartbeats.end, "the directory")
     thread = threading.Thread(target=follow, name="cordee-store-follow", daemon=True)

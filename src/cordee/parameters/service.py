@@ -19,7 +19,6 @@ from cordee.parameters.messages import (
     Bye,
     Create,
     Done,
-    Enlisted,
     Fill,
     Following,
     JoinRequest,
@@ -34,6 +33,7 @@ from cordee.parameters.messages import (
     Push,
     PushRows,
     Ready,
+    Registered,
     SecondLost,
     SetUpdater,
     Standing,
@@ -54,7 +54,7 @@ class Loss(NamedTuple):
     """A participant that was given up, in words, and whether another has its part."""
 
     line: str
-    is_served: bool
+    has_successor: bool
 
 
 class StoreService(ReplicatedService):
@@ -87,7 +87,7 @@ class StoreService(ReplicatedService):
             }
         if directory is not None:
             self.handlers |= {
-                JoinRequest: self._enlist,
+                JoinRequest: self._register,
                 Alive: self._alive,
                 Following: self._following,
                 SecondLost: self._second_lost,
@@ -139,9 +139,9 @@ class StoreService(ReplicatedService):
         losses = [(one, "it died") for one in dead]
         losses += [(one, f"it was silent for {directory.failure_timeout_s:g} s") for one in silent]
         return [
-            Loss(f"{one} is lost: {why}{'; another process serves its values' * is_served}", is_served)
+            Loss(f"{one} is lost: {why}{'; another process serves its values' * has_successor}", has_successor)
             for one, why in losses
-            for is_served in [directory.is_served(one)]
+            for has_successor in [directory.has_successor(one)]
         ]
 
     # Of a shard.
@@ -256,19 +256,19 @@ class StoreService(ReplicatedService):
 
     # Of the directory.
 
-    def _enlist(self, call: Call, enlist: JoinRequest) -> Answer:
+    def _register(self, call: Call, request: JoinRequest) -> Answer:
         directory = self._directory()
-        participant = directory.enlist(
+        participant = directory.register(
             call.caller,
-            enlist.role,
-            pid=enlist.pid,
-            host=enlist.host,
-            host_id=enlist.host_id,
-            address=enlist.address,
+            request.role,
+            pid=request.pid,
+            host=request.host,
+            host_id=request.host_id,
+            address=request.address,
             now_s=time.monotonic(),
         )
         leader, follows = directory.leader_of(call.caller) if participant.role == "server" else ("", "")
-        enlisted = Enlisted(
+        joined = Registered(
             index=participant.index,
             num_workers=directory.num_workers,
             num_servers=directory.num_servers,
@@ -280,7 +280,7 @@ class StoreService(ReplicatedService):
             follows=follows,
             leader=leader,
         )
-        return enlisted, ()
+        return joined, ()
 
     def _following(self, call: Call, following: Following) -> Answer:
         self._directory().hear(call.caller, time.monotonic())

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from cordee.cluster.control import Control, NotYetError, enlist, reach
+from cordee.cluster.control import Control, NotYetError, reach, request_join
 from cordee.cluster.member_link import MemberSpec
 from cordee.communication.this_host import own_address
 from cordee.core import fault_points
@@ -30,7 +30,7 @@ def join_run(place: Path, control: Control, data_root: Path | None, say: Callabl
         raise JobError("--data-root is for joining from another host: on its own host a run has its data")
     fault_points.identify("joiner")
     fault_points.reach("joining.asks")
-    spec = _enlist(place, control, say)
+    spec = _request_spec(place, control, say)
     fault_points.reach("joining.taken")
     kind = KINDS[spec.kind]
     if control.is_remote:
@@ -45,12 +45,12 @@ def join_run(place: Path, control: Control, data_root: Path | None, say: Callabl
     say(f"worker {spec.index} is done")
 
 
-def _enlist(place: Path, control: Control, say: Callable[[str], None]) -> MemberSpec:
+def _request_spec(place: Path, control: Control, say: Callable[[str], None]) -> MemberSpec:
     """Ask until the run trains, if it has only begun."""
     deadline_s, has_said = time.monotonic() + LONGEST_START_S, False
     while True:
         try:
-            return msgspec.json.decode(enlist(control, place, str(torch.__version__)), type=MemberSpec)
+            return msgspec.json.decode(request_join(control, place, str(torch.__version__)), type=MemberSpec)
         except NotYetError:
             if time.monotonic() > deadline_s:
                 raise

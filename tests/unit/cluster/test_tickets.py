@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cordee.cluster.control import CONTROL_FILE, Control, enlist, reach, read_control, write_control
+from cordee.cluster.control import CONTROL_FILE, Control, reach, read_control, request_join, write_control
 from cordee.communication.keys import make_keys
 from cordee.communication.this_host import find_listening, own_address
 from cordee.core.errors import CommunicationError, CordeeError, JobError, RunDirectoryError
@@ -66,10 +66,10 @@ def test_a_run_that_has_ended_does_not_answer(
     monkeypatch.setattr("cordee.cluster.control.REPLY_TIMEOUT_S", 0.2)
     elsewhere = msgspec.structs.replace(control, host="big", host_id="another", public="tcp://127.0.0.1:9")
     with pytest.raises(RunDirectoryError, match=r"it has ended, or its host \(big\) cannot be reached from here"):
-        enlist(elsewhere, tmp_path / "ticket", "2.13.0")
+        request_join(elsewhere, tmp_path / "ticket", "2.13.0")
     damaged = msgspec.structs.replace(elsewhere, keys="cordee-client:abc")
     with pytest.raises(CordeeError, match=r"the text of the client keys is damaged"):
-        enlist(damaged, tmp_path / "ticket", "2.13.0")
+        request_join(damaged, tmp_path / "ticket", "2.13.0")
 
 
 @pytest.mark.parametrize(

@@ -13,20 +13,20 @@ def made(*, workers: int = 2, servers: int = 1, num_workers: int | None = None) 
         num_workers=workers if num_workers is None else num_workers, num_servers=servers, failure_timeout_s=5
     )
     for index in range(servers):
-        directory.enlist(f"s{index}", "server", pid=index, host="h", address=f"tcp://h:{index}", now_s=0)
+        directory.register(f"s{index}", "server", pid=index, host="h", address=f"tcp://h:{index}", now_s=0)
     for index in range(workers):
-        directory.enlist(f"w{index}", "worker", pid=10 + index, host="h", address="", now_s=0)
+        directory.register(f"w{index}", "worker", pid=10 + index, host="h", address="", now_s=0)
     return directory
 
 
 def test_participants_are_counted_and_told_apart() -> None:
     directory = made()
     assert directory.is_complete and not directory.is_over
-    assert directory.enlist("w1", "worker", pid=11, host="h", address="", now_s=1).index == 1, "said again"
+    assert directory.register("w1", "worker", pid=11, host="h", address="", now_s=1).index == 1, "said again"
     with pytest.raises(StoreError, match="started for 2 workers, and 2 have come"):
-        directory.enlist("w2", "worker", pid=12, host="h", address="", now_s=1)
+        directory.register("w2", "worker", pid=12, host="h", address="", now_s=1)
     with pytest.raises(StoreError, match="started for 1 servers"):
-        directory.enlist("s1", "server", pid=12, host="h", address="", now_s=1)
+        directory.register("s1", "server", pid=12, host="h", address="", now_s=1)
     with pytest.raises(StoreError, match="ghost is not known to this store"):
         directory.hear("ghost", 1)
     directory.leave("w0")
@@ -98,7 +98,7 @@ def test_the_barrier() -> None:
 def with_seconds() -> Directory:
     directory = Directory(num_workers=0, num_servers=2, failure_timeout_s=5, replicas=2)
     for index in range(4):
-        directory.enlist(f"s{index}", "server", pid=index, host="h", address=f"tcp://h:{index}", now_s=0)
+        directory.register(f"s{index}", "server", pid=index, host="h", address=f"tcp://h:{index}", now_s=0)
     return directory
 
 
@@ -116,7 +116,7 @@ def test_a_store_with_replicas_is_complete_when_all_seconds_follow() -> None:
     assert [directory.leader_of(f"s{at}") for at in range(4)] == leaders
     assert directory.num_missing_servers == 2 and directory.addresses == () and not directory.is_complete
     with pytest.raises(StoreError, match="started for 2 servers of 2 processes each, and 4 have come"):
-        directory.enlist("s4", "server", pid=4, host="h", address="tcp://h:4", now_s=0)
+        directory.register("s4", "server", pid=4, host="h", address="tcp://h:4", now_s=0)
     directory.follow("s2", "tcp://h:0")
     directory.follow("s3", "tcp://h:1")
     assert directory.is_complete and directory.addresses == ("tcp://h:0", "tcp://h:1")
@@ -125,19 +125,19 @@ def test_a_store_with_replicas_is_complete_when_all_seconds_follow() -> None:
 def test_a_second_takes_over_and_a_new_process_follows_it() -> None:
     directory = followed()
     (lost,) = directory.lose_dead(lambda one: one.pid == 0)
-    assert directory.is_served(lost) and directory.addresses == ("tcp://h:2", "tcp://h:1")
+    assert directory.has_successor(lost) and directory.addresses == ("tcp://h:2", "tcp://h:1")
     with pytest.raises(StoreError, match="was given up"):
         directory.hear("s0", 1)
     with pytest.raises(StoreError, match="was given up"):
         directory.drop_second("s0", "tcp://h:2", 1)
-    directory.enlist("s4", "server", pid=4, host="h", address="tcp://h:4", now_s=1)
+    directory.register("s4", "server", pid=4, host="h", address="tcp://h:4", now_s=1)
     assert directory.leader_of("s4") == ("s2", "tcp://h:2") and directory.is_complete, "the store goes on meanwhile"
     with pytest.raises(StoreError, match=r"is nobody's second: the server at tcp://h:0 does not serve"):
         directory.follow("s4", "tcp://h:0")
     directory.lose_dead(lambda one: one.pid == 2)
     assert directory.addresses == (), "the new one was not given everything before its first one died"
     with pytest.raises(StoreError, match="all processes of server 0 are lost, and its values with them"):
-        directory.enlist("s5", "server", pid=5, host="h", address="tcp://h:5", now_s=1)
+        directory.register("s5", "server", pid=5, host="h", address="tcp://h:5", now_s=1)
 
 
 def test_a_second_that_was_dropped_never_takes_over() -> None:

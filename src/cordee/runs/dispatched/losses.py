@@ -179,9 +179,9 @@ class Losses:
 
     def _replace_server(self, index: int) -> str:
         """Start another server; return what becomes of the parameters."""
-        is_served = self._dispatcher.servers.is_served(index)
-        successor = self._starter.start_server(index, resume=not is_served, has_state=not is_served)
-        if is_served:
+        has_successor = self._dispatcher.servers.has_server(index)
+        successor = self._starter.start_server(index, resume=not has_successor, has_state=not has_successor)
+        if has_successor:
             return f"no update is lost, {successor.name} will be the second server"
         saved = checkpoint.list_checkpoints(self._starter.run_dir / "checkpoints")
         kept = f"from {saved[-1].name}" if saved else "from the beginning"

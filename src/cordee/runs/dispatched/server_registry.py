@@ -46,7 +46,7 @@ class ServerRegistry:
     def serves(self, name: str) -> bool:
         return name in self._slots.serving
 
-    def is_served(self, index: int) -> bool:
+    def has_server(self, index: int) -> bool:
         return bool(self._slots.slots[index].serving)
 
     def unfollowed(self) -> list[tuple[int, str, str]]:

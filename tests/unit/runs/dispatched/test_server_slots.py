@@ -30,7 +30,7 @@ def test_a_second_that_was_dropped_does_not_take_over() -> None:
     play.say("server-0", SecondLost("second", "server-0 has lost its second server (no reply)"))
     assert not play.dispatcher.servers.has_part("server-0.1")
     play.dispatcher.lose(play.members.records["server-0"])
-    assert not play.dispatcher.servers.is_served(0)
+    assert not play.dispatcher.servers.has_server(0)
     (warning,) = [event.message for event in play.events if isinstance(event, Warned)]
     assert warning == "server-0 has lost its second server (no reply): continuing alone until there is another"
 

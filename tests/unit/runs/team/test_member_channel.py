@@ -219,7 +219,7 @@ def test_one_whose_place_is_taken_leaves(served: Served) -> None:
         assert served.kinds().count("worker_started") == 2
 
 
-def test_a_wish_to_leave_is_passed_on(served: Served) -> None:
+def test_a_request_to_leave_is_passed_on(served: Served) -> None:
     with served.link(0) as first, served.link(1) as second:
         joined(served, first, second)
         second.ask_to_leave()
