@@ -205,7 +205,7 @@ class Trainer:
         if progress.step == 0:
             return None
         if progress.metrics is not None and progress.evaluated_at == progress.step:
-            reason = self._policy.verdict(progress.metrics.loss, progress.metrics.accuracy)
+            reason = self._policy.stop_reason(progress.metrics.loss, progress.metrics.accuracy)
             if reason is not None:
                 return reason
         return self._policy.after_step(progress.step, is_time_up=self._policy.is_time_up(self._base_elapsed_s))
@@ -242,8 +242,8 @@ class Trainer:
         with contextlib.closing(self._parts.open_stream(progress.place)) as stream:
             while not self._is_done():
                 found = self._await_data(stream)
-                if found.verdict != "take":
-                    return None if found.verdict == "end" else found.verdict
+                if found.action != "take":
+                    return None if found.action == "end" else found.action
                 if progress.evaluated_at == progress.step:
                     progress.loss_sum, progress.loss_count = 0.0, 0  # a mean since the last evaluation
                 self._parts.strategy.model.train()
@@ -266,7 +266,7 @@ class Trainer:
                     is_time_up=self._policy.is_time_up(self._elapsed_s()),
                     is_idle=idle_s is not None and waited_s >= idle_s,
                 )
-                if found.verdict != "wait":
+                if found.action != "wait":
                     return found
                 time.sleep(LOOK_EVERY_S)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cordee.bench.harness import Report, describe_machine, verdict
+from cordee.bench.harness import Report, describe_machine, goal_outcome
 from cordee.core import Job
 from cordee.core.errors import DataError, JobError
 from cordee.data import FILE_SOURCES, find_files
@@ -91,7 +91,7 @@ def _run(path: Path, num_rounds: int, say: Callable[[str], None]) -> tuple[list[
 
 
 def _row(goal: _Goal, accuracies: list[float], seconds: list[float]) -> dict[str, Any]:
-    outcome = verdict(min(accuracies) >= goal.accuracy) if accuracies else "no files"
+    outcome = goal_outcome(min(accuracies) >= goal.accuracy) if accuracies else "no files"
     return {
         "job": goal.job,
         "runs": len(accuracies),

@@ -17,8 +17,8 @@ from cordee.bench.harness import (
     compare_speeds,
     compete,
     describe_machine,
+    goal_outcome,
     run_apart,
-    verdict,
 )
 from cordee.bench.loops import cordee_loop, fsdp_loop, image_data, installed_peers, synthetic_images, torch_loop
 from cordee.core.settings import Data
@@ -52,7 +52,7 @@ def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
         raw |= {f"{case.model}, {name}": values for name, values in figures.items()}
         for row in compare_speeds(figures):
             goal = case.goals.get(row["contestant"])
-            outcome = "" if goal is None else verdict(row["cordee_is_times"] >= goal)
+            outcome = "" if goal is None else goal_outcome(row["cordee_is_times"] >= goal)
             rows.append({"model": case.model, **row, "goal": goal, "outcome": outcome})
     settings = {
         "workers": NUM_WORKERS,

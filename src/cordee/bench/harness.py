@@ -93,7 +93,7 @@ def compare_speeds(figures: Mapping[str, list[float]]) -> list[dict[str, Any]]:
     ]
 
 
-def verdict(is_reached: bool) -> str:
+def goal_outcome(is_reached: bool) -> str:
     return "reached" if is_reached else "MISSED"
 
 

@@ -31,8 +31,8 @@ from cordee.bench.harness import (
     compare_speeds,
     compete,
     describe_machine,
+    goal_outcome,
     run_apart,
-    verdict,
 )
 from cordee.bench.loops import (
     LEARNING_RATE,
@@ -146,9 +146,9 @@ def _rows(
         name, outcome = row["contestant"], ""
         idle = statistics.median(idle_shares[name]) if name in idle_shares else None
         if name == "torch on gloo":
-            outcome = verdict(row["cordee_is_times"] >= LEAST_RATIO)
+            outcome = goal_outcome(row["cordee_is_times"] >= LEAST_RATIO)
         elif name == "cordee":
-            outcome = verdict(idle is not None and idle - theory <= LARGEST_GAP)
+            outcome = goal_outcome(idle is not None and idle - theory <= LARGEST_GAP)
         in_theory = None if name in _ALONE else theory
         rows.append({"model": label, **row, "idle_share": idle, "idle_in_theory": in_theory, "outcome": outcome})
     return rows

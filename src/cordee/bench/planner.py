@@ -28,7 +28,7 @@ import msgspec
 import torch
 from torch import nn
 
-from cordee.bench.harness import Report, describe_machine, verdict
+from cordee.bench.harness import Report, describe_machine, goal_outcome
 from cordee.cluster.engine import Engine
 from cordee.cluster.engines import open_engine
 from cordee.compute.devices import MemoryWatch
@@ -324,7 +324,7 @@ def _write_journal(journal: Path | None, trial: Trial) -> None:
             file.write(msgspec.json.encode(trial) + b"\n")
 
 
-# What is made of the figures: errors, verdicts, choices. Pure.
+# What is made of the figures: errors, goals, choices. Pure.
 
 NEAR = 0.05  # a choice this near to the best one measured is as good
 MB = 1e6
@@ -413,25 +413,25 @@ def make_rows(trials: Sequence[Trial], times: PlanTimes | None = None) -> list[d
     found = by_way(trials)
     rows = [_row(one) for one in found]
     if times is not None:
-        rows.append(_verdict("seconds of a plan of resnet20, all measured again", times.fresh_s, 30.0, is_most=True))
-        rows.append(_verdict("seconds to find that in the cache", times.cached_s, 1.0, is_most=True))
-        rows.append(_verdict("seconds of a search for 64 devices", times.search_s, 2.0, is_most=True))
+        rows.append(_goal_row("seconds of a plan of resnet20, all measured again", times.fresh_s, 30.0, is_most=True))
+        rows.append(_goal_row("seconds to find that in the cache", times.cached_s, 1.0, is_most=True))
+        rows.append(_goal_row("seconds of a search for 64 devices", times.search_s, 2.0, is_most=True))
     if not found:
-        return [*rows, _verdict("cases", 0.0, 1.0, is_most=False)]
+        return [*rows, _goal_row("cases", 0.0, 1.0, is_most=False)]
     errors = [abs(one.error) for one in found]
-    rows.append(_verdict("median error", statistics.median(errors), 0.10, is_most=True))
-    rows.append(_verdict("error at 90 %", _at_90(errors), 0.25, is_most=True))
+    rows.append(_goal_row("median error", statistics.median(errors), 0.10, is_most=True))
+    rows.append(_goal_row("error at 90 %", _at_90(errors), 0.25, is_most=True))
     single = [abs(trial.error) for trial in trials]
-    rows.append(_verdict("median error of one plan and one run", statistics.median(single), 0.10, is_most=True))
-    rows.append(_verdict("error at 90 % of one plan and one run", _at_90(single), 0.25, is_most=True))
+    rows.append(_goal_row("median error of one plan and one run", statistics.median(single), 0.10, is_most=True))
+    rows.append(_goal_row("error at 90 % of one plan and one run", _at_90(single), 0.25, is_most=True))
     simulated = [abs(one.simulated_error) for one in found if one.prediction.workers > 1]
     if simulated:
-        rows.append(_verdict("simulator, median error", statistics.median(simulated), 0.15, is_most=True))
-        rows.append(_verdict("simulator, error at 90 %", _at_90(simulated), 0.15, is_most=True))
+        rows.append(_goal_row("simulator, median error", statistics.median(simulated), 0.15, is_most=True))
+        rows.append(_goal_row("simulator, error at 90 %", _at_90(simulated), 0.15, is_most=True))
     if memory := [abs(one.memory_error) for one in found if one.memory_error is not None]:
-        rows.append(_verdict("median error of the memory", statistics.median(memory), 0.10, is_most=True))
+        rows.append(_goal_row("median error of the memory", statistics.median(memory), 0.10, is_most=True))
     if choices := list(_are_near(found)):
-        rows.append(_verdict("choices within 5 % of the best", sum(choices) / len(choices), 0.90, is_most=False))
+        rows.append(_goal_row("choices within 5 % of the best", sum(choices) / len(choices), 0.90, is_most=False))
     return rows
 
 
@@ -454,7 +454,7 @@ def _at_90(errors: Sequence[float]) -> float:
     return sorted(errors)[max(0, -(-9 * len(errors) // 10) - 1)]
 
 
-# Columns of a way to run a job that a verdict leaves empty.
+# Columns of a way to run a job that a row of a goal leaves empty.
 _FIGURES = (
     *("workers", "predicted_ms", "measured_ms", "error", "simulated_ms", "simulated_error"),
     *("predicted_mb", "measured_mb", "memory_error", "load"),
@@ -481,7 +481,7 @@ def _row(one: Measured) -> dict[str, Any]:
     }
 
 
-def _verdict(what: str, value: float, goal: float, *, is_most: bool) -> dict[str, Any]:
+def _goal_row(what: str, value: float, goal: float, *, is_most: bool) -> dict[str, Any]:
     is_reached = value <= goal if is_most else value >= goal
     row = {"model": "all", "strategy": what, **dict.fromkeys(_FIGURES)}
-    return {**row, "figure": value, "goal": goal, "outcome": verdict(is_reached)}
+    return {**row, "figure": value, "goal": goal, "outcome": goal_outcome(is_reached)}

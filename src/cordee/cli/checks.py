@@ -49,7 +49,7 @@ def chaos(
     from cordee.core.errors import JobError
     from cordee.core.fault_points import POINTS
     from cordee.monitoring import new_run_path
-    from cordee.tools.audit import VERDICTS
+    from cordee.tools.audit import CONCLUSIONS
     from cordee.tools.chaos import aim, plan_faults, run_with_faults, train_command
     from cordee.tools.doctor import can_train, render_findings
 
@@ -73,7 +73,7 @@ def chaos(
     outcome = run_with_faults(
         command, folder, plan, for_s=for_s, calm_s=calm_s, aimed=aimed, lose_messages=lose_messages, say=print_text
     )
-    print_text(render_findings(outcome.findings, as_json=False, verdicts=VERDICTS))
+    print_text(render_findings(outcome.findings, as_json=False, conclusions=CONCLUSIONS))
     print_text(
         f"{len(outcome.faults)} faults in {outcome.seconds:.0f} s, {outcome.recoveries} recoveries, the slowest in "
         f"{outcome.slowest_recovery_s:.2f} s, {outcome.steps_redone} steps redone, "
@@ -106,10 +106,10 @@ def doctor(
     from cordee.tools.doctor import can_train, examine, render_findings
 
     if run is not None:
-        from cordee.tools.audit import VERDICTS, audit_run
+        from cordee.tools.audit import CONCLUSIONS, audit_run
 
         findings = audit_run(run)
-        print_text(render_findings(findings, as_json=as_json, verdicts=VERDICTS))
+        print_text(render_findings(findings, as_json=as_json, conclusions=CONCLUSIONS))
     else:
         findings = examine()
         print_text(render_findings(findings, as_json=as_json))

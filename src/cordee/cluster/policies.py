@@ -73,8 +73,8 @@ class Lack:
     def describe(self) -> str:
         return f"{self.loss}; {self.left} of at least {self.needed} workers are left"
 
-    def verdict(self, cluster: Cluster) -> str:
-        """Return why the run cannot go on."""
+    def describe_end(self, cluster: Cluster) -> str:
+        """Return why the run cannot continue."""
         return f"{self.describe()}, and all {cluster.max_restarts} replacements are used up (cluster.max_restarts)"
 
     def describe_wait(self, cluster: Cluster, run_dir: Path) -> str:
@@ -90,12 +90,12 @@ class Lack:
 class Shortage:
     """Others are waited for. Written down, so that a coordinator that comes back waits no longer."""
 
-    verdict: str  # what is said when nobody has come
+    end_reason: str  # of the run when nobody has come
     until_s: float
 
     @classmethod
-    def begin(cls, verdict: str, cluster: Cluster, now_s: float) -> Shortage:
-        return cls(verdict, now_s + cluster.wait_for_workers_s)
+    def begin(cls, end_reason: str, cluster: Cluster, now_s: float) -> Shortage:
+        return cls(end_reason, now_s + cluster.wait_for_workers_s)
 
     def is_past(self, now_s: float) -> bool:
         """Whether nobody has come in time."""

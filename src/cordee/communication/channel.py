@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from cordee.communication.endpoint import Endpoint, Speaker, Verdict
+from cordee.communication.endpoint import Admission, Endpoint, Speaker
 from cordee.communication.keys import ClientKeys, ServerKeys
 from cordee.communication.messages import Message, Refused
 from cordee.communication.sockets import (
@@ -46,7 +46,7 @@ _LOOK_S = 0.01  # between two looks at a connection that is being made
 
 
 class RefusedError(CommunicationError):
-    """The server refused a request; `reason` is a `Verdict`, "malformed", or the service's own word."""
+    """The server refused a request; `reason` is a `Admission`, "malformed", or the service's own word."""
 
     def __init__(self, address: str, refused: Refused) -> None:
         detail = f": {refused.detail}" if refused.detail else ""
@@ -124,7 +124,7 @@ class ServerChannel(Endpoint):
     @property
     def refusals(self) -> dict[str, int]:
         """How many messages were refused, by reason, and how many handshakes ("unknown-key")."""
-        counts = {str(reason): count for reason, count in (self._gate.refusals + self._refusals).items()}
+        counts = {str(reason): count for reason, count in (self._replay_filter.refusals + self._refusals).items()}
         if self._doorman is not None and self._doorman.num_refused:
             counts[UNKNOWN_KEY] = self._doorman.num_refused
         return counts
@@ -132,7 +132,7 @@ class ServerChannel(Endpoint):
     def fence(self, name: str, incarnation: int) -> None:
         """Refuse whatever this incarnation of the member, or an earlier one, still says."""
         with self._using:
-            self._gate.fence(name, incarnation)
+            self._replay_filter.fence(name, incarnation)
 
     def receive(self, timeout_s: float) -> Received | None:
         """Return the next message that is admitted, or None after `timeout_s`.
@@ -200,10 +200,11 @@ class ServerChannel(Endpoint):
         try:
             envelope = self._codec.decode_header(frames[1].buffer if len(frames) > 1 else b"")
             sender, sequence = envelope.sender, envelope.sequence
-            verdict = self._gate.admit(envelope)
-            if verdict is not Verdict.ADMITTED:
-                detail = f"the current generation is {self.generation}" if verdict is Verdict.STALE_GENERATION else ""
-                return _Refusal(Peer(route, sender), sequence, Refused(verdict, detail))
+            admission = self._replay_filter.admit(envelope)
+            if admission is not Admission.ADMITTED:
+                is_stale = admission is Admission.STALE_GENERATION
+                detail = f"the current generation is {self.generation}" if is_stale else ""
+                return _Refusal(Peer(route, sender), sequence, Refused(admission, detail))
             return Received(Peer(route, sender), envelope, *self._decode(envelope, frames[2:]))
         except WireError as error:
             self._refusals[MALFORMED] += 1
@@ -404,7 +405,7 @@ class ClientChannel(Endpoint):
 
     def _open(self, frames: list[zmq.Frame]) -> Received | None:
         envelope = self._codec.decode_header(frames[0].buffer)
-        if self._gate.admit(envelope) is not Verdict.ADMITTED:
+        if self._replay_filter.admit(envelope) is not Admission.ADMITTED:
             return None
         return Received(Peer(b"", envelope.sender), envelope, *self._decode(envelope, frames[1:]))
 

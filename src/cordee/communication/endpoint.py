@@ -50,7 +50,7 @@ class Endpoint:
         self.speaker = speaker
         self.address = address
         self._codec = codec
-        self._gate = ReplayFilter(speaker.run)
+        self._replay_filter = ReplayFilter(speaker.run)
         self._sequence = 0
         self._process = os.getpid()
         self._is_closed = False
@@ -78,12 +78,12 @@ class Endpoint:
 
         It goes out with every generational message, and those of earlier generations that come in are refused.
         """
-        return self._gate.generation
+        return self._replay_filter.generation
 
     @generation.setter
     def generation(self, value: int) -> None:
         with self._using:
-            self._gate.advance(value)
+            self._replay_filter.advance(value)
 
     def close(self, linger_s: float = 0.5) -> None:
         """Close the sockets and end the I/O thread. What was sent has `linger_s` to leave; no wait is longer.
@@ -239,8 +239,8 @@ class Endpoint:
 # Which messages are admitted: not those of other runs, of the past, or received before. Decides without I/O.
 
 
-class Verdict(enum.StrEnum):
-    """What a `ReplayFilter` says of an envelope. All but `ADMITTED` are reasons of a refusal."""
+class Admission(enum.StrEnum):
+    """How a `ReplayFilter` classifies an envelope. All but `ADMITTED` are reasons of a refusal."""
 
     ADMITTED = "admitted"
     WRONG_RUN = "wrong-run"
@@ -251,30 +251,30 @@ class Verdict(enum.StrEnum):
 
 
 class ReplayFilter:
-    """Judges envelopes in the order they arrive.
+    """Admits or refuses envelopes in the order they arrive.
 
     Remembers, for each sender, its newest incarnation and the highest sequence heard of it. A newer
-    generation than the gate's own is admitted: its holder has learned of it first. Generation 0 belongs to no
+    generation than the filter's own is admitted: its holder has learned of it first. Generation 0 belongs to no
     team and is never stale; what fences such messages is the incarnation.
 
-    A gate that starts empty, as after a restart, admits any first sequence of a sender.
+    A filter that starts empty, as after a restart, admits any first sequence of a sender.
     """
 
     def __init__(self, run: str, *, max_senders: int = 65536) -> None:
         self.run = run
         self.generation = 0
-        self.refusals: Counter[Verdict] = Counter()  # how often each verdict was given, but for ADMITTED
+        self.refusals: Counter[Admission] = Counter()  # how often each reason was given, but for ADMITTED
         self._max_senders = max_senders
         self._heard: dict[str, tuple[int, int]] = {}  # sender -> (incarnation, highest sequence)
 
-    def admit(self, envelope: Envelope) -> Verdict:
-        """Judge one envelope and, if it is admitted, remember it."""
-        verdict = self._judge(envelope)
-        if verdict is Verdict.ADMITTED:
+    def admit(self, envelope: Envelope) -> Admission:
+        """Classify one envelope and, if it is admitted, remember it."""
+        admission = self._classify(envelope)
+        if admission is Admission.ADMITTED:
             self._heard[envelope.sender] = (envelope.incarnation, envelope.sequence)
         else:
-            self.refusals[verdict] += 1
-        return verdict
+            self.refusals[admission] += 1
+        return admission
 
     def advance(self, generation: int) -> None:
         """Make `generation` the current one: messages of earlier ones are refused from now on."""
@@ -286,17 +286,17 @@ class ReplayFilter:
         if self._heard.get(sender, (-1, -1))[0] <= incarnation:
             self._heard[sender] = (incarnation + 1, -1)
 
-    def _judge(self, envelope: Envelope) -> Verdict:
+    def _classify(self, envelope: Envelope) -> Admission:
         if envelope.run != self.run:
-            return Verdict.WRONG_RUN
+            return Admission.WRONG_RUN
         heard = self._heard.get(envelope.sender)
         if heard is None:
             if len(self._heard) >= self._max_senders:
-                return Verdict.TOO_MANY_SENDERS
+                return Admission.TOO_MANY_SENDERS
         elif envelope.incarnation < heard[0]:
-            return Verdict.STALE_INCARNATION
+            return Admission.STALE_INCARNATION
         elif envelope.incarnation == heard[0] and envelope.sequence <= heard[1]:
-            return Verdict.REPLAY
+            return Admission.REPLAY
         if 0 < envelope.generation < self.generation:
-            return Verdict.STALE_GENERATION
-        return Verdict.ADMITTED
+            return Admission.STALE_GENERATION
+        return Admission.ADMITTED

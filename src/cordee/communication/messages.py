@@ -201,7 +201,7 @@ class Refused(Message, frozen=True):
 
     is_generational = False
 
-    # A verdict of the gate, "malformed", or what the service says.
+    # An `Admission` of the replay filter, "malformed", or what the service says.
     reason: Name
     detail: Text = ""
 

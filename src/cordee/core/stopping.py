@@ -41,10 +41,10 @@ class StopPolicy:
             self.patience = Patience(best=score, evaluations_since=0)
         else:
             self.patience = Patience(best, self.patience.evaluations_since + 1)
-        return self.verdict(loss, accuracy)
+        return self.stop_reason(loss, accuracy)
 
-    def verdict(self, loss: float, accuracy: float | None) -> str | None:
-        """Say again what follows from the latest evaluation, which was taken note of before."""
+    def stop_reason(self, loss: float, accuracy: float | None) -> str | None:
+        """Return why the latest recorded evaluation ends the run; None if it does not."""
         settings = self.settings
         if settings.accuracy is not None and accuracy is not None and accuracy >= settings.accuracy:
             return "accuracy"

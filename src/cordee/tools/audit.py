@@ -16,7 +16,7 @@ from cordee.monitoring.run_directory import CHECKPOINTS, EVENTS_FILE
 from cordee.tools.doctor import Finding
 
 Event = Mapping[str, Any]
-VERDICTS = ("the run is sound", "wrong with this run")
+CONCLUSIONS = ("the run is sound", "wrong with this run")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 

@@ -163,8 +163,8 @@ def can_train(findings: list[Finding]) -> bool:
 MACHINE = ("everything that training needs is here", "to fix before training works")
 
 
-def render_findings(findings: list[Finding], *, as_json: bool, verdicts: tuple[str, str] = MACHINE) -> str:
-    """Return what was found, and how to fix it, as text; of `verdicts` the first is said if all is well."""
+def render_findings(findings: list[Finding], *, as_json: bool, conclusions: tuple[str, str] = MACHINE) -> str:
+    """Return what was found, and how to fix it, as text; of `conclusions` the first is said if all is well."""
     if as_json:
         return msgspec.json.format(msgspec.json.encode(findings)).decode()
     width = max(len(finding.subject) for finding in findings)
@@ -175,5 +175,5 @@ def render_findings(findings: list[Finding], *, as_json: bool, verdicts: tuple[s
         if finding.remedy:
             lines.append(f"{'':{width + 8}}{finding.remedy}")
     problems = sum(finding.state == "problem" for finding in findings)
-    lines.append(verdicts[0] if not problems else f"{problems} {verdicts[1]}")
+    lines.append(conclusions[0] if not problems else f"{problems} {conclusions[1]}")
     return "\n".join(lines)

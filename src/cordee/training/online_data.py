@@ -10,7 +10,7 @@ from cordee.cluster import Team
 from cordee.core.errors import DataError
 from cordee.data.online import OnlineStream
 
-Verdict = Literal["take", "wait", "end", "interrupt", "time", "idle"]
+Action = Literal["take", "wait", "end", "interrupt", "time", "idle"]
 
 _HALT, _TIME, _IDLE, _END, _READY = 1, 2, 4, 8, 16
 _MARK_SHIFT = 8
@@ -20,7 +20,7 @@ _MARK_SHIFT = 8
 class Found:
     """What all members do now, and of how many samples the batch is made where it is to be taken."""
 
-    verdict: Verdict
+    action: Action
     num_samples: int = 0
 
 
@@ -37,11 +37,11 @@ def look(stream: OnlineStream, team: Team, *, wants_halt: bool, is_time_up: bool
     return Found(decide(words), num_samples)
 
 
-def decide(words: list[int]) -> Verdict:
+def decide(words: list[int]) -> Action:
     """Return what follows from what each member said. Pure."""
-    for bit, verdict in ((_HALT, "interrupt"), (_TIME, "time")):
+    for bit, action in ((_HALT, "interrupt"), (_TIME, "time")):
         if any(word & bit for word in words):
-            return verdict  # type: ignore[return-value]
+            return action  # type: ignore[return-value]
     is_ready, is_ended = [bool(word & _READY) for word in words], [bool(word & _END) for word in words]
     has_same = len({word >> _MARK_SHIFT for word in words}) == 1
     if (all(is_ready) and not has_same) or (any(is_ready) and any(is_ended)):

@@ -57,14 +57,14 @@ def test_what_is_told_of_a_trial() -> None:
 def test_goals_and_choices() -> None:
     figures = {("single", 1): (0.10, 0.10), ("data_parallel", 2): (0.05, 0.06), ("pipeline", 2): (0.06, 0.055)}
     found = [trial(*way, predicted, took) for way, (predicted, took) in figures.items()]
-    verdicts = {row["strategy"]: row for row in make_rows(found) if row["model"] == "all"}
-    assert verdicts["median error"]["figure"] == pytest.approx(0.06 / 0.055 - 1)
-    assert verdicts["error at 90 %"]["figure"] == pytest.approx(1 - 0.05 / 0.06)
-    assert verdicts["median error of the memory"]["outcome"] == "reached"
-    assert "seconds to find that in the cache" not in verdicts
+    goals = {row["strategy"]: row for row in make_rows(found) if row["model"] == "all"}
+    assert goals["median error"]["figure"] == pytest.approx(0.06 / 0.055 - 1)
+    assert goals["error at 90 %"]["figure"] == pytest.approx(1 - 0.05 / 0.06)
+    assert goals["median error of the memory"]["outcome"] == "reached"
+    assert "seconds to find that in the cache" not in goals
     # data_parallel was chosen, of all and of those with two workers, and a pipeline was 9 % faster.
-    assert verdicts["choices within 5 % of the best"]["figure"] == 0.0
-    assert verdicts["choices within 5 % of the best"]["outcome"] == "MISSED"
+    assert goals["choices within 5 % of the best"]["figure"] == 0.0
+    assert goals["choices within 5 % of the best"]["outcome"] == "MISSED"
 
 
 def test_the_time_of_planning_is_held_against_its_goals() -> None:

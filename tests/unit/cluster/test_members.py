@@ -122,8 +122,8 @@ def test_a_shortage_says_what_is_missing_and_how_to_mend_it() -> None:
         "`cordee scale 'a run' 2` or `cordee join 'a run'`"
     )
     assert lack.describe_wait(Cluster(wait_for_workers=0), Path("a run")) == ""
-    shortage = Shortage.begin(lack.verdict(cluster), cluster, now_s=10.0)
-    assert shortage.verdict == (
+    shortage = Shortage.begin(lack.describe_end(cluster), cluster, now_s=10.0)
+    assert shortage.end_reason == (
         "worker 1 was killed; 1 of at least 2 workers are left, and all 1 replacements are used up "
         "(cluster.max_restarts)"
     )

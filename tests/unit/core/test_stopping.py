@@ -39,8 +39,8 @@ def test_accuracy_and_loss_are_reached_and_not_passed() -> None:
 
 def test_patience_counts_evaluations_since_the_best() -> None:
     policy = StopPolicy(Stop(patience=2))
-    verdicts = [policy.after_evaluation(1.0, accuracy) for accuracy in (0.5, 0.5, 0.6, 0.6, 0.55)]
-    assert verdicts == [None, None, None, None, "patience"]
+    reasons = [policy.after_evaluation(1.0, accuracy) for accuracy in (0.5, 0.5, 0.6, 0.6, 0.55)]
+    assert reasons == [None, None, None, None, "patience"]
     assert policy.patience == Patience(best=0.6, evaluations_since=2)
 
 
@@ -66,8 +66,8 @@ def test_asking_again_changes_nothing() -> None:
     policy = StopPolicy(Stop(patience=1, accuracy=0.9))
     policy.after_evaluation(1.0, 0.5)
     before = policy.patience
-    assert policy.verdict(1.0, 0.5) is None
-    assert policy.verdict(1.0, 0.95) == "accuracy"
+    assert policy.stop_reason(1.0, 0.5) is None
+    assert policy.stop_reason(1.0, 0.95) == "accuracy"
     assert policy.patience == before
 
 

@@ -308,7 +308,7 @@ def test_streams_of_other_labels_have_another_mark() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "verdict"),
+    ("words", "action"),
     [
         ([16, 16], "take"),
         ([16, 0], "wait"),
@@ -321,8 +321,8 @@ def test_streams_of_other_labels_have_another_mark() -> None:
         ([9, 8], "interrupt"),
     ],
 )
-def test_what_members_do(words: list[int], verdict: str) -> None:
-    assert decide(words) == verdict
+def test_what_members_do(words: list[int], action: str) -> None:
+    assert decide(words) == action
 
 
 def test_members_that_see_different_files_do_not_go_on() -> None:

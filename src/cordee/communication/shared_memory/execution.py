@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from cordee.communication.shared_memory.liveness import Verdict
+from cordee.communication.shared_memory.liveness import PeerFailure
 from cordee.communication.shared_memory.rounds import Need, Rounds, Steps, WaitTimeoutError, describe
 from cordee.core.errors import CommunicationError
 
@@ -215,7 +215,7 @@ class CollectiveExecutor(QueueThread[_Job]):
             f"{names} did not come to {doing} within the timeout of {timeout_s:g} s: raise `timeout` of "
             "init_process_group if the ranks may be that far apart, or look for a rank that skips the call"
         )
-        return rounds.watch.blame(Verdict(late[0] if late else 0, message))
+        return rounds.watch.blame(PeerFailure(late[0] if late else 0, message))
 
     def _fail(self, error: BaseException) -> None:
         self._broken = str(error) or repr(error)

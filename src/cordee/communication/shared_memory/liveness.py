@@ -90,7 +90,7 @@ class Silence:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PeerFailure:
     """Who is to blame for a wait that will never end, and the message that says so."""
 
     rank: int
@@ -133,24 +133,24 @@ class PeerWatch:
         """Return the rank of the peer whose control words start at `word`."""
         return next(peer.identity.rank for peer in self._peers.values() if peer.word == word)
 
-    def verdict(self, missing: Collection[int]) -> Verdict | None:
+    def find_failure(self, missing: Collection[int]) -> PeerFailure | None:
         """Return what is wrong with the members whose control words are `missing`, or None.
 
         Only those that are waited for count: another one may have finished and gone in good order.
         """
         with self._lock:  # collectives and messages may wait in different threads
-            return self._judge(missing)
+            return self._check_peers(missing)
 
-    def blame(self, verdict: Verdict) -> CommunicationError:
+    def blame(self, failure: PeerFailure) -> CommunicationError:
         """Mark this member as failed, so that the others stop too; return the error to raise."""
-        self._words[self._own + CULPRIT] = verdict.rank + 1
+        self._words[self._own + CULPRIT] = failure.rank + 1
         self._words[self._own + STATE] = FAILED
-        return CommunicationError(verdict.message)
+        return CommunicationError(failure.message)
 
     def give_up(self) -> None:
         """Mark this member as failed, for a reason of its own unless another was blamed already."""
         if self._words[self._own + STATE] != FAILED:
-            self.blame(Verdict(self._rank, ""))
+            self.blame(PeerFailure(self._rank, ""))
 
     def abandon(self, reason: str) -> None:
         """Have every wait of this member end with an error. Any thread may call."""
@@ -172,17 +172,17 @@ class PeerWatch:
             self._peers.clear()
             self._poll = select.poll()
 
-    def _judge(self, missing: Collection[int]) -> Verdict | None:
+    def _check_peers(self, missing: Collection[int]) -> PeerFailure | None:
         if self._abandoned:
-            return Verdict(self._rank, self._abandoned)
+            return PeerFailure(self._rank, self._abandoned)
         peers = [peer for peer in self._peers.values() if peer.word in missing]
         gone = {fd for fd, _ in self._poll.poll(0)}
         for peer in peers:
             state = self._words[peer.word + STATE]
             if state == FAILED:
-                return self._failure(peer)
+                return self._reported_failure(peer)
             if state == LEFT:
-                return Verdict(
+                return PeerFailure(
                     peer.identity.rank,
                     f"{peer.identity} has left this process group while rank {self._rank} still waits for it: all "
                     "ranks must make the same collective calls before they destroy the group",
@@ -190,21 +190,21 @@ class PeerWatch:
         dead = [peer for peer in peers if peer.pidfd in gone]
         if dead:
             names = " and ".join(str(peer.identity) for peer in dead)
-            return Verdict(dead[0].identity.rank, f"{names} died while rank {self._rank} waited for it")
-        return self._frozen(peers)
+            return PeerFailure(dead[0].identity.rank, f"{names} died while rank {self._rank} waited for it")
+        return self._find_frozen(peers)
 
-    def _failure(self, peer: _Peer) -> Verdict:
+    def _reported_failure(self, peer: _Peer) -> PeerFailure:
         culprit = self._words[peer.word + CULPRIT] - 1
         if culprit in (peer.identity.rank, self._rank):
-            return Verdict(peer.identity.rank, f"{peer.identity} gave up in the middle of a collective operation")
-        return Verdict(culprit, f"rank {culprit} died, froze or failed: {peer.identity} noticed it first")
+            return PeerFailure(peer.identity.rank, f"{peer.identity} gave up in the middle of a collective operation")
+        return PeerFailure(culprit, f"rank {culprit} died, froze or failed: {peer.identity} noticed it first")
 
-    def _frozen(self, peers: list[_Peer]) -> Verdict | None:
+    def _find_frozen(self, peers: list[_Peer]) -> PeerFailure | None:
         now = time.monotonic()
         for peer in peers:
             silent_s, state = peer.silence.sample(peer.identity.pid, self._words[peer.word + LIFE], now)
             if silent_s >= self._failure_timeout_s:
-                return Verdict(
+                return PeerFailure(
                     peer.identity.rank,
                     f"{peer.identity} is frozen: no sign of life for {silent_s:.1f} s, process state {state}. "
                     f"Continue or kill that process; failure_timeout is {self._failure_timeout_s:g} s",

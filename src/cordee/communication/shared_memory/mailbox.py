@@ -105,7 +105,7 @@ class Mailbox:
                 continue
             looks += 1
             if looks > 1:
-                self._look_after_peers()
+                self._check_peers()
             if waited_s > limit_s:
                 raise CommunicationError(f"no message came or went within {limit_s:g} s: is the other rank sending?")
             if not work.is_completed():
@@ -172,22 +172,22 @@ class Mailbox:
             (box.requests or self._anybody) and box.has_mail() for box in self._inboxes.values()
         )
 
-    def _look_after_peers(self) -> None:
+    def _check_peers(self) -> None:
         """Fail the messages whose peers are dead, frozen or gone."""
         with self._lock:
             waited_for = {peer for posted in self._posted.values() for peer in posted.peers}
-        verdicts = {peer: self._watch.verdict([self._member_word(peer)]) for peer in waited_for}
-        if not any(verdicts.values()):
+        failures = {peer: self._watch.find_failure([self._member_word(peer)]) for peer in waited_for}
+        if not any(failures.values()):
             return
         self._advance()  # one may have sent everything before it went
         with self._lock:
-            lost = [posted for posted in self._posted.values() if all(verdicts.get(peer) for peer in posted.peers)]
+            lost = [posted for posted in self._posted.values() if all(failures.get(peer) for peer in posted.peers)]
             for posted in lost:
                 del self._posted[posted.message]
         for posted in lost:
-            verdict = verdicts[posted.peers[0]]
-            assert verdict is not None
-            posted.work.finish(CommunicationError(verdict.message))
+            failure = failures[posted.peers[0]]
+            assert failure is not None
+            posted.work.finish(CommunicationError(failure.message))
 
     def _call_thread(self) -> None:
         with self._changed:
@@ -204,7 +204,7 @@ class Mailbox:
                     return
             self._advance()
             if self._posted:
-                self._look_after_peers()
+                self._check_peers()
                 self._futex.sleep(self._can_move)
 
 

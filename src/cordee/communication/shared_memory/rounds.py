@@ -23,7 +23,7 @@ from enum import IntEnum
 import torch
 
 from cordee.communication.shared_memory.futex import Futex, yield_core
-from cordee.communication.shared_memory.liveness import PeerWatch, Verdict
+from cordee.communication.shared_memory.liveness import PeerFailure, PeerWatch
 from cordee.communication.shared_memory.segment import FUTEX, SIGNATURE, Layout, Segment
 
 # What a collective waits for: control words of members, and the stamp they must reach.
@@ -133,17 +133,17 @@ class Rounds:
             else:
                 looks += 1
                 if looks > 1:
-                    self._look_after_peers(need)
+                    self._check_peers(need)
                 self._futex.sleep(lambda: self.ready(need))
                 now = time.monotonic()
         self._patience.learn(peer_needed_core=has_switched, waited_s=now - started)
 
-    def _look_after_peers(self, need: Need) -> None:
+    def _check_peers(self, need: Need) -> None:
         missing = [word for word in need[0] if self.words[word] < need[1]]
-        verdict = self.watch.verdict(missing)
+        failure = self.watch.find_failure(missing)
         # A peer may come, finish and exit between the two looks.
-        if verdict is not None and not self.ready(need):
-            raise self.watch.blame(verdict)
+        if failure is not None and not self.ready(need):
+            raise self.watch.blame(failure)
 
     def _refuse(self, word: int, theirs: int, ours: int) -> None:
         rank = self.watch.rank_of(word)
@@ -151,7 +151,7 @@ class Rounds:
             f"rank {rank} is in {describe(theirs)} while this rank is in {describe(ours)}: all ranks of a group "
             "must make the same collective calls in the same order, with the same sizes and types"
         )
-        raise self.watch.blame(Verdict(rank, message))
+        raise self.watch.blame(PeerFailure(rank, message))
 
 
 # Living on few cores: how long to look for a peer before giving the core up, and keeping peers on different ones.

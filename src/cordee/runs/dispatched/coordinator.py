@@ -167,8 +167,8 @@ class DispatchedLeader:
         self._progress.elapsed_s = self._elapsed_s()
         if outcome.problem:
             raise StorageError(f"step {step} was reached, but its weights could not be saved: {outcome.problem}")
-        if outcome.verdict:
-            raise TrainingError(f"{outcome.verdict}. Step {step} is saved: --resume goes on from it")
+        if outcome.end_reason:
+            raise TrainingError(f"{outcome.end_reason}. Step {step} is saved: --resume goes on from it")
         return self._summariser.summarise(outcome, self._dispatcher.accounts.training_s)
 
     def _make_dispatcher(self, channel: ServerChannel, plan: RunPlan) -> Dispatcher:

@@ -109,9 +109,9 @@ class Dispatcher(MemberChannel):
             begun += 1
         self._state.barrier = min(self._state.barrier, max(begun, ledger.committed_steps))
 
-    def give_up(self, verdict: str) -> None:
-        """Have what is there saved, and end the run early, which `verdict` says why."""
-        self.outcome.verdict = verdict
+    def give_up(self, end_reason: str) -> None:
+        """Have what is there saved, and end the run early, for `end_reason`."""
+        self.outcome.end_reason = end_reason
         self.stop("interrupt")
 
     @property

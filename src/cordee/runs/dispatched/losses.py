@@ -158,13 +158,13 @@ class Losses:
         if lack.left >= lack.needed or dispatcher.is_ending:
             state.shortage = None
         elif state.shortage is None:
-            state.shortage = Shortage.begin(lack.verdict(cluster), cluster, now_s)
+            state.shortage = Shortage.begin(lack.describe_end(cluster), cluster, now_s)
             if warning := lack.describe_wait(cluster, self._starter.run_dir):
                 self._launcher.emit(events.Warned(message=warning))
         elif state.shortage.is_past(now_s):
             if not dispatcher.active_workers:
-                raise TrainingError(state.shortage.verdict)
-            dispatcher.give_up(state.shortage.verdict)
+                raise TrainingError(state.shortage.end_reason)
+            dispatcher.give_up(state.shortage.end_reason)
 
     def note_recoveries(self) -> None:
         """Tell how long it took from a loss to the next step that was committed."""

@@ -72,7 +72,7 @@ class RunPlan:
         return self.job.cluster.failure_timeout_s
 
     @property
-    def has_verdicts(self) -> bool:
+    def evaluation_may_stop(self) -> bool:
         """Whether an evaluation may end the run: training then waits for it."""
         stop = self.job.stop
         return stop.accuracy is not None or stop.loss is not None or stop.patience is not None

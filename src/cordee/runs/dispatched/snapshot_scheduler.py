@@ -53,7 +53,7 @@ class SnapshotScheduler:
         return self._state.has_ordered_last if is_last else self._state.ordered_step == step
 
     def has_let_go(self, step: int) -> bool:
-        """Whether training may go on after `step`: the snapshot is read, and no verdict is waited for."""
+        """Whether training may continue after `step`: the snapshot is read, and no evaluation is waited for."""
         state = self._state
         return state.ordered_step == step and not (state.is_reading or state.is_deciding)
 
@@ -120,7 +120,7 @@ class SnapshotScheduler:
         state.ordered_step = step
         state.is_reading = state.is_order_open = True
         state.has_ordered_last = is_last
-        state.is_deciding = is_last or (evaluates and plan.has_verdicts)
+        state.is_deciding = is_last or (evaluates and plan.evaluation_may_stop)
         return True
 
     def take_snapshot(self, ages: tuple[int, ...]) -> None:

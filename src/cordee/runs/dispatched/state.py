@@ -36,7 +36,7 @@ class Outcome:
     stopped_by: str | None = None
     metrics: Metrics | None = None
     weights_sha256: str = ""
-    verdict: str = ""  # why the run ends early although nobody failed
+    end_reason: str = ""  # why the run ends early although nobody failed
     ages: tuple[int, ...] = ()
     problem: str = ""  # why the last checkpoint is missing
     stall_s: float = 0.0  # that nothing was handed out for checkpoints

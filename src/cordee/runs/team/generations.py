@@ -137,10 +137,10 @@ class Generations:
 
     def _recover(self, first: int, reason: str) -> None:
         membership, last = self._membership, self._recoveries.last_loss
-        verdict = self._recoveries.begin(membership.of(first), reason, membership.step, time.monotonic())
-        if verdict is not None:
+        problem = self._recoveries.begin(membership.of(first), reason, membership.step, time.monotonic())
+        if problem is not None:
             where = f"; its log is {self._workers.log_file(last.worker_index)}" if last is not None else ""
-            raise TrainingError(f"{verdict}{where}")
+            raise TrainingError(f"{problem}{where}")
 
     def _expel_unreachable(self) -> None:
         """Go on without workers of other hosts that the others cannot connect to: they would keep them for ever."""

@@ -80,8 +80,8 @@ class Losses:
             self._memory.shortage, membership.min_workers = None, 1
         elif shortage.is_past(time.monotonic()):
             self._memory.shortage = None
-            self.end_early(shortage.verdict)
-            self._launcher.emit(events.Warned(message=f"{shortage.verdict}; saving and ending"))
+            self.end_early(shortage.end_reason)
+            self._launcher.emit(events.Warned(message=f"{shortage.end_reason}; saving and ending"))
 
     def _bear(self, loss: Trouble) -> None:
         """Take a loss: start a replacement if there is one left; otherwise go on with fewer, or give up."""
@@ -122,7 +122,7 @@ class Losses:
         membership, cluster = self._membership, self._cluster
         needed = cluster.min_workers if membership.is_elastic else membership.num_workers
         lack = Lack(loss.describe(), len(membership.active), needed)
-        verdict = f"{lack.verdict(cluster)}; its log is {self._workers.log_file(loss.worker_index)}"
+        verdict = f"{lack.describe_end(cluster)}; its log is {self._workers.log_file(loss.worker_index)}"
         has_near = any(not membership.of(index).is_remote for index in membership.active)  # who can save
         if not (has_near and membership.is_elastic and membership.generation):
             raise TrainingError(verdict)

@@ -56,9 +56,9 @@ class Recoveries:
         again in one step.
         """
         state = self._state
-        verdict = state.restarts.recover(first.ready_step, state.lost, reason)
-        if verdict is not None:
-            return verdict
+        problem = state.restarts.recover(first.ready_step, state.lost, reason)
+        if problem is not None:
+            return problem
         reached = first.ready_step + first.has_dropped if first.ready_step >= 0 else team_step
         lost = [loss.worker_index for loss in state.lost]
         started_s = min([now_s, *(loss.at_s for loss in state.lost)])

@@ -58,21 +58,21 @@ def test_a_dead_and_a_stopped_process_are_noticed() -> None:
         words = segment.words()
         watch = PeerWatch(words, layout, 0, identities, failure_timeout_s=0.2)
         peer = layout.member_word(1)
-        assert watch.verdict([peer]) is None
+        assert watch.find_failure([peer]) is None
         os.kill(child.pid, signal.SIGSTOP)
         started = time.monotonic()
-        while (verdict := watch.verdict([peer])) is None and time.monotonic() - started < 10:
+        while (failure := watch.find_failure([peer])) is None and time.monotonic() - started < 10:
             time.sleep(0.02)
-        assert verdict is not None
-        assert verdict.rank == 1
-        assert f"rank 1 (process {child.pid}) is frozen: no sign of life for 0." in verdict.message
+        assert failure is not None
+        assert failure.rank == 1
+        assert f"rank 1 (process {child.pid}) is frozen: no sign of life for 0." in failure.message
         child.kill()
         child.wait()
-        verdict = watch.verdict([peer])
-        assert verdict is not None
-        assert verdict.message == f"rank 1 (process {child.pid}) died while rank 0 waited for it"
-        assert watch.verdict([]) is None  # nobody waits for it
-        assert isinstance(watch.blame(verdict), CommunicationError)
+        failure = watch.find_failure([peer])
+        assert failure is not None
+        assert failure.message == f"rank 1 (process {child.pid}) died while rank 0 waited for it"
+        assert watch.find_failure([]) is None  # nobody waits for it
+        assert isinstance(watch.blame(failure), CommunicationError)
         assert words[layout.member_word(0) + CULPRIT] == 2
         watch.close()
         assert words[layout.member_word(0) + STATE] == FAILED
@@ -87,10 +87,10 @@ def test_who_was_blamed_by_another_is_blamed_again() -> None:
     watch = PeerWatch(words, layout, 0, [Identity.own(rank) for rank in range(3)], failure_timeout_s=5)
     words[layout.member_word(1) + CULPRIT] = 2 + 1
     words[layout.member_word(1) + STATE] = FAILED
-    verdict = watch.verdict([layout.member_word(1)])
-    assert verdict is not None
-    assert verdict.rank == 2
-    assert "rank 2 died, froze or failed: rank 1" in verdict.message
+    failure = watch.find_failure([layout.member_word(1)])
+    assert failure is not None
+    assert failure.rank == 2
+    assert "rank 2 died, froze or failed: rank 1" in failure.message
     watch.close()
     assert words[layout.member_word(0) + STATE] == LEFT
 
@@ -98,13 +98,13 @@ def test_who_was_blamed_by_another_is_blamed_again() -> None:
 def test_who_is_told_that_the_group_is_over_does_not_wait_for_those_who_live() -> None:
     segment, layout = make_segment(2)
     watch = PeerWatch(segment.words(), layout, 0, [Identity.own(rank) for rank in range(2)], failure_timeout_s=5)
-    assert watch.verdict([layout.member_word(1)]) is None
+    assert watch.find_failure([layout.member_word(1)]) is None
     abandon_groups("worker 1 could not form the group")
-    verdict = watch.verdict([layout.member_word(1)])
-    assert verdict is not None and verdict.message == "worker 1 could not form the group"
+    failure = watch.find_failure([layout.member_word(1)])
+    assert failure is not None and failure.message == "worker 1 could not form the group"
     watch.close()
     later = PeerWatch(segment.words(), layout, 0, [Identity.own(rank) for rank in range(2)], failure_timeout_s=5)
-    assert later.verdict([layout.member_word(1)]) is None
+    assert later.find_failure([layout.member_word(1)]) is None
     later.close()
 
 

@@ -39,11 +39,11 @@ def test_a_guest_that_never_took_part_leaves_nothing_to_recover_from() -> None:
 
 def test_a_team_that_is_lost_in_the_same_step_again_and_again_gives_up() -> None:
     found = recoveries([0, 1])
-    verdicts = []
+    problems = []
     for at_s in (1.0, 2.0, 3.0):
         found.take(Trouble(1, 4, "was killed by SIGKILL", at_s=at_s), is_external=False)
-        verdicts.append(found.begin(MemberRecord(index=0, ready_step=4), "", 4, now_s=at_s))
-    assert verdicts == [
+        problems.append(found.begin(MemberRecord(index=0, ready_step=4), "", 4, now_s=at_s))
+    assert problems == [
         None, None, "a worker was lost in each of 3 attempts at step 5; last worker 1 was killed by SIGKILL"
     ]  # fmt: skip
 
