@@ -51,6 +51,36 @@ FOUND = {
     },
     # One worker did not count an epoch that stop.steps ended with its last batch; servers did.
     "epochs finished": {"stop": {"steps": 3}, "strategy": {"name": "parameter_server", "workers": 2}},
+    # A rule of [stop] that the last step met was named by one worker, and not by servers.
+    "stopped at the end": {
+        "size": 19,
+        "steps": 0,
+        "epochs": 1,
+        "evaluation": {"every_epochs": 1},
+        "stop": {"loss": 100.0},
+        "strategy": {"name": "parameter_server", "workers": 2},
+    },
+    # torch could not detach the output of a stage that ends with a linear layer on three dimensions.
+    "output that is a view": {
+        "data": "tokens",
+        "blocks": ["embedding", "tied"],
+        "is_chain": False,
+        "batch_size": 6,
+        "strategy": {"name": "pipeline", "workers": 3, "schedule": "zero-bubble", "microbatches": 3},
+    },
+    # The rate that was reported was that of the last stage's first group.
+    "rate of another group": {
+        "blocks": ["group_norm"],
+        "optimizer": {"use": "differences.parts:grouped_sgd", "lr": 0.05},
+        "strategy": {"name": "pipeline", "workers": 2},
+    },
+    # torch looked at the whole parameters of a unit that no pass had used.
+    "unused unit in bf16": {
+        "blocks": ["unused"],
+        "double": False,
+        "training": {"accumulate": 2, "precision": "bf16"},
+        "strategy": {"name": "sharded", "workers": 2, "unit_bytes": 1},
+    },
 }
 LONG_MINUTES = float(os.environ.get("CORDEE_DIFFERENCE_MINUTES", "60"))
 FIRST_SEED = int(os.environ.get("CORDEE_DIFFERENCE_SEED", "0")) or time.time_ns() // 1_000_000_000
