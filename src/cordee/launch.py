@@ -112,7 +112,7 @@ def train(
             directory = RunDirectory.create(path, job.to_toml())
         else:
             directory = RunDirectory.create_in(runs_folder(), job.name, job.to_toml())
-        stack.enter_context(_telling_how_to_go_on(directory, quiet))
+        stack.enter_context(_printing_how_to_resume(directory, quiet))
         with directory, setup_logging(directory.launcher_log if engine else directory.worker_log(), is_required=True):
             if resume:
                 directory.write_job(job.to_toml())
@@ -130,7 +130,7 @@ def train(
                     if engine is None:
                         summary = _run_alone(parts, directory, monitor, flag, resume, decision, memory)
                     else:
-                        with _telling_failure(parts, directory, monitor):
+                        with _reporting_failure(parts, directory, monitor):
                             summary = lead_run(parts, directory, monitor, flag, engine, resume=resume)
                             summary = _with_prediction(summary, decision)
                         _close_run(directory, monitor, summary)
@@ -183,7 +183,7 @@ def _progress_by_events(events_file: Path, elapsed_s: float) -> Progress:
 
 
 @contextlib.contextmanager
-def _telling_failure(parts: Components, directory: RunDirectory, monitor: Monitor) -> Iterator[None]:
+def _reporting_failure(parts: Components, directory: RunDirectory, monitor: Monitor) -> Iterator[None]:
     """Write how far a run with worker processes came, if it ends with an error or a second Ctrl-C."""
     started = time.time()
     try:
@@ -316,7 +316,7 @@ def _resume_command(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _telling_how_to_go_on(directory: RunDirectory, quiet: bool) -> Iterator[None]:
+def _printing_how_to_resume(directory: RunDirectory, quiet: bool) -> Iterator[None]:
     """After a second Ctrl-C or a failure: print what is kept and the command that continues from it."""
     try:
         yield

@@ -283,7 +283,7 @@ def test_damaged_events_do_not_hide_why_a_run_failed(events: bytes | None, steps
         else:
             directory.events_file.write_bytes(events)
         parts = assemble(job, Team(num_workers=1, num_local_workers=1))
-        with pytest.raises(TrainingError, match="the real one"), launch._telling_failure(parts, directory, monitor):
+        with pytest.raises(TrainingError, match="the real one"), launch._reporting_failure(parts, directory, monitor):
             raise TrainingError("the real one")
         summary = directory.read_summary()
     assert summary is not None

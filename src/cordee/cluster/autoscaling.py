@@ -143,7 +143,7 @@ class Scaling:
         self._since, self._own_s = (step, now_s), {}
         psutil.cpu_percent()  # counts from here
 
-    def hear(self, worker: int, seconds: float) -> None:
+    def record(self, worker: int, seconds: float) -> None:
         """Take note of how long a worker's own part of a step took."""
         self._own_s.setdefault(worker, []).append(seconds)
 

@@ -47,7 +47,7 @@ class MemberRecord(msgspec.Struct, kw_only=True):
     step: int = 0  # that it has got to
     num_noted: int = 0  # of its numbered messages
     is_leaving: bool = False  # it was told to go, or the run is to have fewer
-    is_let_go: bool = False  # it was told that it may go
+    is_released: bool = False  # it was told that it may go
     is_away: bool = False  # given up, but not killed: it may come back
     fate: str = ""  # why it is being killed, or was given up
     # In a team: what it waits with, and what it was told.

@@ -130,7 +130,7 @@ class Stragglers:
     _last_s: dict[str, float] = field(default_factory=dict)
     _num_slow: dict[str, int] = field(default_factory=dict)  # steps in a row
 
-    def hear(self, worker: str, step: int, seconds: float) -> Straggler | None:
+    def record(self, worker: str, step: int, seconds: float) -> Straggler | None:
         """Take note of a worker's own time for a step. Returns it once when it turns out to be a straggler."""
         self._last_s[worker] = seconds
         others = [value for name, value in self._last_s.items() if name != worker]

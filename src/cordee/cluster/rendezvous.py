@@ -72,9 +72,9 @@ class CoordinatorStore:
             except CommunicationError:
                 if time.monotonic() > deadline_s:
                     raise
-            self._say_again()
+            self._resend()
 
-    def _say_again(self) -> None:
+    def _resend(self) -> None:
         """A coordinator that was killed has forgotten what was said."""
         try:
             for key, value in self._said.items():

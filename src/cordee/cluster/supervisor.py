@@ -131,7 +131,7 @@ class Supervisor:
         waiting: list[Any] = [self._engine, self._socket or listener]
         readable, _, _ = select.select(waiting, [], [], TICK_S)
         if self._socket is not None and self._socket in readable:
-            self._hear(self._socket)
+            self._receive(self._socket)
         if listener in readable:
             self._welcome(listener)
         if self._ended is not None:
@@ -140,7 +140,7 @@ class Supervisor:
             self._take_report(report)
         if self._should_stop() and not self._is_stop_told and self._socket is not None:
             self._is_stop_told = True
-            self._tell(Stop())
+            self._send(Stop())
         self._check_silence()
 
     def _welcome(self, listener: socket.socket) -> None:
@@ -158,12 +158,12 @@ class Supervisor:
         self._is_up = True
         for started in self._engine.members():
             if self._is_asked_for(started):
-                self._tell(started)
+                self._send(started)
         for exited in self._exited.values():
-            self._tell(Started(exited.index, exited.incarnation, exited.pid))
-            self._tell(exited)
+            self._send(Started(exited.index, exited.incarnation, exited.pid))
+            self._send(exited)
 
-    def _hear(self, connection: FramedSocket) -> None:
+    def _receive(self, connection: FramedSocket) -> None:
         try:
             for message in connection.receive():
                 self._heard_s = time.monotonic()
@@ -204,7 +204,7 @@ class Supervisor:
             case Emit(event=event):
                 self._monitor.emit(event)
 
-    def _tell(self, message: Started | Exited | Stop) -> None:
+    def _send(self, message: Started | Exited | Stop) -> None:
         if self._socket is None:
             return  # the next coordinator is told
         try:
@@ -228,7 +228,7 @@ class Supervisor:
                 if isinstance(report, Exited):
                     self._exited[report.index] = report
                 if self._is_up:
-                    self._tell(report)
+                    self._send(report)
         elif isinstance(report, Started):
             self._pid = report.pid
             self._monitor.emit(events.CoordinatorStarted(pid=report.pid))
@@ -238,7 +238,7 @@ class Supervisor:
     def _bring_back(self, exited: Exited) -> None:
         """The coordinator is dead: start another, unless that is of no use."""
         if self._socket is not None:  # its last words
-            self._hear(self._socket)
+            self._receive(self._socket)
         if self._ended is not None:
             return
         if self._socket is not None:

@@ -130,7 +130,7 @@ class Ledger:
             {number: holder for number, (holder, _) in self.taken.items()},
         )
 
-    def go_on_from(self, state: LedgerState) -> None:
+    def restore(self, state: LedgerState) -> None:
         """Be where another ledger of the same run was."""
         self.committed_steps = state.committed_steps
         if state.next_unit is None:
@@ -197,7 +197,7 @@ class Ledger:
         self._returned = [self._unit(number) for number in sorted(numbers)]
         self._committed, self.taken, self._done = set(), {}, {}
 
-    def put_back(self, worker: str) -> list[Unit]:
+    def requeue(self, worker: str) -> list[Unit]:
         """Take away what a lost worker had in hand, for others to do."""
         lost = [unit for holder, unit in self.taken.values() if holder == worker]
         for unit in lost:

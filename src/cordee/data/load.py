@@ -306,7 +306,7 @@ def _count(source: Source, what: str, ignored: int | None) -> tuple[int, bool]:
     declared = declared_classes(source.dataset)
     if declared is not None:
         targets = getattr(source.dataset, "targets", None)
-        is_counted = not _tells_classes(source.dataset) and isinstance(targets, (list, Tensor))
+        is_counted = not _declares_classes(source.dataset) and isinstance(targets, (list, Tensor))
         return declared, is_counted and _starts_at_one(torch.as_tensor(targets))
     if isinstance(source, IterableSource) or (source.num_samples or 0) > LARGEST_COUNTED:
         raise DataError(
@@ -322,7 +322,7 @@ def _starts_at_one(targets: Tensor) -> bool:
     return targets.dim() == 1 and len(targets) > 0 and int(targets.min()) == 1 < int(targets.max())
 
 
-def _tells_classes(dataset: Any) -> bool:
+def _declares_classes(dataset: Any) -> bool:
     has_number = isinstance(getattr(dataset, "num_classes", None), int)
     return has_number or isinstance(getattr(dataset, "classes", None), (list, tuple))
 

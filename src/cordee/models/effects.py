@@ -250,7 +250,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 del vars(module)[key]
             for key, (value, contents) in kept.items():
                 vars(module)[key] = value
-                _put_back(value, contents)
+                _restore_contents(value, contents)
         for module, buffers in places:
             module._buffers.update(buffers)
         with torch.no_grad():
@@ -309,7 +309,7 @@ def _contents(value: Any) -> Any:
     return value.getstate() if isinstance(value, random.Random) else None
 
 
-def _put_back(value: Any, contents: Any) -> None:
+def _restore_contents(value: Any, contents: Any) -> None:
     if isinstance(value, random.Random):
         value.setstate(contents)
     elif isinstance(value, (list, dict, set)) and value != contents:

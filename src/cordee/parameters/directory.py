@@ -74,7 +74,7 @@ class Directory:
         """Register a process; again for one that is known. Raises StoreError if there is no place for it."""
         known = self.participants.get(name)
         if known is not None:
-            return self.hear(name, now_s)
+            return self.record_heartbeat(name, now_s)
         if role == "server":
             index = self._free_slot()
             self.participants[name] = Participant(role, index, pid, host, address, now_s, host_id)
@@ -137,7 +137,7 @@ class Directory:
 
     def drop_second(self, name: str, address: str, now_s: float) -> Participant | None:
         """Have the second at `address` never take over from `name`. Raises StoreError if `name` itself was given up."""
-        participant = self.hear(name, now_s)
+        participant = self.record_heartbeat(name, now_s)
         slot = self.slots.slots[participant.index]
         if slot.serving != name:
             raise StoreError(f"{participant} does not serve any more")
@@ -157,7 +157,7 @@ class Directory:
         """Whether the part of a server that was lost is served by another."""
         return participant.role == "server" and bool(self.slots.slots[participant.index].serving) and self.replicas > 1
 
-    def hear(self, name: str, now_s: float) -> Participant:
+    def record_heartbeat(self, name: str, now_s: float) -> Participant:
         """Note a sign of life. Raises StoreError for a process that is not known, or was given up."""
         participant = self.participants.get(name)
         if participant is None:

@@ -283,7 +283,7 @@ class StoreService(ReplicatedService):
         return joined, ()
 
     def _following(self, call: Call, following: Following) -> Answer:
-        self._directory().hear(call.caller, time.monotonic())
+        self._directory().record_heartbeat(call.caller, time.monotonic())
         self._directory().follow(call.caller, following.address)
         return Done(), ()
 
@@ -292,7 +292,7 @@ class StoreService(ReplicatedService):
         return Done(), ()
 
     def _alive(self, call: Call, alive: Alive) -> Answer:
-        participant = self._directory().hear(call.caller, time.monotonic())
+        participant = self._directory().record_heartbeat(call.caller, time.monotonic())
         if self.is_over and participant.role == "server":
             participant.has_left = True
         return Standing(self.is_over, tuple(self.lost) if participant.role == "server" else ()), ()
@@ -319,7 +319,7 @@ class StoreService(ReplicatedService):
 
     def _meet(self, call: Call, meet: Meet) -> Answer | None:
         directory = self._directory()
-        directory.hear(call.caller, time.monotonic())
+        directory.record_heartbeat(call.caller, time.monotonic())
 
         def problem() -> str:
             return f"barrier: {join(directory.missing_at_barrier())} did not come within {meet.timeout_s:g} s"

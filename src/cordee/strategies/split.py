@@ -65,16 +65,16 @@ class SplitModel(ABC):
         whole: WholeModel,
         held: Holdings,
         recipe: OptimizerRecipe,
-        twins: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None,
         team: Team,
     ) -> None:
-        """Take the model over. `twins` are those who hold the same and compute other samples, if there are any."""
+        """Take the model over. `replicas` are those who hold the same and compute other samples, if there are any."""
         self.model, self._whole, self._held, self._recipe, self._team = whole.model, whole, held, recipe, team
         trained = [parameter for _, parameter in held.named_parameters() if parameter.requires_grad]
         self._optimizer = recipe.make(held.named_parameters()) if trained else None
         # The rate that is reported is that of the whole model's first group, of which a worker may hold nothing.
         self._first_rate: float = recipe.make(whole.model.named_parameters()).param_groups[0]["initial_lr"]
-        self._exchange = GradientExchange(trained, 0, twins) if trained and twins else None
+        self._exchange = GradientExchange(trained, 0, replicas) if trained and replicas else None
 
     @abstractmethod
     def _compute(self, parts: Sequence[Batch], *, measure: bool) -> Loss:

@@ -11,7 +11,7 @@ def named(*rounds: dict[str, float]) -> list[tuple[int, str]]:
     found = []
     for step, times in enumerate(rounds, 1):
         for worker, seconds in times.items():
-            if (slow := stragglers.hear(worker, step, seconds)) is not None:
+            if (slow := stragglers.record(worker, step, seconds)) is not None:
                 found.append((slow.step, slow.worker))
     return found
 
@@ -44,8 +44,8 @@ def test_what_lasts_a_moment_is_no_reason() -> None:
 def test_those_who_are_gone_do_not_count() -> None:
     stragglers = Stragglers()
     for step in range(5):
-        assert stragglers.hear("a", step, 0.1) is None
+        assert stragglers.record("a", step, 0.1) is None
     stragglers.forget("a")
-    assert [stragglers.hear("b", step, 9.0) for step in range(5)] == [None] * 5
+    assert [stragglers.record("b", step, 9.0) for step in range(5)] == [None] * 5
     stragglers.forget()
-    assert stragglers.hear("a", 9, 0.1) is None
+    assert stragglers.record("a", 9, 0.1) is None

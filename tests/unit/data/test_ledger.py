@@ -32,14 +32,14 @@ def run_schedule(seed: int) -> None:
         if draw.random() < 0.05:  # another ledger goes on from there
             state = msgspec.msgpack.decode(msgspec.msgpack.encode(ledger.state), type=LedgerState)
             ledger = Ledger(exchanges, num_shares)
-            ledger.go_on_from(state)
+            ledger.restore(state)
         if draw.random() < 0.02:  # a server is lost with what it had of the steps that are open
             ledger.reopen()
             in_hand = {worker: [] for worker in workers}
             committed = [unit for unit in committed if unit.step < ledger.committed_steps]
         event = draw.random()
         if event < 0.05:  # it dies, and another takes its place
-            ledger.put_back(worker)
+            ledger.requeue(worker)
             in_hand[worker] = []
         elif event < 0.1 and in_hand[worker]:  # it is late: somebody else does its work as well
             ledger.give_up(in_hand[worker][0].number)
@@ -87,7 +87,7 @@ def test_what_a_lost_worker_had_comes_before_anything_new() -> None:
     ledger = Ledger(Exchanges(8, 4, last=2), num_shares=2)
     lost = ledger.take("lost", limit_step=2)
     ledger.take("other", limit_step=2)
-    assert ledger.put_back("lost") == [lost]
+    assert ledger.requeue("lost") == [lost]
     assert ledger.take("other", limit_step=2) == lost
 
 

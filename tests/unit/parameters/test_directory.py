@@ -28,7 +28,7 @@ def test_participants_are_counted_and_told_apart() -> None:
     with pytest.raises(StoreError, match="started for 1 servers"):
         directory.register("s1", "server", pid=12, host="h", address="", now_s=1)
     with pytest.raises(StoreError, match="ghost is not known to this store"):
-        directory.hear("ghost", 1)
+        directory.record_heartbeat("ghost", 1)
     directory.leave("w0")
     directory.leave("w1")
     assert directory.is_over
@@ -36,12 +36,12 @@ def test_participants_are_counted_and_told_apart() -> None:
 
 def test_the_silent_are_given_up() -> None:
     directory = made()
-    directory.hear("w0", 4)
-    directory.hear("s0", 4)
+    directory.record_heartbeat("w0", 4)
+    directory.record_heartbeat("s0", 4)
     assert [str(lost) for lost in directory.lose_silent(5.5)] == ["worker 1 (process 11 on h)"]
     assert directory.lose_silent(5.6) == []
     with pytest.raises(StoreError, match=r"worker 1 .* was given up: it was silent for 5 s"):
-        directory.hear("w1", 6)
+        directory.record_heartbeat("w1", 6)
     with pytest.raises(StoreError, match=r"barrier: worker 1 \(process 11 on h\) is lost"):
         directory.meet("w0", 1)
 
@@ -50,7 +50,7 @@ def test_nobody_is_lost_while_nobody_listens() -> None:
     directory = made()
     assert directory.lose_silent(4.0) == []
     assert directory.lose_silent(30.0) == [], "this process was busy in between"
-    directory.hear("w0", 30.5)
+    directory.record_heartbeat("w0", 30.5)
     lost = [participant for tenth in range(301, 330) for participant in directory.lose_silent(tenth / 10)]
     assert [str(one) for one in lost] == ["server 0 (process 0 on h)", "worker 1 (process 11 on h)"]
 
@@ -127,7 +127,7 @@ def test_a_second_takes_over_and_a_new_process_follows_it() -> None:
     (lost,) = directory.lose_dead(lambda one: one.pid == 0)
     assert directory.has_successor(lost) and directory.addresses == ("tcp://h:2", "tcp://h:1")
     with pytest.raises(StoreError, match="was given up"):
-        directory.hear("s0", 1)
+        directory.record_heartbeat("s0", 1)
     with pytest.raises(StoreError, match="was given up"):
         directory.drop_second("s0", "tcp://h:2", 1)
     directory.register("s4", "server", pid=4, host="h", address="tcp://h:4", now_s=1)
@@ -145,7 +145,7 @@ def test_a_second_that_was_dropped_never_takes_over() -> None:
     assert str(directory.drop_second("s1", "tcp://h:3", 1)) == "server 1 (process 3 on h)"
     assert directory.drop_second("s1", "tcp://h:3", 1) is None, "said again"
     with pytest.raises(StoreError, match="was given up"):
-        directory.hear("s3", 1)
+        directory.record_heartbeat("s3", 1)
     with pytest.raises(StoreError, match="is nobody's second"):
         directory.follow("s3", "tcp://h:1")
     directory.lose_dead(lambda one: one.pid == 1)

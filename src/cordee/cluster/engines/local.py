@@ -99,9 +99,9 @@ class LocalEngine:
         is_over = False
         if self._server.control.fileno() in ready:
             found, is_over = self._read()
-        exits = [self._bury(descriptor) for descriptor in ready if descriptor in self._processes]
+        exits = [self._reap(descriptor) for descriptor in ready if descriptor in self._processes]
         if exits:
-            self._bury_strays()
+            self._reap_strays()
         return iter([*found, *exits, *self._check_server(is_over)])
 
     def _read(self) -> tuple[list[Report], bool]:
@@ -127,7 +127,7 @@ class LocalEngine:
             self._poll.register(descriptor, select.EPOLLIN)
         return found, is_over
 
-    def _bury(self, descriptor: int) -> Exited:
+    def _reap(self, descriptor: int) -> Exited:
         started = self._processes.pop(descriptor)
         self._poll.unregister(descriptor)
         os.close(descriptor)
@@ -139,7 +139,7 @@ class LocalEngine:
             status = -signal.SIGKILL
         return Exited(started.index, started.incarnation, started.pid, status)
 
-    def _bury_strays(self, *, kill: bool = False) -> None:
+    def _reap_strays(self, *, kill: bool = False) -> None:
         """Wait for what workers have left behind when they died, and has ended; with `kill`, end it first."""
         known = {self._server.pid, *(started.pid for started in self._processes.values())}
         for child in psutil.Process().children():
@@ -163,7 +163,7 @@ class LocalEngine:
         if not is_over:  # it is dead, but what it forked last has not said so
             self._dead_since_s = min(self._dead_since_s, now_s)
             if now_s - self._dead_since_s > SILENT_S:
-                self._bury_strays(kill=True)
+                self._reap_strays(kill=True)
             return []
         lost = self._server
         self._poll.unregister(lost.control.fileno())
@@ -190,8 +190,8 @@ class LocalEngine:
         for descriptor, started in list(self._processes.items()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(started.pid, signal.SIGKILL)
-            self._bury(descriptor)
-        self._bury_strays(kill=True)
+            self._reap(descriptor)
+        self._reap_strays(kill=True)
         self._poll.close()
         self._adoption.close()
 

@@ -141,7 +141,7 @@ class DispatchedLeader:
         members = self._state.members
         others = [record for record in members.records.values() if record.role != "server" and record.may_speak]
         if time.monotonic() < self._dismissed_by_s and not all(record.is_done for record in others):
-            dispatcher.dismiss()
+            dispatcher.shut_down()
             return True
         for record in members.started:
             if record.role == "server":

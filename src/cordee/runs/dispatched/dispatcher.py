@@ -67,7 +67,7 @@ class Dispatcher(MemberChannel):
             self.progress = self._state.progress
             self.plan.policy.patience = self.progress.patience
             assert self._state.ledger is not None
-            self.ledger.go_on_from(self._state.ledger)
+            self.ledger.restore(self._state.ledger)
         self._waiting: dict[str, Received] = {}  # worker -> its request for work
         state, wants_followers = self._state, self.plan.settings.replicas > 1
         self.servers = ServerRegistry(state.slots, self.members.records, self._reply, wants_followers=wants_followers)
@@ -94,8 +94,8 @@ class Dispatcher(MemberChannel):
         super().serve(timeout_s)
         self._drop_late()
         if not self.is_over:
-            self._let_go()
-        self._go_on()
+            self._release_leaving()
+        self._advance()
 
     def stop(self, reason: str) -> None:
         """End the run after the steps that were begun."""
@@ -130,7 +130,7 @@ class Dispatcher(MemberChannel):
         self.members.lose(record, is_away=is_away)
         self._timing.forget(name)
         self._waiting.pop(name, None)
-        units = self.ledger.put_back(name)
+        units = self.ledger.requeue(name)
         self.servers.lose(name)
         if has_joined and record.role == "evaluator":
             self._snapshots.lose()
@@ -150,7 +150,7 @@ class Dispatcher(MemberChannel):
             case TakeWork() as work:
                 if work.done >= 0:
                     self._commit(name, work)
-                self.ledger.put_back(name)  # who asks has nothing in hand: it did not hear the last answer
+                self.ledger.requeue(name)  # who asks has nothing in hand: it did not hear the last answer
                 record.is_leaving |= work.leaves
                 self._waiting[name] = received
             case AskOrder():
@@ -172,7 +172,7 @@ class Dispatcher(MemberChannel):
             self.servers.join(record.index, record.name, has_state=join.has_state)
             if has_worked and self.servers.serves(record.name):
                 self._restart_from(record.index, join.step)
-        self.servers.tell()
+        self.servers.answer_waiting()
 
     def _take_failure(self, record: MemberRecord, failure: Failure) -> None:
         self.failures.append((record.name, failure))
@@ -192,12 +192,12 @@ class Dispatcher(MemberChannel):
             record.is_leaving = True
             self._reply(received, Accepted())
             return
-        if not record.is_let_go:
-            record.is_let_go, record.phase = True, "finished"
+        if not record.is_released:
+            record.is_released, record.phase = True, "finished"
             self.emit(events.WorkerLeft(worker=record.index, role="server", step=self.progress.step))
             self.servers.lose(name)
         self._reply(received, Leave())
-        self.servers.tell()
+        self.servers.answer_waiting()
 
     def _restart_from(self, index: int, step: int) -> None:
         """Take note that a server serves with parameters of an earlier step: nobody had what its predecessor had."""
@@ -225,7 +225,7 @@ class Dispatcher(MemberChannel):
         self._timing.end(done.done, worker, self.members.records[worker].index, self.plan.steps_before(step + 1))
         self.accounts.close(self.ledger.committed_steps)
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Order a snapshot where one is due, move on where that is allowed, and hand out work."""
         ledger, snapshots, barrier = self.ledger, self._snapshots, self._state.barrier
         if self.is_over or not self.servers.is_ready:
@@ -237,8 +237,8 @@ class Dispatcher(MemberChannel):
             if is_due and not snapshots.order(barrier, self.elapsed_s(), self.accounts.to_apply, is_last=is_last):
                 self._end()
             if is_last:  # there is no more work, and the evaluator can use the cores
-                self._send_home()
-            if is_last or not snapshots.has_let_go(barrier):
+                self._release_waiting()
+            if is_last or not snapshots.may_continue(barrier):
                 return
             self._state.barrier = self.plan.next_barrier(ledger.committed_steps)
             snapshots.resume()
@@ -249,7 +249,7 @@ class Dispatcher(MemberChannel):
         """The workers that are there to stay."""
         return [record.name for record in self.members.staying_workers if record.phase == "joined"]
 
-    def _let_go(self) -> None:
+    def _release_leaving(self) -> None:
         """Send those home that are to leave, unless nobody could go on without them."""
         leaving = [name for name in self._waiting if self.members.records[name].is_leaving]
         if not leaving or self._state.is_final:
@@ -261,8 +261,8 @@ class Dispatcher(MemberChannel):
         for name in leaving:
             record = self.members.records[name]
             self._reply(self._waiting.pop(name), Leave())
-            if not record.is_let_go:
-                record.is_let_go = True
+            if not record.is_released:
+                record.is_released = True
                 self.emit(events.WorkerLeft(worker=record.index, step=self.progress.step))
 
     def _hand_out(self) -> None:
@@ -308,16 +308,16 @@ class Dispatcher(MemberChannel):
 
     def _end(self) -> None:
         self._state.is_over = True
-        self._send_home()
+        self._release_waiting()
 
-    def _send_home(self) -> None:
+    def _release_waiting(self) -> None:
         for name in list(self._waiting):
             self._reply(self._waiting.pop(name), Leave())
 
-    def dismiss(self) -> None:
+    def shut_down(self) -> None:
         """Tell whoever asks that there is nothing more to do."""
-        self._send_home()
-        self._snapshots.dismiss()
+        self._release_waiting()
+        self._snapshots.shut_down()
 
     def _drop_late(self) -> None:
         limit_s = self.plan.drop_late_s
@@ -349,7 +349,7 @@ class UnitTiming:
         taken_s = self._taken_s.pop(unit, None)
         if taken_s is None:
             return
-        slow = self._stragglers.hear(worker, step, time.monotonic() - taken_s)
+        slow = self._stragglers.record(worker, step, time.monotonic() - taken_s)
         if slow is not None:
             self._emit(
                 events.Straggler(worker=worker_index, step=step, seconds=slow.seconds, median_seconds=slow.median_s)

@@ -59,7 +59,7 @@ class ServerRegistry:
     def note_following(self, index: int, serving: str, follower: str) -> None:
         """Take note that the follower of a server has everything, if it is still the follower."""
         self._slots.note_following(index, serving, follower)
-        self.tell()
+        self.answer_waiting()
 
     def has_part(self, name: str) -> bool:
         """Whether a server serves or follows, or may yet."""
@@ -94,9 +94,9 @@ class ServerRegistry:
     def ask(self, received: Received, question: AskServers) -> None:
         """Take a request for the list, and answer it if that can be."""
         self._asking.append((received, question))
-        self.tell()
+        self.answer_waiting()
 
-    def tell(self) -> None:
+    def answer_waiting(self) -> None:
         """Answer those who ask, if there is an answer."""
         if not self.is_ready:
             return

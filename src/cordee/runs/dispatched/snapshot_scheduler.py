@@ -52,7 +52,7 @@ class SnapshotScheduler:
         """Whether the order is given for what the servers have after `step` steps of the ledger."""
         return self._state.has_ordered_last if is_last else self._state.ordered_step == step
 
-    def has_let_go(self, step: int) -> bool:
+    def may_continue(self, step: int) -> bool:
         """Whether training may continue after `step`: the snapshot is read, and no evaluation is waited for."""
         state = self._state
         return state.ordered_step == step and not (state.is_reading or state.is_deciding)
@@ -82,7 +82,7 @@ class SnapshotScheduler:
         if state.is_order_open:
             self._order_again()
 
-    def dismiss(self) -> None:
+    def shut_down(self) -> None:
         """Tell the evaluator, if it asks, that there is nothing more to do."""
         if self._evaluator is not None:
             evaluator, self._evaluator = self._evaluator, None

@@ -85,14 +85,14 @@ class TeamLeader:
         losses = self._losses = Losses(
             self._job.cluster, launcher, self._membership, workers, self._recoveries, state.losses
         )
-        self._generations = Generations(launcher, members, workers, losses, self._recoveries, state.told)
+        self._generations = Generations(launcher, members, workers, losses, self._recoveries, state.directives)
 
     def begin(self) -> None:
         for index in range(self._job.strategy.workers):
             self._workers.start(index)
 
     def take_up(self) -> None:
-        self._generations.tell_again()
+        self._generations.resend_directives()
 
     @property
     def is_over(self) -> bool:
@@ -172,8 +172,8 @@ class TeamLeader:
 
     def _note_pace(self, worker: int, step: int, seconds: float) -> None:
         if self._scaling is not None:
-            self._scaling.hear(worker, seconds)
-        if (slow := self._stragglers.hear(f"worker {worker}", step, seconds)) is not None:
+            self._scaling.record(worker, seconds)
+        if (slow := self._stragglers.record(f"worker {worker}", step, seconds)) is not None:
             self._launcher.emit(
                 events.Straggler(worker=worker, step=step, seconds=slow.seconds, median_seconds=slow.median_s)
             )

@@ -37,41 +37,41 @@ class Generations:
         self._state = state
         self._disbanded = 0  # the last generation whose members were told that it is over; heartbeats tell again
 
-    def tell_again(self) -> None:
+    def resend_directives(self) -> None:
         """Say again what workers may not have heard of an earlier coordinator, and do not ask for by themselves."""
-        self._state.is_pause_told = False
-        if self._state.is_stop_told:
-            self._state.is_stop_told = not self._membership.members  # those that have halted are told to finish
+        self._state.is_pause_sent = False
+        if self._state.is_stop_sent:
+            self._state.is_stop_sent = not self._membership.members  # those that have halted are told to finish
 
     def direct(self) -> bool:
         """Tell the workers what to do next; return whether they form another generation.
 
         Raises TrainingError when one is lost again and again in one step.
         """
-        membership, told = self._membership, self._state
+        membership, state = self._membership, self._state
         if membership.troubles:
             return False  # the run is about to fail
         self._losses.check_shortage()
-        self._dismiss_late()
+        self._drop_late()
         if membership.why_broken and self._disbanded < membership.generation:
             self._disbanded = membership.generation
             self._channel.direct("disband", membership.members, membership.why_broken)
         leaving = membership.dispensable
         if leaving and not membership.is_complete:
-            self._let_go(leaving)
+            self._release(leaving)
         is_formed = False
         members = membership.next_members()
         if members is not None:
             is_formed = self._form(members)
         elif (membership.needs_pause or (self._workers.is_reform_wanted and membership.is_complete)) and not (
-            told.is_pause_told or membership.why_broken  # then they halt without being told
+            state.is_pause_sent or membership.why_broken  # then they halt without being told
         ):
-            told.is_pause_told = True
+            state.is_pause_sent = True
             self._channel.direct("pause", membership.members)
             reach("generations.pause")
         wants_stop = self._launcher.should_stop() or self._losses.verdict is not None
-        if wants_stop and membership.is_complete and not told.is_stop_told:
-            told.is_stop_told = True
+        if wants_stop and membership.is_complete and not state.is_stop_sent:
+            state.is_stop_sent = True
             self._channel.direct("stop", membership.members, "interrupted")
         return is_formed
 
@@ -79,14 +79,14 @@ class Generations:
     def _membership(self) -> Membership:
         return self._channel.members
 
-    def _dismiss_late(self) -> None:
+    def _drop_late(self) -> None:
         membership = self._membership
         for index in membership.dismiss_late():
             self._workers.kill(index)
             if (record := membership.of(index)).is_external and record.incarnation:
                 self._channel.direct("leave", [index])
 
-    def _let_go(self, leaving: list[int]) -> None:
+    def _release(self, leaving: list[int]) -> None:
         membership = self._membership
         if membership.is_too_small and self._losses.verdict is None:
             # Nobody could go on: the leaving ones stay for as long as it takes to save.
@@ -108,7 +108,7 @@ class Generations:
             (r := membership.of(i)).ready_step == first.ready_step >= 0 and not r.has_dropped for i in members
         )
         has_losses = recoveries.last_loss is not None
-        if self._state.is_stop_told and is_halt and not has_losses and not recoveries.is_under_way:
+        if self._state.is_stop_sent and is_halt and not has_losses and not recoveries.is_under_way:
             self._channel.direct("finish", members)
             reach("generations.finish")
             for index in members:
@@ -125,7 +125,7 @@ class Generations:
         self._channel.form(members, self._workers.threads)
         reach("generations.formed")
         self._workers.note_formed()
-        self._state.is_pause_told = self._state.is_stop_told = False
+        self._state.is_pause_sent = self._state.is_stop_sent = False
         self._launcher.emit(
             events.Generation(
                 generation=membership.generation,

@@ -59,7 +59,7 @@ class TeamLink(MemberLink):
         self._disbanded = (0, "")  # the last generation that is known to be over, and why
         self._on_disband: Callable[[], None] = lambda: None
         self._wants_to_leave = False
-        self._dismissal = ""  # why this worker is not one any more
+        self._refusal = ""  # why this worker is not one any more
         self.num_returns = 0  # how often it was given up and joined again: the others went on without it
 
     @property
@@ -91,11 +91,11 @@ class TeamLink(MemberLink):
 
         Waits as long as it takes: the others may still be loading their data. If the launcher dies, so do we.
         """
-        if self._dismissal:
+        if self._refusal:
             return Answer(Directive("leave"), 0)
         self._num_asked += 1
         ready = self._ready = Ready(step, has_dropped, reason[:4000], self._num_asked, self._num_told)
-        self._say(ready)
+        self._send(ready)
         reach("link.ready")
         answer = self._answers.get()
         reach("link.answered")
@@ -124,7 +124,7 @@ class TeamLink(MemberLink):
     def report(self, report: TeamReport) -> None:
         """Tell the coordinator how training goes: now or when it is back, or not at all if that is soon out of date."""
         if isinstance(report, StepTime | StepReached):
-            self._say(report)
+            self._send(report)
         else:
             self._tell(report)
 
@@ -133,13 +133,13 @@ class TeamLink(MemberLink):
         self._await_noted(2 * self._spec.failure_timeout_s)
 
     def leave(self) -> None:
-        if self._dismissal:
+        if self._refusal:
             return
         super().leave()
         reach("link.goodbye")
         self._await_noted(max(LONGEST_ABSENCE_S, 4 * self._spec.failure_timeout_s))
 
-    def _say(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         """Send without waiting; whatever matters is said again."""
         with contextlib.suppress(CommunicationError):
             _reach_point_of(message)
@@ -147,7 +147,7 @@ class TeamLink(MemberLink):
 
     def _deliver(self, message: Numbered) -> None:
         self._outbox.append(message)
-        self._say(message)
+        self._send(message)
 
     def _await_noted(self, timeout_s: float) -> None:
         with self._telling:
@@ -172,7 +172,7 @@ class TeamLink(MemberLink):
                 self._handle_request(received.message, received.envelope.generation)
             elif received is not None and isinstance(received.message, Noted):
                 self._take_note(received.message.number, received.envelope.reply_to)
-            elif received is not None and isinstance(received.message, Refused) and not self._dismissal:
+            elif received is not None and isinstance(received.message, Refused) and not self._refusal:
                 self._come_back(received.message, received.envelope.reply_to)
 
     def _come_back(self, refused: Refused, reply_to: int) -> None:
@@ -193,8 +193,8 @@ class TeamLink(MemberLink):
             self._join(LONGEST_ABSENCE_S)
             log.warning("this worker was given up because it could not be heard; it has joined again")
         except RefusedError as error:
-            self._dismissal = error.detail or str(error)
-            log.warning("this worker was given up because it could not be heard, and leaves: %s", self._dismissal)
+            self._refusal = error.detail or str(error)
+            log.warning("this worker was given up because it could not be heard, and leaves: %s", self._refusal)
             self._ready = None
             self._answers.put(Answer(Directive("leave"), 0))
 
@@ -206,9 +206,9 @@ class TeamLink(MemberLink):
             sequence = self._channel.send(Heartbeat(self.step), timeout_s=0.0)
             self._last_beat = (sequence, num_told)
         if self._wants_to_leave:
-            self._say(Leaving())
+            self._send(Leaving())
         if (ready := self._ready) is not None:
-            self._say(ready)
+            self._send(ready)
 
     def _take_note(self, number: int, reply_to: int) -> None:
         """Forget what has been noted; say again what was said before the last heartbeat and was not."""
@@ -218,7 +218,7 @@ class TeamLink(MemberLink):
             beat, num_told = self._last_beat
             if reply_to == beat and number < num_told:
                 for message in self._outbox:
-                    self._say(message)
+                    self._send(message)
             self._telling.notify_all()
 
     def _handle_request(self, directive: Directive, generation: int) -> None:

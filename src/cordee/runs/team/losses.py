@@ -61,7 +61,7 @@ class Losses:
         can_replace = self._recoveries.restarts.can_replace
         for silent in membership.check_silence(now_s, self._processors.is_working, is_stopped):
             if silent.is_external or (membership.is_elastic and not can_replace):
-                workers.set_aside(silent)
+                workers.mark_away(silent)
             else:
                 workers.kill(silent.index)
         if (culprit := membership.culprit(now_s)) is not None:

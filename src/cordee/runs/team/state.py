@@ -47,8 +47,8 @@ class LossState(msgspec.Struct, kw_only=True):
 class DirectiveState(msgspec.Struct, kw_only=True):
     """What the members of the present generation were told."""
 
-    is_pause_told: bool = False
-    is_stop_told: bool = False
+    is_pause_sent: bool = False
+    is_stop_sent: bool = False
 
 
 class TeamState(msgspec.Struct, kw_only=True):
@@ -59,7 +59,7 @@ class TeamState(msgspec.Struct, kw_only=True):
     workers: WorkersState = msgspec.field(default_factory=WorkersState)
     recoveries: RecoveryState
     losses: LossState = msgspec.field(default_factory=LossState)
-    told: DirectiveState = msgspec.field(default_factory=DirectiveState)
+    directives: DirectiveState = msgspec.field(default_factory=DirectiveState)
     summaries: dict[int, Summary] = {}
     is_announced: bool = False  # that the run has started
     stall_s: float = 0.0  # that training stood still for checkpoints

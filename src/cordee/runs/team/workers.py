@@ -124,7 +124,7 @@ class Workers:
         self._check_size(len(membership.active) + 1)
         return self._starter.enlist(self._unused_number(), request)
 
-    def set_aside(self, record: MemberRecord) -> None:
+    def mark_away(self, record: MemberRecord) -> None:
         """Continue without a silent worker that nobody takes the place of; when it can be heard it may join again."""
         self._membership.exit(record.index, record.fate, time.monotonic(), is_killed=True)
         self._membership.lose(record, is_away=True)

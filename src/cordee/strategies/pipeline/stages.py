@@ -291,7 +291,7 @@ class StageModule(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         if not self._recompute:
             return self._run(inputs)
-        start = _Moment(self)
+        start = _StageState(self)
         outputs: Tensor = checkpoint(
             self._run,
             inputs,
@@ -309,17 +309,17 @@ class StageModule(nn.Module):
         return outputs.clone() if self._splits_backward and outputs._is_view() else outputs
 
     @contextlib.contextmanager
-    def _again_from(self, start: _Moment) -> Iterator[None]:
+    def _again_from(self, start: _StageState) -> Iterator[None]:
         """Inside, the stage computes a micro-batch for the second time: as it was then, and counting nothing."""
-        now = _Moment(self)
-        start.stand_in()
+        now = _StageState(self)
+        start.load_copies()
         try:
             yield
         finally:
-            now.put_back()
+            now.restore()
 
 
-class _Moment:
+class _StageState:
     """What the modules of a stage hold beside parameters, and the random numbers torch does not keep itself."""
 
     def __init__(self, stage: nn.Module) -> None:
@@ -330,14 +330,14 @@ class _Moment:
         self._attributes = [(module, own_attributes(module)) for module in modules]
         self._random = random.getstate(), np.random.get_state()
 
-    def stand_in(self) -> None:
+    def load_copies(self) -> None:
         """Let the modules compute with copies of what they held; these may be changed."""
         for module, buffers in self._buffers:
             for name, tensor in buffers.items():
                 module._buffers[name] = None if tensor is None else self._values[id(tensor)]
         self._put_rest()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Give the modules their own tensors again."""
         for module, buffers in self._buffers:
             module._buffers.update(buffers)

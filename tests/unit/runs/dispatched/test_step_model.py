@@ -192,7 +192,7 @@ class World:
         elif kind == "worker dies":
             self.faults_left -= 1
             self.num_workers_lost += 1
-            self.ledger.put_back(self.workers[action[1]].name)
+            self.ledger.requeue(self.workers[action[1]].name)
             self.workers[action[1]] = Worker(f"worker-{NUM_WORKERS - 1 + self.num_workers_lost}")
 
     def _notice(self, name: str) -> None:
@@ -316,7 +316,7 @@ class World:
 
     def copy(self) -> World:
         ledger = _make_ledger(self.num_steps)
-        ledger.go_on_from(self.ledger.state)
+        ledger.restore(self.ledger.state)
         post = self.slots.slots[0]
         slots = ServerSlots([replace(post)], self.slots.version, self.slots.has_been_ready)
         workers = [replace(worker) for worker in self.workers]
