@@ -203,7 +203,7 @@ class LoopTeam:
         new = [parameter for parameter in parameters if id(parameter) not in known]
         if new:
             self._exchanges.append(AccumulatingExchange(new, NUM_EXTRAS, is_first=self.is_first))
-            self._parts.note_exchanged(new)
+            self._parts.record_exchanged(new)
 
     def _share(self, batches: Iterable[Any], seed: int) -> SharedBatches:
         known = [each for each in self._loaders if batches is each or batches is each.source]

@@ -149,7 +149,7 @@ class Trainer:
         )
 
     def resume(self, state: State) -> None:
-        """Go on from a checkpoint, in the middle of an epoch where it was made there."""
+        """Continue from a checkpoint, in the middle of an epoch where it was made there."""
         before = self._progress.samples
         self._progress = msgspec.convert(state.values["progress"], Progress)
         self._policy.patience = self._progress.patience
@@ -277,7 +277,7 @@ class Trainer:
         self.is_stepping = True
         reach("step.begun")
         loss = strategy.forward_backward(self._cut(batch), measure=measure, vote=self._vote)
-        self._note_pace()
+        self._record_step_time()
         if not math.isfinite(loss.mean):
             advice = self._blame_sample(batch)
             how = f"is {loss.mean}"
@@ -305,7 +305,7 @@ class Trainer:
         if measure:
             self._report_step(loss, update.lr, update.gradient_norm)
 
-    def _note_pace(self) -> None:
+    def _record_step_time(self) -> None:
         """Tell how long this worker's own part of the step took; the launcher names those who hold the others up."""
         now_s = time.perf_counter()
         is_known, self._agreed_s = self._agreed_s is not None, now_s - self._away_s

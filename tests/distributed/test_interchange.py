@@ -1,4 +1,4 @@
-"""Checkpoints of one strategy are those of any other: what one began another goes on with, optimizer state included."""
+"""Checkpoints of one strategy are those of any other: another continues what one began, optimizer state included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOB = job(
     # Adam without a large eps takes full steps along gradients that are nothing but rounding.
     optimizer={"use": "adam", "lr": 0.003, "eps": 1e-3},
     schedule={"use": "cosine", "warmup_steps": 3},
-    # Training goes on after the whole model was put together.
+    # Training continues after the whole model was put together.
     checkpoint={"every_steps": 2},
     evaluation={"every_steps": 3},
 )

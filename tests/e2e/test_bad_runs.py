@@ -143,7 +143,7 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(
     run = small_disk / "run"
     filler = fill(small_disk, leave_bytes=220_000)  # room for a few checkpoints of 70 kB, not for the events as well
     done = workspace.train(*settings(checkpoint__keep=100), run_dir=run)
-    assert "warning: checkpoint at step 100 was not saved" in done.stdout, "it goes on as long as it can"
+    assert "warning: checkpoint at step 100 was not saved" in done.stdout, "it continues as long as it can"
     facts = (
         "step 120 was reached",
         "could not be saved",
@@ -156,7 +156,7 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(
     assert not list(run.rglob("*.tmp")), "half-written files take room that is needed"
     kept = sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir())
     assert kept and kept[0] == 10 and len(kept) < STEPS // 10
-    # With room again the run goes on from the last whole checkpoint, to the same end.
+    # With room again the run continues from the last whole checkpoint, to the same end.
     filler.unlink()
     again = workspace.train("--resume", *settings(checkpoint__keep=3), run_dir=run)
     assert again.returncode == 0, again.stderr

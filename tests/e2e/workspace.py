@@ -215,7 +215,7 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return every file below a folder, but for the lock, which each look at a run may write anew."""
+    """Return every file below a folder, but for the lock, which each look at a run may write again."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 

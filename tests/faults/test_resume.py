@@ -23,7 +23,7 @@ TIMEOUT_S = 120.0
 # the attempts get less than the whole, so that all of them are killed in the middle.
 LATEST_KILL = 0.9 / KILLS
 
-# Dropout, running means, momentum, a schedule and augmentation: all of it must go on as if nothing had happened.
+# Dropout, running means, momentum, a schedule and augmentation: all of it must continue as if nothing had happened.
 # A checkpoint every 3 steps of 40 an epoch is at another place of the epoch each time.
 JOB = """
 name = "killed"

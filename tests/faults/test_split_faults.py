@@ -73,7 +73,7 @@ def test_a_worker_that_is_told_to_leave_loses_nothing(tmp_path: Path) -> None:
         kill(run, 5, signal.SIGTERM)
         code, stderr = run.finish(timeout_s=60)
         assert code == 1
-        saved = re.search(r"were told to leave, and too few are left to go on. Step (\d+) is saved", stderr)
+        saved = re.search(r"were told to leave, and too few are left to continue. Step (\d+) is saved", stderr)
         assert saved, stderr
         assert "Traceback" not in stderr
         assert int(saved[1]) == run.of("checkpoint")[-1]["step"] >= max(int(event["step"]) for event in run.of("step"))

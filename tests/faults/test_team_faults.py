@@ -197,7 +197,7 @@ def test_killed_workers_are_trained_around(tmp_path: Path, undisturbed: str, see
         for number in range(min(NUM_TRIALS, KILLS_IN_A_RUN)):
             (tmp_path / "slowly").touch()  # so that the run does not end while a replacement is on its way
             wait_for_members(run, num_workers)
-            run.wait_for_step((run.of("generation")[-1]["step"] or 0) + 1)  # so that all have what they need to go on
+            run.wait_for_step((run.of("generation")[-1]["step"] or 0) + 1)  # so that all have what they need
             (tmp_path / "slowly").unlink()
             time.sleep(chance.uniform(0.0, 0.1))
             victim = chance.randrange(num_workers)

@@ -58,7 +58,7 @@ def test_entries_say_what_is_asked_of_them() -> None:
         assert callable(entry.make)
         assert isinstance(entry.settings.__struct_fields__, tuple)
         assert entry.axis in ("", *AXES)
-        assert not (entry.is_elastic and entry.splits_model), "a part of a model is not all that is needed to go on"
+        assert not (entry.is_elastic and entry.splits_model), "a part of a model is not all that is needed to continue"
     assert usual_strategy(1) == "single" and usual_strategy(2) == "data_parallel"
 
 

@@ -1,4 +1,4 @@
-"""Training in one process: how long, what is measured and saved when, how it ends, how it goes on."""
+"""Training in one process: how long, what is measured and saved when, how it ends, how it continues."""
 
 from __future__ import annotations
 

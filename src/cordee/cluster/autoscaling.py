@@ -79,7 +79,7 @@ class Autoscaler:
         return None
 
     def refused(self, size: Size) -> None:
-        """Take note that a proposal cannot be."""
+        """Record that a proposal cannot be."""
         self.barred.add(size)
         self.before = None
 
@@ -139,12 +139,12 @@ class Scaling:
         self._own_s: dict[int, list[float]] = {}  # by worker: what its own part of a step took
 
     def begin(self, step: int, now_s: float) -> None:
-        """Measure anew: another generation has been formed, and its first steps are not like the others."""
+        """Measure again: another generation has been formed, and its first steps are not like the others."""
         self._since, self._own_s = (step, now_s), {}
         psutil.cpu_percent()  # counts from here
 
     def record(self, worker: int, seconds: float) -> None:
-        """Take note of how long a worker's own part of a step took."""
+        """Record how long a worker's own part of a step took."""
         self._own_s.setdefault(worker, []).append(seconds)
 
     def look(self, step: int, num_workers: int, threads: int, now_s: float) -> None:

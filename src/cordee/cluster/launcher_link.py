@@ -1,4 +1,4 @@
-"""The coordinator's line to its launcher: looks like an engine, a monitor and a journal, and keeps them in step.
+"""The coordinator's line to its launcher: looks like an engine, a monitor and a journal, and keeps them consistent.
 
 What is asked for during a turn is held back until `commit` has written it down with the state it follows from.
 """

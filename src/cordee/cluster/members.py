@@ -116,7 +116,7 @@ class Members(msgspec.Struct, kw_only=True):
         return record
 
     def join(self, record: MemberRecord, incarnation: int, now_s: float) -> None:
-        """Take note that a process has joined, or has come back."""
+        """Record that a process has joined, or has come back."""
         record.phase, record.heard_s, record.is_away, record.fate = "joined", now_s, False, ""
         record.incarnation, record.fenced = incarnation, max(record.fenced, incarnation - 1)
         record.num_noted, record.ready, record.answer = 0, 0, None

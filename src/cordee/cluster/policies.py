@@ -15,7 +15,7 @@ MOST_LOSSES_IN_ONE_STEP = 3  # as many recoveries in a row without a step in bet
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why a worker cannot go on. A consequence is the loss of a peer, which was somebody else's doing."""
+    """Why a worker cannot continue. A consequence is the loss of a peer, which was somebody else's doing."""
 
     worker_index: int
     step: int
@@ -51,7 +51,7 @@ class Restarts:
         return True
 
     def recover(self, step: int, losses: Sequence[Trouble], reason: str = "") -> str | None:
-        """Take note that a team ended after `step` steps (-1 for none); return why the run must end, if it must."""
+        """Record that a team ended after `step` steps (-1 for none); return why the run must end, if it must."""
         self.num_in_step = self.num_in_step + 1 if step <= self.last_step else 1
         self.last_step = max(step, self.last_step)
         if self.num_in_step < MOST_LOSSES_IN_ONE_STEP:
@@ -131,7 +131,7 @@ class Stragglers:
     _num_slow: dict[str, int] = field(default_factory=dict)  # steps in a row
 
     def record(self, worker: str, step: int, seconds: float) -> Straggler | None:
-        """Take note of a worker's own time for a step. Returns it once when it turns out to be a straggler."""
+        """Record a worker's own time for a step. Returns it once when it turns out to be a straggler."""
         self._last_s[worker] = seconds
         others = [value for name, value in self._last_s.items() if name != worker]
         if not others:
@@ -146,7 +146,7 @@ class Stragglers:
         return Straggler(worker, step, seconds, max(median_s, 1e-6))
 
     def forget(self, worker: str | None = None) -> None:
-        """Leave a worker that is gone out, or begin anew with another team."""
+        """Leave a worker that is gone out, or begin again with another team."""
         if worker is None:
             self._last_s.clear()
             self._num_slow.clear()

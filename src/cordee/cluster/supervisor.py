@@ -182,7 +182,7 @@ class Supervisor:
                                 f"the coordinator was killed, and its journal cannot be read: {problem}"
                             )
                         self._unjournalled = problem
-                        note = f"{problem}: if the coordinator dies now, the run ends with it; training goes on"
+                        note = f"{problem}: if the coordinator dies now, the run ends with it; training continues"
                         self._monitor.emit(events.Warned(message=note))
                     case Alive() if not self._is_up:
                         self._bring_up_to_date()
@@ -251,7 +251,7 @@ class Supervisor:
         now_s = time.monotonic()
         self._deaths.append(now_s)
         if self._unjournalled:
-            raise TrainingError(f"the coordinator {how}, and it has no journal to go on from ({self._unjournalled})")
+            raise TrainingError(f"the coordinator {how}, and it has no journal to continue from ({self._unjournalled})")
         if len(self._deaths) == MOST_DEATHS and now_s - self._deaths[0] < DEATHS_WITHIN_S:
             raise TrainingError(
                 f"the coordinator {how}, the {MOST_DEATHS}th time within {DEATHS_WITHIN_S:g} s; its log is {self._log}"

@@ -227,7 +227,7 @@ class ServerChannel(Endpoint):
         except CommunicationError as error:  # it is gone or does not read: nobody is waiting for the answer
             _log.debug("the refusal was not delivered: %s", error)
 
-    def _note_signal(self, ready: int) -> None:
+    def _record_signal(self, ready: int) -> None:
         if ready == self._door:
             self._doorman_next_s = 0.0
 

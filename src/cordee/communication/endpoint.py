@@ -199,11 +199,11 @@ class Endpoint:
     def _wait(self, remaining_s: float) -> None:
         """Wait for a signal of any of the sockets. The caller holds `_receiving`, and not `_using`."""
         for ready, _ in self._signals.poll(max(0.0, remaining_s) * 1000):
-            self._note_signal(ready)
+            self._record_signal(ready)
             if ready == self._wake and not self._is_closed:
                 os.eventfd_read(self._wake)
 
-    def _note_signal(self, ready: int) -> None:
+    def _record_signal(self, ready: int) -> None:
         """A descriptor is ready that the subclass may have registered."""
 
     def _take_frames(self, num_heads: int) -> list[zmq.Frame] | None:

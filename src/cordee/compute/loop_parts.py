@@ -78,7 +78,7 @@ class LoopParts:
                     "of a prepared model: give its model to team.prepare, or turn its requires_grad off"
                 )
 
-    def note_exchanged(self, parameters: list[nn.Parameter]) -> None:
+    def record_exchanged(self, parameters: list[nn.Parameter]) -> None:
         self._exchanged |= {id(parameter) for parameter in parameters}
 
     def unexchanged(self) -> list[nn.Parameter]:

@@ -110,7 +110,7 @@ POINTS: dict[str, str] = {
     "step.begun": "worker: nothing of the step is computed",
     "step.taken": "worker: weights, optimizer and place in the data are those of the next step",
     "evaluate.begun": "worker: nothing is evaluated",
-    "evaluate.done": "worker: it knows what was measured, and has not taken note of it",
+    "evaluate.done": "worker: it knows what was measured, and has not recorded it",
     "save.begun": "worker: no earlier checkpoint is being written",
     "save.consolidated": "worker: all have the buffers that are saved",
     "end.reached": "worker: it has taken and saved its last step; others may not have",

@@ -1,7 +1,7 @@
 """What this program has changed of modules that workers import themselves: they would compute with what the files say.
 
 A module that is imported here may have been given other values since (`helper.SCALE = 2`), and workers import the file
-anew. Looked for are constants: names of a module or class that its file sets once, to a literal, and that what a job
+again. Looked for are constants: names of a module or class that its file sets once, to a literal, and that what a job
 uses reads. Names that the module's own code changes (counters, caches) count only where the program calls that code.
 """
 

@@ -378,8 +378,8 @@ class IterableFeed:
         if position + 1 != place.samples or (place.digest and digest != place.digest):
             raise DataError(
                 f"{self._source.what} gave other samples than before when it was iterated over again, to continue "
-                f"after sample {place.samples}: it must begin anew each time, with the same samples in the same order, "
-                "or have a method seek(num_samples)"
+                f"after sample {place.samples}: it must begin again each time, with the same samples in the same "
+                "order, or have a method seek(num_samples)"
             )
         return iterator
 

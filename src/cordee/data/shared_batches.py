@@ -56,11 +56,11 @@ class Progress:
         self.num_unnoticed = 0  # batches of the latest loops in which this worker stood in, and was not asked whether
 
     def begin(self) -> None:
-        """Take note that an iteration begins: what was given before, of loops that have ended, has been used."""
+        """Record that an iteration begins: what was given before, of loops that have ended, has been used."""
         if not self.open:
             self.num_unnoticed = 0
 
-    def note(self, one: Pass, share: Share, fingerprint: int) -> None:
+    def record(self, one: Pass, share: Share, fingerprint: int) -> None:
         self.num_given += 1
         self.num_unnoticed += not share.num_own
         one.batches.is_noticed = False
@@ -125,7 +125,7 @@ class SharedBatches:
         return True
 
     def notice(self) -> None:
-        """Take note that whoever asked leaves the present batch out where this worker stands in."""
+        """Record that whoever asked leaves the present batch out where this worker stands in."""
         if not self.share.num_own and not self.is_noticed:
             self.is_noticed = True
             self._progress.num_unnoticed = max(0, self._progress.num_unnoticed - 1)
@@ -141,7 +141,7 @@ class SharedBatches:
         own = self._from_any() if self._own_loader is None else self._from_loader(*self._own_loader)
         try:
             for share, fingerprint, batch in own:
-                self._progress.note(one, share, fingerprint)
+                self._progress.record(one, share, fingerprint)
                 if one not in self._progress.open:
                     self._progress.open.append(one)
                 yield batch

@@ -53,10 +53,10 @@ class WatchingTracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        self._note_random()  # of the caller
+        self._record_random_state()  # of the caller
         self._stack.append((m, _mode()))
         result = super().call_module(m, forward, args, kwargs)  # after an error the stack shows where it was
-        self._note_random()
+        self._record_random_state()
         self._stack.pop()
         return result
 
@@ -70,12 +70,12 @@ class WatchingTracer(fx.Tracer):
 
     def finish(self) -> None:
         """Note what the modules have changed in themselves."""
-        self._note_random()
+        self._record_random_state()
         for module, before in self._before.items():
             if changed := _first_change(before, own_state(module)):
                 self.effects.setdefault(module, f"changes its {changed}, which would be done only once")
 
-    def _note_random(self) -> None:
+    def _record_random_state(self) -> None:
         now = random_state()
         if now != self._random:
             self._random = now

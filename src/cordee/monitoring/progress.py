@@ -65,7 +65,7 @@ class ProgressSink:
         elif tracker is None:
             return
         elif isinstance(event, Step):
-            tracker.note_epoch(event.epoch)
+            tracker.record_epoch(event.epoch)
             tracker.loss = event.loss
         elif isinstance(event, Checkpoint):
             tracker.pause(event.stall_s, now_s)
@@ -125,7 +125,7 @@ class Tracker:
         self._paused_s += seconds
         self._anchor_s = min(self._anchor_s + seconds, now_s)
 
-    def note_epoch(self, epoch: int | None) -> None:
+    def record_epoch(self, epoch: int | None) -> None:
         self._epoch = epoch if epoch is not None else self._epoch
 
     def elapsed_s(self, now_s: float) -> float:

@@ -132,7 +132,7 @@ class Directory:
         leader, its_address = self.leader_of(name)
         if not leader or its_address != address:
             raise StoreError(f"{self.describe(name)} is nobody's second: the server at {address} does not serve")
-        self.slots.note_following(self.participants[name].index, leader, name)
+        self.slots.record_following(self.participants[name].index, leader, name)
         self.slots.is_ready(wants_followers=True)  # from the first time on it is, whoever follows
 
     def drop_second(self, name: str, address: str, now_s: float) -> Participant | None:
@@ -263,7 +263,7 @@ class Directory:
         return record
 
     def meet(self, name: str, number: int) -> bool:
-        """A worker has come to its barrier; return whether it may go on. Raises StoreError if one of them is lost."""
+        """A worker is at its barrier: return whether it may pass. Raises StoreError if one of them is lost."""
         if number <= self.participants[name].meetings:
             return True  # it has passed already, and asks again since it did not hear so
         self._at_barrier[name] = number

@@ -24,7 +24,7 @@ from cordee.parameters.messages import LIMITS, STORE, Alive, Bye, JoinRequest, R
 
 log = logging.getLogger(__name__)
 
-_ATTEMPT_S = 2.0  # for one try to connect: the key file may be written anew meanwhile
+_ATTEMPT_S = 2.0  # for one try to connect: the key file may be written again meanwhile
 _ASK_S = 0.05
 _QUIET_S = 1.0  # what is missing for longer is worth a line
 

@@ -63,8 +63,8 @@ class ServerSlots:
         """Return where a server serves alone: index, who serves."""
         return [(index, slot.serving) for index, slot in enumerate(self.slots) if slot.serving and not slot.follower]
 
-    def note_following(self, index: int, serving: str, follower: str) -> None:
-        """Take note that `follower` was given everything by `serving`, if these are still the two."""
+    def record_following(self, index: int, serving: str, follower: str) -> None:
+        """Record that `follower` was given everything by `serving`, if these are still the two."""
         slot = self.slots[index]
         if (slot.serving, slot.follower) == (serving, follower):
             slot.is_following = True

@@ -63,7 +63,7 @@ class Shard:
     def set_updater(self, name: str, settings: Mapping[str, Json], numbers: Sequence[int] = ()) -> None:
         """Use another updater from now on, for these parts or for all that have none of their own.
 
-        One that is in use already goes on with its state.
+        One that is in use already continues with its state.
         """
         chosen: Choice = (name, dict(settings))
         if numbers:

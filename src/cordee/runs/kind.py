@@ -48,7 +48,7 @@ class RunKind(Protocol):
         """Return what decides, in the process of the coordinator."""
 
     def work(self, spec: MemberSpec) -> Exception | None:
-        """Be a worker of the run until its end; return why this one could not go on, if it could not."""
+        """Be a worker of the run until its end; return why this one could not continue, if it could not."""
 
 
 class _Team:

@@ -30,7 +30,7 @@ class Entry:
     # What the time that it takes itself grows with, beside computing and exchanging: fields of the planner's Overhead.
     overhead_grows_with: tuple[str, ...] = ()
     can_reproduce: bool = False  # knows training.reproducible
-    # Every worker has all that is needed to go on, so that a team may lose and gain members. Teams of other
+    # Every worker has all that is needed to continue, so that a team may lose and gain members. Teams of other
     # strategies start again from the last checkpoint, with as many workers.
     is_elastic: bool = False
     is_automatic: bool = True  # 'auto' may choose it; others have to be asked for by name

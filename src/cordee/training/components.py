@@ -435,7 +435,7 @@ def _check_parts(
         what = f"the loss {loss.name!r} keeps {kept!r} from batch to batch, which is not saved"
         if job.strategy.workers > 1:
             raise JobError(f"{what}, and every worker would keep its own: put it into the model, as a buffer")
-        return f"{what}: a resumed run begins with it anew. Put it into the model, as a buffer"
+        return f"{what}: a resumed run begins with it as it was at the start. Put it into the model, as a buffer"
     for targets in _target_samples(splits, outputs):
         tiled = outputs.detach()[torch.arange(len(targets)) % len(outputs)]
         found = find_uneven_parts(loss, tiled, targets.to(outputs.device))
@@ -460,7 +460,7 @@ def _check_kept(job: Job, model: nn.Module, example: Batch) -> str | None:
     what = f"{kept.what}, which is not saved"
     advice = "Keep it in a buffer (register_buffer)"
     if job.strategy.workers == 1:
-        return f"{what}: a resumed run begins with it anew. {advice}"
+        return f"{what}: a resumed run begins with it as it was at the start. {advice}"
     if kept.has_effect and (job.training.reproducible or not kept.is_generator):
         raise JobError(f"{what}, and every worker would have its own: {advice[0].lower()}{advice[1:]}")
     return f"{what}, and every worker has its own. {advice} if what the model computes depends on it"

@@ -43,7 +43,7 @@ class Progress(msgspec.Struct):
         return self.epoch + int(is_over)
 
     def take_evaluation(self, metrics: Metrics, step: int, policy: StopPolicy) -> str | None:
-        """Take note of what was measured at `step`; return why the run should stop, if it should."""
+        """Record what was measured at `step`; return why the run should stop, if it should."""
         self.metrics, self.evaluated_at = metrics, step
         reason = policy.after_evaluation(metrics.loss, metrics.accuracy)
         self.patience = policy.patience

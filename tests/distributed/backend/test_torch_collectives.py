@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 NEEDS_GPU = re.compile(r"cuda|nccl|SyncBatchNorm")
 # What is left out, and why: all but the second fail on gloo in this setting as well.
 LEFT_OUT = {
-    "test_barrier_timeout_global": "forms the default group anew from the launcher's variables, which are not set here",
+    "test_barrier_timeout_global": "forms the default group of the launcher's variables, which are not set here",
     "test_monitored_barrier": "torch refuses monitored_barrier on every backend but its own gloo",
     "test_new_subgroups_with_group_param": "needs four ranks",
     "test_batch_isend_irecv_op_err": "needs a GPU, and does not say so",

@@ -1,4 +1,4 @@
-"""Each optimizer of torch, saved to disk and loaded again, goes on bit for bit as if nothing had happened."""
+"""Each optimizer of torch, saved to disk and loaded again, continues bit for bit as if nothing had happened."""
 
 from __future__ import annotations
 

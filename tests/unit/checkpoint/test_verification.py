@@ -29,7 +29,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest and sign it anew, as someone with bad intentions would."""
+    """Change the manifest and sign it again, as someone with bad intentions would."""
     table = json.loads((path / "manifest.json").read_text())
     change(table)
     table["sha256"] = ""

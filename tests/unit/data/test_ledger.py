@@ -29,7 +29,7 @@ def run_schedule(seed: int) -> None:
             break
         worker = draw.choice(workers)
         limit = num_steps if staleness is None else ledger.committed_steps + staleness + 1
-        if draw.random() < 0.05:  # another ledger goes on from there
+        if draw.random() < 0.05:  # another ledger continues from there
             state = msgspec.msgpack.decode(msgspec.msgpack.encode(ledger.state), type=LedgerState)
             ledger = Ledger(exchanges, num_shares)
             ledger.restore(state)

@@ -131,7 +131,7 @@ def test_a_second_takes_over_and_a_new_process_follows_it() -> None:
     with pytest.raises(StoreError, match="was given up"):
         directory.drop_second("s0", "tcp://h:2", 1)
     directory.register("s4", "server", pid=4, host="h", address="tcp://h:4", now_s=1)
-    assert directory.leader_of("s4") == ("s2", "tcp://h:2") and directory.is_complete, "the store goes on meanwhile"
+    assert directory.leader_of("s4") == ("s2", "tcp://h:2") and directory.is_complete, "the store continues meanwhile"
     with pytest.raises(StoreError, match=r"is nobody's second: the server at tcp://h:0 does not serve"):
         directory.follow("s4", "tcp://h:0")
     directory.lose_dead(lambda one: one.pid == 2)

@@ -1,4 +1,4 @@
-"""Training on data that keeps arriving, in one process: it waits, evaluates the newest, stops, and goes on."""
+"""Training on data that keeps arriving, in one process: it waits, evaluates the newest, stops, and continues."""
 
 from __future__ import annotations
 

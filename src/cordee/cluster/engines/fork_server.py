@@ -124,7 +124,7 @@ def _become_worker(request: Fork, control: socket.socket, between: int, launcher
         sys.argv = [os.fsdecode(argument) for argument in request.command_line]
         if spec.log is not None:
             _write_to(spec.log)
-        if "numpy" in sys.modules:  # Python's own random numbers are seeded anew in a fork, NumPy's are not
+        if "numpy" in sys.modules:  # Python's own random numbers are seeded again in a fork, NumPy's are not
             sys.modules["numpy"].random.seed()
         module, _, name = spec.target.partition(":")
         code = getattr(importlib.import_module(module), name)(spec.argument) or 0

@@ -183,7 +183,7 @@ def _serve(scenario: Scenario, times: NDArray[np.float64]) -> tuple[float, float
                 start(other, max(pulled_s, since_s))
     total_s = float(times.sum()) + exchange_s + idle_s
     step_s = total_s / (workers * num_steps)
-    # In step, all pushes of a step are applied as one update, which everybody waits for.
+    # Synchronously, all pushes of a step are applied as one update, which everybody waits for.
     behind = behind_sum / num_updates / workers if bound else 0.0
     return step_s, idle_s / total_s, behind, apart_most
 

@@ -119,7 +119,7 @@ class DispatchedLeader:
         losses.start_seconds()
         if self._servers.pair(dispatcher.servers):
             self._has_changed = True  # a second that is not known to follow would not take over
-        losses.note_recoveries()
+        losses.report_recoveries()
         losses.check_shortage()
         if self._launcher.should_stop():
             dispatcher.stop("interrupt")
@@ -168,7 +168,7 @@ class DispatchedLeader:
         if outcome.problem:
             raise StorageError(f"step {step} was reached, but its weights could not be saved: {outcome.problem}")
         if outcome.end_reason:
-            raise TrainingError(f"{outcome.end_reason}. Step {step} is saved: --resume goes on from it")
+            raise TrainingError(f"{outcome.end_reason}. Step {step} is saved: --resume continues from it")
         return self._summariser.summarise(outcome, self._dispatcher.accounts.training_s)
 
     def _make_dispatcher(self, channel: ServerChannel, plan: RunPlan) -> Dispatcher:

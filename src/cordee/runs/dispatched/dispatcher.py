@@ -1,6 +1,6 @@
 """The dispatcher of a served run: hears its processes, hands out work as the staleness allows, decides when to stop.
 
-Workers ask for work and wait for the answer, which comes when they may go on. At certain steps nothing is handed out
+Workers ask for work and wait for the answer, which comes when they may continue. At certain steps nothing is handed out
 until all that was is committed; then the evaluator reads a snapshot that holds exactly those steps.
 
 Nothing is sent before `flush`, so that what it follows from can be written down first. A dispatcher that comes back
@@ -200,7 +200,7 @@ class Dispatcher(MemberChannel):
         self.servers.answer_waiting()
 
     def _restart_from(self, index: int, step: int) -> None:
-        """Take note that a server serves with parameters of an earlier step: nobody had what its predecessor had."""
+        """Record that a server serves with parameters of an earlier step: nobody had what its predecessor had."""
         # Parts of steps that are not complete went to the predecessor as well. All are done again: the other servers
         # know them, and the new one gets every update from here on.
         self._state.attempt += 1
@@ -250,13 +250,13 @@ class Dispatcher(MemberChannel):
         return [record.name for record in self.members.staying_workers if record.phase == "joined"]
 
     def _release_leaving(self) -> None:
-        """Send those home that are to leave, unless nobody could go on without them."""
+        """Send those home that are to leave, unless nobody could continue without them."""
         leaving = [name for name in self._waiting if self.members.records[name].is_leaving]
         if not leaving or self._state.is_final:
             return
         if len(self.active_workers) < self.plan.min_workers:
             # They stay for as long as it takes to save.
-            self.give_up(f"{', '.join(leaving)} had to leave, and too few workers are left to go on")
+            self.give_up(f"{', '.join(leaving)} had to leave, and too few workers are left to continue")
             return
         for name in leaving:
             record = self.members.records[name]
@@ -341,11 +341,11 @@ class UnitTiming:
         self._stragglers = Stragglers()
 
     def begin(self, unit: int) -> None:
-        """Take note that a unit is handed out."""
+        """Record that a unit is handed out."""
         self._taken_s[unit] = time.monotonic()
 
     def end(self, unit: int, worker: str, worker_index: int, step: int) -> None:
-        """Take note that a worker is done with a unit of `step`, and tell if that took it much longer than others."""
+        """Record that a worker is done with a unit of `step`, and tell if that took it much longer than others."""
         taken_s = self._taken_s.pop(unit, None)
         if taken_s is None:
             return
@@ -367,5 +367,5 @@ class UnitTiming:
         return [(unit, wait_s) for unit, wait_s in waits if wait_s > limit_s]
 
     def give_up(self, unit: int) -> None:
-        """Take note that a unit was taken away from who had it."""
+        """Record that a unit was taken away from who had it."""
         del self._taken_s[unit]

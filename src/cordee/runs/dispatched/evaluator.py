@@ -1,6 +1,6 @@
 """The main function of the evaluator of a served run: reads snapshots from the servers, measures and saves them.
 
-While it reads, the dispatcher hands out no work; while it measures and writes, training goes on.
+While it reads, the dispatcher hands out no work; while it measures and writes, training continues.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main(argument: dict[str, Any]) -> int:
             evaluator.close()
             link.leave()
         except Exception as error:
-            log.exception("the evaluator cannot go on")
+            log.exception("the evaluator cannot continue")
             link.fail(error)
             return 1
     return 0
@@ -87,7 +87,7 @@ class Evaluator:
         state = State.join(model=State(model_state(self._parts.model), {}), optimizer=optimizer)
         metrics = self._measure() if order.evaluate else None
         progress = msgspec.convert(decode_values(order.progress.encode()), Progress)
-        is_best = metrics is not None and self._note_evaluation(progress, metrics)
+        is_best = metrics is not None and self._record_evaluation(progress, metrics)
         reach("evaluator.measured")
         path, problem = "", ""
         if order.save or is_best:
@@ -104,7 +104,7 @@ class Evaluator:
     def close(self) -> None:
         self._client.close()
 
-    def _note_evaluation(self, progress: Progress, metrics: Metrics) -> bool:
+    def _record_evaluation(self, progress: Progress, metrics: Metrics) -> bool:
         """Record in the progress that is saved what was measured; return whether the model is to be kept for it."""
         progress.take_evaluation(metrics, progress.step, StopPolicy(self._parts.job.stop, progress.patience))
         return self._parts.job.checkpoint.keep_best and progress.best_step == progress.step

@@ -138,7 +138,7 @@ class Losses:
         self._launcher.emit(events.Warned(message=f"{name} {why}: {_given(units)} to others"))
 
     def check_failures(self) -> None:
-        """Go on without external workers that failed; raise what the others say that went wrong."""
+        """Continue without external workers that failed; raise what the others say that went wrong."""
         failures, records = self._dispatcher.failures, self._members.records
         for name, failure in list(failures):
             if records[name].is_external:  # its troubles are its own
@@ -151,7 +151,7 @@ class Losses:
             raise TrainingError(f"{name} {failure.error} {where}")
 
     def check_shortage(self) -> None:
-        """Wait while fewer workers are left than can go on; when nobody comes in time, have what is there saved."""
+        """Wait while fewer workers are left than can continue; when nobody comes in time, have what is there saved."""
         state, cluster, dispatcher = self._state, self._cluster, self._dispatcher
         lack = Lack(state.last, len(self._members.staying_workers), cluster.min_workers)
         now_s = time.monotonic()
@@ -166,7 +166,7 @@ class Losses:
                 raise TrainingError(state.shortage.end_reason)
             dispatcher.give_up(state.shortage.end_reason)
 
-    def note_recoveries(self) -> None:
+    def report_recoveries(self) -> None:
         """Tell how long it took from a loss to the next step that was committed."""
         for loss in [loss for loss in self._state.recovering if self._dispatcher.progress.step > loss.step]:
             self._state.recovering.remove(loss)

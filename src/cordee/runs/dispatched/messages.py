@@ -103,7 +103,7 @@ class Order(Message, frozen=True):
 
 
 class SnapshotTaken(Message, frozen=True):
-    """The evaluator has read the snapshot: the servers may go on. Answered by `Accepted`."""
+    """The evaluator has read the snapshot: the servers may continue. Answered by `Accepted`."""
 
     is_generational = False
 

@@ -52,7 +52,7 @@ class RunPlan:
     @property
     def clip_norm(self) -> float:
         """The norm that the servers clip to, once they have the gradient of a whole step."""
-        return self.settings.clip_norm if self.settings.is_in_step else 0.0
+        return self.settings.clip_norm if self.settings.is_synchronous else 0.0
 
     @property
     def max_staleness(self) -> int | None:

@@ -70,7 +70,7 @@ def main(argument: dict[str, Any]) -> int:
                 leaving.start()
                 server.run(is_over.is_set)
         except Exception as error:
-            log.exception("%s cannot go on", spec.name)
+            log.exception("%s cannot continue", spec.name)
             link.fail(error)
             return 1
     return 0

@@ -50,7 +50,7 @@ class ServerCalls:
             pair = handover.serving, handover.follower
             if handover.problem is None:
                 reach("dispatch.paired")
-                servers.note_following(index, *pair)
+                servers.record_following(index, *pair)
                 has_paired = True
                 continue
             self._num_failed[pair] += 1

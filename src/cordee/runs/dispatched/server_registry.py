@@ -56,9 +56,9 @@ class ServerRegistry:
     def address_of(self, name: str) -> str:
         return self._records[name].address
 
-    def note_following(self, index: int, serving: str, follower: str) -> None:
-        """Take note that the follower of a server has everything, if it is still the follower."""
-        self._slots.note_following(index, serving, follower)
+    def record_following(self, index: int, serving: str, follower: str) -> None:
+        """Record that the follower of a server has everything, if it is still the follower."""
+        self._slots.record_following(index, serving, follower)
         self.answer_waiting()
 
     def has_part(self, name: str) -> bool:

@@ -58,11 +58,11 @@ class SnapshotScheduler:
         return state.ordered_step == step and not (state.is_reading or state.is_deciding)
 
     def pause(self) -> None:
-        """Take note that nothing is handed out until a snapshot is read."""
+        """Record that nothing is handed out until a snapshot is read."""
         self._state.paused_s = self._state.paused_s or time.perf_counter()
 
     def resume(self) -> None:
-        """Take note that training goes on."""
+        """Record that training continues."""
         self._state.paused_s = None
 
     def arrive(self, received: Received) -> None:
@@ -124,7 +124,7 @@ class SnapshotScheduler:
         return True
 
     def take_snapshot(self, ages: tuple[int, ...]) -> None:
-        """Take note that the snapshot is read, and how old the gradients in it were."""
+        """Record that the snapshot is read, and how old the gradients in it were."""
         self._outcome.ages = ages
         self._state.is_reading = False
         self._state.stall_s = time.perf_counter() - (self._state.paused_s or time.perf_counter())

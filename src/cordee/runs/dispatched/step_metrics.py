@@ -56,7 +56,7 @@ class StepMetrics:
         return self._state.num_refused_in_a_row >= MOST_REFUSALS
 
     def begin(self) -> None:
-        """Take note that work is handed out; the first time counts."""
+        """Record that work is handed out; the first time counts."""
         if self._state.first_work_s is None:
             self._state.first_work_s = time.perf_counter()
             self._window = (self._progress.samples, self._state.first_work_s)
@@ -65,7 +65,7 @@ class StepMetrics:
         """Take what a worker says of its part of a step."""
         self._state.num_refused_in_a_row = self._state.num_refused_in_a_row + 1 if done.refused else 0
         if done.refused:  # by one server or by all of them: told once
-            self._emit(events.Warned(message=f"{done.refused}: it is refused, and the step goes on without it"))
+            self._emit(events.Warned(message=f"{done.refused}: it is refused, and the step continues without it"))
         sums = self._state.sums.setdefault(step, StepSum())
         if math.isfinite(done.loss_sum):
             sums.loss_sum += done.loss_sum
@@ -95,7 +95,7 @@ class StepMetrics:
         progress.samples += sums.num_samples
         progress.loss_sum += sums.loss_sum
         progress.loss_count += sums.count
-        if plan.settings.is_in_step:
+        if plan.settings.is_synchronous:
             scale = clip_scale(total_norm(sums.norms, plan.dtype), plan.clip_norm) if plan.clip_norm else 1.0
             self._state.to_apply = (step, scale)
         loss = sums.loss_sum / sums.count if sums.count else math.nan

@@ -41,7 +41,7 @@ class Summariser:
         self._emit(msgspec.structs.replace(self._facts.description, servers=self._plan.settings.servers, **place))
 
     def summarise_ended(self) -> Summary | None:
-        """Return the summary of a resumed run that had ended already: going on would give other weights."""
+        """Return the summary of a resumed run that had ended already: continuing would give other weights."""
         plan, progress = self._plan, self._progress
         reason = None
         is_measured = progress.metrics is not None and progress.evaluated_at == progress.step

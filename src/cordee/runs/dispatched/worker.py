@@ -58,7 +58,7 @@ class _GivenUpError(Exception):
 
 
 def work(spec: MemberSpec) -> Exception | None:
-    """Work until the run ends; return why this worker could not go on, if it could not."""
+    """Work until the run ends; return why this worker could not continue, if it could not."""
     memory = MemoryWatch()
     leave_asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: leave_asked.set())  # a spot instance, Slurm, Kubernetes
@@ -72,7 +72,7 @@ def work(spec: MemberSpec) -> Exception | None:
 
 
 def _work(spec: MemberSpec, leave_asked: threading.Event, memory: MemoryWatch) -> Exception | None:
-    """Join and work; return why this worker could not go on, or that it was given up and may join again."""
+    """Join and work; return why this worker could not continue, or that it was given up and may join again."""
     with DispatchLink(spec) as link, contextlib.ExitStack() as stack:
         try:
             job = spec.load_job()
@@ -93,7 +93,7 @@ def _work(spec: MemberSpec, leave_asked: threading.Event, memory: MemoryWatch) -
             is_replaced = isinstance(error, RefusedError) and error.reason == REPLACED
             if isinstance(error, CommunicationError) and not is_replaced and link.is_given_up():
                 return _GivenUpError()
-            log.exception("%s cannot go on", spec.name)
+            log.exception("%s cannot continue", spec.name)
             link.fail(error)
             return error
     return None
@@ -132,7 +132,7 @@ class DispatchedWorker:
         self._pushes: list[tuple[Piece, Future[Pushed]]] = []
         self._work: Work | None = None
         # Clipping one's own gradient needs all of it first, and so does adding up several; one piece is complete last.
-        can_push_early = self._settings.push_every == 1 and (self._settings.is_in_step or not self._clip_norm)
+        can_push_early = self._settings.push_every == 1 and (self._settings.is_synchronous or not self._clip_norm)
         self._pushes_early = can_push_early and len(self._layout.pieces) > 1
         names = dict.fromkeys(one.name for piece in self._layout.pieces for one in piece.slices)
         self._parameter_numbers = {name: number for number, name in enumerate(names)}
@@ -230,7 +230,7 @@ class DispatchedWorker:
         if total is not None:
             self._gradient.copy_(total)
         self._count = sum(loss.count for loss in losses)
-        if self._clip_norm and not self._settings.is_in_step:
+        if self._clip_norm and not self._settings.is_synchronous:
             self._clip()
         self._watch.end()
         return Loss.join(losses)

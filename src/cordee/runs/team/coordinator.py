@@ -142,7 +142,7 @@ class TeamLeader:
         """Have an event of a worker recorded, unless it is of the past or another has told the same."""
         match event:
             case events.Step(step=step):
-                self._note_step(step)
+                self._record_step(step)
             case events.Checkpoint(stall_s=stall_s) | events.Warned(stall_s=float(stall_s)):
                 self._state.stall_s += stall_s
             case events.Commit(generation=int(generation)) if generation < self._membership.generation:
@@ -156,21 +156,21 @@ class TeamLeader:
     def _take_report(self, worker: int, report: TeamReport) -> None:
         match report:
             case StepReached(step=step, loss=loss):
-                self._note_step(step)
+                self._record_step(step)
                 self._launcher.progress(step=step, loss=loss)
             case StepTime(step=step, seconds=seconds):
-                self._note_pace(worker, step, seconds)
+                self._record_step_time(worker, step, seconds)
             case FirstStep(step=step):
                 self._complete_recovery(step)
             case DataFingerprint(fingerprint=fingerprint):
-                self._workers.note_data(fingerprint)
+                self._workers.record_data(fingerprint)
             case WorkerSummary(summary=summary):
                 self._state.summaries[worker] = summary
 
-    def _note_step(self, step: int) -> None:
+    def _record_step(self, step: int) -> None:
         self._membership.told_step = max(self._membership.told_step, step)
 
-    def _note_pace(self, worker: int, step: int, seconds: float) -> None:
+    def _record_step_time(self, worker: int, step: int, seconds: float) -> None:
         if self._scaling is not None:
             self._scaling.record(worker, seconds)
         if (slow := self._stragglers.record(f"worker {worker}", step, seconds)) is not None:
@@ -200,7 +200,7 @@ class TeamLeader:
             raise TrainingError(f"the workers ended with different weights: {sorted(map(str, hashes))}")
         summary = next(iter(summaries.values()))
         if self._losses.verdict is not None:
-            raise TrainingError(f"{self._losses.verdict}. Step {summary.steps} is saved: --resume goes on from it")
+            raise TrainingError(f"{self._losses.verdict}. Step {summary.steps} is saved: --resume continues from it")
         peaks = [summary.peak_memory_bytes or 0 for summary in summaries.values()]
         return msgspec.structs.replace(
             summary,

@@ -89,8 +89,8 @@ class Generations:
     def _release(self, leaving: list[int]) -> None:
         membership = self._membership
         if membership.is_too_small and self._losses.verdict is None:
-            # Nobody could go on: the leaving ones stay for as long as it takes to save.
-            self._losses.end_early(f"workers {leaving} were told to leave, and too few are left to go on")
+            # Nobody could continue: the leaving ones stay for as long as it takes to save.
+            self._losses.end_early(f"workers {leaving} were told to leave, and too few are left to continue")
             for index in leaving:
                 membership.of(index).is_leaving = False
             return
@@ -124,7 +124,7 @@ class Generations:
             self._recover(members[0], reason)
         self._channel.form(members, self._workers.threads)
         reach("generations.formed")
-        self._workers.note_formed()
+        self._workers.record_formed()
         self._state.is_pause_sent = self._state.is_stop_sent = False
         self._launcher.emit(
             events.Generation(
@@ -143,7 +143,7 @@ class Generations:
             raise TrainingError(f"{problem}{where}")
 
     def _expel_unreachable(self) -> None:
-        """Go on without workers of other hosts that the others cannot connect to: they would keep them for ever."""
+        """Continue without workers of other hosts that the others cannot connect to: they would keep them for ever."""
         membership = self._membership
         far = [i for i in membership.active if membership.of(i).is_remote]
         late = [i for i in far if i not in self._recoveries.met] or far

@@ -60,7 +60,7 @@ class TeamLink(MemberLink):
         self._on_disband: Callable[[], None] = lambda: None
         self._wants_to_leave = False
         self._refusal = ""  # why this worker is not one any more
-        self.num_returns = 0  # how often it was given up and joined again: the others went on without it
+        self.num_returns = 0  # how often it was given up and joined again: the others continued without it
 
     @property
     def is_stop_asked(self) -> bool:
@@ -68,7 +68,7 @@ class TeamLink(MemberLink):
 
     @property
     def is_pause_asked(self) -> bool:
-        """Whether the team is to be formed anew after this step."""
+        """Whether the team is to be formed again after this step."""
         return self._is_pause_asked
 
     def why_disbanded(self, generation: int) -> str:

@@ -45,12 +45,12 @@ class Recoveries:
         return self._state.under_way is not None
 
     def take(self, loss: Trouble, *, is_external: bool) -> None:
-        """Take note of a loss. A external worker that never took part leaves nothing to recover from."""
+        """Record a loss. An external worker that never took part leaves nothing to recover from."""
         if loss.worker_index in self._state.met or not is_external:
             self._state.lost.append(loss)
 
     def begin(self, first: MemberRecord, reason: str, team_step: int, now_s: float) -> str | None:
-        """Take note that a generation is formed after losses, or for another `reason`.
+        """Record that a generation is formed after losses, or for another `reason`.
 
         `first` is the member whose state the others get. Returns why the run must end, if that happens again and
         again in one step.
@@ -70,7 +70,7 @@ class Recoveries:
         return None
 
     def complete(self, step: int, members: list[int], now_s: float) -> Recovered | None:
-        """Take note that members have taken their first step; return the recovery that ends with it."""
+        """Record that members have taken their first step; return the recovery that ends with it."""
         state = self._state
         state.met = list(members)
         recovery, state.under_way = state.under_way, None

@@ -27,7 +27,7 @@ class Recovery(msgspec.Struct, frozen=True):
 
 
 class RecoveryState(msgspec.Struct, kw_only=True):
-    """What was lost, and how far the others are with going on."""
+    """What was lost, and how far the others are with continuing."""
 
     restarts: Restarts
     met: list[int] = []  # members of the last generation that took a step

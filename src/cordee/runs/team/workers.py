@@ -55,12 +55,12 @@ class Workers:
         """Whether the same workers are to form another generation, to continue with other numbers of threads."""
         return self._state.is_reform_wanted
 
-    def note_formed(self) -> None:
-        """Take note that a generation is formed with the numbers that are wanted."""
+    def record_formed(self) -> None:
+        """Record that a generation is formed with the numbers that are wanted."""
         self._state.is_reform_wanted = False
 
-    def note_data(self, fingerprint: str) -> None:
-        """Take note of what is known of the data: workers that join are told."""
+    def record_data(self, fingerprint: str) -> None:
+        """Record what is known of the data: workers that join are told."""
         self._state.data = self._starter.data = fingerprint
 
     def log_file(self, index: int) -> Path:

@@ -18,7 +18,7 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
     """How far apart workers may run, and what the servers do with what they push."""
 
     servers: int = 1  # processes that hold the parameters, a slice each
-    staleness: int | Literal["unbounded"] = 0  # steps a worker may be ahead of the slowest; 0: in step
+    staleness: int | Literal["unbounded"] = 0  # steps a worker may be ahead of the slowest; 0: synchronous
     push_every: int = 1  # batches whose gradients go out together, as one unit of work
     pull_every: int = 1  # units of work between two looks at the servers' parameters
     aggregate: Literal["weighted", "mean", "sum"] = "weighted"  # of the gradients of one step; weighted by samples
@@ -41,17 +41,17 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
             _check(self.staleness >= 0, f"strategy.staleness = {self.staleness} must be at least 0, or 'unbounded'")
         _check(self.push_every >= 1, f"strategy.push_every = {self.push_every} must be at least 1")
         _check(self.pull_every >= 1, f"strategy.pull_every = {self.pull_every} must be at least 1")
-        if self.is_in_step and (self.push_every > 1 or self.pull_every > 1):
+        if self.is_synchronous and (self.push_every > 1 or self.pull_every > 1):
             raise JobError(
                 "strategy.staleness = 0 exchanges at every step: set push_every and pull_every to 1, "
                 "or staleness to a number of steps or 'unbounded'"
             )
-        if self.is_in_step and (self.delay_compensation or self.staleness_lr != "none"):
+        if self.is_synchronous and (self.delay_compensation or self.staleness_lr != "none"):
             raise JobError(
                 "strategy.staleness = 0 has no old gradients: delay_compensation and staleness_lr are for "
                 "staleness above 0 or 'unbounded'"
             )
-        if not self.is_in_step and self.aggregate != "weighted":
+        if not self.is_synchronous and self.aggregate != "weighted":
             raise JobError(
                 f"strategy.aggregate = '{self.aggregate}' is for the gradients of a step that are applied together, "
                 f"and strategy.staleness = {self.staleness!r} applies each by itself: leave aggregate out, or set "
@@ -74,7 +74,7 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
         _check(self.drop_late >= 0, f"strategy.drop_late = {self.drop_late} must be at least 0")
 
     @property
-    def is_in_step(self) -> bool:
+    def is_synchronous(self) -> bool:
         return self.staleness == 0
 
     @property

@@ -1,6 +1,6 @@
 """What a server does with pushes and pulls: a state machine over its pieces, without I/O.
 
-In step (`staleness = 0`) the gradients of a step are kept until all its units have come, added in the order of
+Synchronously (`staleness = 0`) the gradients of a step are kept until all its units have come, added in the order of
 their shares, and applied once: the outcome does not depend on who came first. Otherwise each push is applied as it
 comes. Each unit counts once for each piece, whoever sends it and however often.
 """
@@ -110,7 +110,7 @@ class PieceState(StoredValues):
         is_finite = math.isfinite(float(gradient.sum()))  # the sum of finite numbers may overflow: look closer then
         if not is_finite and not bool(torch.isfinite(gradient).all()):
             return self._refuse(push)
-        if self._settings.is_in_step:
+        if self._settings.is_synchronous:
             return self._stage(push, gradient)
         self.applied.add(push.unit)
         self._apply_alone(push, gradient)
@@ -184,7 +184,7 @@ class PieceState(StoredValues):
 
     def _refuse(self, push: Push) -> Pushed:
         detail = f"the gradient of {push.worker} for unit {push.unit} (step {push.step + 1}) is not finite"
-        if self._settings.is_in_step:
+        if self._settings.is_synchronous:
             outcome = self._stage(push, None)
             return Pushed("refused", outcome.norms, detail)
         self.applied.add(push.unit)
@@ -301,11 +301,11 @@ class ParameterShard:
         age = state.version - push.base
         outcome = state.push(push, gradient)
         if push.piece == self._first and outcome.outcome in ("applied", "staged"):
-            self._note_age(max(age, 0))
+            self._record_age(max(age, 0))
         return outcome
 
     def keep_extras(self, worker: str, unit: int, buffers: dict[str, Tensor]) -> None:
-        """Take note of the buffers of a worker's model, the newest of each worker."""
+        """Record the buffers of a worker's model, the newest of each worker."""
         if worker not in self._extras or self._extras[worker][0] < unit:
             self._extras[worker] = (unit, {name: value.clone() for name, value in buffers.items()})
 
@@ -403,7 +403,7 @@ class ParameterShard:
         for state in self.pieces.values():
             state.forget(worker)
 
-    def _note_age(self, age: int) -> None:
+    def _record_age(self, age: int) -> None:
         age = min(age, MAX_AGE)
         if age >= len(self.ages):
             self.ages += [0] * (age + 1 - len(self.ages))

@@ -37,9 +37,9 @@ class ParameterServer:
                 "hears of a batch when it is handed out: with strategy.push_every = 1 there is no next one to make "
                 "ready. Leave data.prefetch out; data.processes read the samples of a batch side by side"
             )
-        if job.training.reproducible and not self.settings.is_in_step:
+        if job.training.reproducible and not self.settings.is_synchronous:
             raise JobError(
-                f"training.reproducible = true needs workers in step, and strategy.staleness = "
+                f"training.reproducible = true needs synchronous workers, and strategy.staleness = "
                 f"{self.settings.staleness!r}: set staleness = 0, or reproducible = false"
             )
         if job.training.reproducible and self.settings.aggregate != "weighted":

@@ -134,7 +134,7 @@ def test_a_server_told_to_leave_stays_until_another_has_everything() -> None:
     assert ("server-0", Leave()) not in play.say("server-0", HandOver(has_retired=False)), (
         "not before it has everything"
     )
-    servers.note_following(0, "server-0", "server-0.1")
+    servers.record_following(0, "server-0", "server-0.1")
     assert ("server-0", Leave()) not in play.say("server-0", HandOver(has_retired=False)), "it may have lost its second"
     for _ in range(2):  # the answer was lost
         assert ("server-0", Leave()) in play.say("server-0", HandOver(has_retired=True))

@@ -186,7 +186,7 @@ def test_a_refused_gradient_is_told_once_and_the_run_goes_on() -> None:
     answers = play.say("worker-0", TakeWork(done=work.unit, refused="the gradient of worker-0 is not finite"))
     assert work_of(answers).unit == work.unit + 1
     (warning,) = [event.message for event in play.events if isinstance(event, events.Warned)]
-    assert warning == "the gradient of worker-0 is not finite: it is refused, and the step goes on without it"
+    assert warning == "the gradient of worker-0 is not finite: it is refused, and the step continues without it"
 
 
 def test_a_run_without_more_work_does_not_lack_workers() -> None:

@@ -26,7 +26,7 @@ def test_a_second_that_was_dropped_does_not_take_over() -> None:
     """The first server could not reach it for a moment, and has continued alone."""
     play = Play()
     play.join(MemberRecord(role="server", index=0, replica=1, number=0), "second")
-    play.dispatcher.servers.note_following(0, "server-0", "server-0.1")
+    play.dispatcher.servers.record_following(0, "server-0", "server-0.1")
     play.say("server-0", SecondLost("second", "server-0 has lost its second server (no reply)"))
     assert not play.dispatcher.servers.has_part("server-0.1")
     play.dispatcher.lose(play.members.records["server-0"])
@@ -40,7 +40,7 @@ def test_a_server_that_was_given_everything_too_late_does_not_follow() -> None:
     slots = ServerSlots([ServerSlot("server-0", "server-0.1")])
     slots.lose("server-0.1")
     slots.join(0, "server-0.2", has_state=False)
-    slots.note_following(0, "server-0", "server-0.1")
+    slots.record_following(0, "server-0", "server-0.1")
     assert not slots.slots[0].is_following
-    slots.note_following(0, "server-0", "server-0.2")
+    slots.record_following(0, "server-0", "server-0.2")
     assert slots.slots[0].is_following

@@ -179,7 +179,7 @@ class World:
             ((_, serving, follower),) = self.slots.unfollowed()
             try:
                 self.call(serving, "launcher", Adopt(follower))
-                self.slots.note_following(0, serving, follower)
+                self.slots.record_following(0, serving, follower)
             except CommunicationError:
                 pass  # tried again
         elif kind == "take":

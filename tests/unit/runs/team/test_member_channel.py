@@ -204,7 +204,7 @@ def test_one_that_was_given_up_joins_again_where_it_may(served: Served) -> None:
         wait_until(lambda: "step" in served.kinds())
         served.give_up(1, is_away=True)
         wait_until(lambda: served.membership.of(1).phase == "joined")
-        second.emit(Step(step=2))  # counts anew, and is heard
+        second.emit(Step(step=2))  # counts again, and is heard
         wait_until(lambda: served.kinds().count("step") == 2)
         assert served.kinds().count("worker_started") == 3
 
