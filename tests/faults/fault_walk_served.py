@@ -212,12 +212,12 @@ WALK: dict[str, Walk] = {
     **{point: Walk(EVALUATOR) for point in _called("snapshot", "snapshotextras")},
     **{point: Walk(EVALUATOR, DEATHS) for point in ("evaluator.read", "evaluator.measured", "evaluator.saved")},
     **{point: Walk((of("server leaves", PAIR), of("second leaves", PAIR))) for point in _asked("handover")},
-    "served.ask.secondlost": Walk(
+    "served.ask.followerlost": Walk(
         (of("second dropped", PAIR), of("second lost", PAIR)),
         loses_updates=(("second lost", "kill"), ("second lost", "freeze")),  # both are dead then
     ),
     # From there on the first server is alone: that is not what two replicas are for.
-    "served.answered.secondlost": Walk((of("second dropped", PAIR), of("second lost", PAIR)), ("error",)),
+    "served.answered.followerlost": Walk((of("second dropped", PAIR), of("second lost", PAIR)), ("error",)),
     **{point: Walk(BOTH) for point in _served("push", "pushextras")},
     **{point: Walk((*FIRST, of("plain", "server-1*"))) for point in _served("pull")},
     **{point: Walk(FIRST) for point in _served("pullextras")},

@@ -4,9 +4,9 @@ On one host against an echo without encryption over loopback; between two networ
 through TCP, against echoes with and without. Blocks of calls take turns. ps-lite's figures are not measured here: they
 are of ps-lite (C++) on another host of this size, for orientation.
 
-    python -m cordee.bench.server echo|client < order.json
+    python -m cordee.bench.server echo|client < spec.json
 
-are the processes of the benchmark: the peer, which listens as its order says and prints where, and the measuring side,
+are the processes of the benchmark: the peer, which listens as its spec says and prints where, and the measuring side,
 which may be in another network.
 """
 
@@ -44,7 +44,7 @@ MODULE = "cordee.bench.server"
 _BLOCK_BYTES = 1 << 26  # that a block of calls moves, at least 3 calls and at most 200
 
 
-class EchoOrder(msgspec.Struct, frozen=True, kw_only=True):
+class EchoSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where to listen, and the pair of keys, as Z85, if the bytes are to be encrypted."""
 
     listen: str
@@ -52,7 +52,7 @@ class EchoOrder(msgspec.Struct, frozen=True, kw_only=True):
     secret: str = ""
 
 
-class ClientOrder(msgspec.Struct, frozen=True, kw_only=True):
+class ClientSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whom to measure."""
 
     store: str
@@ -140,7 +140,7 @@ def _measure(
         for name in echoes:
             public, secret = (key.decode() for key in zmq.curve_keypair()) if "CURVE" in name else ("", "")
             echo = stack.enter_context(_started([*far, sys.executable, "-m", MODULE, "echo"]))
-            _tell(echo, EchoOrder(listen=f"tcp://{host}:*", public=public, secret=secret))
+            _send_spec(echo, EchoSpec(listen=f"tcp://{host}:*", public=public, secret=secret))
             addresses[name] = (_line(echo).decode().strip(), public)
         key = str(Path(folder) / "key")
         command = [*far, sys.executable, "-m", "cordee", "server", "--listen", f"tcp://{host}:*", "--key-file", key]
@@ -149,16 +149,16 @@ def _measure(
         for _ in range(2):  # where the key is, and how to start workers
             _line(server)
         client = stack.enter_context(_started([*near, sys.executable, "-m", MODULE, "client"]))
-        order = ClientOrder(
+        spec = ClientSpec(
             store=store, key_file=key, echoes=addresses, sizes=list(sizes), rounds=rounds, num_pushes=num_pushes
         )
-        _tell(client, order)
+        _send_spec(client, spec)
         found = msgspec.json.decode(_line(client), type=dict[str, dict[int, list[float]]])
         if num_pushes:
             for _ in range(2):
                 _line(client)
                 memory.append(int(psutil.Process(server.pid).memory_info().rss))
-                _tell(client, None)
+                _send_spec(client, None)
         return found
 
 
@@ -179,9 +179,9 @@ def _started(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
         process.stdout.close()
 
 
-def _tell(process: subprocess.Popen[bytes], order: Any) -> None:
+def _send_spec(process: subprocess.Popen[bytes], spec: Any) -> None:
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(order) + b"\n")
+    process.stdin.write(msgspec.json.encode(spec) + b"\n")
     process.stdin.flush()
 
 
@@ -251,14 +251,14 @@ class Echo:
 
 
 def serve_echo() -> None:
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=EchoOrder)
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=EchoSpec)
     context = zmq.Context()
     server = context.socket(zmq.REP)
     server.linger = 0
-    if order.secret:
+    if spec.secret:
         server.curve_server = True
-        server.curve_publickey, server.curve_secretkey = order.public.encode(), order.secret.encode()
-    server.bind(order.listen)
+        server.curve_publickey, server.curve_secretkey = spec.public.encode(), spec.secret.encode()
+    server.bind(spec.listen)
     print(bytes(server.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode(), flush=True)
     while True:
         if not server.poll(500):
@@ -272,12 +272,12 @@ def serve_echo() -> None:
 
 
 def measure_store() -> None:
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ClientOrder)
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ClientSpec)
     torch.set_num_threads(1)
-    echoes = {name: Echo(address, public) for name, (address, public) in order.echoes.items()}
-    with KVStore(order.store, key_file=Path(order.key_file)) as store:
+    echoes = {name: Echo(address, public) for name, (address, public) in spec.echoes.items()}
+    with KVStore(spec.store, key_file=Path(spec.key_file)) as store:
         raw: dict[str, dict[int, list[float]]] = {}
-        for size in order.sizes:
+        for size in spec.sizes:
             array, out = np.ones(size, np.float32), np.empty(size, np.float32)
             store.init(f"floats {size}", np.zeros(size, np.float32))
             calls: dict[str, Callable[[], object]] = {"cordee": partial(store.push_pull, f"floats {size}", array, out)}
@@ -285,11 +285,11 @@ def measure_store() -> None:
             num_calls = max(3, min(200, _BLOCK_BYTES // array.nbytes))
             # Blocks of the contestants take turns, calls do not.
             blocks = {name: partial(_median_ms, call, num_calls) for name, call in calls.items()}
-            for name, milliseconds in interleave(blocks, order.rounds).items():
+            for name, milliseconds in interleave(blocks, spec.rounds).items():
                 raw.setdefault(name, {})[size] = milliseconds
         _print(raw)
-        if order.num_pushes:
-            _watch_memory(store, order.num_pushes)
+        if spec.num_pushes:
+            _watch_memory(store, spec.num_pushes)
     for echo in echoes.values():
         echo.close()
 

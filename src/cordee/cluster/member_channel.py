@@ -72,7 +72,7 @@ class MemberChannel(abc.ABC):
         """Take a sign of life, and how far the member is."""
         record.step = max(record.step, step)
 
-    def _handle_stranger(self, received: Received) -> None:
+    def _handle_unknown(self, received: Received) -> None:
         """Handle a message of somebody who is not in the registry."""
         self._reply(received, Refused(UNKNOWN, received.envelope.sender))
 
@@ -109,10 +109,10 @@ class MemberChannel(abc.ABC):
         if sender == CONTROL_NAME and isinstance(message, Scale | JoinRequest):
             self._answer_request(received, message)
         elif record is None:
-            self._handle_stranger(received)
+            self._handle_unknown(received)
         elif isinstance(message, Join):
             self._join(received, record, message)
-        elif not record.may_speak:
+        elif not record.may_send:
             self._reply(received, Refused(NOT_JOINED, f"{type(message).__name__} before Join"))
         else:
             record.heard_s = time.monotonic()
@@ -143,7 +143,7 @@ class MemberChannel(abc.ABC):
 
     def _join(self, received: Received, record: MemberRecord, join: Join) -> None:
         timeout_s, incarnation = self.members.failure_timeout_s, received.envelope.incarnation
-        has_joined = record.may_speak and record.incarnation == incarnation  # it has not heard the first time
+        has_joined = record.may_send and record.incarnation == incarnation  # it has not heard the first time
         if not has_joined and not record.may_join:
             self._reply(received, Refused(REPLACED, f"another process is {record.name} now"))
             return

@@ -77,7 +77,7 @@ class MemberRecord(msgspec.Struct, kw_only=True):
         return self.phase in ("finished", "left")
 
     @property
-    def may_speak(self) -> bool:
+    def may_send(self) -> bool:
         """Whether it has joined and is not fenced. The last words of a process that has ended still count."""
         return self.incarnation > self.fenced
 

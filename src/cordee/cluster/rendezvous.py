@@ -21,7 +21,7 @@ import torch.distributed as dist
 from cordee.communication.channel import ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
-from cordee.communication.messages import COORDINATION, Ask, Message, Put, Said
+from cordee.communication.messages import COORDINATION, Message, StoreGet, StoreSet, StoreValue
 from cordee.communication.shared_memory import BackendSettings, register
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
@@ -39,13 +39,13 @@ class CoordinatorStore:
         speaker = Speaker(run=run, name=f"{BOARD_PREFIX}{worker_index}", incarnation=time.time_ns())
         self._channel = ClientChannel(address, speaker, Codec(COORDINATION), keys)
         self._generation = generation
-        self._said: dict[str, bytes] = {}  # to be said again to a coordinator that has come back
+        self._stored: dict[str, bytes] = {}  # to be said again to a coordinator that has come back
         self._found: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
         content = value.encode() if isinstance(value, str) else bytes(value)
-        self._said[key] = content
-        self._request(Put(self._generation, key, content))
+        self._stored[key] = content
+        self._request(StoreSet(self._generation, key, content))
 
     def get(self, key: str) -> bytes:
         """Return what `check` has found."""
@@ -55,8 +55,8 @@ class CoordinatorStore:
         """Return whether all of it was said."""
         for key in keys:
             if key not in self._found:
-                reply = self._request(Ask(self._generation, key))
-                assert isinstance(reply, Said), reply
+                reply = self._request(StoreGet(self._generation, key))
+                assert isinstance(reply, StoreValue), reply
                 if reply.value is None:
                     return False
                 self._found[key] = reply.value
@@ -77,8 +77,8 @@ class CoordinatorStore:
     def _resend(self) -> None:
         """A coordinator that was killed has forgotten what was said."""
         try:
-            for key, value in self._said.items():
-                self._channel.request(Put(self._generation, key, value), timeout_s=PATIENCE_S)
+            for key, value in self._stored.items():
+                self._channel.request(StoreSet(self._generation, key, value), timeout_s=PATIENCE_S)
         except CommunicationError:
             return  # what is to be said next finds out why
 

@@ -133,7 +133,7 @@ class Supervisor:
         if self._socket is not None and self._socket in readable:
             self._receive(self._socket)
         if listener in readable:
-            self._welcome(listener)
+            self._accept(listener)
         if self._ended is not None:
             return
         for report in self._engine.reports():  # also without news: it looks whether its fork server is stopped
@@ -143,13 +143,13 @@ class Supervisor:
             self._send(Stop())
         self._check_silence()
 
-    def _welcome(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
         self._socket = FramedSocket(connection, ToLauncher)
         self._heard_s = time.monotonic()
         self._is_stop_told = self._is_up = False
 
-    def _bring_up_to_date(self) -> None:
+    def _send_known(self) -> None:
         """Tell a new coordinator what is known of its processes.
 
         Only after the commands that it repeats: of a worker that one of them replaces, the old process is known until
@@ -185,7 +185,7 @@ class Supervisor:
                         note = f"{problem}: if the coordinator dies now, the run ends with it; training continues"
                         self._monitor.emit(events.Warned(message=note))
                     case Alive() if not self._is_up:
-                        self._bring_up_to_date()
+                        self._send_known()
                     case Ended():
                         reach("supervisor.ended")
                         self._ended = message
@@ -233,9 +233,9 @@ class Supervisor:
             self._pid = report.pid
             self._monitor.emit(events.CoordinatorStarted(pid=report.pid))
         else:
-            self._bring_back(report)
+            self._restart(report)
 
-    def _bring_back(self, exited: Exited) -> None:
+    def _restart(self, exited: Exited) -> None:
         """The coordinator is dead: start another, unless that is of no use."""
         if self._socket is not None:  # its last words
             self._receive(self._socket)

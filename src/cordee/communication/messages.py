@@ -98,7 +98,7 @@ class Failure(Message, frozen=True):
 class Ready(Message, frozen=True):
     """The sender waits for a generation, or for the next one. Answered by a `Directive` when it is time.
 
-    Said again and again until it is answered, since an answer may be lost.
+    StoreValue again and again until it is answered, since an answer may be lost.
     """
 
     is_generational = False
@@ -132,8 +132,8 @@ class Directive(Message, frozen=True):
     threads: Count = 0  # that each member of the new generation computes with; 0 is what the job says
 
 
-class Put(Message, frozen=True):
-    """The sender says something to the members of a generation that meets. Answered by `Accepted` or `Refused`."""
+class StoreSet(Message, frozen=True):
+    """The sender stores a value for the members of a generation that meets. Answered by `Accepted` or `Refused`."""
 
     is_generational = False
 
@@ -142,8 +142,8 @@ class Put(Message, frozen=True):
     value: Annotated[bytes, Meta(max_length=65536)]
 
 
-class Ask(Message, frozen=True):
-    """What was said under this key? Answered by `Said`, or `Refused` when the generation is over."""
+class StoreGet(Message, frozen=True):
+    """What is stored under this key? Answered by `StoreValue`, or `Refused` when the generation is over."""
 
     is_generational = False
 
@@ -151,8 +151,8 @@ class Ask(Message, frozen=True):
     key: Annotated[str, Meta(max_length=1024)]
 
 
-class Said(Message, frozen=True):
-    """What was `Put` under a key; None while nobody has."""
+class StoreValue(Message, frozen=True):
+    """The value of a key; None while nobody has set it."""
 
     is_generational = False
 
@@ -218,4 +218,4 @@ MEMBERSHIP: tuple[type[Message], ...] = (
     Accepted,
     Refused,
 )
-COORDINATION: tuple[type[Message], ...] = (*MEMBERSHIP, Ready, Leaving, Directive, Put, Ask, Said)
+COORDINATION: tuple[type[Message], ...] = (*MEMBERSHIP, Ready, Leaving, Directive, StoreSet, StoreGet, StoreValue)

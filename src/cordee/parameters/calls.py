@@ -1,6 +1,6 @@
 """Calls to servers of parameters: several under way at once, and again after a lost connection.
 
-A server that died may come back under another address, or its second takes over: what was not acknowledged is sent
+A server that died may come back under another address, or its follower takes over: what was not acknowledged is sent
 again. Servers count each push once, so sending twice does no harm.
 """
 

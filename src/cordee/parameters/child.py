@@ -11,14 +11,14 @@ import msgspec
 
 from cordee.core.errors import CordeeError
 from cordee.parameters.keys import StoreKey
-from cordee.parameters.local import ChildOrder
+from cordee.parameters.local import ChildSpec
 from cordee.parameters.membership import Link
 from cordee.parameters.process import ServerSettings, serve_member, serve_root
 
 
 def main() -> int:
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildOrder)
-    sys.path.extend(path for path in order.python_path if path not in sys.path)
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSpec)
+    sys.path.extend(path for path in spec.python_path if path not in sys.path)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
 
     def answer(**fields: str) -> None:
@@ -27,18 +27,18 @@ def main() -> int:
 
     def is_told_to_end() -> bool:
         # A fork of the parent may hold the other end of the pipe open after the parent's death.
-        return os.getppid() != order.parent or bool(select.select([sys.stdin], [], [], 0)[0])
+        return os.getppid() != spec.parent or bool(select.select([sys.stdin], [], [], 0)[0])
 
     settings = ServerSettings(
-        num_servers=order.num_servers,
-        replicas=order.replicas,
-        updaters=order.updaters,
-        failure_timeout_s=order.failure_timeout_s,
-        key=StoreKey.from_text(order.key),
+        num_servers=spec.num_servers,
+        replicas=spec.replicas,
+        updaters=spec.updaters,
+        failure_timeout_s=spec.failure_timeout_s,
+        key=StoreKey.from_text(spec.key),
     )
     try:
-        if order.root:
-            link = Link(order.root, order.key, None, order.failure_timeout_s)
+        if spec.root:
+            link = Link(spec.root, spec.key, None, spec.failure_timeout_s)
             serve_member(
                 settings, link, say=_say, is_told_to_end=is_told_to_end, ready=lambda address: answer(address=address)
             )

@@ -54,7 +54,7 @@ class KeyRecord:
 class Directory:
     """All decisions of the directory. `num_workers` 0: as many as come, and the store ends when it is told to.
 
-    With two `replicas` each server is two processes: one that serves, and its second, which has all that was
+    With two `replicas` each server is two processes: one that serves, and its follower, which has all that was
     acknowledged and takes over when the first is lost. The directory alone decides that, and never undoes it: a
     process that was given up is not heard any more.
     """
@@ -89,7 +89,7 @@ class Directory:
         return self.participants[name]
 
     def _free_slot(self) -> int:
-        """Return which server a new process becomes: one that nobody has been yet, else one that has no second."""
+        """Return which server a new process becomes: one that nobody has been yet, else one that has no follower."""
         slots, present = self.slots.slots, self.present("server")
         known = {participant.index for participant in present}
         for index in range(self.num_servers):
@@ -115,7 +115,7 @@ class Directory:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where the servers are, if all of them serve and at the start have their seconds."""
+        """Where the servers are, if all of them serve and at the start have their followers."""
         if self.replicas > 1 and self.num_missing_servers:
             return ()
         return tuple(self.participants[name].address for name in self.slots.serving)
@@ -131,12 +131,12 @@ class Directory:
         """`name` has been given everything by the server at `address`. Raises StoreError if that serves no more."""
         leader, its_address = self.leader_of(name)
         if not leader or its_address != address:
-            raise StoreError(f"{self.describe(name)} is nobody's second: the server at {address} does not serve")
+            raise StoreError(f"{self.describe(name)} is nobody's follower: the server at {address} does not serve")
         self.slots.record_following(self.participants[name].index, leader, name)
         self.slots.is_ready(wants_followers=True)  # from the first time on it is, whoever follows
 
-    def drop_second(self, name: str, address: str, now_s: float) -> Participant | None:
-        """Have the second at `address` never take over from `name`. Raises StoreError if `name` itself was given up."""
+    def drop_follower(self, name: str, address: str, now_s: float) -> Participant | None:
+        """Have the follower at `address` never take over from `name`. Raises StoreError if `name` was given up."""
         participant = self.record_heartbeat(name, now_s)
         slot = self.slots.slots[participant.index]
         if slot.serving != name:

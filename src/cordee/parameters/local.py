@@ -22,7 +22,7 @@ _START_S = 60.0  # importing torch takes seconds on a busy machine
 _END_S = 5.0
 
 
-class ChildOrder(msgspec.Struct, frozen=True, kw_only=True):
+class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a child is to do."""
 
     key: str
@@ -59,7 +59,7 @@ class LocalServers:
                 )
             self.address = ""
             for child in self._children:
-                order = ChildOrder(
+                spec = ChildSpec(
                     key=self.key.to_text(),
                     parent=os.getpid(),
                     root=self.address,
@@ -69,7 +69,7 @@ class LocalServers:
                     failure_timeout_s=failure_timeout_s,
                     python_path=sys.path,
                 )
-                address = self._instruct(child, order)
+                address = self._instruct(child, spec)
                 self.address = self.address or address
         except BaseException:
             self.close()
@@ -95,11 +95,11 @@ class LocalServers:
             child.stdout.close()
         self._children.clear()
 
-    def _instruct(self, child: subprocess.Popen[bytes], order: ChildOrder) -> str:
+    def _instruct(self, child: subprocess.Popen[bytes], spec: ChildSpec) -> str:
         """Tell a child what to do; return its address when it serves."""
         assert child.stdin is not None and child.stdout is not None
         try:
-            child.stdin.write(msgspec.json.encode(order) + b"\n")
+            child.stdin.write(msgspec.json.encode(spec) + b"\n")
             child.stdin.flush()
         except BrokenPipeError:
             pass  # it died, which reading its answer tells

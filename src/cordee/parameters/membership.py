@@ -177,11 +177,11 @@ class Membership:
             raise
         self.index, self.num_workers, self.num_servers = joined.index, joined.num_workers, joined.num_servers
         self._addresses = joined.addresses
-        has_seconds = joined.replicas > 1
+        has_followers = joined.replicas > 1
         # A frozen server is silent for the failure timeout before its client knows, and so it is for the directory.
-        patience_s = 3 * failure_timeout_s if has_seconds else failure_timeout_s
+        patience_s = 3 * failure_timeout_s if has_followers else failure_timeout_s
         self.calls = StoreCalls(
-            self._connect_serving if has_seconds else self._connect, patience_s, is_replaced=has_seconds
+            self._connect_serving if has_followers else self._connect, patience_s, is_replaced=has_followers
         )
         self._heartbeats = Heartbeats(self._link, time.monotonic())
 

@@ -14,7 +14,7 @@ from cordee.parameters.compression import Compression
 Shape: TypeAlias = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**48)], ...], Meta(max_length=MAX_DIMENSIONS)]
 Number: TypeAlias = Annotated[int, Meta(ge=-1, le=2**62)]
 Role: TypeAlias = Literal["worker", "server"]
-Client: TypeAlias = Annotated[str, Meta(max_length=128)]  # whose it is, where a server passes it on to its second
+Client: TypeAlias = Annotated[str, Meta(max_length=128)]  # whose it is, where a server passes it on to its follower
 
 
 class Cut(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -58,7 +58,7 @@ class Registered(ServerMessage, frozen=True):
     addresses: Annotated[tuple[Text, ...], Meta(max_length=4096)]  # of those that serve, or none; "": the directory's
     replicas: Count = 1  # processes of each server
     failure_timeout_s: float = 0.0  # of the directory: nobody is given up who was heard in this time
-    follows: Text = ""  # a server: the address of the one whose second it is to be
+    follows: Text = ""  # a server: the address of the one whose follower it is to be
     leader: Text = ""  # and its name
 
 
@@ -74,13 +74,13 @@ class Standing(ServerMessage, frozen=True):
 
 
 class Following(ServerMessage, frozen=True):
-    """The sender has been given everything by the server at this address, and is its second. Answered by `Done`."""
+    """The sender has been given everything by the server at this address, and is its follower. Answered by `Done`."""
 
     address: Name
 
 
-class SecondLost(ServerMessage, frozen=True):
-    """The sender's second, at this address, does not follow it any more. For who decides which of the two serves.
+class FollowerLost(ServerMessage, frozen=True):
+    """The sender's follower, at this address, does not follow it any more. For who decides which of the two serves.
 
     Nothing that the sender has done since is acknowledged to anybody before the answer.
     """
@@ -247,11 +247,11 @@ class Value(ServerMessage, frozen=True):
     memory: Memory | None = None  # where the client finds the values next time
 
 
-# Of a server to its second, of a store or of a run.
+# Of a server to its follower, of a store or of a run.
 
 
 class Adopt(ServerMessage, frozen=True):
-    """The server at this address is to be the receiver's second. Answered when that one has everything."""
+    """The server at this address is to be the receiver's follower. Answered when that one has everything."""
 
     address: Name
 
@@ -266,6 +266,6 @@ class Load(ServerMessage, frozen=True):
 STORE: tuple[type[Message], ...] = (
     JoinRequest, Registered, Alive, Standing, Place, Placed, Ready, Locate, Located, Meet, Bye,
     Create, Fill, Push, Pull, PushRows, PullRows, SetUpdater, Done, Value,
-    Adopt, Load, Following, SecondLost,
+    Adopt, Load, Following, FollowerLost,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=1 << 20, max_buffers=65536, max_buffer_bytes=1 << 31)

@@ -187,7 +187,7 @@ def serve_member(
         heartbeats.close()
         if following is not None:
             with server.lock:
-                service.end()  # the second serves as soon as the directory knows
+                service.end()  # the follower serves as soon as the directory knows
             following.join()
         link.leave()
     if heartbeats.problem and not is_told_to_end():
@@ -202,7 +202,7 @@ def _follow(
     joined: Registered,
     say: Callable[[str], None],
 ) -> threading.Thread:
-    """Prepare a server to lose its second or to take its first one's place; begin to follow if it is a second."""
+    """Prepare a server to lose its follower or to take its first one's place; begin to follow if it is a follower."""
     service.name = f"server {joined.index} (process {os.getpid()})"
     service.connect = link.connect
     # The directory gives nobody up that it has heard in this time; later another may serve beside this one.

@@ -1,7 +1,7 @@
-"""A server and its second: one state in two processes (decision 0022).
+"""A server and its follower: one state in two processes (decision 0022).
 
-What changes the state goes to the second first, then to the server itself, then the caller is answered. A server that
-cannot reach its second has that written down by whoever decides who takes over, before it answers anybody.
+What changes the state goes to the follower first, then to the server itself, then the caller is answered. A server that
+cannot reach its follower has that written down by whoever decides who takes over, before it answers anybody.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cordee.communication.messages import Message, Refused
 from cordee.communication.wire import Buffer
 from cordee.core.errors import CommunicationError, CordeeError
 from cordee.core.fault_points import reach
-from cordee.parameters.messages import Adopt, Done, Load, SecondLost
+from cordee.parameters.messages import Adopt, Done, FollowerLost, Load
 
 Answer = tuple[Message, Sequence[Any]]
 
@@ -37,8 +37,8 @@ class ReplicatedService(abc.ABC):
             Adopt: self._adopt,
             Load: self._load,
         }
-        self._second: Connection | None = None  # does all that this server does, to take its place
-        self._has_retired = False  # the second may have taken its place
+        self._follower: Connection | None = None  # does all that this server does, to take its place
+        self._has_retired = False  # the follower may have taken its place
         self.connect: Callable[[str], Connection]
         self.report_lost: Callable[[str, str], None] = lambda address, message: None
         self.name = "server"
@@ -69,12 +69,12 @@ class ReplicatedService(abc.ABC):
             call.reply(*answer)
 
     def report_to(self, ask: Callable[[Message], object], end: Callable[[str], None], decider: str) -> None:
-        """Have `ask` tell who decides which server serves when this one loses its second; `end` if it was given up."""
+        """Have `ask` report a lost follower to who decides which server serves; `end` if this server was given up."""
 
         def report_lost(address: str, message: str) -> None:
             try:
-                ask(SecondLost(address, message))
-            except RefusedError as error:  # this server was given up, and its second may serve by now
+                ask(FollowerLost(address, message))
+            except RefusedError as error:  # this server was given up, and its follower may serve by now
                 end(str(error))
                 raise UnavailableError(f"{message}, and was given up itself: {error}") from error
             except CommunicationError as error:
@@ -83,13 +83,13 @@ class ReplicatedService(abc.ABC):
         self.report_lost = report_lost
 
     def retire(self, changes_nothing: Message) -> bool:
-        """Answer nobody any more, if the second has everything; return whether it has. Called under the server's lock.
+        """Answer nobody any more, if the follower has everything; return whether it has. Call under the server's lock.
 
         Callers that come are to find out where the server is, and to try again.
         """
-        if self._second is not None and not self._has_retired:
-            self.pass_on(changes_nothing)  # the second is there
-        self._has_retired = self._second is not None
+        if self._follower is not None and not self._has_retired:
+            self.pass_on(changes_nothing)  # the follower is there
+        self._has_retired = self._follower is not None
         return self._has_retired
 
     def end(self) -> None:
@@ -101,34 +101,34 @@ class ReplicatedService(abc.ABC):
         self._has_retired = False
 
     def mirrored(self, message: Message, buffers: Sequence[Buffer], act: Callable[[], Message]) -> Message:
-        """Have the second do what `act` does here; return the answer. A second that answers otherwise is dropped."""
-        if self._second is None:
+        """Have the follower do what `act` does here; return the answer. It is dropped if it answers otherwise."""
+        if self._follower is None:
             return act()
-        seconds = self.pass_on(message, buffers, may_refuse=True)
+        answered = self.pass_on(message, buffers, may_refuse=True)
         try:
             answer = act()
         except Exception as error:
             refused = str(error) if isinstance(error, CordeeError) else f"{type(error).__name__}: {error}"
-            self._compare(seconds, Refused("failed", refused))
+            self._compare(answered, Refused("failed", refused))
             raise
-        self._compare(seconds, answer)
+        self._compare(answered, answer)
         return answer
 
     def pass_on(self, message: Message, buffers: Sequence[Buffer] = (), *, may_refuse: bool = False) -> Message | None:
-        """Have the second do the same, before anybody is told that it is done; return the answer of the second.
+        """Have the follower do the same, before anybody is told that it is done; return the answer of the follower.
 
-        A second that does not answer is dropped, and so is one that refuses, unless it `may_refuse`.
+        A follower that does not answer is dropped, and so is one that refuses, unless it `may_refuse`.
         """
-        if self._second is None:
+        if self._follower is None:
             return None
         try:
             reach("server.pass_on")
-            answer: Message = self._second.call(message, [buffer.torch() for buffer in buffers])
+            answer: Message = self._follower.call(message, [buffer.torch() for buffer in buffers])
             reach("server.passed_on")
         except CommunicationError as error:
             if may_refuse and isinstance(error, RefusedError) and error.reason == "failed":
                 return Refused("failed", error.detail)
-            self._lose_second(str(error))
+            self._lose_follower(str(error))
             return None
         return answer
 
@@ -143,9 +143,9 @@ class ReplicatedService(abc.ABC):
         except BaseException:
             connection.close()
             raise
-        if self._second is not None:
-            self._second.close()
-        self._second = connection
+        if self._follower is not None:
+            self._follower.close()
+        self._follower = connection
 
     def _adopt(self, call: Call, adopt: Adopt) -> Answer:
         self.adopt(adopt.address)
@@ -155,19 +155,19 @@ class ReplicatedService(abc.ABC):
         self.load_part(load.number, decode_state(load.names, [buffer.torch() for buffer in call.buffers]))
         return Done(), ()
 
-    def _compare(self, seconds: Message | None, answer: Message) -> None:
-        if seconds is not None and seconds != answer:
-            self._lose_second(f"it answered {seconds} where this server answers {answer}")
+    def _compare(self, answered: Message | None, answer: Message) -> None:
+        if answered is not None and answered != answer:
+            self._lose_follower(f"it answered {answered} where this server answers {answer}")
 
-    def _lose_second(self, why: str) -> None:
-        """Continue alone. Who decides knows it before any caller is answered: that second may not take over.
+    def _lose_follower(self, why: str) -> None:
+        """Continue alone. Who decides knows it before any caller is answered: that follower may not take over.
 
         Raises UnavailableError where that one cannot be told, or has given this very server up.
         """
-        assert self._second is not None
-        self.report_lost(self._second.address, f"{self.name} has lost its second server ({why})")
-        self._second.close()
-        self._second = None
+        assert self._follower is not None
+        self.report_lost(self._follower.address, f"{self.name} has lost its second server ({why})")
+        self._follower.close()
+        self._follower = None
 
 
 def encode_state(state: State) -> tuple[tuple[str, ...], list[Tensor]]:

@@ -20,6 +20,7 @@ from cordee.parameters.messages import (
     Create,
     Done,
     Fill,
+    FollowerLost,
     Following,
     JoinRequest,
     Load,
@@ -34,7 +35,6 @@ from cordee.parameters.messages import (
     PushRows,
     Ready,
     Registered,
-    SecondLost,
     SetUpdater,
     Standing,
     Value,
@@ -90,7 +90,7 @@ class StoreService(ReplicatedService):
                 JoinRequest: self._register,
                 Alive: self._alive,
                 Following: self._following,
-                SecondLost: self._second_lost,
+                FollowerLost: self._follower_lost,
                 Place: self._place,
                 Ready: self._ready,
                 Locate: self._locate,
@@ -154,7 +154,7 @@ class StoreService(ReplicatedService):
             values = pushed.torch()
         else:
             values = shard.decode(number, push.start, push.encoding, [buffer.torch() for buffer in call.buffers])
-        if self._second is None:
+        if self._follower is None:
             part = shard.push(number, client, incarnation, push.sequence, push.start, values)
         else:
 
@@ -287,8 +287,8 @@ class StoreService(ReplicatedService):
         self._directory().follow(call.caller, following.address)
         return Done(), ()
 
-    def _second_lost(self, call: Call, lost: SecondLost) -> Answer:
-        self._directory().drop_second(call.caller, lost.address, time.monotonic())
+    def _follower_lost(self, call: Call, lost: FollowerLost) -> Answer:
+        self._directory().drop_follower(call.caller, lost.address, time.monotonic())
         return Done(), ()
 
     def _alive(self, call: Call, alive: Alive) -> Answer:

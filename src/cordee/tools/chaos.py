@@ -358,7 +358,7 @@ def _await_first_step(process: subprocess.Popen[str], seen: Seen) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while seen.look().samples == 0:
         if process.poll() is not None:
-            raise TrainingError(f"the run ended before its first step: {_last_words(process)}")
+            raise TrainingError(f"the run ended before its first step: {_last_output(process)}")
         if time.monotonic() > deadline_s:
             raise TrainingError(f"the run took no step within {START_TIMEOUT_S:g} s")
         time.sleep(0.1)
@@ -392,7 +392,7 @@ def _end(process: subprocess.Popen[str]) -> None:
             f"the run did not end within {END_TIMEOUT_S:g} s of being asked to; its processes: {left}"
         ) from None
     if process.returncode not in (0, 130):
-        raise TrainingError(f"the run failed: {_last_words(process)}")
+        raise TrainingError(f"the run failed: {_last_output(process)}")
 
 
 def _family(pid: int) -> list[psutil.Process]:
@@ -407,7 +407,7 @@ def _describe(process: psutil.Process) -> str:
     return f"{process.pid} (gone)"
 
 
-def _last_words(process: subprocess.Popen[str]) -> str:
+def _last_output(process: subprocess.Popen[str]) -> str:
     process.wait()
     assert process.stderr is not None
     process.stderr.seek(0)

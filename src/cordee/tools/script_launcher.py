@@ -56,7 +56,7 @@ def run_script(script: Path, args: list[str], num_workers: int) -> bool:
             order = {"script": str(script), "args": args, "num_local_workers": num_workers, "account": str(account)}
             spec = ProcessSpec.new(rank, "cordee.tools.script_launcher:main", order, environment=environment)
             engine.start(spec)
-        ended = _attend(engine, num_workers, flag)
+        ended = _await_workers(engine, num_workers, flag)
         if flag():
             return False
         if (failure := find_cause(ended)) is not None:
@@ -68,7 +68,7 @@ def run_script(script: Path, args: list[str], num_workers: int) -> bool:
         return True
 
 
-def _attend(engine: Engine, num_workers: int, was_interrupted: Callable[[], bool]) -> list[Exited]:
+def _await_workers(engine: Engine, num_workers: int, was_interrupted: Callable[[], bool]) -> list[Exited]:
     """Wait for the workers, or for the first failure; return those that ended, in the order they did."""
     ended: list[Exited] = []
     failed_s = interrupted_s = float("inf")

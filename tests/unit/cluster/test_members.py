@@ -37,12 +37,12 @@ def test_a_name_that_is_used_again_is_the_new_process_s_and_nobody_else_speaks_f
     members = registry(MemberRecord(index=2, pid=11, is_remote=True, step=7))
     earlier = members.records["worker-2"]
     members.join(earlier, 40, 1.0)
-    assert earlier.may_speak and not earlier.may_join
+    assert earlier.may_send and not earlier.may_join
     later = members.expect(MemberRecord(index=2, pid=12), 2.0)
-    assert members.records["worker-2"] is later and later.may_join and not later.may_speak
+    assert members.records["worker-2"] is later and later.may_join and not later.may_send
     assert (later.fenced, later.step, later.heard_s) == (40, 7, 2.0)
     members.join(later, 41, 3.0)
-    assert later.may_speak and later.fenced == 40
+    assert later.may_send and later.fenced == 40
 
 
 def test_who_was_given_up_may_come_back_as_another_incarnation() -> None:
@@ -51,11 +51,11 @@ def test_who_was_given_up_may_come_back_as_another_incarnation() -> None:
     members.join(record, 40, 1.0)
     record.num_noted, record.fate = 9, "is frozen"
     members.lose(record, is_away=True)
-    assert record.may_join and not record.may_speak and members.staying_workers == []
+    assert record.may_join and not record.may_send and members.staying_workers == []
     members.take_up(7.0, fenced.__setitem__)
     assert fenced == {"worker-0": 40} and record.heard_s == 7.0
     members.join(record, 50, 8.0)
-    assert record.may_speak and not record.may_join and (record.num_noted, record.fate) == (0, "")
+    assert record.may_send and not record.may_join and (record.num_noted, record.fate) == (0, "")
     members.lose(record)
     assert not record.may_join, "another has its place, or the process is dead"
 

@@ -129,10 +129,10 @@ def test_a_second_takes_over_and_a_new_process_follows_it() -> None:
     with pytest.raises(StoreError, match="was given up"):
         directory.record_heartbeat("s0", 1)
     with pytest.raises(StoreError, match="was given up"):
-        directory.drop_second("s0", "tcp://h:2", 1)
+        directory.drop_follower("s0", "tcp://h:2", 1)
     directory.register("s4", "server", pid=4, host="h", address="tcp://h:4", now_s=1)
     assert directory.leader_of("s4") == ("s2", "tcp://h:2") and directory.is_complete, "the store continues meanwhile"
-    with pytest.raises(StoreError, match=r"is nobody's second: the server at tcp://h:0 does not serve"):
+    with pytest.raises(StoreError, match=r"is nobody's follower: the server at tcp://h:0 does not serve"):
         directory.follow("s4", "tcp://h:0")
     directory.lose_dead(lambda one: one.pid == 2)
     assert directory.addresses == (), "the new one was not given everything before its first one died"
@@ -142,11 +142,11 @@ def test_a_second_takes_over_and_a_new_process_follows_it() -> None:
 
 def test_a_second_that_was_dropped_never_takes_over() -> None:
     directory = followed()
-    assert str(directory.drop_second("s1", "tcp://h:3", 1)) == "server 1 (process 3 on h)"
-    assert directory.drop_second("s1", "tcp://h:3", 1) is None, "said again"
+    assert str(directory.drop_follower("s1", "tcp://h:3", 1)) == "server 1 (process 3 on h)"
+    assert directory.drop_follower("s1", "tcp://h:3", 1) is None, "said again"
     with pytest.raises(StoreError, match="was given up"):
         directory.record_heartbeat("s3", 1)
-    with pytest.raises(StoreError, match="is nobody's second"):
+    with pytest.raises(StoreError, match="is nobody's follower"):
         directory.follow("s3", "tcp://h:1")
     directory.lose_dead(lambda one: one.pid == 1)
     assert directory.addresses == (), "nobody has what server 1 acknowledged alone"

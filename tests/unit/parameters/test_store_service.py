@@ -30,13 +30,13 @@ class Wire:
     """What a connection to the second is to the first."""
 
     def __init__(self, second: StoreService, address: str) -> None:
-        self._second, self.address, self.is_cut = second, address, False
+        self._follower, self.address, self.is_cut = second, address, False
 
     def call(self, message: Message, buffers: Sequence[Any] = ()) -> Message:
         if self.is_cut:
             raise CommunicationError("cut")
         try:
-            return ask(self._second, "first", message, buffers)
+            return ask(self._follower, "first", message, buffers)
         except StoreError as error:
             raise RefusedError("second", Refused("failed", str(error))) from error
 

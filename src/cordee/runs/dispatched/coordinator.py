@@ -116,9 +116,9 @@ class DispatchedLeader:
         dispatcher, losses, stop_s = self._dispatcher, self._losses, self._job.stop.time_s
         losses.look(time.monotonic())
         losses.check_failures()
-        losses.start_seconds()
+        losses.start_followers()
         if self._servers.pair(dispatcher.servers):
-            self._has_changed = True  # a second that is not known to follow would not take over
+            self._has_changed = True  # a follower that is not known to follow would not take over
         losses.report_recoveries()
         losses.check_shortage()
         if self._launcher.should_stop():
@@ -139,7 +139,7 @@ class DispatchedLeader:
             reach("dispatch.dismiss")
             self._dismissed_by_s = time.monotonic() + self._job.cluster.failure_timeout_s
         members = self._state.members
-        others = [record for record in members.records.values() if record.role != "server" and record.may_speak]
+        others = [record for record in members.records.values() if record.role != "server" and record.may_send]
         if time.monotonic() < self._dismissed_by_s and not all(record.is_done for record in others):
             dispatcher.shut_down()
             return True

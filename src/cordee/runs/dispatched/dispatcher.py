@@ -21,7 +21,7 @@ from cordee.communication.messages import Accepted, Failure, Join, Message, Refu
 from cordee.core.fault_points import reach
 from cordee.data import Ledger, Unit
 from cordee.monitoring import events
-from cordee.parameters.messages import SecondLost
+from cordee.parameters.messages import FollowerLost
 from cordee.parameters.server_slots import ServerSlot, ServerSlots
 from cordee.runs.dispatched.messages import (
     AskOrder,
@@ -126,7 +126,7 @@ class Dispatcher(MemberChannel):
 
     def lose(self, record: MemberRecord, *, is_away: bool = False) -> list[Unit]:
         """Continue without a process; return the units of work it had in hand. One that is away may join again."""
-        name, has_joined = record.name, record.may_speak
+        name, has_joined = record.name, record.may_send
         self.members.lose(record, is_away=is_away)
         self._timing.forget(name)
         self._waiting.pop(name, None)
@@ -141,7 +141,7 @@ class Dispatcher(MemberChannel):
         match received.message:
             case AskServers() as question:
                 self.servers.ask(received, question)
-            case SecondLost(address=address, reason=reason):
+            case FollowerLost(address=address, reason=reason):
                 if self.servers.drop_follower(name, address):
                     self.emit(events.Warned(message=f"{reason}: continuing alone until there is another"))
                 self._reply(received, Accepted())

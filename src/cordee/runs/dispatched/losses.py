@@ -126,7 +126,7 @@ class Losses:
 
     def give_up(self, record: MemberRecord, why: str, *, is_away: bool = False) -> None:
         """Continue without a worker that is not replaced; one that is away may join again."""
-        name, has_joined = record.name, record.may_speak
+        name, has_joined = record.name, record.may_send
         units = self._dispatcher.lose(record, is_away=is_away)
         if not has_joined:
             return  # nobody had counted on it
@@ -187,9 +187,9 @@ class Losses:
         kept = f"from {saved[-1].name}" if saved else "from the beginning"
         return f"nobody has its parameters of step {self._dispatcher.progress.step}, {successor.name} continues {kept}"
 
-    def start_seconds(self) -> None:
+    def start_followers(self) -> None:
         """Start a server where one is alone that should not be, unless another is there, or on its way."""
-        for index, serving in self._dispatcher.servers.lacking_second():
+        for index, serving in self._dispatcher.servers.lacking_follower():
             others = [other for other in self._members.started if (other.role, other.index) == ("server", index)]
             if all(other.name == serving or other.is_done for other in others):
                 self._starter.start_server(index, resume=False, has_state=False)

@@ -9,7 +9,7 @@ from msgspec import Meta
 from cordee.cluster.messages import COMMON
 from cordee.communication.messages import Count, Message, Name, Text
 from cordee.communication.wire import Limits
-from cordee.parameters.messages import Number, SecondLost
+from cordee.parameters.messages import FollowerLost, Number
 
 
 class AskServers(Message, frozen=True):
@@ -35,7 +35,7 @@ class HandOver(Message, frozen=True):
 
     is_generational = False
 
-    has_retired: bool  # its second has everything, and it answers nobody
+    has_retired: bool  # its follower has everything, and it answers nobody
 
 
 class TakeWork(Message, frozen=True):
@@ -125,7 +125,7 @@ class OrderDone(Message, frozen=True):
 
 
 SERVED: tuple[type[Message], ...] = (
-    *COMMON, AskServers, Servers, SecondLost, HandOver, TakeWork, Work, Leave, AskOrder, Order, SnapshotTaken,
+    *COMMON, AskServers, Servers, FollowerLost, HandOver, TakeWork, Work, Leave, AskOrder, Order, SnapshotTaken,
     OrderDone,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=1 << 20)

@@ -83,7 +83,7 @@ def _leave_when_asked(
     server: CallServer,
     service: ParameterService,
 ) -> None:
-    """When asked to leave, hand over to the second as soon as there is one, and end."""
+    """When asked to leave, hand over to the follower as soon as there is one, and end."""
     leave_asked.wait()
     log.info("told to leave")
     while not is_over.is_set():
@@ -95,9 +95,9 @@ def _leave_when_asked(
             else:
                 with server.lock:
                     service.resume()
-        except RefusedError:  # this server was given up, and its second may serve by now
+        except RefusedError:  # this server was given up, and its follower may serve by now
             is_over.set()
-        except CommunicationError as error:  # it stays retired, if it is: the second may serve by now
+        except CommunicationError as error:  # it stays retired, if it is: the follower may serve by now
             log.info("cannot leave yet: %s", error)
         is_over.wait(_LEAVING_S)
 

@@ -36,9 +36,9 @@ class ServerCalls:
         self._num_failed: Counter[tuple[str, str]] = Counter()
 
     def pair(self, servers: ServerRegistry) -> bool:
-        """Have servers give their seconds everything, where that is still to be done; return whether one has.
+        """Have servers give their followers everything, where that is still to be done; return whether one has.
 
-        Does not wait for it: a server that loses its second tells the dispatcher, and waits for the answer while it
+        Does not wait for it: a server that loses its follower tells the dispatcher, and waits for the answer while it
         holds its lock, so that a coordinator that waited for the server would wait for ever. Raises TrainingError where
         it fails time and again.
         """

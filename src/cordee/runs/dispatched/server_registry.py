@@ -82,7 +82,7 @@ class ServerRegistry:
         """Whether nothing is lost with a server that leaves."""
         return self._slots.can_leave(name, has_retired=has_retired)
 
-    def lacking_second(self) -> list[tuple[int, str]]:
+    def lacking_follower(self) -> list[tuple[int, str]]:
         """Return the servers that are alone and should not be, by the settings or to be able to leave: index, name."""
         alone, wants = self._slots.without_follower(), self._wants_followers and self.has_been_ready
         return [(index, name) for index, name in alone if wants or self._records[name].is_leaving]

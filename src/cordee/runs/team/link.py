@@ -173,9 +173,9 @@ class TeamLink(MemberLink):
             elif received is not None and isinstance(received.message, Noted):
                 self._take_note(received.message.number, received.envelope.reply_to)
             elif received is not None and isinstance(received.message, Refused) and not self._refusal:
-                self._come_back(received.message, received.envelope.reply_to)
+                self._rejoin(received.message, received.envelope.reply_to)
 
-    def _come_back(self, refused: Refused, reply_to: int) -> None:
+    def _rejoin(self, refused: Refused, reply_to: int) -> None:
         """This worker was given up while it could not speak: join again, or learn that another has its place."""
         if refused.reason not in GIVEN_UP or reply_to != self._last_beat[0]:  # earlier messages are refused as well
             return

@@ -15,16 +15,16 @@ from cordee.cluster.policies import Trouble
 from cordee.communication.channel import Peer, Received
 from cordee.communication.messages import (
     Accepted,
-    Ask,
     Directive,
     Failure,
     Join,
     Leaving,
     Member,
-    Put,
     Ready,
     Refused,
-    Said,
+    StoreGet,
+    StoreSet,
+    StoreValue,
 )
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import reach
@@ -44,7 +44,7 @@ class TeamChannel(MemberChannel):
         self._peers: dict[int, Peer] = {}
         self._directives: list[tuple[int, Directive]] = []
         self._standing: dict[int, Directive] = {}  # to members, which do not ask for it: said until they halt
-        self._said: dict[str, bytes] = {}  # by the members of the generation that meets, if they are on several hosts
+        self._stored: dict[str, bytes] = {}  # by the members of the generation that meets, if they are on several hosts
         self.channel.generation = self.members.generation
 
     @property
@@ -81,7 +81,7 @@ class TeamChannel(MemberChannel):
         """Begin the next generation with these workers, in this order. Refuse what belongs to an earlier one."""
         self.members.form(members)
         generation = self.channel.generation = self.members.generation
-        self._said, self._standing = {}, {}
+        self._stored, self._standing = {}, {}
         team = tuple(_describe(self.members.of(index)) for index in members)
         for index in members:
             directive = self._answer(index, Directive("new_generation", team, "", generation, threads=threads))
@@ -99,15 +99,15 @@ class TeamChannel(MemberChannel):
         self.channel.fence(record.name, record.fenced)
 
     def _handle(self, received: Received) -> None:
-        if (record := self.members.records.get(received.envelope.sender)) is not None and record.may_speak:
+        if (record := self.members.records.get(received.envelope.sender)) is not None and record.may_send:
             self._peers[record.index] = received.peer  # another one after each connection
         super()._handle(received)
 
-    def _handle_stranger(self, received: Received) -> None:
-        if isinstance(received.message, Put | Ask):
+    def _handle_unknown(self, received: Received) -> None:
+        if isinstance(received.message, StoreSet | StoreGet):
             self._pass_on(received, received.message)
         else:
-            super()._handle_stranger(received)
+            super()._handle_unknown(received)
 
     def _handle_own(self, received: Received, record: MemberRecord) -> None:
         match received.message:
@@ -153,14 +153,14 @@ class TeamChannel(MemberChannel):
         has_dropped, reason = (False, "") if is_new else (ready.has_dropped, ready.reason)
         self.members.wait(known.index, ready.step, has_dropped=has_dropped, reason=reason)
 
-    def _pass_on(self, received: Received, message: Put | Ask) -> None:
+    def _pass_on(self, received: Received, message: StoreSet | StoreGet) -> None:
         """Let members of the generation that meets find each other. Not written down: they say it again if need be."""
         if message.meeting != self.members.generation:
             self._reply(received, Refused("stale-generation", f"generation {message.meeting} is over"))
-        elif isinstance(message, Ask):
-            self._reply(received, Said(self._said.get(message.key)))
+        elif isinstance(message, StoreGet):
+            self._reply(received, StoreValue(self._stored.get(message.key)))
         else:
-            self._said[message.key] = message.value
+            self._stored[message.key] = message.value
             self._reply(received, Accepted())
 
 

@@ -23,7 +23,7 @@ class Push(ServerMessage, frozen=True):
     base: Count  # version of the parameters it was computed from
     floor: Count  # all units below it are committed
     unused: Annotated[tuple[Count, ...], Meta(max_length=65536)] = ()  # slices of the piece without a gradient
-    worker: Client = ""  # whose it is, where a server passes it on to its second
+    worker: Client = ""  # whose it is, where a server passes it on to its follower
 
 
 class Pushed(ServerMessage, frozen=True):
@@ -105,7 +105,7 @@ class Fence(ServerMessage, frozen=True):
 
 
 class ApplyPending(ServerMessage, frozen=True):
-    """For a second server: apply step `apply_step` to a piece, as the first is about to. Answered by `Done`."""
+    """For a follower: apply step `apply_step` to a piece, as the first is about to. Answered by `Done`."""
 
     piece: Number  # -1: the buffers of the workers' models
     apply_step: Number

@@ -123,11 +123,11 @@ class Scene:
 def test_a_server_told_to_leave_stays_until_another_has_everything() -> None:
     scene = Scene()
     play, servers = scene.play, scene.play.dispatcher.servers
-    scene.losses.start_seconds()
+    scene.losses.start_followers()
     assert scene.launcher.started == []
     assert ("server-0", Leave()) not in play.say("server-0", HandOver(has_retired=False))
     for _ in range(2):  # the second time one is on its way
-        scene.losses.start_seconds()
+        scene.losses.start_followers()
         assert scene.launcher.started == ["server-0"]
     play.say("server-0.1", Join(2, "host", address="elsewhere", has_state=False))
     assert servers.unfollowed() == [(0, "server-0", "server-0.1")]
@@ -142,7 +142,7 @@ def test_a_server_told_to_leave_stays_until_another_has_everything() -> None:
     assert [event for event in play.events if isinstance(event, WorkerLeft)] == [
         WorkerLeft(worker=0, role="server", step=0)
     ]
-    scene.losses.start_seconds()
+    scene.losses.start_followers()
     assert scene.launcher.started == ["server-0"], "one replica is what the job asks for"
 
 
@@ -207,7 +207,7 @@ def test_a_frozen_worker_without_replacement_may_come_back_and_its_end_is_no_los
     process = scene.take(number=9)
     scene.losses.look(scene.now_s + 2 * TIMEOUT_S)
     assert process.is_away and scene.launcher.killed == [] and scene.workers == []
-    assert not process.may_speak
+    assert not process.may_send
     scene.launcher.news = [Exited(9, 1, 77, -9)]
     scene.losses.look(0.0)
     assert scene.launcher.started == [] and scene.members.started == [] and not process.may_join

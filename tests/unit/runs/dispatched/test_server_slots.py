@@ -6,7 +6,7 @@ from test_dispatcher import Play
 
 from cordee.cluster.members import MemberRecord
 from cordee.monitoring.events import Warned
-from cordee.parameters.messages import SecondLost
+from cordee.parameters.messages import FollowerLost
 from cordee.parameters.server_slots import ServerSlot, ServerSlots
 
 
@@ -27,7 +27,7 @@ def test_a_second_that_was_dropped_does_not_take_over() -> None:
     play = Play()
     play.join(MemberRecord(role="server", index=0, replica=1, number=0), "second")
     play.dispatcher.servers.record_following(0, "server-0", "server-0.1")
-    play.say("server-0", SecondLost("second", "server-0 has lost its second server (no reply)"))
+    play.say("server-0", FollowerLost("second", "server-0 has lost its second server (no reply)"))
     assert not play.dispatcher.servers.has_part("server-0.1")
     play.dispatcher.lose(play.members.records["server-0"])
     assert not play.dispatcher.servers.has_server(0)

@@ -141,7 +141,7 @@ class World:
         service = ParameterService(shard, LAYOUT, SETTINGS, is_fixed=True)
         service.name = name
         service.connect = lambda address: Wire(self, address)  # type: ignore[assignment,return-value]
-        service.report_lost = lambda address, message: self._lose_second(name, address)
+        service.report_lost = lambda address, message: self._lose_follower(name, address)
         return service
 
     # What happens next.
@@ -207,8 +207,8 @@ class World:
         self.servers[new] = Server(new, self._make_service(new))
         self.slots.join(0, new, has_state=False)
 
-    def _lose_second(self, serving: str, address: str) -> None:
-        """The real dispatcher's answer to `SecondLost`; one that was given up itself is not heard."""
+    def _lose_follower(self, serving: str, address: str) -> None:
+        """The real dispatcher's answer to `FollowerLost`; one that was given up itself is not heard."""
         records = {name: MemberRecord(role="server", index=0, address=name) for name in self.servers}
         if serving not in (self.slots.slots[0].serving, self.slots.slots[0].follower):
             raise UnavailableError("was given up")
@@ -328,7 +328,7 @@ class World:
             new.piece(0).restore(_sent(old.piece(0).dump()))
             new.restore_extras(_sent(old.dump_extras()))
             if server.second:
-                service._second = Wire(other, server.second)  # type: ignore[assignment]
+                service._follower = Wire(other, server.second)  # type: ignore[assignment]
             other.servers[name] = Server(name, service, server.is_alive, server.second)
         return other
 
@@ -491,10 +491,10 @@ def test_one_loss_anywhere_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_second_that_is_dropped_in_silence_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model sees what it is for: a server that continues alone without telling anybody."""
 
-    def lose_second(service: ParameterService, why: str) -> None:
-        service._second = None
+    def lose_follower(service: ParameterService, why: str) -> None:
+        service._follower = None
 
-    monkeypatch.setattr(ParameterService, "_lose_second", lose_second)
+    monkeypatch.setattr(ParameterService, "_lose_follower", lose_follower)
     with pytest.raises(AssertionError, match=r"differ|that is not told what happens"):
         explore(1, 1, monkeypatch)
 
