@@ -271,7 +271,7 @@ WALK: dict[str, Walk] = {
     "share.done": Walk(HANDED),
     "setup.begun": Walk(SET_UP),
     "setup.shared": Walk(SET_UP),
-    "meeting.begin": Walk(MEMBERS),
+    "rendezvous.begin": Walk(MEMBERS),
     "segment.introduced": Walk(MEMBERS),
     "segment.made": Walk(
         (of("plain", "worker-0"), of("loss", "worker-0", 2, 3), of("loss of the first", "worker-1", 1, 2))
@@ -286,8 +286,8 @@ WALK: dict[str, Walk] = {
     ),
     "segment.mapped": Walk(MEMBERS),
     "segment.answered": Walk(MEMBERS),
-    "meeting.formed": Walk(MEMBERS),
-    "meeting.end": Walk(
+    "rendezvous.formed": Walk(MEMBERS),
+    "rendezvous.end": Walk(
         (
             of("plain", "worker-0"),
             of("plain", "worker-1"),

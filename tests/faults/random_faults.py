@@ -80,7 +80,15 @@ keep = 2
 """
 SERVED = "servers = 2\nreplicas = 2\nstaleness = 0"
 # Points that every run passes many times, for faults that do not go by the clock.
-TEAM_POINTS = ("link.ready", "meeting.formed", "enter.set_up", "enter.done", "step.begun", "step.taken", "save.begun")
+TEAM_POINTS = (
+    "link.ready",
+    "rendezvous.formed",
+    "enter.set_up",
+    "enter.done",
+    "step.begun",
+    "step.taken",
+    "save.begun",
+)
 TEAM_POINTS += ("checkpoint.rename", "checkpoint.saved", "end.reached", "link.send_goodbye")
 COORDINATOR_POINTS = ("coordinator.decided", "journal.written", "coordinator.committed", "coordinator.directed")
 

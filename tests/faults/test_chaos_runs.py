@@ -59,10 +59,10 @@ def test_what_cannot_be_planned(kinds: list[str], every_s: float, message: str) 
 
 
 def test_faults_are_aimed_at_points() -> None:
-    assert aim(["link.ready", "step.begun:worker-1:5", "meeting.begin:worker-0"], "freeze") == [
+    assert aim(["link.ready", "step.begun:worker-1:5", "rendezvous.begin:worker-0"], "freeze") == [
         Fault("link.ready", "*", "freeze"),
         Fault("step.begun", "worker-1", "freeze", 5),
-        Fault("meeting.begin", "worker-0", "freeze"),
+        Fault("rendezvous.begin", "worker-0", "freeze"),
     ]
 
 

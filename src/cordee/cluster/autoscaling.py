@@ -147,7 +147,7 @@ class Scaling:
         """Record how long a worker's own part of a step took."""
         self._own_s.setdefault(worker, []).append(seconds)
 
-    def look(self, step: int, num_workers: int, threads: int, now_s: float) -> None:
+    def update(self, step: int, num_workers: int, threads: int, now_s: float) -> None:
         """Decide when it is time to, and have done what was decided. `num_workers` is 0 while some come or go."""
         if self._since is None:
             self.begin(step, now_s)

@@ -46,7 +46,7 @@ class MemberChannel(abc.ABC):
 
     def __post_init__(self) -> None:
         self._replies: list[tuple[Received, Message]] = []
-        self.members.take_up(time.monotonic(), self.channel.fence)
+        self.members.resume(time.monotonic(), self.channel.fence)
 
     @abc.abstractmethod
     def _handle_own(self, received: Received, record: MemberRecord) -> None:

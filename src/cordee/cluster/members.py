@@ -126,7 +126,7 @@ class Members(msgspec.Struct, kw_only=True):
         record.phase, record.is_away = "gone", is_away
         record.fenced = max(record.fenced, record.incarnation)
 
-    def take_up(self, now_s: float, fence: Callable[[str, int], None]) -> None:
+    def resume(self, now_s: float, fence: Callable[[str, int], None]) -> None:
         """Continue for another coordinator: nobody could be heard meanwhile, and who was refused still is."""
         for record in self.records.values():
             record.heard_s = now_s

@@ -27,7 +27,7 @@ from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import reach
 
-BOARD_PREFIX = "board-"
+STORE_PREFIX = "store-"
 PATIENCE_S = 2.0  # for one answer of the coordinator, which may be busy
 LONGEST_ABSENCE_S = 10.0  # of a coordinator that was killed and comes back
 
@@ -36,7 +36,7 @@ class CoordinatorStore:
     """What the members of one generation have said. Raises CommunicationError when the generation is over."""
 
     def __init__(self, address: str, run: str, worker_index: int, keys: ClientKeys, generation: int) -> None:
-        speaker = Speaker(run=run, name=f"{BOARD_PREFIX}{worker_index}", incarnation=time.time_ns())
+        speaker = Speaker(run=run, name=f"{STORE_PREFIX}{worker_index}", incarnation=time.time_ns())
         self._channel = ClientChannel(address, speaker, Codec(COORDINATION), keys)
         self._generation = generation
         self._stored: dict[str, bytes] = {}  # to be said again to a coordinator that has come back
@@ -104,7 +104,7 @@ _Base: Any = dist.distributed_c10d.Store  # its stubs give `wait` two overloads:
 
 
 class RendezvousStore(_Base):  # type: ignore[misc]
-    """What members of a generation tell each other, in a file or on a board, while they form their group.
+    """What members of a generation tell each other, in a file or a store, while they form their group.
 
     Waiting ends with CommunicationError when `why_over()` has an answer, and after `timeout_s`.
     """
@@ -155,7 +155,7 @@ class RendezvousStore(_Base):  # type: ignore[misc]
 class BetweenHosts(NamedTuple):
     """What members need to meet if they are on several hosts."""
 
-    board: CoordinatorStore
+    store: CoordinatorStore
     address: str  # of this host
 
 
@@ -176,14 +176,14 @@ def meet(
     """
     register()
     # Kept here: torch holds on to what is below Python only, and groups that are formed later meet there as well.
-    file = between.board if between else dist.FileStore(str(path), num_members)  # type: ignore[attr-defined]
+    file = between.store if between else dist.FileStore(str(path), num_members)  # type: ignore[attr-defined]
     store = RendezvousStore(file, why_over, RENDEZVOUS_TIMEOUT_S)
     settings = BackendSettings(failure_timeout_s=failure_timeout_s)
     if between:
         connecting_s = max(LEAST_CONNECTING_S, 2 * failure_timeout_s)
         settings = replace(settings, address=between.address, meeting_timeout_s=connecting_s)
     try:
-        reach("meeting.begin")
+        reach("rendezvous.begin")
         dist.init_process_group(
             "cordee",
             store=store,
@@ -194,7 +194,7 @@ def meet(
         )
         if why := why_over():  # heard when nothing was there yet that could have been told to stop waiting
             raise CommunicationError(why)
-        reach("meeting.formed")
+        reach("rendezvous.formed")
     except (CommunicationError, RuntimeError) as error:
         if dist.is_initialized():  # the others may be in it already: they wait for as long as this one seems to live
             dist.destroy_process_group()
@@ -204,5 +204,5 @@ def meet(
     try:
         yield
     finally:
-        reach("meeting.end")
+        reach("rendezvous.end")
         dist.destroy_process_group()

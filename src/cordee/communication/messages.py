@@ -137,7 +137,7 @@ class StoreSet(Message, frozen=True):
 
     is_generational = False
 
-    meeting: Count  # the generation
+    generation: Count
     key: Annotated[str, Meta(max_length=1024)]
     value: Annotated[bytes, Meta(max_length=65536)]
 
@@ -147,7 +147,7 @@ class StoreGet(Message, frozen=True):
 
     is_generational = False
 
-    meeting: Count
+    generation: Count
     key: Annotated[str, Meta(max_length=1024)]
 
 

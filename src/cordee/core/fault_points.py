@@ -130,14 +130,14 @@ POINTS: dict[str, str] = {
     "link.send_goodbye": "worker: has done everything, about to say so",
     "link.goodbye": "worker: has said goodbye, has not been heard",
     # the group of a generation
-    "meeting.begin": "worker: about to form the group of a generation",
+    "rendezvous.begin": "worker: about to form the group of a generation",
     "segment.introduced": "worker: has introduced itself to the members of the group",
     "segment.made": "worker: has made the shared memory of the group, nobody knows where it is",
     "segment.found": "worker: knows where the shared memory is, has not mapped it",
     "segment.mapped": "worker: has published or mapped the shared memory, has not said so",
     "segment.answered": "worker: has said how mapping went, waits for the others",
-    "meeting.formed": "worker: the group is formed, nothing was exchanged in it",
-    "meeting.end": "worker: about to give up the group of its generation",
+    "rendezvous.formed": "worker: the group is formed, nothing was exchanged in it",
+    "rendezvous.end": "worker: about to give up the group of its generation",
     # checkpoints
     "checkpoint.staged": "worker: has copied the state, about to have the thread write it",
     "checkpoint.folder": "worker: has made the temporary folder",

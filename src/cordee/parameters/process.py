@@ -80,7 +80,7 @@ def serve_root(
             if now_s < watch.next_s:
                 return False
             with server.lock:
-                return watch.look(now_s)
+                return watch.update(now_s)
 
         server.run(is_over)
     if watch.problem:
@@ -106,7 +106,7 @@ class _RootWatch:
         self.next_s = 0.0
         self.problem = ""
 
-    def look(self, now_s: float) -> bool:
+    def update(self, now_s: float) -> bool:
         """Do what is due; return whether the process may end."""
         self.next_s = now_s + _TICK_S
         for line, has_successor in self._service.tick(now_s, _has_died):

@@ -160,7 +160,7 @@ def run_with_faults(
         calm.append((ended, time.time()))
         _end(process)
         happened += _check_aimed(Path(place), aimed, say)
-    found = seen.look().events
+    found = seen.refresh().events
     recoveries = [event for event in found if isinstance(event, events.Recovery)]
     return Outcome(
         faults=happened,
@@ -314,7 +314,7 @@ def _training(
 
 
 class Seen:
-    """What the events of a run have said so far. Every look reads only what is new."""
+    """What the events of a run have said so far. `refresh` reads only what is new."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -325,7 +325,7 @@ class Seen:
         self.samples = 0
         self.last_step_time = 0.0  # or of a recovery
 
-    def look(self) -> Seen:
+    def refresh(self) -> Seen:
         new, self._offset = follow(self.run_dir, self._offset)
         for event in new:
             match event:
@@ -344,7 +344,7 @@ class Seen:
 
 
 def _victim(seen: Seen, fault: Fault) -> Victim | None:
-    seen.look()
+    seen.refresh()
     if fault.kind == COORDINATOR:
         return Victim("", seen.coordinator, seen.run_dir) if seen.coordinator and is_alive(seen.coordinator) else None
     workers = sorted((worker, pid) for worker, pid in seen.workers.items() if is_alive(pid))
@@ -356,7 +356,7 @@ def _victim(seen: Seen, fault: Fault) -> Victim | None:
 
 def _await_first_step(process: subprocess.Popen[str], seen: Seen) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    while seen.look().samples == 0:
+    while seen.refresh().samples == 0:
         if process.poll() is not None:
             raise TrainingError(f"the run ended before its first step: {_last_output(process)}")
         if time.monotonic() > deadline_s:
@@ -369,7 +369,7 @@ def _await_step(process: subprocess.Popen[str], seen: Seen, fault: Fault) -> Non
     step that workers are lost in again and again is given up, rightly.
     """
     happened, deadline_s = time.time(), time.monotonic() + STEP_TIMEOUT_S
-    while process.poll() is None and seen.look().last_step_time <= happened:
+    while process.poll() is None and seen.refresh().last_step_time <= happened:
         if time.monotonic() > deadline_s:
             raise TrainingError(f"no step was taken within {STEP_TIMEOUT_S:g} s of '{fault.kind}' at {fault.at_s:g} s")
         time.sleep(0.1)

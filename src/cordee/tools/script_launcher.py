@@ -50,18 +50,18 @@ def run_script(script: Path, args: list[str], num_workers: int) -> bool:
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )
-        accounts = [Path(folder) / f"worker-{rank}" for rank in range(num_workers)]
-        for rank, account in enumerate(accounts):
+        failure_files = [Path(folder) / f"worker-{rank}" for rank in range(num_workers)]
+        for rank, file in enumerate(failure_files):
             environment = script_environment(Place(rank, num_workers, rank, num_workers), store.port)
-            order = {"script": str(script), "args": args, "num_local_workers": num_workers, "account": str(account)}
-            spec = ProcessSpec.new(rank, "cordee.tools.script_launcher:main", order, environment=environment)
+            job = {"script": str(script), "args": args, "num_local_workers": num_workers, "failure_file": str(file)}
+            spec = ProcessSpec.new(rank, "cordee.tools.script_launcher:main", job, environment=environment)
             engine.start(spec)
         ended = _await_workers(engine, num_workers, flag)
         if flag():
             return False
         if (failure := find_cause(ended)) is not None:
-            account = accounts[failure.index]
-            text = account.read_text() if account.exists() else ""
+            file = failure_files[failure.index]
+            text = file.read_text() if file.exists() else ""
             if failure.status != CONSEQUENCE:
                 sys.stderr.write(text)
             raise TrainingError(_describe(failure, text.strip()))
@@ -104,31 +104,31 @@ def find_cause(ended: Sequence[Exited]) -> Exited | None:
     return next(iter(causes or leavers or failures), None)
 
 
-def _describe(failure: Exited, account: str) -> str:
+def _describe(failure: Exited, text: str) -> str:
     if failure.status == CONSEQUENCE:
-        return f"worker {failure.index} lost the others: {account}; all were ended"
+        return f"worker {failure.index} lost the others: {text}; all were ended"
     if failure.status == 0:
         return f"worker {failure.index} came to its end while the others still needed it; they were ended"
     return f"worker {failure.index} {failure.describe()}; the others were ended"
 
 
-def main(order: dict[str, Any]) -> int:
+def main(job: dict[str, Any]) -> int:
     """Run the script as a worker, in a fresh fork of the fork server, and say how it failed."""
     from cordee.communication.exchange import find_lost_peer
     from cordee.compute import share_threads
 
-    script, account = str(order["script"]), Path(order["account"])
-    sys.argv = [script, *order["args"]]
+    script, failure_file = str(job["script"]), Path(job["failure_file"])
+    sys.argv = [script, *job["args"]]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    share_threads(0, int(order["num_local_workers"]))
+    share_threads(0, int(job["num_local_workers"]))
     try:
         runpy.run_path(script, run_name="__main__")
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # noqa: BLE001 - whatever the script raises is reported
-        # The launcher prints one account: N of the same failure, or of its consequences, would hide it.
+        # The launcher prints one traceback: N of the same failure, or of its consequences, would hide it.
         lost = find_lost_peer(error)
-        account.write_text(_traceback(error, script) if lost is None else str(lost))
+        failure_file.write_text(_traceback(error, script) if lost is None else str(lost))
         return 1 if lost is None else CONSEQUENCE
     return 0
 

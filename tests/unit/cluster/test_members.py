@@ -52,7 +52,7 @@ def test_who_was_given_up_may_come_back_as_another_incarnation() -> None:
     record.num_noted, record.fate = 9, "is frozen"
     members.lose(record, is_away=True)
     assert record.may_join and not record.may_send and members.staying_workers == []
-    members.take_up(7.0, fenced.__setitem__)
+    members.resume(7.0, fenced.__setitem__)
     assert fenced == {"worker-0": 40} and record.heard_s == 7.0
     members.join(record, 50, 8.0)
     assert record.may_send and not record.may_join and (record.num_noted, record.fate) == (0, "")

@@ -41,7 +41,7 @@ def test_a_clock_that_is_behind_counts_as_the_one_before() -> None:
 
 def test_every_look_reads_what_is_new(tmp_path: Path) -> None:
     seen = Seen(tmp_path)
-    assert seen.look().samples == 0
+    assert seen.refresh().samples == 0
     lines = [
         {"type": "coordinator_started", "pid": 7},
         {"type": "worker_started", "worker": 0, "pid": 8, "host": "h", "role": "server"},
@@ -56,6 +56,6 @@ def test_every_look_reads_what_is_new(tmp_path: Path) -> None:
         for at, line in enumerate(lines, 1):
             file.write(json.dumps({**line, "time": float(at)}) + "\n")
             file.flush()
-            seen.look()
+            seen.refresh()
     assert (seen.coordinator, seen.workers, seen.samples, seen.last_step_time) == (7, {0: 10}, 32, 8.0)
     assert len(seen.events) == len(lines) - 1

@@ -114,7 +114,7 @@ class DispatchedLeader:
 
     def decide(self) -> None:
         dispatcher, losses, stop_s = self._dispatcher, self._losses, self._job.stop.time_s
-        losses.look(time.monotonic())
+        losses.check_members(time.monotonic())
         losses.check_failures()
         losses.start_followers()
         if self._servers.pair(dispatcher.servers):
@@ -125,7 +125,7 @@ class DispatchedLeader:
             dispatcher.stop("interrupt")
         elif stop_s is not None and self._elapsed_s() >= stop_s:
             dispatcher.stop("time")
-        if dispatcher.accounts.has_only_refusals:
+        if dispatcher.metrics.has_only_refusals:
             step = self._progress.step + 1
             raise TrainingError(
                 f"the servers refused {MOST_REFUSALS} gradients in a row at step {step}: none was finite. "
@@ -169,7 +169,7 @@ class DispatchedLeader:
             raise StorageError(f"step {step} was reached, but its weights could not be saved: {outcome.problem}")
         if outcome.end_reason:
             raise TrainingError(f"{outcome.end_reason}. Step {step} is saved: --resume continues from it")
-        return self._summariser.summarise(outcome, self._dispatcher.accounts.training_s)
+        return self._summariser.summarise(outcome, self._dispatcher.metrics.training_s)
 
     def _make_dispatcher(self, channel: ServerChannel, plan: RunPlan) -> Dispatcher:
         num_shares = self._job.training.num_shards or self._job.strategy.workers

@@ -60,8 +60,8 @@ class Dispatcher(MemberChannel):
             committed = self.ledger.committed_steps
             barrier = self.plan.next_barrier(committed)
             slots = ServerSlots([ServerSlot() for _ in range(self.plan.settings.servers)])
-            accounts = StepMetricsState(counted=committed)
-            self._state = DispatcherState(progress=self.progress, slots=slots, accounts=accounts, barrier=barrier)
+            metrics = StepMetricsState(counted=committed)
+            self._state = DispatcherState(progress=self.progress, slots=slots, metrics=metrics, barrier=barrier)
         else:
             self._state = self.restored
             self.progress = self._state.progress
@@ -71,7 +71,7 @@ class Dispatcher(MemberChannel):
         self._waiting: dict[str, Received] = {}  # worker -> its request for work
         state, wants_followers = self._state, self.plan.settings.replicas > 1
         self.servers = ServerRegistry(state.slots, self.members.records, self._reply, wants_followers=wants_followers)
-        self.accounts = StepMetrics(self.plan, self.progress, state.accounts, self.emit, self.show, self.rate)
+        self.metrics = StepMetrics(self.plan, self.progress, state.metrics, self.emit, self.show, self.rate)
         self._snapshots = SnapshotScheduler(
             self.plan, self.progress, state.snapshots, state.outcome, self._reply, self.emit
         )
@@ -205,7 +205,7 @@ class Dispatcher(MemberChannel):
         # know them, and the new one gets every update from here on.
         self._state.attempt += 1
         self.ledger.reopen()
-        self.accounts.reopen()
+        self.metrics.reopen()
         now = self.progress.step
         lost = now - step
         if lost > 0:
@@ -221,9 +221,9 @@ class Dispatcher(MemberChannel):
         if done.attempt != self._state.attempt or not self.ledger.commit(done.done):
             return
         step = done.done // self.ledger.num_shares
-        self.accounts.add(step, done)
+        self.metrics.add(step, done)
         self._timing.end(done.done, worker, self.members.records[worker].index, self.plan.steps_before(step + 1))
-        self.accounts.close(self.ledger.committed_steps)
+        self.metrics.close(self.ledger.committed_steps)
 
     def _advance(self) -> None:
         """Order a snapshot where one is due, move on where that is allowed, and hand out work."""
@@ -234,7 +234,7 @@ class Dispatcher(MemberChannel):
             snapshots.pause()
             is_last = self.is_ending
             is_due = snapshots.is_free and not snapshots.has_ordered(barrier, is_last=is_last)
-            if is_due and not snapshots.order(barrier, self.elapsed_s(), self.accounts.to_apply, is_last=is_last):
+            if is_due and not snapshots.order(barrier, self.elapsed_s(), self.metrics.to_apply, is_last=is_last):
                 self._end()
             if is_last:  # there is no more work, and the evaluator can use the cores
                 self._release_waiting()
@@ -277,9 +277,9 @@ class Dispatcher(MemberChannel):
             if unit is None:
                 return
             received = self._waiting.pop(name)
-            self.accounts.begin()
+            self.metrics.begin()
             self._timing.begin(unit.number)
-            apply_step, scale = self.accounts.to_apply
+            apply_step, scale = self.metrics.to_apply
             work = Work(
                 unit=unit.number,
                 step=unit.step,

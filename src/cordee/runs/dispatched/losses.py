@@ -49,7 +49,7 @@ class Losses:
     def _members(self) -> Members:
         return self._dispatcher.members
 
-    def look(self, now_s: float) -> None:
+    def check_members(self, now_s: float) -> None:
         """Hear who ended, end who is frozen, continue without external workers that are gone."""
         for report in self._launcher.reports():
             ended = self._members.take(report)

@@ -43,7 +43,7 @@ class Outcome:
 
 
 class StepMetricsState(msgspec.Struct, kw_only=True):
-    """Where the accounts of the steps are."""
+    """How far the metrics of the steps are."""
 
     counted: int  # steps that are in the progress
     sums: dict[int, StepSum] = {}  # of those after
@@ -74,7 +74,7 @@ class DispatcherState(msgspec.Struct, kw_only=True):
 
     progress: Progress
     slots: ServerSlots
-    accounts: StepMetricsState
+    metrics: StepMetricsState
     snapshots: SnapshotState = msgspec.field(default_factory=SnapshotState)
     attempt: int = 0  # how often units were handed out again because a server was lost with what it had of them
     barrier: int  # nothing of this step is handed out before a snapshot

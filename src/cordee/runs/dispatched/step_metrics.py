@@ -1,4 +1,4 @@
-"""The accounts of a served run: what workers say of their parts of a step is summed, and told when it is complete."""
+"""The metrics of steps: what workers report of their parts is summed, and emitted when the step is complete."""
 
 from __future__ import annotations
 

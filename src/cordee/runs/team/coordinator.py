@@ -111,7 +111,7 @@ class TeamLeader:
             membership = self._membership
             is_complete = len(membership.members) == membership.num_workers == len(membership.active)
             size = membership.num_workers if is_complete else 0
-            self._scaling.look(membership.step, size, self._workers.threads, time.monotonic())
+            self._scaling.update(membership.step, size, self._workers.threads, time.monotonic())
 
     def dismiss(self) -> bool:
         return False  # all have said goodbye

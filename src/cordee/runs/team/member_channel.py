@@ -132,8 +132,8 @@ class TeamChannel(MemberChannel):
                 self._directives.append((record.index, self._standing[record.index]))
 
     def _take_failure(self, record: MemberRecord, failure: Failure) -> None:
-        account = failure.step, failure.error, failure.traceback, failure.is_consequence
-        self.members.report(Trouble(record.index, *account, at_s=time.monotonic()))
+        details = failure.step, failure.error, failure.traceback, failure.is_consequence
+        self.members.report(Trouble(record.index, *details, at_s=time.monotonic()))
 
     def _take_bye(self, record: MemberRecord) -> None:
         self.members.finish(record.index)
@@ -155,8 +155,8 @@ class TeamChannel(MemberChannel):
 
     def _pass_on(self, received: Received, message: StoreSet | StoreGet) -> None:
         """Let members of the generation that meets find each other. Not written down: they say it again if need be."""
-        if message.meeting != self.members.generation:
-            self._reply(received, Refused("stale-generation", f"generation {message.meeting} is over"))
+        if message.generation != self.members.generation:
+            self._reply(received, Refused("stale-generation", f"generation {message.generation} is over"))
         elif isinstance(message, StoreGet):
             self._reply(received, StoreValue(self._stored.get(message.key)))
         else:

@@ -188,28 +188,28 @@ def test_a_replacement_lost_before_it_has_begun_is_replaced_although_the_run_end
 def test_a_worker_that_is_silent_and_idle_is_killed_and_then_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene()
     scene.take(number=9)
-    scene.losses.look(scene.now_s + TIMEOUT_S)
+    scene.losses.check_members(scene.now_s + TIMEOUT_S)
     assert scene.launcher.killed == []
     monkeypatch.setattr("cordee.cluster.processes.ProcessorWatch.is_working", lambda self, pid: True)
-    scene.losses.look(scene.now_s + 1.1 * TIMEOUT_S)
+    scene.losses.check_members(scene.now_s + 1.1 * TIMEOUT_S)
     assert scene.launcher.killed == [], "it is busy"
     monkeypatch.setattr("cordee.cluster.processes.ProcessorWatch.is_working", lambda self, pid: False)
-    scene.losses.look(scene.now_s + 1.1 * TIMEOUT_S)
+    scene.losses.check_members(scene.now_s + 1.1 * TIMEOUT_S)
     assert scene.launcher.killed == [9]
     assert scene.launcher.warnings == ["worker-0 is frozen: no sign of life for 5.5 s"]
     scene.launcher.news = [Exited(9, 1, 77, -9)]
-    scene.losses.look(scene.now_s)
+    scene.losses.check_members(scene.now_s)
     assert scene.launcher.started == ["worker-1"]
 
 
 def test_a_frozen_worker_without_replacement_may_come_back_and_its_end_is_no_loss() -> None:
     scene = Scene(max_restarts=0)
     process = scene.take(number=9)
-    scene.losses.look(scene.now_s + 2 * TIMEOUT_S)
+    scene.losses.check_members(scene.now_s + 2 * TIMEOUT_S)
     assert process.is_away and scene.launcher.killed == [] and scene.workers == []
     assert not process.may_send
     scene.launcher.news = [Exited(9, 1, 77, -9)]
-    scene.losses.look(0.0)
+    scene.losses.check_members(0.0)
     assert scene.launcher.started == [] and scene.members.started == [] and not process.may_join
 
 
@@ -223,13 +223,13 @@ def test_one_that_never_joins_ends_the_run_and_one_that_is_stopped_before_is_kil
     stopped = {11}
     monkeypatch.setattr("cordee.runs.dispatched.losses.is_stopped", lambda pid: pid in stopped)
     scene.launcher.news = [Started(3, 1, 11)]
-    scene.losses.look(100.0)
-    scene.losses.look(100.0 + TIMEOUT_S)
+    scene.losses.check_members(100.0)
+    scene.losses.check_members(100.0 + TIMEOUT_S)
     assert scene.launcher.killed == []
-    scene.losses.look(100.1 + TIMEOUT_S)
+    scene.losses.check_members(100.1 + TIMEOUT_S)
     assert scene.launcher.killed == [3]
     with pytest.raises(TrainingError, match="worker-6 did not start within 120 s"):
-        scene.losses.look(100.1 + STARTUP_TIMEOUT_S)
+        scene.losses.check_members(100.1 + STARTUP_TIMEOUT_S)
 
 
 def test_external_workers_are_given_up_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,15 +239,15 @@ def test_external_workers_are_given_up_and_not_replaced(monkeypatch: pytest.Monk
     for is_remote, why in ((False, "is frozen; if it wakes up"), (True, "is out of reach; if it can be heard again")):
         scene = Scene()
         process = scene.take(pid=11, is_remote=is_remote)
-        scene.losses.look(scene.now_s + TIMEOUT_S)
+        scene.losses.check_members(scene.now_s + TIMEOUT_S)
         assert scene.launcher.warnings == []
-        scene.losses.look(scene.now_s + 2 * TIMEOUT_S)
+        scene.losses.check_members(scene.now_s + 2 * TIMEOUT_S)
         assert why in scene.launcher.warnings[0] and scene.launcher.started == scene.launcher.killed == []
         assert process.is_away and scene.workers == []
         scene.play.say("worker-0", Join(1, "host"))  # it is back
-        scene.losses.look(scene.now_s)
+        scene.losses.check_members(scene.now_s)
         assert not process.is_away and scene.workers == ["worker-0"]
     scene = Scene()
     scene.take(pid=12)
-    scene.losses.look(scene.now_s)
+    scene.losses.check_members(scene.now_s)
     assert "ended without a word" in scene.launcher.warnings[0] and scene.workers == []
