@@ -21,7 +21,6 @@ from cordee.checkpoint.layout import decode_values, encode_values
 from cordee.cluster import Team
 from cordee.cluster.member_link import MemberSpec
 from cordee.compute import Metrics, evaluate
-from cordee.core import Job
 from cordee.core.errors import StorageError
 from cordee.core.fault_points import identify, reach
 from cordee.core.shards import sum_shards
@@ -49,8 +48,7 @@ def main(argument: dict[str, Any]) -> int:
     run_dir = Path(spec.run_dir)
     with setup_logging(run_dir / "logs" / "evaluator.log"), DispatchLink(spec) as link:
         try:
-            job = Job.load(run_dir / "job.toml")
-            parts = assemble(job, Team(num_workers=1, num_local_workers=spec.num_local))
+            parts = assemble(spec.load_job(), Team(num_workers=1, num_local_workers=spec.num_local))
             evaluator = Evaluator(parts, link, run_dir / "checkpoints", patience_s=6 * spec.failure_timeout_s)
             link.join()
             while not isinstance(reply := link.ask(AskOrder()), Leave):

@@ -21,7 +21,6 @@ from cordee.communication.channel import RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
 from cordee.communication.this_host import Listening
-from cordee.core import Job
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import identify
 from cordee.monitoring import setup_logging
@@ -103,7 +102,7 @@ def _leave_when_asked(
 
 
 def _make_service(spec: MemberSpec, run_dir: Path) -> ParameterService:
-    job = Job.load(run_dir / "job.toml")
+    job = spec.load_job()
     parts = assemble(job, Team(num_workers=job.strategy.workers, num_local_workers=spec.num_local))
     if not job.training.reproducible:  # there it is what the job says: sums must be those of `single`
         torch.set_num_threads(1)
