@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import torch
@@ -40,7 +39,7 @@ class Trainer:
         self,
         parts: Components,
         monitor: Monitor,
-        checkpoints: Path,
+        checkpoints: checkpoint.Store,
         should_stop: Callable[[], bool] = lambda: False,
         should_pause: Callable[[], bool] = lambda: False,
         report: Callable[[TeamReport], None] = lambda _: None,
@@ -89,7 +88,7 @@ class Trainer:
         # Who writes checkpoints may be another now. What counts is what is on the disk, or on the way there; the first
         # says, for others may look a moment earlier or later.
         step = self._progress.step
-        is_saved = parts.team.gather(int(self._saver.holds(step)))[0]
+        is_saved = parts.team.gather(int(parts.team.is_first and self._saver.holds(step)))[0]
         self._saver.step = step if is_saved else -1
         reach("enter.done")
 

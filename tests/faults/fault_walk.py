@@ -15,6 +15,7 @@ from signal import SIGCONT, SIGINT, SIGKILL
 from fault_trials import FAIL, Scenario, Trial, Walker, job_text
 from walking import DEATHS, Walk, cases, main, of
 
+from cordee.cluster.control import TOKEN_FILE
 from cordee.core.fault_points import Fault
 from warm_launch import WarmServer
 
@@ -102,6 +103,11 @@ def _leave_damaged(folder: Path) -> None:
     (damaged / "manifest.json").write_text("{")
 
 
+def _hide_directory(folder: Path) -> None:
+    """Processes cannot find out that they have the run directory: the coordinator writes and reads for them."""
+    (folder / "run" / TOKEN_FILE).mkdir(parents=True, exist_ok=True)
+
+
 # The model of the job, and a mistake in it that shows when the first checkpoint is there.
 FAILING = """
 import os
@@ -136,6 +142,8 @@ SCENARIOS = {
     "failure": Scenario(settings=("model.use='failing:net'",), prepare=_make_mistake, ends_early=True),
     "resume": Scenario(resumes="interrupt"),
     "resume over a damaged one": Scenario(resumes="interrupt", prepare=_leave_damaged),
+    "remote": Scenario(prepare=_hide_directory),
+    "remote resume": Scenario(resumes="interrupt", prepare=_hide_directory),
     "woken": Scenario(_wake, (Fault(STEP, "worker-1", "freeze", 4), HOLD_0_LATE), settings=("cluster.max_restarts=0",)),
 }
 
@@ -175,6 +183,8 @@ NEW = (
     of("join", "worker-2", 1),
 )
 SAVING = (of("plain", "worker-0", 1, 2, 3), of("final save", "worker-0", 1), of("loss of the first", "worker-1", 1))
+REMOVING = (of("plain", "worker-0", 1, 2), of("remote", "coordinator", 1, 2))
+REMOTE_SAVING = (of("remote", "coordinator", 1, 2, 3), of("remote resume", "coordinator", 1))
 FINAL = (of("final save", "worker-0"), of("final save", "worker-1"))
 # Who has a state gives it to who has none.
 HANDED = (
@@ -298,17 +308,27 @@ WALK: dict[str, Walk] = {
         DEATHS,
     ),
     "checkpoint.staged": Walk((of("plain", "worker-0", 1, 2, 3), of("loss of the first", "worker-1", 1)), DEATHS),
-    "checkpoint.folder": Walk(SAVING, ends_early=("error",)),
-    "checkpoint.file": Walk(SAVING, ends_early=("error",)),
-    "checkpoint.values": Walk(SAVING, ends_early=("error",)),
-    "checkpoint.manifest": Walk(SAVING, ends_early=("error",)),
+    "checkpoint.folder": Walk((*SAVING, *REMOTE_SAVING), ends_early=("error",)),
+    "checkpoint.file": Walk((*SAVING, *REMOTE_SAVING), ends_early=("error",)),
+    "checkpoint.values": Walk((*SAVING, *REMOTE_SAVING), ends_early=("error",)),
+    "checkpoint.manifest": Walk((*SAVING, *REMOTE_SAVING), ends_early=("error",)),
     "checkpoint.set_aside": Walk((of("resume over a damaged one", "worker-0"),)),
-    "checkpoint.rename": Walk(SAVING, ends_early=("error",)),
-    "checkpoint.renamed": Walk(SAVING, ends_early=("error",)),
-    "checkpoint.saved": Walk(SAVING, ends_early=("error",)),
-    "checkpoint.remove": Walk((of("plain", "worker-0", 1, 2),), ends_early=("error",)),
-    "checkpoint.removing": Walk((of("plain", "worker-0", 1, 2),), ends_early=("error",)),
+    "checkpoint.rename": Walk((*SAVING, *REMOTE_SAVING), ends_early=("error",)),
+    "checkpoint.renamed": Walk((*SAVING, *REMOTE_SAVING), ends_early=("error",)),
+    "checkpoint.saved": Walk((*SAVING, *REMOTE_SAVING), ends_early=("error",)),
+    "checkpoint.remove": Walk(
+        (of("plain", "worker-0", 1, 2), of("remote", "coordinator", 1, 2)), ends_early=("error",)
+    ),
+    "checkpoint.removing": Walk(
+        (of("plain", "worker-0", 1, 2), of("remote", "coordinator", 1, 2)), ends_early=("error",)
+    ),
     "checkpoint.written": Walk(SAVING, DEATHS),
+    "remote_save.piece": Walk((of("remote", "worker-0", 1, 2, 4), of("remote resume", "worker-0", 1))),
+    "remote_save.written": Walk((of("remote", "coordinator", 1, 2, 4), of("remote resume", "coordinator", 1)), DEATHS),
+    "remote_save.end": Walk((of("remote", "worker-0", 1, 3), of("remote resume", "worker-0", 1))),
+    "remote_save.saved": Walk((of("remote", "coordinator", 1, 3), of("remote resume", "coordinator", 1)), DEATHS),
+    "remote_save.heard": Walk((of("remote", "worker-0", 1, 3), of("remote resume", "worker-0", 1)), DEATHS),
+    "remote_load.ask": Walk((of("remote", "worker-0", 1), of("remote resume", "worker-0", 1, 2, 4))),
     "launcher_link.listen": Walk((of("plain", "coordinator"), of("coordinator", "coordinator", 2))),
     "launcher_link.again": Walk((of("coordinator", "coordinator", 1),), DEATHS),
     "coordinator.back": Walk((of("coordinator", "coordinator", 1),), DEATHS),

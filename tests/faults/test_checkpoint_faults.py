@@ -34,7 +34,7 @@ KILLER = r"""
 import json, os, random, select, signal, sys, time
 from pathlib import Path
 import torch
-from cordee.checkpoint import CheckpointWriter, Request, State, load_newest, save
+from cordee.checkpoint import CheckpointWriter, Folder, Request, State, load_newest, save
 
 torch.set_num_threads(1)
 mode, root, trials, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
@@ -69,7 +69,7 @@ def write_apart(version, report):
         assert saved.problem is None
         os.writev(report, [saved.step.to_bytes(8, "little")])
 
-    writer = CheckpointWriter(root, done)
+    writer = CheckpointWriter(Folder(root), done)
     while True:
         for tensor in live.tensors.values():
             tensor.fill_(version)  # while the one before is being written

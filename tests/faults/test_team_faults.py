@@ -23,6 +23,7 @@ from wires import Wires, two_networks
 
 import warm_launch
 from cordee.bench.harness import describe_machine
+from cordee.checkpoint import load, weights_sha256
 from cordee.cluster.control import scale_run
 from cordee.core.errors import JobError, RunDirectoryError
 from cordee.tools.audit import audit_run
@@ -388,9 +389,12 @@ def test_somebody_joins_freezes_wakes_and_leaves(tmp_path: Path, undisturbed: st
 
 
 @contextlib.contextmanager
-def joining(wires: Wires, ticket: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """`cordee join` on the other host, which has a cache of its own."""
-    command = wires.inside(1, sys.executable, "-m", "cordee", "join", str(ticket))
+def joining(wires: Wires, ticket: Path, folder: Path, hidden: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """`cordee join` on the other host, which has a cache of its own, and an empty folder in the place of `hidden`."""
+    join = [sys.executable, "-m", "cordee", "join", str(ticket)]
+    if hidden is not None:  # `ip netns exec` gives each process mounts of its own
+        join = ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(hidden), *join]
+    command = wires.inside(1, *join)
     environment = {**os.environ, "CORDEE_CACHE": str(folder)}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as external_worker:
@@ -427,6 +431,38 @@ def test_a_worker_of_another_host_joins_is_cut_off_comes_back_and_is_killed(tmp_
         check_held(run, undisturbed, recoveries=2)
         assert [event["worker"] for event in run.of("worker_lost")] == [2, 2]
         assert {event["pid"] for event in run.of("worker_started") if event["worker"] == 2} == {external_worker.pid}
+
+
+@pytest.mark.long
+def test_a_worker_of_another_host_without_the_run_directory_finishes_alone(tmp_path: Path, undisturbed: str) -> None:
+    (tmp_path / "slowly").touch()
+    options = ("cluster.address=10.99.0.1", "cluster.max_restarts=0", "checkpoint.every_steps=10")
+    settings = [argument for option in options for argument in ("--set", option)]
+    with two_networks() as wires, launch(tmp_path, *settings, wires=wires) as run:
+        run.wait_for_step(2)
+        ticket = tmp_path / "ticket"
+        shutil.copy(run.run_dir / "control.json", ticket)
+        ticket.chmod(0o600)
+        with joining(wires, ticket, tmp_path / "far", hidden=run.run_dir) as external_worker:
+            wait_for_members(run, 3)
+            run.wait_for_step(run.of("step")[-1]["step"] + 3)
+            for index in (0, 1):
+                os.kill(run.pids()[index], signal.SIGKILL)
+            wait_for_members(run, 1)
+            (tmp_path / "slowly").unlink()
+            alone_at = run.of("generation")[-1]["step"]
+            check_held(run, undisturbed, recoveries=1)
+            stdout, stderr = external_worker.communicate(timeout=30)
+        assert external_worker.returncode == 0 and "worker 2 is done" in stdout, stderr
+        assert [event["worker"] for event in run.of("worker_lost")] == [0, 1]
+        saved = [event for event in run.of("checkpoint") if event["step"] > alone_at]
+        assert [event["step"] for event in saved] == list(range(-(-(alone_at + 1) // 10) * 10, STEPS + 1, 10))
+        folder = run.run_dir / "checkpoints"
+        assert {event["path"] for event in saved} == {str(folder / f"step-{event['step']}") for event in saved}
+        assert sorted(path.name for path in folder.iterdir()) == ["step-230", "step-240", "step-250"]
+        weights = load(folder / f"step-{STEPS}").part("model").tensors
+        assert weights_sha256(weights) == undisturbed
+        assert "out of reach" in next((tmp_path / "far").rglob("worker-2.log")).read_text()
 
 
 @pytest.mark.long

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+from cordee import checkpoint
 from cordee.bench.harness import Clock, Place
 from cordee.cluster import Team
 from cordee.communication.shared_memory import register
@@ -113,7 +114,7 @@ def train_for_ever(job: Job, place: Place, clock: Clock) -> None:
     if place.size == 1:  # of several workers the launcher shows the progress, beside the training
         sinks.append(ProgressSink(Console(file=io.StringIO())))
     with Monitor(sinks) as monitor:
-        Trainer(parts, monitor, folder, should_stop=at_each_step).run()
+        Trainer(parts, monitor, checkpoint.Folder(folder), should_stop=at_each_step).run()
 
 
 def cordee_loop(place: Place, clock: Clock, *, model: str, data: Data, batch_size: int) -> None:

@@ -2,7 +2,16 @@
 
 from cordee.checkpoint.export import export
 from cordee.checkpoint.optimizer import load_optimizer_state, optimizer_state
-from cordee.checkpoint.reading import Loaded, list_checkpoints, load, load_newest, looks_whole, refuse_link
+from cordee.checkpoint.reading import (
+    Loaded,
+    list_checkpoints,
+    load,
+    load_first_whole,
+    load_newest,
+    looks_whole,
+    read_piece,
+    refuse_link,
+)
 from cordee.checkpoint.sharing import (
     Comparison,
     Digest,
@@ -13,29 +22,35 @@ from cordee.checkpoint.sharing import (
     share_value,
 )
 from cordee.checkpoint.state import State, buffer_names, load_model_state, model_state, weights_sha256
-from cordee.checkpoint.writing import CheckpointWriter, Request, Saved, save
+from cordee.checkpoint.writing import CheckpointWriter, Draft, Folder, Request, Saved, Store, remove_stale, save
 
 __all__ = [
     "CheckpointWriter",
     "Comparison",
     "Digest",
+    "Draft",
+    "Folder",
     "Loaded",
     "Request",
     "Saved",
     "State",
+    "Store",
     "buffer_names",
     "digest_state",
     "export",
     "list_checkpoints",
     "load",
+    "load_first_whole",
     "load_model_state",
     "load_newest",
     "load_optimizer_state",
     "looks_whole",
     "model_state",
     "optimizer_state",
+    "read_piece",
     "receive_state",
     "refuse_link",
+    "remove_stale",
     "save",
     "send_state",
     "share_state",

@@ -19,7 +19,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from cordee.checkpoint.state import chunks_of, require_plain
+from cordee.checkpoint.state import State, chunks_of, require_plain
 from cordee.core.errors import CheckpointError
 from cordee.version import __version__
 
@@ -264,34 +264,62 @@ def lay_out(tensors: Mapping[str, Tensor]) -> Layout:
     return Layout(len(header).to_bytes(8, "little") + header, ordered)
 
 
+def encode_files(state: State) -> dict[str, Iterable[bytes | memoryview]]:
+    """Return the files of a checkpoint but the manifest, each in pieces that are views of the tensors where possible.
+
+    Raises CheckpointError for a state that cannot be saved.
+    """
+    layouts = {file_of(part): lay_out(tensors) for part, tensors in split_by_part(state.tensors).items()}
+    return {**{name: _pieces_of(layout) for name, layout in layouts.items()}, VALUES: [encode_values(state.values)]}
+
+
+def _pieces_of(layout: Layout) -> Iterator[bytes | memoryview]:
+    yield layout.header
+    for name, tensor in layout.tensors:
+        yield from chunks_of(name, tensor)
+
+
 def write_layout(path: Path, layout: Layout) -> Written:
     """Write a new file and bring it to the disk. OSError passes through."""
-
-    def pieces() -> Iterable[bytes | memoryview]:
-        yield layout.header
-        for name, tensor in layout.tensors:
-            yield from chunks_of(name, tensor)
-
-    return write_file(path, pieces())
+    return write_file(path, _pieces_of(layout))
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Written:
     """Write the pieces to a new file, hash them on the way, and bring the file to the disk."""
-    digest = hashlib.sha256()
-    num_bytes = 0
-    # O_EXCL: the file is new, so no link that lies there can lead the writing elsewhere.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    file = NewFile(path)
     try:
         for piece in pieces:
-            rest = memoryview(piece)
-            digest.update(rest)
-            num_bytes += len(rest)
-            while len(rest):
-                rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
+            file.append(piece)
+        return file.sync()
     finally:
-        os.close(descriptor)
-    return Written(num_bytes, digest.hexdigest())
+        file.close()
+
+
+class NewFile:
+    """A file that is written piece by piece, and hashed on the way. OSError passes through."""
+
+    def __init__(self, path: Path) -> None:
+        self._digest, self._num_bytes = hashlib.sha256(), 0
+        # O_EXCL: the file is new, so no link that lies there can lead the writing elsewhere.
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def append(self, piece: bytes | memoryview) -> None:
+        rest = memoryview(piece)
+        self._digest.update(rest)
+        self._num_bytes += len(rest)
+        while len(rest):
+            rest = rest[os.write(self._descriptor, rest) :]
+
+    def sync(self) -> Written:
+        """Bring the file to the disk; return what it must be when it is read again, if nothing is added."""
+        os.fsync(self._descriptor)
+        return Written(self._num_bytes, self._digest.hexdigest())
+
+    def close(self) -> None:
+        """Close the file as it is."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def parse(content: bytes) -> dict[str, Tensor]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -37,12 +39,34 @@ class Loaded(NamedTuple):
     damaged: list[tuple[Path, str]]
 
 
-def load(path: Path) -> State:
+# Returns the content of a file of at most so many bytes, or raises CheckpointError.
+Reader: TypeAlias = Callable[[Path, int], bytes]
+
+
+def load(path: Path, read: Reader | None = None) -> State:
     """Return the state in one checkpoint; CheckpointError says which file of it is wrong, and how.
 
-    Each file is read once, and what was hashed is what is decoded. Tensors are on the CPU and own their memory.
+    Each file is read once, by `read` if it is given, and what was hashed is what is decoded. Tensors are on the CPU and
+    own their memory.
     """
-    return _load(path)[0]
+    read = read or _read
+    manifest = _read_manifest(path, read)
+    num_bytes = sum(file.num_bytes for file in manifest.files.values())
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > memory_bytes:
+        raise CheckpointError(f"{path} holds {num_bytes} bytes, this machine has {memory_bytes} bytes of memory")
+    values: dict[str, object] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, written in manifest.files.items():
+        content = _read_verified(path / name, written, read)
+        try:
+            if name == VALUES:
+                values = decode_values(content)
+            else:
+                tensors.update({f"{part_of(name)}.{key}": value for key, value in parse(content).items()})
+        except CheckpointError as error:
+            raise CheckpointError(f"{path / name} {error}") from None
+    return State(tensors, values)
 
 
 def load_newest(root: Path) -> Loaded | None:
@@ -50,17 +74,22 @@ def load_newest(root: Path) -> Loaded | None:
 
     Raises CheckpointError if there are checkpoints and all of them are damaged.
     """
+    return load_first_whole(reversed(list_checkpoints(root)), str(root))
+
+
+def load_first_whole(paths: Iterable[Path], where: str, read: Reader | None = None) -> Loaded | None:
+    """Return the first of these checkpoints that is whole. Like `load_newest`, which looks for them in `where`."""
     damaged: list[tuple[Path, str]] = []
-    for path in reversed(list_checkpoints(root)):
+    for path in paths:
         try:
-            state, manifest = _load(path)
+            state = load(path, read)
         except CheckpointError as error:
             damaged.append((path, str(error)))
         else:
-            return Loaded(state, path, manifest.step, damaged)
+            return Loaded(state, path, step_of(path) or 0, damaged)
     if damaged:
         reasons = "; ".join(reason for _, reason in damaged)
-        raise CheckpointError(f"no checkpoint in {root} is whole: {reasons}")
+        raise CheckpointError(f"no checkpoint in {where} is whole: {reasons}")
     return None
 
 
@@ -91,7 +120,7 @@ def refuse_link(root: Path) -> None:
 def looks_whole(path: Path) -> bool:
     """Return whether the manifest is right and every file has its size: cheap, and blind to flipped bits."""
     try:
-        manifest = _read_manifest(path)
+        manifest = _read_manifest(path, _read)
         return all((path / name).stat().st_size == file.num_bytes for name, file in manifest.files.items())
     except (CheckpointError, OSError):
         return False
@@ -106,30 +135,8 @@ def damage_of(path: Path) -> str | None:
     return None
 
 
-def _load(path: Path) -> tuple[State, Manifest]:
-    manifest = _read_manifest(path)
-    num_bytes = sum(file.num_bytes for file in manifest.files.values())
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if num_bytes > memory_bytes:
-        raise CheckpointError(f"{path} holds {num_bytes} bytes, this machine has {memory_bytes} bytes of memory")
-    values: dict[str, object] = {}
-    tensors: dict[str, Tensor] = {}
-    for name, written in manifest.files.items():
-        content = _read_verified(path / name, written)
-        try:
-            if name == VALUES:
-                values = decode_values(content)
-            else:
-                tensors.update({f"{part_of(name)}.{key}": value for key, value in parse(content).items()})
-        except CheckpointError as error:
-            raise CheckpointError(f"{path / name} {error}") from None
-    return State(tensors, values), manifest
-
-
-def _read_manifest(path: Path) -> Manifest:
-    if path.is_symlink():
-        raise CheckpointError(f"{path} is a link, and no links are followed: copy the checkpoint there")
-    content = _read(path / MANIFEST, MAX_MANIFEST_BYTES)
+def _read_manifest(path: Path, read: Reader) -> Manifest:
+    content = read(path / MANIFEST, MAX_MANIFEST_BYTES)
     try:
         manifest = decode_manifest(content)
     except CheckpointError as error:
@@ -139,10 +146,10 @@ def _read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _read_verified(path: Path, written: Written) -> bytes:
+def _read_verified(path: Path, written: Written, read: Reader) -> bytes:
     if path.name == VALUES and written.num_bytes > MAX_VALUES_BYTES:
         raise CheckpointError(f"{path} has {written.num_bytes} bytes, more than the {MAX_VALUES_BYTES} allowed")
-    content = _read(path, written.num_bytes)
+    content = read(path, written.num_bytes)
     if len(content) != written.num_bytes:
         raise CheckpointError(f"{path} is cut short: {len(content)} bytes instead of {written.num_bytes}")
     if hashlib.sha256(content).hexdigest() != written.sha256:
@@ -150,8 +157,34 @@ def _read_verified(path: Path, written: Written) -> bytes:
     return content
 
 
+def read_piece(root: Path, name: str, file: str, offset: int, num_bytes: int) -> tuple[bytes, int]:
+    """Return bytes of one file of a checkpoint in `root`, and the size of the file. Nothing is verified.
+
+    Raises CheckpointError, also for names that no checkpoint has.
+    """
+    path = root / name
+    if step_of(path) is None or path.name != name:
+        raise CheckpointError(f"{name!r} is no checkpoint")
+    if file not in (MANIFEST, VALUES) and part_of(file) is None:
+        raise CheckpointError(f"{file!r} is no file of a checkpoint")
+    with _opened(path / file) as (descriptor, size):
+        return os.pread(descriptor, num_bytes, offset), size
+
+
 def _read(path: Path, max_bytes: int) -> bytes:
     """Return the content of a regular file of at most `max_bytes`; anything else is a CheckpointError."""
+    with _opened(path) as (descriptor, size):
+        if size > max_bytes:
+            raise CheckpointError(f"{path} has {size} bytes, at most {max_bytes} were expected")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(size)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[int, int]]:
+    """Yield the descriptor and the size of a regular file of a checkpoint; anything else is a CheckpointError."""
+    if path.parent.is_symlink():
+        raise CheckpointError(f"{path.parent} is a link, and no links are followed: copy the checkpoint there")
     try:
         # Not through links, and without waiting for a writer should it be a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -159,10 +192,7 @@ def _read(path: Path, max_bytes: int) -> bytes:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path} is not a regular file")
-            if status.st_size > max_bytes:
-                raise CheckpointError(f"{path} has {status.st_size} bytes, at most {max_bytes} were expected")
-            with os.fdopen(descriptor, "rb", closefd=False) as file:
-                return file.read(status.st_size)
+            yield descriptor, status.st_size
         finally:
             os.close(descriptor)
     except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import os
@@ -11,9 +12,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,17 +22,15 @@ from torch import Tensor
 from cordee.checkpoint.layout import (
     MANIFEST,
     VALUES,
+    NewFile,
+    Written,
+    encode_files,
     encode_manifest,
-    encode_values,
-    file_of,
-    lay_out,
     memory_of,
-    split_by_part,
     step_of,
     write_file,
-    write_layout,
 )
-from cordee.checkpoint.reading import damage_of, list_checkpoints, looks_whole, refuse_link
+from cordee.checkpoint.reading import Loaded, damage_of, list_checkpoints, load_newest, looks_whole, refuse_link
 from cordee.checkpoint.state import State, require_plain
 from cordee.core.errors import CheckpointError, StorageError
 from cordee.core.fault_points import reach
@@ -56,38 +55,100 @@ def save(root: Path, step: int, state: State, *, keep: int, protected: Collectio
     nothing temporary left; CheckpointError, before anything is written, for a state that cannot be saved; StorageError
     as well if `root` is a link.
     """
-    assert step >= 0 and keep >= 1, (step, keep)
-    layouts = {file_of(part): lay_out(tensors) for part, tensors in split_by_part(state.tensors).items()}
-    values = encode_values(state.values)
-    target = root / f"step-{step}"
+    files = encode_files(state)
+    draft = Draft(root, step)
     try:
-        refuse_link(root)
-    except CheckpointError as error:
-        raise StorageError(f"cannot save the checkpoint {target}: {error}") from None
-    try:
-        _make_root(root)
-        _remove_stale(root)
-        with _temporary(root, step) as temporary:
-            temporary.mkdir()
+        for name, pieces in files.items():
+            for piece in pieces:
+                draft.append(name, piece)
+        return draft.finish(keep=keep, protected=protected)
+    finally:
+        draft.discard()
+
+
+class Draft:
+    """A checkpoint that is being written in `root`, file by file. Nothing is seen of it before it is finished.
+
+    What raises StorageError discards the draft: nothing temporary is left, and what was there before is intact.
+    """
+
+    def __init__(self, root: Path, step: int) -> None:
+        assert step >= 0, step
+        self._root, self._step = root, step
+        self._target = root / f"step-{step}"
+        self._written: dict[str, Written] = {}
+        self._file: tuple[str, NewFile] | None = None  # that pieces are added to
+        self._temporary = contextlib.ExitStack()
+        with self._storing():
+            refuse_link(root)
+            _make_root(root)
+            remove_stale(root)
+            self._folder = self._temporary.enter_context(_temporary(root, step))
+            self._folder.mkdir()
             reach("checkpoint.folder", OSError)
-            files = {}
-            for name, layout in layouts.items():
-                files[name] = write_layout(temporary / name, layout)
-                reach("checkpoint.file", OSError)
-            files[VALUES] = write_file(temporary / VALUES, [values])
-            reach("checkpoint.values", OSError)
-            write_file(temporary / MANIFEST, [encode_manifest(step, files)])
+
+    def append(self, name: str, piece: bytes | memoryview) -> None:
+        """Add bytes to a file; all of one file come before those of the next."""
+        with self._storing():
+            if self._file is None or self._file[0] != name:
+                self._end_file()
+                self._file = (name, NewFile(self._folder / name))
+            self._file[1].append(piece)
+
+    def sync(self) -> None:
+        """Bring what was added to the disk: less is left to be done when a large file ends."""
+        with self._storing():
+            if self._file is not None:
+                self._file[1].sync()
+
+    def end_files(self) -> dict[str, Written]:
+        """Return size and hash of every file, when all bytes are added."""
+        with self._storing():
+            self._end_file()
+        return self._written
+
+    def finish(self, *, keep: int, protected: Collection[int]) -> Path:
+        """Give the checkpoint its name, then remove older ones."""
+        assert keep >= 1, keep
+        files = self.end_files()
+        with self._storing():
+            write_file(self._folder / MANIFEST, [encode_manifest(self._step, files)])
             reach("checkpoint.manifest", OSError)
-            fsync_directory(temporary)
-            _put_in_place(temporary, target)
-    except OSError as error:
-        raise StorageError(f"cannot save the checkpoint {target}: {reason_of(error)}") from error
-    try:
-        reach("checkpoint.saved", OSError)
-        _prune(root, step, keep, protected)
-    except OSError as error:
-        raise StorageError(f"{target} is saved, but older ones cannot be removed: {reason_of(error)}") from error
-    return target
+            fsync_directory(self._folder)
+            _put_in_place(self._folder, self._target)
+        self.discard()
+        try:
+            reach("checkpoint.saved", OSError)
+            _prune(self._root, self._step, keep, protected)
+        except OSError as error:
+            raise StorageError(
+                f"{self._target} is saved, but older ones cannot be removed: {reason_of(error)}"
+            ) from error
+        return self._target
+
+    def discard(self) -> None:
+        """Leave nothing behind. Does nothing to a checkpoint that has its name."""
+        if self._file is not None:
+            self._file[1].close()
+            self._file = None
+        self._temporary.close()
+
+    def _end_file(self) -> None:
+        if self._file is not None:
+            name, file = self._file
+            self._written[name] = file.sync()
+            file.close()
+            self._file = None
+            reach("checkpoint.values" if name == VALUES else "checkpoint.file", OSError)
+
+    @contextlib.contextmanager
+    def _storing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, CheckpointError) as error:
+            self.discard()
+            reason = reason_of(error) if isinstance(error, OSError) else str(error)
+            raise StorageError(f"cannot save the checkpoint {self._target}: {reason}") from error
 
 
 def fsync_directory(path: Path) -> None:
@@ -174,7 +235,7 @@ def _remove(checkpoint: Path) -> None:
             doomed.unlink()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _temporary(root: Path, step: int) -> Iterator[Path]:
     """Yield a free temporary name, protected from this process' other threads; nothing is left under it after."""
     path = root / f".step-{step}.{_HOST}.{os.getpid()}.{next(_serial)}.tmp"
@@ -187,7 +248,7 @@ def _temporary(root: Path, step: int) -> Iterator[Path]:
         _in_use.discard(path)
 
 
-def _remove_stale(root: Path) -> None:
+def remove_stale(root: Path) -> None:
     """Remove what dead processes of this host left behind; other hosts' processes cannot be asked."""
     for path in root.iterdir():
         match = _TEMPORARY.fullmatch(path.name)
@@ -211,6 +272,35 @@ def reason_of(error: OSError) -> str:
     """Return what the system says, and of which file."""
     where = f" ({error.filename})" if error.filename else ""
     return f"{error.strerror or error}{where}"
+
+
+class Store(Protocol):
+    """Where a worker saves and finds the checkpoints of a run: a folder, or a coordinator that has access to it."""
+
+    def save(self, step: int, state: State, *, keep: int, protected: Collection[int]) -> Path:
+        """Save a checkpoint and remove older ones, like the function `save`."""
+
+    def names(self) -> list[str]:
+        """Return the names of the checkpoints, oldest first, whole or not."""
+
+    def load_newest(self) -> Loaded | None:
+        """Return the newest whole checkpoint, like the function `load_newest`."""
+
+
+class Folder:
+    """The checkpoints in a folder that this process has access to."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def save(self, step: int, state: State, *, keep: int, protected: Collection[int]) -> Path:
+        return save(self._root, step, state, keep=keep, protected=protected)
+
+    def names(self) -> list[str]:
+        return [path.name for path in list_checkpoints(self._root)]
+
+    def load_newest(self) -> Loaded | None:
+        return load_newest(self._root)
 
 
 # Saving while training continues: the state is copied, and a thread writes the copy.
@@ -239,16 +329,16 @@ class Request:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time into `root`, in a thread or at once.
+    """Saves one checkpoint at a time in `store`, in a thread or at once.
 
     With a thread, `start` returns when the state is copied: the caller may change its tensors. The copy is kept and
     used again, so the first one costs memory and the others only time. A process that ends before `wait` loses
     the checkpoint being written, and only that.
     """
 
-    def __init__(self, root: Path, on_saved: Callable[[Saved], None]) -> None:
+    def __init__(self, store: Store, on_saved: Callable[[Saved], None]) -> None:
         """`on_saved` is called by whoever writes: the thread, or `write`."""
-        self._root = root
+        self._store = store
         self._on_saved = on_saved
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -292,7 +382,7 @@ class CheckpointWriter:
         path: Path | None = None
         problem: StorageError | None = None
         try:
-            path = save(self._root, request.step, request.state, keep=request.keep, protected=request.protected)
+            path = self._store.save(request.step, request.state, keep=request.keep, protected=request.protected)
         except StorageError as error:
             problem = error
         reach("checkpoint.written")

@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ from cordee.version import __version__
 
 CONTROL_FILE = "control.json"
 CONTROL_NAME = "control"
+TOKEN_FILE = ".run"
 REPLY_TIMEOUT_S = 10.0
 NOT_YET = "not-yet"  # why a request is refused that may be asked again in a moment
 
@@ -86,6 +88,35 @@ def write_control(folder: Path, control: Control) -> str:
 def remove_control(folder: Path) -> None:
     with contextlib.suppress(OSError):
         (folder / CONTROL_FILE).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def marked(folder: Path, run: str) -> Iterator[None]:
+    """Inside, processes can find out by `has_run_directory` that a folder is the directory of the run.
+
+    Where the disk refuses the mark, no process finds it, and the coordinator writes their checkpoints.
+    """
+    with contextlib.suppress(OSError), (folder / TOKEN_FILE).open("w") as file:
+        file.write(_token_of(run, file.fileno()))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / TOKEN_FILE).unlink(missing_ok=True)
+
+
+def has_run_directory(folder: Path, run: str) -> bool:
+    """Return whether this process can write to the directory of the run, which is `folder` on the run's host."""
+    try:
+        with (folder / TOKEN_FILE).open() as file:
+            return file.read() == _token_of(run, file.fileno()) and os.access(folder, os.W_OK)
+    except (OSError, ValueError):
+        return False
+
+
+def _token_of(run: str, file: int) -> str:
+    """Return what the token file says: also its own inode, which a copy on another host does not have."""
+    return f"{run} {os.fstat(file).st_ino}"
 
 
 def scale_run(folder: Path, num_workers: int, threads: int = 0) -> str:

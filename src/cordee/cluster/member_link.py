@@ -44,7 +44,8 @@ class MemberSpec(msgspec.Struct, frozen=True, kw_only=True):
     role: str  # "worker", "server", "evaluator"
     index: int  # among those of its role; the place of a worker in a team may be another
     replica: int = 0  # of a server: 0 is the first to serve, the others can take its place
-    run_dir: str
+    run_dir: str  # on the run's host
+    log_dir: str = ""  # where this process keeps its log; empty is the run directory
     run_id: str
     address: str  # of the coordinator
     client_keys: str
@@ -82,7 +83,7 @@ class MemberSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def log_file(self) -> Path:
         """Where a worker's log is."""
-        return Path(self.run_dir) / "logs" / f"{self.name}.log"
+        return Path(self.log_dir or self.run_dir) / "logs" / f"{self.name}.log"
 
 
 class MemberLink(abc.ABC):
@@ -109,6 +110,11 @@ class MemberLink(abc.ABC):
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
         self.step = 0  # told with each heartbeat
+
+    @property
+    def incarnation(self) -> int:
+        """That this process speaks with: another one after it was given up and has come back."""
+        return self._channel.speaker.incarnation
 
     @abc.abstractmethod
     def _reach(self, when: Literal["ask", "answered"], message: Message) -> None:

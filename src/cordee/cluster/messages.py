@@ -7,9 +7,11 @@ member sends them again until they are noted. The others are soon out of date an
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
-from cordee.communication.messages import COORDINATION, MEMBERSHIP, Bye, Count, Failure, Message, Text
+from msgspec import Meta
+
+from cordee.communication.messages import COORDINATION, MEMBERSHIP, Bye, Count, Failure, Message, Name, Text
 from cordee.monitoring.events import AnyEvent
 from cordee.monitoring.summary import Summary
 
@@ -68,9 +70,90 @@ class StepReached(Message, frozen=True):
     loss: float | None
 
 
+# Checkpoints of a worker that has no access to the run directory. Requests may be made again, and count once.
+
+PIECE_BYTES = 1 << 19  # of a checkpoint, in one message
+
+
+class CheckpointPiece(Message, frozen=True):
+    """Bytes of a checkpoint to be saved, in the order of their numbers. Answered by `CheckpointTaken`."""
+
+    is_generational = False
+
+    worker: Count
+    incarnation: Count  # of the worker: the coordinator takes nothing of one that was given up
+    number: Count  # of the checkpoint, among those of the worker
+    index: Count  # of the piece
+    step: Count
+    file: Name
+    content: Annotated[bytes, Meta(max_length=PIECE_BYTES)]
+
+
+class CheckpointEnd(Message, frozen=True):
+    """All pieces are sent: the checkpoint is to be saved if it is what was sent. Answered by `CheckpointTaken`."""
+
+    is_generational = False
+
+    worker: Count
+    incarnation: Count
+    number: Count
+    index: Count  # how many pieces there were
+    files: Annotated[dict[Name, tuple[Count, Name]], Meta(max_length=64)]  # size and SHA-256 of each
+    keep: Annotated[int, Meta(ge=1, le=2**63 - 1)]  # how many checkpoints are left
+    protected: Annotated[tuple[Count, ...], Meta(max_length=1024)]  # steps whose checkpoints are left besides
+
+
+class CheckpointTaken(Message, frozen=True):
+    """What became of a piece, or of the whole checkpoint."""
+
+    is_generational = False
+
+    is_known: bool = True  # else pieces before it are missing, since another coordinator had them: send all again
+    path: Text = ""  # of the checkpoint, when it is saved
+    problem: Text = ""  # why it is not saved
+
+
+class AskCheckpoints(Message, frozen=True):
+    """Which checkpoints are there? Answered by `CheckpointNames`."""
+
+    is_generational = False
+
+
+class CheckpointNames(Message, frozen=True):
+    """The checkpoints of the run, oldest first, whole or not."""
+
+    is_generational = False
+
+    names: tuple[Name, ...]
+    problem: Text = ""  # why they cannot be read
+
+
+class ReadPiece(Message, frozen=True):
+    """Bytes of a checkpoint are wanted. Answered by `FilePiece`."""
+
+    is_generational = False
+
+    name: Name  # of the checkpoint
+    file: Name
+    offset: Count
+
+
+class FilePiece(Message, frozen=True):
+    """Bytes of a file from where they were asked for."""
+
+    is_generational = False
+
+    content: Annotated[bytes, Meta(max_length=PIECE_BYTES)]
+    num_bytes: Count  # of the whole file
+    problem: Text = ""  # why it cannot be read
+
+
+CheckpointRequest: TypeAlias = CheckpointPiece | CheckpointEnd | AskCheckpoints | ReadPiece
+
 Numbered: TypeAlias = Event | FirstStep | DataFingerprint | WorkerSummary | Failure | Bye
 TeamReport: TypeAlias = FirstStep | DataFingerprint | WorkerSummary | StepTime | StepReached
 COMMON: tuple[type[Message], ...] = (*MEMBERSHIP, Event)
 TEAM: tuple[type[Message], ...] = (
     *COORDINATION, Event, FirstStep, DataFingerprint, WorkerSummary, StepTime, StepReached,
+    CheckpointPiece, CheckpointEnd, CheckpointTaken, AskCheckpoints, CheckpointNames, ReadPiece, FilePiece,
 )  # fmt: skip

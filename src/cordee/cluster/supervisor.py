@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from cordee.cluster.control import remove_control
+from cordee.cluster.control import marked, remove_control
 from cordee.cluster.coordinator import CoordinatorSpec
 from cordee.cluster.engine import AgentLost, CannotStart, Engine, Exited, ProcessSpec, Report, Started
 from cordee.cluster.journal import JOURNAL_FILE, remove_journal
@@ -90,7 +90,7 @@ class Supervisor:
         run_dir = run_dir.absolute()
         run_id = secrets.token_hex(8)
         server_keys, (client_keys, control_keys) = make_keys(2)
-        with temporary_folder() as folder, listen(Path(folder)) as listener:
+        with temporary_folder() as folder, listen(Path(folder)) as listener, marked(run_dir, run_id):
             launcher = LauncherSpec(
                 folder=folder, run_dir=str(run_dir), run_id=run_id, alive_every_s=self._failure_timeout_s / 5
             )

@@ -15,7 +15,6 @@ class Team:
     num_local_workers: int = 1  # on this host: they share its cores
     local_rank: int = 0
     generation: int = 0
-    is_wide: bool = False  # members are on several hosts, and only the first is sure to be on that of the run
     members: tuple[int, ...] = ()  # their numbers in the run, in the order of the team
     threads: int = 0  # that each member computes with; 0 is what the job says
 

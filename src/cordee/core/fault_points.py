@@ -138,7 +138,7 @@ POINTS: dict[str, str] = {
     "segment.answered": "worker: has said how mapping went, waits for the others",
     "rendezvous.formed": "worker: the group is formed, nothing was exchanged in it",
     "rendezvous.end": "worker: about to give up the group of its generation",
-    # checkpoints
+    # checkpoints; for a worker that has no access to the run directory, the coordinator writes
     "checkpoint.staged": "worker: has copied the state, about to have the thread write it",
     "checkpoint.folder": "worker: has made the temporary folder",
     "checkpoint.file": "worker: has written one file of tensors",
@@ -151,6 +151,13 @@ POINTS: dict[str, str] = {
     "checkpoint.remove": "worker: about to remove an old checkpoint",
     "checkpoint.removing": "worker: has taken an old checkpoint's name away, its files are there",
     "checkpoint.written": "worker: the checkpoint is done, nobody knows yet",
+    # checkpoints of a worker that has no access to the run directory
+    "remote_save.piece": "worker: about to send a piece of a checkpoint to the coordinator",
+    "remote_save.written": "coordinator: has written a piece of a checkpoint, has not said so",
+    "remote_save.end": "worker: has sent all pieces of a checkpoint, it has no name yet",
+    "remote_save.saved": "coordinator: has saved a checkpoint that it was sent, or could not, and has not said so",
+    "remote_save.heard": "worker: has heard what became of a checkpoint",
+    "remote_load.ask": "worker: about to ask which checkpoints there are, or for a piece of one",
     # the coordinator
     "launcher_link.listen": "coordinator: about to listen",
     "launcher_link.again": "coordinator: has come back, about to send a command of its last journal entry again",

@@ -61,7 +61,7 @@ def _request_spec(place: Path, control: Control, say: Callable[[str], None]) -> 
 
 
 def _adapt_to_host(spec: MemberSpec, control: Control, data_root: Path | None) -> MemberSpec:
-    """Return the spec with what is different on this host: the addresses, and folders for the log and the data."""
+    """Return the spec with what is different on this host: the addresses, and the folders of the log and the data."""
     folder = cache_folder() / "joined" / f"{control.run}-{spec.index}"
     try:
         address = reach(control, folder)
@@ -74,4 +74,4 @@ def _adapt_to_host(spec: MemberSpec, control: Control, data_root: Path | None) -
     job = spec.job
     if data_root is not None:
         job = spec.load_job().replace([f"data.root={str(data_root.expanduser().absolute())!r}"]).to_toml()
-    return msgspec.structs.replace(spec, run_dir=str(folder), address=address, host_address=own, num_local=1, job=job)
+    return msgspec.structs.replace(spec, log_dir=str(folder), address=address, host_address=own, num_local=1, job=job)

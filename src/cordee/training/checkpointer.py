@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from pathlib import Path
 
 import torch
 
-from cordee import checkpoint
-from cordee.checkpoint import CheckpointWriter, Request, Saved, State
+from cordee.checkpoint import CheckpointWriter, Request, Saved, State, Store
 from cordee.core import settings
 from cordee.core.errors import StorageError
 from cordee.monitoring import Monitor, events
@@ -20,20 +18,19 @@ WORTH_SAYING_S = 0.5  # that a checkpoint waited for the one before
 class Checkpointer:
     """Saves, and reports it. A disk that is full costs the checkpoint, not the run."""
 
-    def __init__(self, folder: Path, rules: settings.Checkpoint, monitor: Monitor) -> None:
-        self._folder = folder
+    def __init__(self, store: Store, rules: settings.Checkpoint, monitor: Monitor) -> None:
+        self._store = store
         self._rules = rules
         self._monitor = monitor
-        self._writer = CheckpointWriter(folder, self._report)
+        self._writer = CheckpointWriter(store, self._report)
         self._has_waited = False  # for a slow disk, and said so
         self.step = -1  # of the last checkpoint, also of one that is being written
         self.problem: StorageError | None = None  # why it is missing
         self.stall_s = 0.0  # that training stood still for checkpoints
 
     def holds(self, step: int) -> bool:
-        """Return whether the checkpoint of `step` is on the disk, or on its way there from this worker."""
-        found = checkpoint.list_checkpoints(self._folder)
-        return self._writer.step == step or any(path.name == f"step-{step}" for path in found)
+        """Return whether the checkpoint of `step` is where the run's are, or on its way there from this worker."""
+        return self._writer.step == step or f"step-{step}" in self._store.names()
 
     def begin(self, step: int) -> None:
         """Make ready for the checkpoint of `step`: wait for the one before, if it is still being written."""
@@ -67,8 +64,8 @@ class Checkpointer:
     def last(self) -> str | None:
         """Return the name of the newest checkpoint, once nothing is being written."""
         self.wait()
-        kept = checkpoint.list_checkpoints(self._folder)
-        return kept[-1].name if kept else None
+        kept = self._store.names()
+        return kept[-1] if kept else None
 
     def _report(self, saved: Saved) -> None:
         """Tell what became of a checkpoint. Called from the thread that wrote it."""

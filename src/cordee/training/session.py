@@ -18,7 +18,7 @@ from cordee.cluster import Team
 from cordee.cluster.messages import TeamReport
 from cordee.communication.exchange import find_lost_peer
 from cordee.compute.devices import MemoryWatch
-from cordee.core.errors import CordeeError, TrainingError
+from cordee.core.errors import CommunicationError, CordeeError, TrainingError
 from cordee.core.fault_points import reach
 from cordee.monitoring import Monitor, Summary, events
 from cordee.trainer import Trainer
@@ -29,7 +29,7 @@ log = logging.getLogger("cordee.session")
 
 
 class Session:
-    """Takes the parts of one worker through a run. `run_dir` is where the team's checkpoints are."""
+    """Takes the parts of one worker through a run. The run's checkpoints are in `run_dir`, unless `store` is given."""
 
     def __init__(
         self,
@@ -40,13 +40,15 @@ class Session:
         should_pause: Callable[[], bool] = lambda: False,
         report: Callable[[TeamReport], None] = lambda _: None,
         memory: MemoryWatch | None = None,
+        store: checkpoint.Store | None = None,
     ) -> None:
         self._parts = parts
         self._memory = memory or MemoryWatch()
         self._monitor = monitor
         self._run_dir = run_dir
+        self._store = store or checkpoint.Folder(run_dir / "checkpoints")
         self._trainer = Trainer(
-            parts, monitor, run_dir / "checkpoints", should_stop=should_stop, should_pause=should_pause, report=report
+            parts, monitor, self._store, should_stop=should_stop, should_pause=should_pause, report=report
         )
         # Between two generations `_held` is what this worker has; in one, the trainer has it and `_is_live` is set.
         # Never both: what a generation is entered from stays here, untouched, until the generation is entered.
@@ -99,6 +101,8 @@ class Session:
 
     def forget(self) -> None:
         """What this worker has is not the team's any more: it gets everything from the others."""
+        with contextlib.suppress(CommunicationError):  # the coordinator takes nothing of a worker that was given up
+            self._trainer.wait_for_checkpoint()
         self._held, self._is_live = None, False
 
     @property
@@ -186,7 +190,7 @@ class Session:
 
     def _require_checkpoint(self) -> None:
         """Raise TrainingError where this worker has trained before and there is nothing to continue from."""
-        if self._is_live and not checkpoint.list_checkpoints(self._run_dir / "checkpoints"):
+        if self._is_live and not self._store.names():
             raise TrainingError(_nothing_left(self.step))
 
     @contextlib.contextmanager
@@ -223,7 +227,7 @@ class Session:
 
     def _load(self) -> State | None:
         """Return the newest whole checkpoint, if there is one. Local."""
-        loaded = checkpoint.load_newest(self._run_dir / "checkpoints")
+        loaded = self._store.load_newest()
         if loaded is None:
             self._warn("the run has no checkpoint yet: starting from the beginning")
             return None

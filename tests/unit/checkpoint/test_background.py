@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cordee.checkpoint import CheckpointWriter, Request, Saved, State, load, save
+from cordee.checkpoint import CheckpointWriter, Folder, Request, Saved, State, load, save
 from cordee.core.errors import CheckpointError
 
 
@@ -26,7 +26,7 @@ def test_the_caller_may_change_its_tensors_at_once(tmp_path: Path, monkeypatch: 
         return save(*args, **settings)
 
     monkeypatch.setattr("cordee.checkpoint.writing.save", held)
-    writer = CheckpointWriter(tmp_path, done.append)
+    writer = CheckpointWriter(Folder(tmp_path), done.append)
     weight, values = torch.ones(5), {"progress": {"step": 1}}
     tied = {"model.a": weight, "model.b": weight, "model.c": torch.arange(6.0).reshape(2, 3).T}
     writer.start(request(1, State(tied, values)))
@@ -44,7 +44,7 @@ def test_the_caller_may_change_its_tensors_at_once(tmp_path: Path, monkeypatch: 
 
 
 def test_weights_that_are_not_shared_any_more_get_copies_of_their_own(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, lambda saved: None)
+    writer = CheckpointWriter(Folder(tmp_path), lambda saved: None)
     weight = torch.ones(3)
     writer.start(request(1, State({"model.a": weight, "model.b": weight}, {})))
     writer.start(request(2, State({"model.a": weight, "model.b": torch.zeros(3)}, {})))
@@ -57,7 +57,7 @@ def test_weights_that_are_not_shared_any_more_get_copies_of_their_own(tmp_path: 
 
 
 def test_a_state_that_cannot_be_saved_is_refused_before_the_thread(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, lambda saved: None)
+    writer = CheckpointWriter(Folder(tmp_path), lambda saved: None)
     with pytest.raises(CheckpointError, match=r"'model\.x' is a meta tensor"):
         writer.start(request(1, State({"model.x": torch.empty(2, device="meta")}, {})))
     with pytest.raises(CheckpointError, match="safetensors cannot hold"):  # found in the thread, told by `wait`
@@ -68,7 +68,7 @@ def test_a_state_that_cannot_be_saved_is_refused_before_the_thread(tmp_path: Pat
 
 def test_writing_at_once_needs_no_copy_and_counts_as_a_stall(tmp_path: Path) -> None:
     done = list[Saved]()
-    writer = CheckpointWriter(tmp_path, done.append)
+    writer = CheckpointWriter(Folder(tmp_path), done.append)
     writer.write(request(4, State({"model.x": torch.ones(2)}, {})))
     (saved,) = done
     assert saved.stall_s >= saved.seconds > 0 and saved.problem is None

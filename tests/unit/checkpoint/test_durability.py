@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from cordee.checkpoint import CheckpointWriter, Request, State, list_checkpoints, load, load_newest, save
+from cordee.checkpoint import CheckpointWriter, Folder, Request, State, list_checkpoints, load, load_newest, save
 
 Node = dict[str, int] | bytes  # a directory's entries, by the number of what they lead to, or a file's content
 
@@ -156,7 +156,9 @@ def test_after_a_power_cut_at_any_call_the_newest_saved_one_is_whole(tmp_path: P
         for version, (step, keep) in enumerate([(1, 2), (2, 2), (3, 2), (3, 2), (3, 1), (4, 1)]):
             state = State({"model.x": torch.full((40,), float(version)), "optimizer.y": torch.ones(3)}, {})
             request = Request(step, state._replace(values={"version": version}), keep, (), 0.0)
-            writer = CheckpointWriter(base / "run" / "checkpoints", lambda _, now=(step, version): saved.append(now))
+            writer = CheckpointWriter(
+                Folder(base / "run" / "checkpoints"), lambda _, now=(step, version): saved.append(now)
+            )
             writer.start(request)
             writer.wait()
     assert num_cuts > 300

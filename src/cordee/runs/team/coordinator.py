@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -17,6 +18,7 @@ from cordee.communication.wire import Codec
 from cordee.core import Job
 from cordee.core.errors import TrainingError
 from cordee.monitoring import AnyEvent, Summary, events
+from cordee.runs.team.checkpoints import CheckpointReceiver
 from cordee.runs.team.generations import Generations
 from cordee.runs.team.losses import Losses
 from cordee.runs.team.member_channel import TeamChannel
@@ -46,6 +48,7 @@ class TeamLeader:
         self._state = self._begin() if restored is None else msgspec.msgpack.decode(restored, type=TeamState)
         self._membership = self._state.membership
         self._recoveries = Recoveries(self._state.recoveries)
+        self._checkpoints = CheckpointReceiver(Path(spec.run_dir) / "checkpoints", self._membership)
         self._stragglers = Stragglers()  # not remembered: it is soon known again
         self._scaling = Scaling(job, spec.num_slots, self._scale) if job.cluster.autoscale else None
 
@@ -76,7 +79,7 @@ class TeamLeader:
     def open(self, channel: ServerChannel) -> None:
         state, launcher = self._state, self._launcher
         members = self._channel = TeamChannel(
-            channel, self._membership, self._take_event, self._handle_request, self._take_report
+            channel, self._membership, self._take_event, self._handle_request, self._take_report, self._checkpoints
         )
         starter = MemberStarter(
             self._spec, self._job, launcher, self._membership, state.addresses, channel.fence, "cordee.runs.team"
@@ -92,6 +95,7 @@ class TeamLeader:
             self._workers.start(index)
 
     def take_up(self) -> None:
+        self._checkpoints.remove_unfinished()
         self._generations.resend_directives()
 
     @property
@@ -114,6 +118,7 @@ class TeamLeader:
             self._scaling.update(membership.step, size, self._workers.threads, time.monotonic())
 
     def dismiss(self) -> bool:
+        self._checkpoints.close()
         return False  # all have said goodbye
 
     @property

@@ -115,8 +115,8 @@ class Generations:
                 membership.of(index).phase = "member"
             return False
         reason = next((r.reason for i in members if (r := membership.of(i)).reason), "")
-        if COULD_NOT_FORM in reason and membership.has_remote and not has_losses:
-            self._expel_unreachable()
+        if COULD_NOT_FORM in reason and membership.has_remote_beside(first.index) and not has_losses:
+            self._expel_unreachable(members[0])
             for index in members:
                 membership.of(index).reason = ""
             return False
@@ -142,11 +142,16 @@ class Generations:
             where = f"; its log is {self._workers.log_file(last.worker_index)}" if last is not None else ""
             raise TrainingError(f"{problem}{where}")
 
-    def _expel_unreachable(self) -> None:
-        """Continue without workers of other hosts that the others cannot connect to: they would keep them for ever."""
+    def _expel_unreachable(self, first: int) -> None:
+        """Continue without workers of other hosts that the others cannot connect to: they would keep them for ever.
+
+        The first stays: where all are on other hosts, it continues alone.
+        """
         membership = self._membership
-        far = [i for i in membership.active if membership.of(i).is_remote]
+        far = [i for i in membership.active if membership.of(i).is_remote and i != first]
         late = [i for i in far if i not in self._recoveries.met] or far
+        if not late:
+            return
         where = ", ".join(f"{membership.of(i).host} (worker {i})" for i in late)
         message = (
             f"the run and {where} could not connect to each other: workers exchange gradients over TCP at ports that "

@@ -123,8 +123,7 @@ class Losses:
         needed = cluster.min_workers if membership.is_elastic else membership.num_workers
         lack = Lack(loss.describe(), len(membership.active), needed)
         verdict = f"{lack.describe_end(cluster)}; its log is {self._workers.log_file(loss.worker_index)}"
-        has_near = any(not membership.of(index).is_remote for index in membership.active)  # who can save
-        if not (has_near and membership.is_elastic and membership.generation):
+        if not (membership.active and membership.is_elastic and membership.generation):
             raise TrainingError(verdict)
         self._memory.shortage = Shortage.begin(verdict, cluster, time.monotonic())
         if warning := lack.describe_wait(cluster, self._workers.run_dir):

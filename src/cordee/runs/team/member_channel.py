@@ -10,7 +10,7 @@ import msgspec
 
 from cordee.cluster.member_channel import MemberChannel
 from cordee.cluster.members import MemberRecord
-from cordee.cluster.messages import StepReached, StepTime, TeamReport
+from cordee.cluster.messages import CheckpointRequest, StepReached, StepTime, TeamReport
 from cordee.cluster.policies import Trouble
 from cordee.communication.channel import Peer, Received
 from cordee.communication.messages import (
@@ -29,6 +29,7 @@ from cordee.communication.messages import (
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import reach
 from cordee.monitoring.events import Warned
+from cordee.runs.team.checkpoints import CheckpointReceiver
 from cordee.runs.team.membership import Membership
 
 
@@ -38,6 +39,7 @@ class TeamChannel(MemberChannel):
 
     members: Membership
     on_report: Callable[[int, TeamReport], None]  # takes what a worker tells of the training
+    checkpoints: CheckpointReceiver
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,6 +108,8 @@ class TeamChannel(MemberChannel):
     def _handle_unknown(self, received: Received) -> None:
         if isinstance(received.message, StoreSet | StoreGet):
             self._pass_on(received, received.message)
+        elif isinstance(received.message, CheckpointRequest):
+            self._reply(received, self.checkpoints.handle(received.message))
         else:
             super()._handle_unknown(received)
 

@@ -107,10 +107,9 @@ class Membership(Members, kw_only=True):
         """Those who train in the present generation."""
         return self._in("member")
 
-    @property
-    def has_remote(self) -> bool:
-        """Whether a worker of another host takes part, or has just been lost."""
-        return any(record.is_remote for record in self.records.values())
+    def has_remote_beside(self, index: int) -> bool:
+        """Whether another worker than this one is of another host and takes part, or has just been lost."""
+        return any(record.is_remote and record.index != index for record in self.records.values())
 
     @property
     def is_complete(self) -> bool:
@@ -157,7 +156,7 @@ class Membership(Members, kw_only=True):
     def next_members(self) -> list[int] | None:
         """Return who forms the next generation; None while it is too early for one.
 
-        Those of the run's own host come first, and of those the ones that are furthest.
+        Those of the run's own host come first, since the first saves, and of those the ones that are furthest.
         """
         leaves = self.dispensable
         ready = [i for i in self._in("ready") if i not in leaves]
@@ -169,15 +168,11 @@ class Membership(Members, kw_only=True):
             return None
         if not self.is_elastic and len(ready) != self.num_workers:
             return None
-        if all(self.of(i).is_remote for i in ready):
-            return None  # the first writes checkpoints, which is of use on the run's own host alone
         return sorted(ready, key=lambda i: (self.of(i).is_remote, -self.of(i).ready_step, i))
 
     @property
     def is_too_small(self) -> bool:
         """Whether those left are fewer than can go on, and nobody is on the way."""
-        if all(self.of(i).is_remote for i in self.active):
-            return True
         return len(self.active) < (self.min_workers if self.is_elastic else self.num_workers)
 
     def form(self, members: list[int]) -> None:

@@ -11,7 +11,9 @@ from typing import Any, SupportsFloat
 
 import msgspec
 
+from cordee.checkpoint import Folder, Store
 from cordee.cluster import Team
+from cordee.cluster.control import has_run_directory
 from cordee.cluster.member_link import MemberSpec
 from cordee.cluster.members import WORKER_PREFIX
 from cordee.cluster.messages import DataFingerprint, StepReached, WorkerSummary
@@ -25,6 +27,7 @@ from cordee.core import fault_points
 from cordee.core.errors import CommunicationError
 from cordee.data.source import check_same, fingerprint
 from cordee.monitoring import AnyEvent, Monitor, events, setup_logging
+from cordee.runs.team.checkpoints import RemoteCheckpoints
 from cordee.runs.team.link import Answer, TeamLink
 from cordee.training.components import assemble
 from cordee.training.session import Session
@@ -109,7 +112,7 @@ class _Member:
         elif order.host_address:
             link.report(DataFingerprint(fingerprint(parts.splits)))
         sink = LinkSink(link, order.index)
-        with Monitor([sink], member=f"worker {order.index}") as monitor:
+        with self._open_store() as store, Monitor([sink], member=f"worker {order.index}") as monitor:
             self._session = session = Session(
                 parts,
                 monitor,
@@ -118,12 +121,23 @@ class _Member:
                 should_pause=lambda: link.is_pause_asked,
                 report=link.report,
                 memory=self._memory,
+                store=store,
             )
             with contextlib.closing(session):
                 if not self._train_on(session, sink):
                     return
             summary = session.summarise(None)
         link.report(WorkerSummary(summary))
+
+    @contextlib.contextmanager
+    def _open_store(self) -> Iterator[Store]:
+        """Inside, the checkpoints of the run can be written and read: in its directory, or through the coordinator."""
+        if has_run_directory(self._run_dir, self._order.run_id):
+            yield Folder(self._run_dir / "checkpoints")
+            return
+        log.info("the run directory is out of reach: the coordinator writes and reads checkpoints")
+        with contextlib.closing(RemoteCheckpoints(self._order, self._link)) as store:
+            yield store
 
     def _train_on(self, session: Session, sink: LinkSink) -> bool:
         """Train in one team after the other; return whether the run has ended, and not just for this worker."""
@@ -185,7 +199,8 @@ def _group(order: MemberSpec, answer: Answer, link: TeamLink) -> Iterator[Team]:
     beside = [i for i, member in enumerate(members) if member.host_id == members[rank].host_id]
     with contextlib.ExitStack() as stack:
         between: BetweenHosts | None = None
-        is_wide = len(beside) < len(members)
+        # Members meet in a file of the run's host, or through the coordinator.
+        is_wide = order.is_remote or len(beside) < len(members)
 
         def stop_waiting() -> None:  # who is waited for may live, and never come
             abandon_groups(link.why_disbanded(generation))
@@ -212,7 +227,6 @@ def _group(order: MemberSpec, answer: Answer, link: TeamLink) -> Iterator[Team]:
             num_local_workers=len(beside),
             local_rank=beside.index(rank),
             generation=generation,
-            is_wide=is_wide,
             members=tuple(int(member.name.removeprefix(WORKER_PREFIX)) for member in members),
             threads=answer.directive.threads,
         )

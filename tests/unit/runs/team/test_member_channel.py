@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 from cordee.monitoring import AnyEvent, Summary
 from cordee.monitoring.events import Commit, Step, Warned
+from cordee.runs.team.checkpoints import CheckpointReceiver
 from cordee.runs.team.link import Answer, TeamLink
 from cordee.runs.team.member_channel import TeamChannel
 from cordee.runs.team.membership import Membership
@@ -59,6 +61,7 @@ class Served:
             self.events.append,
             lambda request: "",
             lambda worker, report: self.reports.append((worker, report)),
+            CheckpointReceiver(Path("not there"), self.membership),
         )
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve)

@@ -215,6 +215,45 @@ def test_too_few_do_not_go_on() -> None:
     assert membership.next_members() is None and membership.is_too_small
 
 
+def test_workers_of_other_hosts_go_on_when_none_of_the_runs_own_is_left() -> None:
+    membership = team(2)
+    membership.is_elastic = True
+    membership.expect(MemberRecord(index=2, is_remote=True), 0.0)
+    join(membership, 2, 0.0)
+    membership.form([0, 1, 2])
+    for index in (0, 1):
+        membership.exit(index, "was killed by SIGKILL", 1.0, is_killed=True)
+    assert [loss.worker_index for loss in membership.take_losses()] == [0, 1] and not membership.is_too_small
+    membership.wait(2, 7, has_dropped=True)
+    assert membership.next_members() == [2]
+    membership.form([2])
+    membership.exit(2, "is out of reach", 2.0, is_killed=True)
+    assert membership.is_too_small and membership.next_members() is None
+
+
+def test_a_worker_of_the_runs_own_host_leads_one_of_another_that_is_further() -> None:
+    membership = team(1)
+    membership.is_elastic = True
+    membership.expect(MemberRecord(index=1, is_remote=True), 0.0)
+    join(membership, 1, 0.0)
+    membership.wait(0, 6, has_dropped=False)
+    membership.wait(1, 7, has_dropped=False)
+    assert membership.next_members() == [0, 1]
+
+
+def test_too_few_of_other_hosts_do_not_go_on() -> None:
+    membership = team(1)
+    membership.is_elastic, membership.min_workers = True, 2
+    membership.expect(MemberRecord(index=1, is_remote=True), 0.0)
+    join(membership, 1, 0.0)
+    membership.form([0, 1])
+    membership.exit(0, "was killed by SIGKILL", 1.0, is_killed=True)
+    membership.wait(1, 7, has_dropped=True)
+    assert membership.is_too_small and membership.next_members() is None
+    membership.min_workers = 1  # those that are left are to save and end
+    assert membership.next_members() == [1]
+
+
 def test_who_wants_to_leave_pauses_the_others_and_is_left_out() -> None:
     membership = trained(3)
     membership.of(1).is_leaving = True

@@ -1,0 +1,39 @@
+"""What workers of a team are told, decided from what is known of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cordee.cluster.members import MemberRecord
+from cordee.cluster.policies import Restarts
+from cordee.cluster.rendezvous import COULD_NOT_FORM
+from cordee.runs.team.generations import Generations
+from cordee.runs.team.membership import Membership
+from cordee.runs.team.recoveries import Recoveries
+from cordee.runs.team.state import DirectiveState, RecoveryState
+
+
+@pytest.mark.parametrize("remote", [[False, True, True], [True, True, True]])
+def test_workers_that_cannot_connect_to_each_other_leave_and_one_goes_on(remote: list[bool]) -> None:
+    membership = Membership(num_workers=1, failure_timeout_s=5.0, is_elastic=True)
+    for index, is_remote in enumerate(remote):
+        record = membership.expect(MemberRecord(index=index, host="a", is_remote=is_remote), 0.0)
+        membership.join(record, 1, 0.0)
+        membership.form([index])
+    for index in range(len(remote)):
+        membership.wait(index, 7, has_dropped=False, reason=f"generation-2 {COULD_NOT_FORM}")
+    told: list[Any] = []
+    generations = Generations(
+        SimpleNamespace(emit=lambda event: None, should_stop=lambda: False),  # type: ignore[arg-type]
+        SimpleNamespace(members=membership, direct=lambda *directive: told.append(directive)),  # type: ignore[arg-type]
+        SimpleNamespace(is_reform_wanted=False),  # type: ignore[arg-type]
+        SimpleNamespace(check_shortage=lambda: None, verdict=None),  # type: ignore[arg-type]
+        Recoveries(RecoveryState(restarts=Restarts(3))),
+        DirectiveState(),
+    )
+    assert not generations.direct()
+    assert membership.active == [0] and membership.next_members() == [0]
+    assert [directive[:2] for directive in told if directive[0] == "leave"] == [("leave", list(range(1, len(remote))))]
