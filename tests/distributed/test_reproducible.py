@@ -37,6 +37,13 @@ JOBS: dict[str, Table] = {
         loss={"use": "cross_entropy", "ignore_index": 3},
         training={**REPRODUCIBLE, "shards": 6},
     ),
+    # Rows and weights that begin at every alignment, at which kernels add in other orders.
+    "odd widths": job(
+        model={"use": "mlp", "hidden": [7, 9]},
+        data={"use": "synthetic", "shape": [5], "num_classes": 3, "size": 97, "test_size": 21},
+        optimizer={"use": "adam", "lr": 0.01},
+        training={**REPRODUCIBLE, "accumulate": 2},
+    ),
     "buffers of all kinds": job(
         model={"use": "networks:Normed"}, data=IMAGES, optimizer={"use": "adam", "lr": 0.01}, training=REPRODUCIBLE
     ),

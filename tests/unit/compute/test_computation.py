@@ -139,3 +139,16 @@ def test_clipping_scales_all_gradients_by_their_joint_norm() -> None:
     torch.testing.assert_close(parameters[0].grad, torch.tensor([0.6]))
     parameters[0].grad = torch.tensor([math.inf])
     assert math.isinf(clip_gradients(parameters, 1.0))
+
+
+@pytest.mark.parametrize("num_parts", [1, 3, 8])
+def test_parts_have_the_bits_that_they_would_have_alone(num_parts: int) -> None:
+    """Kernels add in another order at another alignment: a row of 5 numbers begins at every one."""
+    torch.manual_seed(0)
+    layer, rows = nn.Linear(5, 4), torch.randn(17, 5)
+    whole = Batch(rows[1:], torch.zeros(16, dtype=torch.int64))
+    parts = split_batch(whole, num_parts)
+    for part in parts:
+        assert torch.equal(layer(part.inputs), layer(part.inputs.clone()))
+        assert part.inputs.data_ptr() % 64 == 0 and part.targets.data_ptr() % 64 == 0
+    assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)
