@@ -222,6 +222,7 @@ def _check_steps(events: Sequence[Event]) -> Iterator[str]:
     """
     committed: dict[int | None, int] = {}
     saved, may_load, floor = {0}, True, 0
+    begun: int | None = None  # the generation that has committed something: who starts later is not the first of it
     for event in events:
         kind = event["type"]
         if kind == "checkpoint":
@@ -233,9 +234,12 @@ def _check_steps(events: Sequence[Event]) -> Iterator[str]:
             last = max(committed.values(), default=0)
             if not may_load and event["step"] < last:
                 yield f"generation {event['generation']} continues from step {event['step']} after step {last}"
-            floor = event.get("step") or 0
+            floor, begun = event.get("step") or 0, None
         elif kind == "commit":
             worker, step = event.get("worker"), event["step"]
+            if begun is not None and event.get("generation") == begun:
+                may_load = False
+            begun = event.get("generation") or None
             last = max(committed.values(), default=0) if may_load else max(committed.get(worker, 0), floor)
             if may_load and step in saved:
                 committed = {}  # all continue from there

@@ -78,6 +78,11 @@ def test_news_of_one_that_was_cut_off_may_come_late() -> None:
     assert problems([*SOUND, commit(7, 0, 2), commit(6, 1, 2), commit(7, 1, 2)]) == {}
 
 
+def test_what_the_first_worker_says_may_come_after_what_others_say() -> None:
+    """A coordinator that was killed hears the second worker's news before those of the first."""
+    assert problems([generation(1), commit(0, 1), STARTED, commit(4, 1), commit(0), commit(4)]) == {}
+
+
 def test_runs_with_parameter_servers_are_checked() -> None:
     started = {**STARTED, "strategy": "parameter_server", "servers": 1}
     steps = [{"type": "step", "step": n, "samples": commit(n)["samples"]} for n in (1, 2, 3)]
