@@ -231,7 +231,7 @@ WALK: dict[str, Walk] = {
         point: Walk((of("plain", PAIR, 1, 2, 7), of("plain", "server-1*", 3), of("second dropped", PAIR, 24)))
         for point in ("server.pass_on", "server.passed_on")
     },
-    "staff.enlisted": Walk((of("join", "coordinator"),), DEATHS),
+    "workers.admitted": Walk((of("join", "coordinator"),), DEATHS),
     "dispatch.loss": Walk(
         tuple(of(f"{who} lost", "coordinator") for who in ("worker", "server", "second", "evaluator")), DEATHS
     ),
@@ -277,7 +277,10 @@ WALK: dict[str, Walk] = {
         DEATHS,
     ),
     "dispatch.answer.refused": Walk((of("bad request", "coordinator"),), DEATHS),
-    **{point: Walk((of("plain", "coordinator"),), DEATHS) for point in ("dispatch.dismiss", "dispatch.dismissed")},
+    **{
+        point: Walk((of("plain", "coordinator"),), DEATHS)
+        for point in ("dispatch.shut_down", "dispatch.shut_down_done")
+    },
     "launcher_link.listen": Walk((of("plain", "coordinator"), of("coordinator", "coordinator", 2))),
     "launcher_link.again": Walk((of("coordinator", "coordinator"),), DEATHS),
     **{point: Walk((of("plain", "coordinator"),), DEATHS) for point in ("launcher_link.end", "launcher_link.ended")},

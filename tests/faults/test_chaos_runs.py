@@ -158,6 +158,6 @@ def test_a_run_is_sound_after_faults_at_points(tmp_path: Path) -> None:
 
 
 def test_a_point_that_nobody_passes_is_named(tmp_path: Path) -> None:
-    ended = chaos(tmp_path, "--at", "staff.scaled", "--for", "1s")
+    ended = chaos(tmp_path, "--at", "workers.scaled", "--for", "1s")
     assert ended.returncode == 1
-    assert "nobody passed the fault point staff.scaled for the 1. time" in ended.stderr
+    assert "nobody passed the fault point workers.scaled for the 1. time" in ended.stderr

@@ -101,21 +101,21 @@ class MemberStarter:
         members = self._members
         members.num_started += 1
         record = self._expect(MemberRecord(role=role, index=index, replica=replica, number=members.num_started))
-        argument, log = msgspec.to_builtins(self._tell(record, told)), str(self.log_file(record))
+        argument, log = msgspec.to_builtins(self._make_spec(record, told)), str(self.log_file(record))
         process = ProcessSpec.new(record.number, f"{self._package}.{role}:main", argument, log=log)
         self._launcher.start(process)
         record.started = process.incarnation
         return record
 
-    def enlist(self, index: int, request: JoinRequest) -> str:
+    def admit(self, index: int, request: JoinRequest) -> str:
         """Take a worker that somebody else started; return what it is told: the same as others, and the launcher.
 
         The worker takes part when it has said that it is there.
         """
         is_remote = request.host_id != host_id()
         record = self._expect(MemberRecord(index=index, pid=request.pid, is_remote=is_remote))
-        spec = self._tell(record, {"launcher_pid": self._spec.launcher_pid})
-        reach("staff.enlisted")
+        spec = self._make_spec(record, {"launcher_pid": self._spec.launcher_pid})
+        reach("workers.admitted")
         return msgspec.json.encode(spec).decode()
 
     def log_file(self, record: MemberRecord) -> Path:
@@ -128,7 +128,7 @@ class MemberStarter:
             self._fence(record.name, record.fenced)
         return record
 
-    def _tell(self, record: MemberRecord, told: dict[str, Any]) -> MemberSpec:
+    def _make_spec(self, record: MemberRecord, told: dict[str, Any]) -> MemberSpec:
         spec, public = self._spec, self._addresses.public
         common = MemberSpec(
             kind=spec.kind,
@@ -176,19 +176,19 @@ class Leader(Protocol):
     def begin(self) -> None:
         """Have the first processes started."""
 
-    def take_up(self) -> None:
+    def resend_directives(self) -> None:
         """Say again what processes may not have heard of an earlier coordinator, and do not ask for by themselves."""
 
     @property
     def is_over(self) -> bool: ...
 
-    def hear(self, timeout_s: float) -> None:
+    def receive(self, timeout_s: float) -> None:
         """Take what has come in, waiting at most `timeout_s` for the first message."""
 
     def decide(self) -> None:
-        """Decide what follows from what is known by now. Raises TrainingError if the run cannot go on."""
+        """Decide what follows from what is known by now. Raises TrainingError if the run cannot continue."""
 
-    def dismiss(self) -> bool:
+    def shut_down(self) -> bool:
         """Tell those that are left that the run is over; return whether somebody is still waited for."""
 
     @property
@@ -244,7 +244,7 @@ def _lead(spec: CoordinatorSpec, leader: Leader, launcher: LauncherLink) -> Summ
         else:
             log.warning("taking up at step %d", leader.step)
             reach("coordinator.back")
-            leader.take_up()
+            leader.resend_directives()
         commit()
         reach("coordinator.listening")
         control = Control.of(channel.address, spec.run_id, spec.control_keys, channel.public)
@@ -252,15 +252,15 @@ def _lead(spec: CoordinatorSpec, leader: Leader, launcher: LauncherLink) -> Summ
             launcher.emit(events.Warned(message=problem))
         reach("coordinator.control_written")
         while not leader.is_over:
-            leader.hear(TICK_S)
+            leader.receive(TICK_S)
             reach("coordinator.heard")
             commit()  # processes wait for their answers; nobody waits for what follows
             leader.decide()
             commit()
         reach("coordinator.over")
-        while leader.dismiss():
+        while leader.shut_down():
             commit()
-            leader.hear(TICK_S)
+            leader.receive(TICK_S)
         commit()
     return leader.summarise()
 

@@ -104,7 +104,7 @@ class MemberLink(abc.ABC):
         silence_s = spec.failure_timeout_s if self._is_remote else 0.0  # a broken connection is told by nothing else
         self._channel = ClientChannel(spec.address, speaker, codec, self._keys, silence_s=silence_s)
         self._asking = threading.Lock()
-        self._telling = threading.Condition()
+        self._outbox_changed = threading.Condition()
         self._num_told = 0
         self._heard_s = time.monotonic()  # when the coordinator last said something
         self._is_closing = threading.Event()
@@ -169,22 +169,22 @@ class MemberLink(abc.ABC):
 
     def emit(self, event: AnyEvent) -> None:
         """Pass an event on. It reaches the coordinator, now or when it is back."""
-        self._tell(Event(event))
+        self._send_numbered(Event(event))
 
     def fail(self, error: BaseException) -> None:
         """Report the error that this process ends with."""
-        self._tell(describe_failure(error, self.step))
+        self._send_numbered(describe_failure(error, self.step))
 
     def leave(self) -> None:
         """Say that this process is done. Returns when that has been heard."""
-        self._tell(Bye())
+        self._send_numbered(Bye())
 
-    def _tell(self, message: Numbered) -> None:
-        with self._telling:
+    def _send_numbered(self, message: Numbered) -> None:
+        with self._outbox_changed:
             self._num_told += 1
             self._deliver(msgspec.structs.replace(message, number=self._num_told))
 
-    def _show_life(self, heartbeat_s: float) -> None:
+    def _start_heartbeats(self, heartbeat_s: float) -> None:
         self._thread = threading.Thread(
             target=self._keep_alive, args=(heartbeat_s,), name="cordee-heartbeat", daemon=True
         )

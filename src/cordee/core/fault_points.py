@@ -81,8 +81,8 @@ _SERVED = {
         f"dispatch.answer.{kind}": f"coordinator: about to answer with {kind}"
         for kind in ("joined", "noted", "servers", "work", "order", "leave", "accepted", "refused")
     },
-    "dispatch.dismiss": "coordinator: the run is over, about to have everybody leave",
-    "dispatch.dismissed": "coordinator: everybody has left, or had the time",
+    "dispatch.shut_down": "coordinator: the run is over, about to have everybody leave",
+    "dispatch.shut_down_done": "coordinator: everybody has left, or had the time",
 }
 
 # Every point, with the processes that reach it and what has happened before it. The test that walks them needs an
@@ -179,8 +179,8 @@ POINTS: dict[str, str] = {
     "generations.leave": "coordinator: has decided to let workers go",
     "losses.found": "coordinator: knows of a loss, has done nothing about it",
     "losses.replaced": "coordinator: has decided on a replacement",
-    "staff.scaled": "coordinator: has taken a request for another number of workers",
-    "staff.enlisted": "coordinator: has taken a worker that somebody else started",
+    "workers.scaled": "coordinator: has taken a request for another number of workers",
+    "workers.admitted": "coordinator: has taken a worker that somebody else started",
     "coordinator.over": "coordinator: the run is over, processes may still be there",
     "launcher_link.end": "coordinator: about to send the launcher the result",
     "launcher_link.ended": "coordinator: has sent the launcher the result",

@@ -71,12 +71,12 @@ class Session:
             self._announce()
             self._outcome = self._trainer.run()
 
-    def go_on(self, team: Team, *, may_load: bool, log_file: Path, is_end: Callable[[], bool]) -> bool:
+    def train(self, team: Team, *, may_load: bool, log_file: Path, is_end: Callable[[], bool]) -> bool:
         """Train as a member of `team` until the run ends or the team does; return whether the run has ended.
 
         Collective. Members that are behind, or new, get everything from the one that is furthest. Where nobody has
         anything, all load the newest checkpoint if `may_load`, or begin. Raises CommunicationError when a member is
-        lost: the step that was under way did not happen, and `go_on` may be called with another team.
+        lost: the step that was under way did not happen, and `train` may be called with another team.
         """
         with self._naming_errors(log_file):
             self._enter(team, may_load)

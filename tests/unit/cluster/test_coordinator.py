@@ -54,22 +54,22 @@ class Leader:
     def begin(self) -> None:
         self._want("begin")
 
-    def take_up(self) -> None:
+    def resend_directives(self) -> None:
         self._want("take up")
 
     @property
     def is_over(self) -> bool:
         return self.num_turns >= 2
 
-    def hear(self, timeout_s: float) -> None:
-        self._want("hear")
+    def receive(self, timeout_s: float) -> None:
+        self._want("receive")
 
     def decide(self) -> None:
         self.num_turns += 1
         self.story.append("decide")  # nothing follows from it
 
-    def dismiss(self) -> bool:
-        self._want("dismiss")
+    def shut_down(self) -> bool:
+        self._want("shut_down")
         self.num_waits -= 1
         return self.num_waits >= 0
 
@@ -112,7 +112,7 @@ def lead(folder: Path, restored: bytes | None = None, *, resume: bool = False, e
 
 
 DONE = ["write state", "do"]
-TURNS = [*("hear", *DONE, "decide") * 2, "dismiss", *DONE, "hear", "dismiss", *DONE, "summary"]
+TURNS = [*("receive", *DONE, "decide") * 2, "shut_down", *DONE, "receive", "shut_down", *DONE, "summary"]
 
 
 def test_nothing_is_done_before_it_is_written_down(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_members_are_told_the_same_whoever_has_started_them(tmp_path: Path) -> N
     assert (told.data, told.load_job().to_dict()["model"]) == ("data", job.to_dict()["model"])
     own = msgspec.structs.replace(told, role="worker", index=2, replica=0, has_state=True, launcher_pid=1)
     for host in (host_id(), "another"):
-        joined = msgspec.json.decode(starter.enlist(2, JoinRequest(77, "host", host, "1", "2")), type=MemberSpec)
+        joined = msgspec.json.decode(starter.admit(2, JoinRequest(77, "host", host, "1", "2")), type=MemberSpec)
         assert joined == own and joined.is_external and not joined.is_remote
         record = members.records["worker-2"]
         assert record.is_external and record.is_remote == (host == "another") and record.pid == 77

@@ -1,4 +1,4 @@
-"""Leads a run with work on demand: who is started, looked after and dismissed. Turns: `cluster/coordinator.py`."""
+"""Leads a run with work on demand: who is started, watched and shut down. Turns: `cluster/coordinator.py`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DispatchedLeader:
         self._schedule = make_schedule(job.schedule, facts.total_steps, job.python_path)
         self._servers = ServerCalls(spec.run_id, spec.client_keys)
         self._has_changed = False  # what must be written down though nothing follows from it
-        self._dismissed_by_s: float | None = None
+        self._shut_down_by_s: float | None = None
         if launcher.restored is not None:
             self._state = msgspec.msgpack.decode(launcher.restored, type=RunState)
             assert self._state.dispatcher is not None
@@ -102,14 +102,14 @@ class DispatchedLeader:
         for index in range(self._job.strategy.workers):
             self._starter.start("worker", index)
 
-    def take_up(self) -> None:
+    def resend_directives(self) -> None:
         pass  # whoever had no answer asks again
 
     @property
     def is_over(self) -> bool:
         return self._dispatcher.is_over
 
-    def hear(self, timeout_s: float) -> None:
+    def receive(self, timeout_s: float) -> None:
         self._dispatcher.serve(timeout_s)
 
     def decide(self) -> None:
@@ -132,21 +132,21 @@ class DispatchedLeader:
                 "Lower optimizer.lr, add a warm-up (schedule.warmup_steps), or set strategy.clip_norm = 1.0"
             )
 
-    def dismiss(self) -> bool:
+    def shut_down(self) -> bool:
         """Let everybody end in order; what is still there is ended by the engine."""
         dispatcher = self._dispatcher
-        if self._dismissed_by_s is None:
-            reach("dispatch.dismiss")
-            self._dismissed_by_s = time.monotonic() + self._job.cluster.failure_timeout_s
+        if self._shut_down_by_s is None:
+            reach("dispatch.shut_down")
+            self._shut_down_by_s = time.monotonic() + self._job.cluster.failure_timeout_s
         members = self._state.members
         others = [record for record in members.records.values() if record.role != "server" and record.may_send]
-        if time.monotonic() < self._dismissed_by_s and not all(record.is_done for record in others):
+        if time.monotonic() < self._shut_down_by_s and not all(record.is_done for record in others):
             dispatcher.shut_down()
             return True
         for record in members.started:
             if record.role == "server":
                 self._launcher.signal(record.number, "end")
-        reach("dispatch.dismissed")
+        reach("dispatch.shut_down_done")
         return False
 
     @property
@@ -218,7 +218,7 @@ class DispatchedLeader:
         """Do what somebody with the control file wants; return what is said to them. Raises JobError."""
         if isinstance(request, JoinRequest):
             check_join_request(request, self.addresses.public)
-            return self._starter.enlist(self._starter.next_worker, request)
+            return self._starter.admit(self._starter.next_worker, request)
         if request.threads:
             raise JobError("workers of parameter servers keep their threads: leave --threads out")
         return self._scale(request.num_workers)

@@ -36,7 +36,7 @@ class DispatchLink(MemberLink):
     def join(self, address: str = "", public: str = "", step: int = 0) -> None:
         """Join the run. A server says where it listens, and after which step of the job its parameters are."""
         joined = self._join(address=address, public=public, step=step, has_state=self._spec.has_state)
-        self._show_life(joined.heartbeat_s)
+        self._start_heartbeats(joined.heartbeat_s)
 
     def _reach(self, when: Literal["ask", "answered"], message: Message) -> None:
         reach(f"served.{when}.{type(message).__name__.lower()}")

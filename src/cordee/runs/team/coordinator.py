@@ -94,7 +94,7 @@ class TeamLeader:
         for index in range(self._job.strategy.workers):
             self._workers.start(index)
 
-    def take_up(self) -> None:
+    def resend_directives(self) -> None:
         self._checkpoints.remove_unfinished()
         self._generations.resend_directives()
 
@@ -102,11 +102,11 @@ class TeamLeader:
     def is_over(self) -> bool:
         return self._membership.is_over
 
-    def hear(self, timeout_s: float) -> None:
+    def receive(self, timeout_s: float) -> None:
         self._channel.serve(timeout_s)
 
     def decide(self) -> None:
-        self._losses.look_after()
+        self._losses.check_members()
         if self._generations.direct():
             self._stragglers.forget()
             if self._scaling is not None:
@@ -117,7 +117,7 @@ class TeamLeader:
             size = membership.num_workers if is_complete else 0
             self._scaling.update(membership.step, size, self._workers.threads, time.monotonic())
 
-    def dismiss(self) -> bool:
+    def shut_down(self) -> bool:
         self._checkpoints.close()
         return False  # all have said goodbye
 
@@ -136,7 +136,7 @@ class TeamLeader:
 
     def _handle_request(self, request: Scale | JoinRequest) -> str:
         if isinstance(request, JoinRequest):
-            return self._workers.enlist(request, self.addresses.public)
+            return self._workers.admit(request, self.addresses.public)
         return self._scale(request.num_workers, request.threads)
 
     def _check_size(self, num_workers: int) -> None:
@@ -204,8 +204,8 @@ class TeamLeader:
         if len(hashes) > 1:
             raise TrainingError(f"the workers ended with different weights: {sorted(map(str, hashes))}")
         summary = next(iter(summaries.values()))
-        if self._losses.verdict is not None:
-            raise TrainingError(f"{self._losses.verdict}. Step {summary.steps} is saved: --resume continues from it")
+        if self._losses.end_reason is not None:
+            raise TrainingError(f"{self._losses.end_reason}. Step {summary.steps} is saved: --resume continues from it")
         peaks = [summary.peak_memory_bytes or 0 for summary in summaries.values()]
         return msgspec.structs.replace(
             summary,

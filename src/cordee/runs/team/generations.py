@@ -69,7 +69,7 @@ class Generations:
             state.is_pause_sent = True
             self._channel.direct("pause", membership.members)
             reach("generations.pause")
-        wants_stop = self._launcher.should_stop() or self._losses.verdict is not None
+        wants_stop = self._launcher.should_stop() or self._losses.end_reason is not None
         if wants_stop and membership.is_complete and not state.is_stop_sent:
             state.is_stop_sent = True
             self._channel.direct("stop", membership.members, "interrupted")
@@ -81,14 +81,14 @@ class Generations:
 
     def _drop_late(self) -> None:
         membership = self._membership
-        for index in membership.dismiss_late():
+        for index in membership.drop_late():
             self._workers.kill(index)
             if (record := membership.of(index)).is_external and record.incarnation:
                 self._channel.direct("leave", [index])
 
     def _release(self, leaving: list[int]) -> None:
         membership = self._membership
-        if membership.is_too_small and self._losses.verdict is None:
+        if membership.is_too_small and self._losses.end_reason is None:
             # Nobody could continue: the leaving ones stay for as long as it takes to save.
             self._losses.end_early(f"workers {leaving} were told to leave, and too few are left to continue")
             for index in leaving:

@@ -80,7 +80,7 @@ class TeamLink(MemberLink):
         """Register, and show signs of life from now on."""
         joined = self._join(self._spec.startup_timeout_s)
         reach("link.joined")
-        self._show_life(joined.heartbeat_s)
+        self._start_heartbeats(joined.heartbeat_s)
 
     def _reach(self, when: Literal["ask", "answered"], message: Message) -> None:
         if when == "ask":
@@ -126,7 +126,7 @@ class TeamLink(MemberLink):
         if isinstance(report, StepTime | StepReached):
             self._send(report)
         else:
-            self._tell(report)
+            self._send_numbered(report)
 
     def fail(self, error: BaseException) -> None:
         super().fail(error)
@@ -150,8 +150,8 @@ class TeamLink(MemberLink):
         self._send(message)
 
     def _await_noted(self, timeout_s: float) -> None:
-        with self._telling:
-            self._telling.wait_for(lambda: not self._outbox, timeout_s)
+        with self._outbox_changed:
+            self._outbox_changed.wait_for(lambda: not self._outbox, timeout_s)
 
     def _keep_alive(self, heartbeat_s: float) -> None:
         next_s, has_asked = 0.0, False
@@ -179,14 +179,14 @@ class TeamLink(MemberLink):
         """This worker was given up while it could not speak: join again, or learn that another has its place."""
         if refused.reason not in GIVEN_UP or reply_to != self._last_beat[0]:  # earlier messages are refused as well
             return
-        with self._telling:  # what it had to say is of the past
+        with self._outbox_changed:  # what it had to say is of the past
             self._outbox.clear()
             self._num_told, self._last_beat, self._num_asked = 0, (0, 0), 1
             self._channel.speaker = msgspec.structs.replace(self._channel.speaker, incarnation=time.time_ns())
             if self._ready is not None:
                 self._ready = msgspec.structs.replace(self._ready, step=-1, has_dropped=False, number=1, told=0)
             self.num_returns += 1
-            self._telling.notify_all()
+            self._outbox_changed.notify_all()
         self._disband(self._channel.generation, "this worker was given up")
         reach("link.given_up")
         try:
@@ -201,7 +201,7 @@ class TeamLink(MemberLink):
     def _beat(self) -> None:
         """Show that this worker lives, and say again what was not answered."""
         self._end_with_the_run()
-        with self._telling:
+        with self._outbox_changed:
             num_told = self._num_told
             sequence = self._channel.send(Heartbeat(self.step), timeout_s=0.0)
             self._last_beat = (sequence, num_told)
@@ -212,14 +212,14 @@ class TeamLink(MemberLink):
 
     def _take_note(self, number: int, reply_to: int) -> None:
         """Forget what has been noted; say again what was said before the last heartbeat and was not."""
-        with self._telling:
+        with self._outbox_changed:
             while self._outbox and self._outbox[0].number <= number:
                 self._outbox.popleft()
             beat, num_told = self._last_beat
             if reply_to == beat and number < num_told:
                 for message in self._outbox:
                     self._send(message)
-            self._telling.notify_all()
+            self._outbox_changed.notify_all()
 
     def _handle_request(self, directive: Directive, generation: int) -> None:
         if directive.action == "stop":

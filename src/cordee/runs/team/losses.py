@@ -1,4 +1,4 @@
-"""What follows when a team loses a worker: another takes its place, or it goes on with fewer, waits, or ends."""
+"""What follows when a team loses a worker: another takes its place, or it continues with fewer, waits, or ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("cordee.coordinator")
 
 
 class Losses:
-    """Finds out who was lost, and bears it. Raises TrainingError for what the run cannot go on after."""
+    """Finds out who was lost, and handles it. Raises TrainingError for what the run cannot continue after."""
 
     def __init__(
         self,
@@ -31,27 +31,27 @@ class Losses:
         membership: Membership,
         workers: Workers,
         recoveries: Recoveries,
-        memory: LossState,
+        state: LossState,
     ) -> None:
         self._cluster = cluster
         self._launcher = launcher
         self._membership = membership
         self._workers = workers
         self._recoveries = recoveries
-        self._memory = memory
+        self._state = state
         self._processors = ProcessorWatch()
 
     @property
-    def verdict(self) -> str | None:
+    def end_reason(self) -> str | None:
         """Why the run ends early although its workers end well."""
-        return self._memory.verdict
+        return self._state.end_reason
 
-    def end_early(self, verdict: str) -> None:
+    def end_early(self, end_reason: str) -> None:
         """Have those that are left save and end, however few they are."""
-        self._memory.verdict, self._membership.min_workers = verdict, 1
+        self._state.end_reason, self._membership.min_workers = end_reason, 1
 
-    def look_after(self) -> None:
-        """Hear who ended, end who is frozen, replace who is lost."""
+    def check_members(self) -> None:
+        """Find out who ended, end who is frozen, replace who is lost."""
         now_s, membership, workers = time.monotonic(), self._membership, self._workers
         for report in self._launcher.reports():
             if (ended := membership.take(report)) is not None and isinstance(report, Exited):
@@ -67,24 +67,24 @@ class Losses:
         if (culprit := membership.culprit(now_s)) is not None:
             self._fail(culprit)
         for loss in membership.take_losses():
-            self._bear(loss)
+            self._handle_loss(loss)
 
     def check_shortage(self) -> None:
-        """Go on when there are enough again; when nobody came in time, have those that are left save and end."""
-        shortage, membership = self._memory.shortage, self._membership
+        """Continue when there are enough again; when nobody came in time, have those that are left save and end."""
+        shortage, membership = self._state.shortage, self._membership
         if shortage is None:
             return
         if not membership.is_too_small:
-            self._memory.shortage = None
+            self._state.shortage = None
         elif self._launcher.should_stop():
-            self._memory.shortage, membership.min_workers = None, 1
+            self._state.shortage, membership.min_workers = None, 1
         elif shortage.is_past(time.monotonic()):
-            self._memory.shortage = None
+            self._state.shortage = None
             self.end_early(shortage.end_reason)
             self._launcher.emit(events.Warned(message=f"{shortage.end_reason}; saving and ending"))
 
-    def _bear(self, loss: Trouble) -> None:
-        """Take a loss: start a replacement if there is one left; otherwise go on with fewer, or give up."""
+    def _handle_loss(self, loss: Trouble) -> None:
+        """Take a loss: start a replacement if there is one left; otherwise continue with fewer, or give up."""
         membership, lost = self._membership, loss.worker_index
         record = membership.of(lost)
         reach("losses.found")
@@ -104,7 +104,7 @@ class Losses:
                 self._workers.start(other.index)
             what = "the team starts again from the last checkpoint"
         elif membership.is_too_small:
-            self._bear_shortage(loss)
+            self._handle_shortage(loss)
             return
         elif record.is_external:
             what = "it had joined by itself and is not replaced"
@@ -117,15 +117,15 @@ class Losses:
         self._launcher.emit(events.Warned(message=f"{loss.describe()}; {what}"))
         reach("losses.replaced")
 
-    def _bear_shortage(self, loss: Trouble) -> None:
+    def _handle_shortage(self, loss: Trouble) -> None:
         """Too few workers are left: wait for others, if those left have something to save afterwards."""
         membership, cluster = self._membership, self._cluster
         needed = cluster.min_workers if membership.is_elastic else membership.num_workers
         lack = Lack(loss.describe(), len(membership.active), needed)
-        verdict = f"{lack.describe_end(cluster)}; its log is {self._workers.log_file(loss.worker_index)}"
+        end_reason = f"{lack.describe_end(cluster)}; its log is {self._workers.log_file(loss.worker_index)}"
         if not (membership.active and membership.is_elastic and membership.generation):
-            raise TrainingError(verdict)
-        self._memory.shortage = Shortage.begin(verdict, cluster, time.monotonic())
+            raise TrainingError(end_reason)
+        self._state.shortage = Shortage.begin(end_reason, cluster, time.monotonic())
         if warning := lack.describe_wait(cluster, self._workers.run_dir):
             self._launcher.emit(events.Warned(message=warning))
 

@@ -14,7 +14,7 @@ import msgspec
 from cordee.cluster.members import WORKER_PREFIX, MemberRecord, Members, Phase
 from cordee.cluster.policies import Trouble
 
-SETTLING_S = 1.0  # how long the first sign of a failure waits for what the workers themselves say of it
+CAUSE_WAIT_S = 1.0  # how long the first sign of a failure waits for what the workers themselves say of it
 
 
 class Membership(Members, kw_only=True):
@@ -22,9 +22,9 @@ class Membership(Members, kw_only=True):
 
     num_workers: int  # how many there are to be
     min_workers: int = 1
-    is_elastic: bool = False  # every worker has all that is needed to go on, so that a team can lose some
+    is_elastic: bool = False  # every worker has all that is needed to continue, so that a team can lose some
     generation: int = 0
-    broken: tuple[int, str] = (0, "")  # the last generation that cannot go on as it is, and why
+    broken: tuple[int, str] = (0, "")  # the last generation that cannot continue as it is, and why
     told_step: int = 0  # of the last step that was reported as such
     troubles: list[Trouble] = msgspec.field(default_factory=list)
     losses: list[Trouble] = msgspec.field(default_factory=list)  # not yet taken care of
@@ -35,15 +35,15 @@ class Membership(Members, kw_only=True):
     def _in(self, *phases: Phase) -> list[int]:
         return [record.index for record in self.records.values() if record.phase in phases]
 
-    def hear(self, index: int, now_s: float, step: int | None = None) -> None:
-        """Take note of a sign of life."""
+    def record_heartbeat(self, index: int, now_s: float, step: int | None = None) -> None:
+        """Record a sign of life."""
         record = self.of(index)
         record.heard_s = now_s
         if step is not None:
             record.step = max(record.step, step)
 
     def wait(self, index: int, step: int, *, has_dropped: bool, reason: str = "") -> None:
-        """Take note that a worker waits for a generation, with `step` steps taken or -1 for nothing at all."""
+        """Record that a worker waits for a generation, with `step` steps taken or -1 for nothing at all."""
         record = self.of(index)
         if record.phase == "member" and reason:
             self.broken = (self.generation, f"worker {index}: {reason}")
@@ -55,7 +55,7 @@ class Membership(Members, kw_only=True):
         record.phase = "left" if record.is_leaving else "finished"
 
     def report(self, trouble: Trouble) -> None:
-        """Take note of a failure; the first of each worker counts, but its own account more than its exit."""
+        """Record a failure; the first of each worker counts, but its own account more than its exit."""
         if self.of(trouble.worker_index).is_external:
             self.exit(trouble.worker_index, trouble.reason, trouble.at_s, is_killed=True)
             return
@@ -67,7 +67,7 @@ class Membership(Members, kw_only=True):
         self.troubles.append(trouble)
 
     def exit(self, index: int, how: str, now_s: float, *, is_killed: bool = False) -> None:
-        """Take note that the process of a worker has ended. One that was killed is a loss, others a failure."""
+        """Record that the process of a worker has ended. One that was killed is a loss, others a failure."""
         record = self.of(index)
         if not record.is_active:
             return
@@ -118,11 +118,11 @@ class Membership(Members, kw_only=True):
 
     @property
     def why_broken(self) -> str:
-        """Why the present generation cannot go on; nothing if it can."""
+        """Why the present generation cannot continue; nothing if it can."""
         generation, reason = self.broken
         return reason if generation == self.generation > 0 else ""
 
-    def dismiss_late(self) -> list[int]:
+    def drop_late(self) -> list[int]:
         """Return those who were to join a run that has ended for others: they are of no use any more."""
         if not self._in("finished"):
             return []
@@ -172,7 +172,7 @@ class Membership(Members, kw_only=True):
 
     @property
     def is_too_small(self) -> bool:
-        """Whether those left are fewer than can go on, and nobody is on the way."""
+        """Whether those left are fewer than can continue, and nobody is on the way."""
         return len(self.active) < (self.min_workers if self.is_elastic else self.num_workers)
 
     def form(self, members: list[int]) -> None:
@@ -193,12 +193,12 @@ class Membership(Members, kw_only=True):
             first = min(causes, key=lambda trouble: trouble.at_s)
             if first.traceback:
                 return first
-            if now_s - first.at_s <= SETTLING_S and not self._has_all_accounts:
+            if now_s - first.at_s <= CAUSE_WAIT_S and not self._has_all_accounts:
                 return None
             # What it was last heard of is old; those who lost it in the same step know better.
             return replace(first, step=max([self.step, *(trouble.step for trouble in self.troubles)]))
         is_anybody_left = any(record.is_active for record in self.records.values())
-        limit_s = SETTLING_S + (self.failure_timeout_s if is_anybody_left else 0.0)
+        limit_s = CAUSE_WAIT_S + (self.failure_timeout_s if is_anybody_left else 0.0)
         if self.troubles and now_s - self.troubles[0].at_s > limit_s:
             return self.troubles[0]
         return None

@@ -41,7 +41,7 @@ class LossState(msgspec.Struct, kw_only=True):
     """Why the run may have to end early."""
 
     shortage: Shortage | None = None  # too few are left, and others are waited for
-    verdict: str | None = None  # why the run ends although its workers end well
+    end_reason: str | None = None  # why the run ends although its workers end well
 
 
 class DirectiveState(msgspec.Struct, kw_only=True):

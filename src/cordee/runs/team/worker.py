@@ -64,21 +64,21 @@ def main(argument: dict[str, Any]) -> int:
     return 0 if work(msgspec.convert(argument, MemberSpec)) is None else 1
 
 
-def work(order: MemberSpec) -> Exception | None:
-    """Work until the run ends; return why this worker could not go on, if it could not."""
+def work(spec: MemberSpec) -> Exception | None:
+    """Work until the run ends; return why this worker could not continue, if it could not."""
     memory = MemoryWatch()
-    fault_points.identify(order.name)
+    fault_points.identify(spec.name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
-    log_file = order.log_file
-    with setup_logging(log_file), TeamLink(order) as link:
-        member = _Member(order, link, log_file, memory)
+    log_file = spec.log_file
+    with setup_logging(log_file), TeamLink(spec) as link:
+        member = _Member(spec, link, log_file, memory)
         try:
             link.join()
-            with _leaving_in_order(link, also_on_interrupt=order.is_external):
+            with _leaving_in_order(link, also_on_interrupt=spec.is_external):
                 member.work()
             link.leave()
         except Exception as error:
-            log.exception("worker %d cannot go on", order.index)
+            log.exception("worker %d cannot continue", spec.index)
             link.step = member.step
             reason = find_lost_peer(error) or error
             link.fail(reason)
@@ -89,9 +89,9 @@ def work(order: MemberSpec) -> Exception | None:
 class _Member:
     """This worker, from one generation to the next."""
 
-    def __init__(self, order: MemberSpec, link: TeamLink, log_file: Path, memory: MemoryWatch) -> None:
-        self._order, self._link, self._log_file, self._memory = order, link, log_file, memory
-        self._run_dir = Path(order.run_dir)
+    def __init__(self, spec: MemberSpec, link: TeamLink, log_file: Path, memory: MemoryWatch) -> None:
+        self._spec, self._link, self._log_file, self._memory = spec, link, log_file, memory
+        self._run_dir = Path(spec.run_dir)
         self._session: Session | None = None
         self._answer: Answer | None = None
         self._num_returns = 0
@@ -103,16 +103,16 @@ class _Member:
 
     def work(self) -> None:
         """Train until the run is over for this worker: at its end, or because it is let go."""
-        order, link = self._order, self._link
-        index = min(order.index, order.num_local - 1)
-        places = Team(index, order.num_local, num_local_workers=order.num_local, local_rank=index)
-        parts = assemble(order.load_job(), places)
-        if order.data:
-            check_same(order.data, parts.splits)
-        elif order.host_address:
+        spec, link = self._spec, self._link
+        index = min(spec.index, spec.num_local - 1)
+        places = Team(index, spec.num_local, num_local_workers=spec.num_local, local_rank=index)
+        parts = assemble(spec.load_job(), places)
+        if spec.data:
+            check_same(spec.data, parts.splits)
+        elif spec.host_address:
             link.report(DataFingerprint(fingerprint(parts.splits)))
-        sink = LinkSink(link, order.index)
-        with self._open_store() as store, Monitor([sink], member=f"worker {order.index}") as monitor:
+        sink = LinkSink(link, spec.index)
+        with self._open_store() as store, Monitor([sink], member=f"worker {spec.index}") as monitor:
             self._session = session = Session(
                 parts,
                 monitor,
@@ -132,11 +132,11 @@ class _Member:
     @contextlib.contextmanager
     def _open_store(self) -> Iterator[Store]:
         """Inside, the checkpoints of the run can be written and read: in its directory, or through the coordinator."""
-        if has_run_directory(self._run_dir, self._order.run_id):
+        if has_run_directory(self._run_dir, self._spec.run_id):
             yield Folder(self._run_dir / "checkpoints")
             return
         log.info("the run directory is out of reach: the coordinator writes and reads checkpoints")
-        with contextlib.closing(RemoteCheckpoints(self._order, self._link)) as store:
+        with contextlib.closing(RemoteCheckpoints(self._spec, self._link)) as store:
             yield store
 
     def _train_on(self, session: Session, sink: LinkSink) -> bool:
@@ -157,11 +157,11 @@ class _Member:
         """Train as a member of the generation that `answer` calls for; return whether the run has ended."""
         self._reason = ""
         try:
-            with _group(self._order, answer, self._link) as team:
+            with _group(self._spec, answer, self._link) as team:
                 sink.is_first = team.is_first
-                return session.go_on(
+                return session.train(
                     team,
-                    may_load=self._order.resume or team.generation > 1,
+                    may_load=self._spec.resume or team.generation > 1,
                     log_file=self._log_file,
                     is_end=self._is_end,
                 )
@@ -171,7 +171,7 @@ class _Member:
             return False
 
     def _await(self, session: Session, *, has_dropped: bool) -> Answer:
-        """Wait for what to do next; one that was given up meanwhile begins anew."""
+        """Wait for what to do next; one that was given up meanwhile begins again."""
         returns = self._num_returns
         if returns != self._link.num_returns:
             session.forget()
@@ -192,15 +192,15 @@ class _Member:
 
 
 @contextlib.contextmanager
-def _group(order: MemberSpec, answer: Answer, link: TeamLink) -> Iterator[Team]:
+def _group(spec: MemberSpec, answer: Answer, link: TeamLink) -> Iterator[Team]:
     """Form the group of a generation, and give it up afterwards. Collective."""
     members, generation = answer.directive.members, answer.generation
-    rank = [member.name for member in members].index(order.name)
+    rank = [member.name for member in members].index(spec.name)
     beside = [i for i, member in enumerate(members) if member.host_id == members[rank].host_id]
     with contextlib.ExitStack() as stack:
         between: BetweenHosts | None = None
         # Members meet in a file of the run's host, or through the coordinator.
-        is_wide = order.is_remote or len(beside) < len(members)
+        is_wide = spec.is_remote or len(beside) < len(members)
 
         def stop_waiting() -> None:  # who is waited for may live, and never come
             abandon_groups(link.why_disbanded(generation))
@@ -209,14 +209,14 @@ def _group(order: MemberSpec, answer: Answer, link: TeamLink) -> Iterator[Team]:
 
         stack.enter_context(link.on_disband(generation, stop_waiting))
         if is_wide:
-            keys = ClientKeys.from_text(order.client_keys)
-            board = CoordinatorStore(order.address, order.run_id, order.index, keys, generation)
-            between = BetweenHosts(stack.enter_context(board), order.host_address)
+            keys = ClientKeys.from_text(spec.client_keys)
+            store = CoordinatorStore(spec.address, spec.run_id, spec.index, keys, generation)
+            between = BetweenHosts(stack.enter_context(store), spec.host_address)
         meeting = meet(
-            Path(order.store) / f"generation-{generation}",
+            Path(spec.store) / f"generation-{generation}",
             rank,
             len(members),
-            failure_timeout_s=order.failure_timeout_s,
+            failure_timeout_s=spec.failure_timeout_s,
             why_over=lambda: link.why_disbanded(generation),
             between=between,
         )

@@ -106,11 +106,11 @@ class Workers:
                 reason=reason or None,
             )
         )
-        reach("staff.scaled")
+        reach("workers.scaled")
         each = f", {threads} threads each" if threads else ""
         return f"from {len(before)} to {num_workers} workers{each}"
 
-    def enlist(self, request: JoinRequest, public: str) -> str:
+    def admit(self, request: JoinRequest, public: str) -> str:
         """Take a worker that somebody else started; return what it is told. Raises JobError if it cannot be taken.
 
         `public` is where the run listens for other hosts.
@@ -122,7 +122,7 @@ class Workers:
         if is_remote and not (data and membership.generation):
             raise NotYetError("the run is still starting: try again when it trains")
         self._check_size(len(membership.active) + 1)
-        return self._starter.enlist(self._unused_number(), request)
+        return self._starter.admit(self._unused_number(), request)
 
     def mark_away(self, record: MemberRecord) -> None:
         """Continue without a silent worker that nobody takes the place of; when it can be heard it may join again."""

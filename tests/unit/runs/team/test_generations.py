@@ -30,7 +30,7 @@ def test_workers_that_cannot_connect_to_each_other_leave_and_one_goes_on(remote:
         SimpleNamespace(emit=lambda event: None, should_stop=lambda: False),  # type: ignore[arg-type]
         SimpleNamespace(members=membership, direct=lambda *directive: told.append(directive)),  # type: ignore[arg-type]
         SimpleNamespace(is_reform_wanted=False),  # type: ignore[arg-type]
-        SimpleNamespace(check_shortage=lambda: None, verdict=None),  # type: ignore[arg-type]
+        SimpleNamespace(check_shortage=lambda: None, end_reason=None),  # type: ignore[arg-type]
         Recoveries(RecoveryState(restarts=Restarts(3))),
         DirectiveState(),
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from cordee.cluster.members import MemberRecord
 from cordee.cluster.policies import Restarts, Trouble
-from cordee.runs.team.membership import SETTLING_S, Membership
+from cordee.runs.team.membership import CAUSE_WAIT_S, Membership
 
 TIMEOUT_S = 5.0
 LOST = "raised CommunicationError: rank 1 died"
@@ -71,7 +71,7 @@ def test_a_run_whose_workers_are_all_gone_is_not_over_but_failed() -> None:
     for index in range(2):
         membership.exit(index, "exited with code 0", 1.0)
     assert not membership.is_over
-    assert membership.culprit(1.0 + 2 * SETTLING_S) is not None
+    assert membership.culprit(1.0 + 2 * CAUSE_WAIT_S) is not None
 
 
 # Causes and consequences ------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_a_consequence_is_reported_when_no_cause_is_ever_heard_of() -> None:
     membership = team()
     membership.report(account(0, LOST, lost=True, at_s=1.0))
     assert membership.culprit(1.0 + TIMEOUT_S) is None
-    found = membership.culprit(1.0 + TIMEOUT_S + 2 * SETTLING_S)
+    found = membership.culprit(1.0 + TIMEOUT_S + 2 * CAUSE_WAIT_S)
     assert found is not None and found.reason == LOST
 
 
@@ -116,7 +116,7 @@ def test_with_nobody_left_there_is_no_use_in_waiting_for_a_cause() -> None:
     for index in range(2):
         membership.report(account(index, "raised CommunicationError: /dev/shm is too small", lost=True, at_s=1.0))
         membership.exit(index, "exited with code 1", 1.1)
-    found = membership.culprit(1.0 + 2 * SETTLING_S)
+    found = membership.culprit(1.0 + 2 * CAUSE_WAIT_S)
     assert found is not None and "too small" in found.reason
 
 
@@ -132,7 +132,7 @@ def test_an_exit_waits_for_the_workers_own_account() -> None:
 def test_an_exit_without_an_account_is_reported_as_such() -> None:
     membership = team()
     membership.exit(1, "exited with code 3", 1.0)
-    found = membership.culprit(1.0 + 2 * SETTLING_S)
+    found = membership.culprit(1.0 + 2 * CAUSE_WAIT_S)
     assert found is not None and found.describe().startswith("worker 1 exited with code 3")
 
 
@@ -319,9 +319,9 @@ def test_a_death_after_the_last_step_of_all_is_no_loss() -> None:
 def test_who_comes_when_the_run_is_over_is_sent_home() -> None:
     membership = trained(2)
     expect(membership, 2, 1.0)
-    assert membership.dismiss_late() == []
+    assert membership.drop_late() == []
     membership.finish(0)
-    assert membership.dismiss_late() == [2] and not membership.is_over
+    assert membership.drop_late() == [2] and not membership.is_over
     membership.finish(1)
     assert membership.is_over
 
@@ -355,7 +355,7 @@ def test_a_team_that_never_meets_ends_the_run() -> None:
 
 def test_a_silent_member_is_called_frozen_after_the_failure_timeout() -> None:
     membership = team(2)
-    membership.hear(0, 4.0)
+    membership.record_heartbeat(0, 4.0)
     assert silent(membership, TIMEOUT_S) == []
     assert silent(membership, TIMEOUT_S + 0.1) == [1]
     assert silent(membership, TIMEOUT_S + 0.2) == []  # it is being killed
@@ -396,6 +396,6 @@ def test_who_has_ended_may_be_silent() -> None:
 
 def test_a_late_heartbeat_does_not_turn_the_steps_back() -> None:
     membership = team(1)
-    membership.hear(0, 1.0, step=9)
-    membership.hear(0, 2.0, step=8)
+    membership.record_heartbeat(0, 1.0, step=9)
+    membership.record_heartbeat(0, 2.0, step=8)
     assert membership.of(0).step == 9
