@@ -61,6 +61,8 @@ def _agrees(choices: Choices) -> bool:
         return False
     if strategy.get("aggregate", "weighted") != "weighted":
         return False
+    if choices["loss"] == "l1" and choices["optimizer"]["use"] == "rprop":
+        return False  # gradients that cancel to zero, or nearly, of which only the sign is used
     if "batch_norm" not in blocks:
         return True
     has_copies = mesh.get("data", 1) * mesh.get("sharded", 1) > 1
@@ -131,7 +133,8 @@ def _compare_saved(choices: Choices, alone: Outcome, together: Outcome, expected
     places = {(progress["epoch"], progress["batch"]) for progress in (before, after)}
     if len(places) == 2 and not _is_boundary(*places):
         yield f"the place in the data is {sorted(places)}"
-    if expected.tolerance is not None and not extra and alone.summary["best_step"] != together.summary["best_step"]:
+    is_close = expected.tolerance is not None and (expected.is_exact or choices["double"])  # else there are near ties
+    if is_close and not extra and alone.summary["best_step"] != together.summary["best_step"]:
         yield f"best_step {alone.summary['best_step']} alone, {together.summary['best_step']} together"
 
 

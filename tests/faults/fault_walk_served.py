@@ -133,6 +133,8 @@ SCENARIOS = {
     "scale in": Scenario(_scale(1, lambda trial: trial.events("scale")), (HOLD,)),
     "join": Scenario(_join, (HOLD,)),
     "coordinator": Scenario(_kill_coordinator, (HOLD,)),
+    # Its last journal entry has commands, which those of later turns mostly have not.
+    "coordinator at first": Scenario(base=(Fault("coordinator.committed", "coordinator", "kill", 1),)),
     "interrupt": Scenario(_interrupt, (HOLD,), ends_early=True),
     "resume": Scenario(resumes="interrupt"),
     "woken": Scenario(_wake, (Fault(STEP, "worker-1", "freeze", 2), HOLD), settings=("cluster.max_restarts=0",)),
@@ -282,7 +284,7 @@ WALK: dict[str, Walk] = {
         for point in ("dispatch.shut_down", "dispatch.shut_down_done")
     },
     "launcher_link.listen": Walk((of("plain", "coordinator"), of("coordinator", "coordinator", 2))),
-    "launcher_link.again": Walk((of("coordinator", "coordinator"),), DEATHS),
+    "launcher_link.again": Walk((of("coordinator at first", "coordinator"),), DEATHS),
     **{point: Walk((of("plain", "coordinator"),), DEATHS) for point in ("launcher_link.end", "launcher_link.ended")},
     **{
         f"checkpoint.{where}": Walk(SAVING, ends_early=("error",))
