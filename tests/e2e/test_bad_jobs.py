@@ -50,6 +50,13 @@ MISTAKES = {
         ["--strategy", "parameter_server", "--workers", "2", *settings(strategy__lose_messages=0.1)],
         ["[strategy] has no key 'lose_messages'"],
     ),
+    "compression in reproducible mode": (
+        [
+            *("--strategy", "parameter_server", "--workers", "2"),
+            *settings(strategy__compression="fp16", training__reproducible="true"),
+        ],
+        ["strategy.compression = 'fp16' depends on the number of workers", "leave strategy.compression out"],
+    ),
     "labels out of range": (
         ["--set", 'data={use="parts:labels_out_of_range"}'],
         ["the label at position 4 is 4", "from 0 to 3"],
