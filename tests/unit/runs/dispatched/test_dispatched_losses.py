@@ -38,6 +38,14 @@ ORDER = CoordinatorSpec(
 TIMEOUT_S = 5.0
 
 
+@pytest.fixture(autouse=True)
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the machine's own processes, which may have the numbers that the tests use, and be busy."""
+    for look in ("is_alive", "is_stopped"):
+        monkeypatch.setattr(f"cordee.runs.dispatched.losses.{look}", lambda pid: False)
+    monkeypatch.setattr("cordee.cluster.processes.ProcessorWatch.is_working", lambda self, pid: False)
+
+
 class Launcher:
     """Takes note of what is asked of it."""
 
