@@ -64,19 +64,21 @@ def train(
     job: Job | Mapping[str, Any] | str | Path,
     *,
     overrides: Iterable[str] = (),
+    engine: str | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
     quiet: bool = False,
 ) -> Run:
     """Train `job` (a Job, a table in the shape of the job file, or the path of one) and return the run.
 
+    `engine` is where the processes of the run come from, instead of the job's `cluster.engine`.
     The first Ctrl-C ends the run after the step, saved, with the status 'interrupted'. Raises a CordeeError
     if the job cannot be run or the training fails; what was saved before stays, and `resume` continues from it.
     """
     stop_import("cordee.train")
     memory = MemoryWatch()
     identify("launcher")
-    overrides = list(overrides)
+    overrides = [*overrides, *([f"cluster.engine={engine}"] if engine is not None else [])]
     asked = _as_job(job, overrides)
     name = choose_strategy(asked)
     path = _run_path(asked, run_dir, resume)
@@ -87,22 +89,22 @@ def train(
     num_workers = job.strategy.workers
     with contextlib.ExitStack() as stack:
         stack.enter_context(_leaving_torch_as_it_was())
-        engine: Engine | None = None
+        opened: Engine | None = None
         if needs_engine(job):
             _refuse_live_parts(job)
             if used := _used_of_this_script(job):
                 refuse_what_workers_miss(used)
             refuse_changed_modules([text for text in _texts(job.to_dict()) if ":" in text])
             if not plans_first(asked):  # it imports torch while the job is looked at here
-                engine = stack.enter_context(open_engine(PROCESS_MODULES))
+                opened = stack.enter_context(open_engine(PROCESS_MODULES, job))
         team = Team(num_workers=num_workers, num_local_workers=num_workers)
         parts = assemble(job, team)
         decision = decide(asked, parts)
         if decision.job is not parts.job:
             job = decision.job
             parts = assemble(job, team)
-        if needs_engine(job) and engine is None:
-            engine = stack.enter_context(open_engine(PROCESS_MODULES))
+        if needs_engine(job) and opened is None:
+            opened = stack.enter_context(open_engine(PROCESS_MODULES, job))
         KINDS[kind_of(job)].check(parts)
         if job.cluster.address:
             find_listening(job.cluster.address)
@@ -113,12 +115,14 @@ def train(
         else:
             directory = RunDirectory.create_in(runs_folder(), job.name, job.to_toml())
         stack.enter_context(_printing_how_to_resume(directory, quiet))
-        with directory, setup_logging(directory.launcher_log if engine else directory.worker_log(), is_required=True):
+        with directory, setup_logging(directory.launcher_log if opened else directory.worker_log(), is_required=True):
             if resume:
                 directory.write_job(job.to_toml())
                 directory.summary_file.unlink(missing_ok=True)
             _log_decision(asked, decision)
             with Monitor(_sinks(job, directory, quiet), member="launcher") as monitor:
+                if opened is not None and (description := opened.describe()):
+                    monitor.emit(events.EngineOpened(engine=job.cluster.engine, description=description))
                 for warning in (*([note] if note else []), *(() if resume else parts.warnings)):
                     monitor.emit(events.Warned(message=warning))
                 if asked.strategy.name == "auto":
@@ -127,11 +131,11 @@ def train(
                     lambda: monitor.emit(events.Warned(message="stopping after this step; Ctrl-C again stops at once"))
                 )
                 with flag:
-                    if engine is None:
+                    if opened is None:
                         summary = _run_alone(parts, directory, monitor, flag, resume, decision, memory)
                     else:
                         with _reporting_failure(parts, directory, monitor):
-                            summary = lead_run(parts, directory, monitor, flag, engine, resume=resume)
+                            summary = lead_run(parts, directory, monitor, flag, opened, resume=resume)
                             summary = _with_prediction(summary, decision)
                         _close_run(directory, monitor, summary)
                         reach("launch.closed")

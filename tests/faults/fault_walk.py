@@ -396,6 +396,16 @@ WALK: dict[str, Walk] = {
 }
 
 
+# Points of agents, and which visits are tried: the first, and one in the middle of the run (test_fault_walk_agents).
+AGENT_WALK: dict[str, tuple[int, ...]] = {
+    "agent.enrol": (1,),
+    "agent.enrolled": (1,),
+    "agent.command": (1,),
+    "agent.status": (1, 3),
+    "agent.leave": (1,),
+}
+
+
 def make_walker(server: WarmServer, folder: Path) -> Walker:
     return Walker(server, folder, "data_parallel", JOB, SCENARIOS)
 

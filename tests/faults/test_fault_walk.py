@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fault_walk import WALK, make_walker
+from fault_walk import AGENT_WALK, WALK, make_walker
 from fault_walk_served import WALK as SERVED_WALK
 from fault_walk_split import STRATEGIES, choose
 from fault_walk_split import make_walker as make_split_walker
@@ -18,7 +18,7 @@ __all__ = ["make_walker"]  # the fixture `walked` takes it from here
 
 
 def test_every_point_is_walked() -> None:
-    assert set(POINTS) == {*WALK, *SERVED_WALK}, (
+    assert set(POINTS) == {*WALK, *SERVED_WALK, *AGENT_WALK}, (
         "a point in cordee/core/fault_points.py needs an entry in tests/faults/fault_walk.py, or fault_walk_served.py"
     )
 

@@ -14,6 +14,7 @@ def train(
     job: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False)],
     strategy: Annotated[str | None, typer.Option(help="Instead of the job's strategy.name.", metavar="S")] = None,
     workers: Annotated[int | None, typer.Option(help="Instead of the job's strategy.workers.", metavar="N")] = None,
+    engine: Annotated[str | None, typer.Option(help="Instead of the job's cluster.engine.", metavar="E")] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Where the run is written; else a new folder in ./runs.", metavar="D")
     ] = None,
@@ -38,9 +39,15 @@ def train(
     overrides += [f"strategy.name={strategy}"] if strategy is not None else []
     overrides += [f"strategy.workers={workers}"] if workers is not None else []
 
+    overrides += [f"cluster.engine={engine}"] if engine is not None else []
+
+    from cordee.cluster.engines import work_as_agent
     from cordee.core import Job
 
-    Job.load(job, overrides)  # a mistake in it is reported at once, before the two seconds that importing torch takes
+    # A mistake in it is reported at once, before the two seconds that importing torch takes.
+    checked = Job.load(job, overrides)
+    if (code := work_as_agent(checked.cluster.engine, checked)) is not None:
+        raise typer.Exit(code)
 
     from cordee.launch import train as run_training
 
@@ -104,6 +111,37 @@ def scale(
     from cordee.cluster.control import scale_run
 
     print_text(scale_run(run, workers, threads))
+
+
+def agent(
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="Where the run listens, as this host reaches it.")
+    ],
+    ticket: Annotated[
+        str, typer.Option(help="What the run printed; - reads it from standard input.", metavar="T", show_default=False)
+    ],
+) -> None:
+    """Make this host a slot of a run: the run starts a worker here.
+
+    The run, started with `--engine agents`, prints this command. A ticket is good for one agent. The job's data and
+    modules must be on this host, and the same versions of cordee, torch and Python. Ctrl-C or SIGTERM has the worker
+    leave after its step.
+    """
+    import signal
+    import sys
+    import threading
+
+    import msgspec
+
+    from cordee.cluster.engines.agent import run_agent
+    from cordee.cluster.engines.agent_messages import AgentOrder
+
+    order = AgentOrder.from_text(sys.stdin.readline() if ticket == "-" else ticket)
+    is_asked = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: is_asked.set())
+    print_text(f"an agent of the run at {address}; Ctrl-C leaves after the step")
+    raise typer.Exit(run_agent(msgspec.structs.replace(order, address=f"tcp://{address}"), should_stop=is_asked.is_set))
 
 
 def join(

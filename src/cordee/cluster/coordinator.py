@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from cordee.cluster.control import Control, write_control
-from cordee.cluster.engine import ProcessSpec
+from cordee.cluster.engine import Place, ProcessSpec
 from cordee.cluster.launcher_link import TICK_S, LauncherLink, LauncherSpec
 from cordee.cluster.member_link import MemberSpec
 from cordee.cluster.members import MemberRecord, Members
@@ -25,10 +25,10 @@ from cordee.communication.channel import ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
 from cordee.communication.messages import JoinRequest
-from cordee.communication.this_host import find_listening, host_id, own_address
+from cordee.communication.this_host import find_listening, host_id
 from cordee.communication.wire import Codec
 from cordee.core import Job
-from cordee.core.errors import CommunicationError, CordeeError
+from cordee.core.errors import CommunicationError, CordeeError, JobError
 from cordee.core.fault_points import identify, reach
 from cordee.monitoring import Summary, events, setup_logging
 
@@ -49,6 +49,8 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     resume: bool
     launcher_pid: int
     num_slots: int  # processes that have a core of their own
+    most_workers: int | None = None  # that the engine can start
+    address: str = ""  # HOST or HOST:PORT at which the engine's processes on other hosts reach this one
     facts: dict[str, Any]  # what the kind of run has its coordinator told of the job's components
     launcher: LauncherSpec
 
@@ -64,9 +66,13 @@ class Addresses(msgspec.Struct):
     public: str = ""  # for those of other hosts; empty if they cannot join
 
     @classmethod
-    def of(cls, job: Job) -> Addresses:
-        """Return those of a run that begins."""
-        return cls("tcp://127.0.0.1:*", find_listening(job.cluster.address).address if job.cluster.address else "")
+    def of(cls, job: Job, spec: CoordinatorSpec) -> Addresses:
+        """Return those of a run that begins. The port that the engine uses is its own."""
+        asked = job.cluster.address or spec.address
+        listening = find_listening(asked) if asked else None
+        if listening is not None and not job.cluster.address:
+            listening = listening._replace(port=0)
+        return cls("tcp://127.0.0.1:*", listening.address if listening else "")
 
 
 class MemberStarter:
@@ -102,7 +108,8 @@ class MemberStarter:
         members.num_started += 1
         record = self._expect(MemberRecord(role=role, index=index, replica=replica, number=members.num_started))
         argument, log = msgspec.to_builtins(self._make_spec(record, told)), str(self.log_file(record))
-        process = ProcessSpec.new(record.number, f"{self._package}.{role}:main", argument, log=log)
+        place: Place = "slot" if role == "worker" else "launcher"  # others use the run directory
+        process = ProcessSpec.new(record.number, f"{self._package}.{role}:main", argument, log=log, place=place)
         self._launcher.start(process)
         record.started = process.incarnation
         return record
@@ -117,6 +124,12 @@ class MemberStarter:
         spec = self._make_spec(record, {"launcher_pid": self._spec.launcher_pid})
         reach("workers.admitted")
         return msgspec.json.encode(spec).decode()
+
+    def check_room(self, num_workers: int) -> None:
+        """Raise JobError for more workers than the engine can start."""
+        most = self._spec.most_workers
+        if most is not None and num_workers > most:
+            raise JobError(f"the engine has {most} slots and cannot get more: {num_workers} workers are too many")
 
     def log_file(self, record: MemberRecord) -> Path:
         name = record.role if record.role == "evaluator" else record.name
@@ -138,12 +151,12 @@ class MemberStarter:
             run_dir=spec.run_dir,
             run_id=spec.run_id,
             address=self._addresses.local,
+            public=public,
             client_keys=spec.client_keys,
             store=spec.launcher.folder,
             resume=spec.resume,
             failure_timeout_s=self._members.failure_timeout_s,
             startup_timeout_s=self._members.startup_timeout_s,
-            host_address=own_address(public) if public else "",
             num_local=self._job.strategy.workers,
             run_host=host_id(),
             job=self._text,

@@ -26,6 +26,10 @@ SIGNALS: Mapping[Action, signals.Signals] = {
 }
 
 
+# Where a process runs. launcher: on the launcher's host, beside the run directory. slot: where there is room.
+Place = Literal["launcher", "slot"]
+
+
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The order to start a process that calls `target` ("module:function") with `argument`."""
 
@@ -35,6 +39,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     argument: dict[str, Any]
     environment: dict[str, str] = {}  # beside the one that the engine was opened in
     log: str | None = None  # file for its output; None keeps the launcher's terminal
+    place: Place = "slot"
 
     @classmethod
     def new(cls, index: int, target: str, argument: dict[str, Any], **more: Any) -> ProcessSpec:
@@ -48,6 +53,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     index: int
     incarnation: int
     pid: int
+    host: str = ""  # id of its host; empty is the launcher's
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
@@ -57,10 +63,11 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     incarnation: int
     pid: int
     status: int  # as a shell shows it: the exit code, or minus the signal
+    reason: str = ""  # where the engine knows more
 
     def describe(self) -> str:
         """Return how it ended, in words."""
-        return describe_status(self.status)
+        return self.reason or describe_status(self.status)
 
 
 class CannotStart(msgspec.Struct, frozen=True, tag=True):
@@ -71,21 +78,40 @@ class CannotStart(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class Waiting(msgspec.Struct, frozen=True, tag=True):
+    """A process that was asked for has no slot yet. Said again and again, until it has."""
+
+    index: int
+    incarnation: int
+
+
+class Working(msgspec.Struct, frozen=True, tag=True):
+    """What a process of another host did since this was last said. Of processes of this host anybody can find out."""
+
+    index: int
+    incarnation: int
+    has_worked: bool  # it has had processor time
+    is_stopped: bool
+
+
 class AgentLost(msgspec.Struct, frozen=True, tag=True):
-    """A process of the engine's own was lost. Another takes its place, and the processes that run continue."""
+    """A process of the engine's own was lost, and another takes its place. What it was for others: `how`."""
 
     pid: int
     how: str
 
 
-Report = Started | Exited | CannotStart | AgentLost
+Report = Started | Exited | CannotStart | Waiting | Working | AgentLost
+ProcessReport = Started | Exited | Waiting | Working  # what a coordinator hears
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """How many processes have a core of their own."""
+    """How many processes have a core of their own, and where others reach the launcher's host."""
 
     slots: dict[str, int]  # by host
     may_grow: bool = False
+    is_limit: bool = False  # no more workers than slots can be started, unless it may grow
+    address: str = ""  # HOST or HOST:PORT at which processes of other hosts reach this one; empty if there are none
 
     @property
     def num_slots(self) -> int:
@@ -96,6 +122,9 @@ class Engine(Protocol):
     """Starts processes, and reports what becomes of them. All methods return without waiting for processes."""
 
     def capacity(self) -> Capacity: ...
+
+    def describe(self) -> str:
+        """Return what the engine has recognised, for the first lines of a run; empty if there is nothing to say."""
 
     def start(self, spec: ProcessSpec) -> None:
         """Ask for a process; an order that was given before, by index and incarnation, is not carried out again."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from cordee.cluster.engine import Action, Exited, ProcessSpec, Started
+from cordee.cluster.engine import Action, ProcessReport, ProcessSpec
 from cordee.cluster.journal import JOURNAL_FILE, Journal
 from cordee.cluster.launcher_messages import (
     Alive,
@@ -137,7 +137,7 @@ class LauncherLink:
         """Have a signal sent to a process that may have ended."""
         self._ask(Signal(index, action))
 
-    def reports(self) -> Iterator[Started | Exited]:
+    def reports(self) -> Iterator[ProcessReport]:
         """Yield what happened to processes. One that comes back hears of each process once more."""
         now_s = time.monotonic()
         if now_s >= self._next_alive_s:

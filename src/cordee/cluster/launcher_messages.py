@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from cordee.cluster.engine import Action, Exited, ProcessSpec, Started
+from cordee.cluster.engine import Action, ProcessReport, ProcessSpec
 from cordee.monitoring.events import AnyEvent
 
 _LENGTH = struct.Struct("<I")
@@ -76,7 +76,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 ToLauncher = NumberedCommand | Show | Alive | Unjournalled | Ended
-ToCoordinator = Started | Exited | Stop
+ToCoordinator = ProcessReport | Stop
 
 
 class FramedSocket:

@@ -24,9 +24,9 @@ from cordee.communication.channel import ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
 from cordee.communication.messages import Bye, Failure, Join, Joined, Message
-from cordee.communication.this_host import host_id
+from cordee.communication.this_host import host_id, own_address
 from cordee.communication.wire import Codec
-from cordee.core import Job
+from cordee.core import Job, env
 from cordee.core.errors import CommunicationError
 from cordee.monitoring.events import AnyEvent
 
@@ -47,7 +47,8 @@ class MemberSpec(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str  # on the run's host
     log_dir: str = ""  # where this process keeps its log; empty is the run directory
     run_id: str
-    address: str  # of the coordinator
+    address: str  # of the coordinator, for processes of its host
+    public: str = ""  # of the coordinator, for processes of other hosts; empty where there are none
     client_keys: str
     server_keys: str = ""
     store: str = ""  # folder where the groups of a team find themselves
@@ -57,7 +58,6 @@ class MemberSpec(msgspec.Struct, frozen=True, kw_only=True):
     has_state: bool = True  # a server: what it starts with, or reads, is what the run has; else it is given everything
     launcher_pid: int = 0  # for one that the launcher did not start; on the launcher's host it ends with this process
     run_host: str  # id of the host that the run is on
-    host_address: str = ""  # of this host, for what goes between hosts; empty where nobody can join from another
     job: str  # as TOML
     data: str = ""  # what is known of the run's data, where workers of other hosts may join: all must have the same
     num_local: int = 1  # processes that compute on this host to begin with: they share its cores
@@ -66,6 +66,16 @@ class MemberSpec(msgspec.Struct, frozen=True, kw_only=True):
     def is_remote(self) -> bool:
         """Whether the run is on another host: its processes cannot be looked at from here, nor its memory shared."""
         return self.run_host != host_id()
+
+    @property
+    def coordinator_address(self) -> str:
+        """Where this process reaches the coordinator."""
+        return self.public if self.is_remote else self.address
+
+    @property
+    def host_address(self) -> str:
+        """The address of this host for what goes between hosts; empty if the run has no processes on others."""
+        return own_address(self.public) if self.public else ""
 
     @property
     def is_external(self) -> bool:
@@ -82,8 +92,8 @@ class MemberSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def log_file(self) -> Path:
-        """Where a worker's log is."""
-        return Path(self.log_dir or self.run_dir) / "logs" / f"{self.name}.log"
+        """Where the log of this process is."""
+        return env.log_file() or Path(self.log_dir or self.run_dir) / "logs" / f"{self.name}.log"
 
 
 class MemberLink(abc.ABC):
@@ -102,7 +112,7 @@ class MemberLink(abc.ABC):
         speaker = Speaker(run=spec.run_id, name=spec.name, incarnation=time.time_ns())
         self._is_remote = spec.is_remote
         silence_s = spec.failure_timeout_s if self._is_remote else 0.0  # a broken connection is told by nothing else
-        self._channel = ClientChannel(spec.address, speaker, codec, self._keys, silence_s=silence_s)
+        self._channel = ClientChannel(spec.coordinator_address, speaker, codec, self._keys, silence_s=silence_s)
         self._asking = threading.Lock()
         self._outbox_changed = threading.Condition()
         self._num_told = 0

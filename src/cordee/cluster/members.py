@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
 from cordee.cluster.control import check_remote
-from cordee.cluster.engine import Exited, Started
+from cordee.cluster.engine import Exited, ProcessReport, Started, Working
 from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S
 from cordee.communication.messages import Directive, JoinRequest
 from cordee.communication.this_host import host_id
@@ -17,6 +18,8 @@ WORKER_PREFIX = "worker-"
 REPLACED = "replaced"  # why a process that was taken for lost is not let in again
 NOT_JOINED, UNKNOWN = "not-joined", "unknown-member"  # why messages of others than members are refused
 GIVEN_UP = ("stale-incarnation", NOT_JOINED, UNKNOWN)  # what a member that was given up hears
+
+MOST_TIMEOUTS = 4  # that a process of another host may be silent while its agent says that it works
 
 # starting: a process was asked for, or is expected. joined: the process has said so. In a team, ready: it waits for a
 # generation; member: it trains. finished, gone, left: it does not take part any more.
@@ -34,7 +37,9 @@ class MemberRecord(msgspec.Struct, kw_only=True):
     number: int = -1  # at the engine; -1 for an external worker, which somebody else started
     started: int = 0  # incarnation at the engine; 0 when the process has ended
     pid: int = 0  # on its own host; 0 until it is known, and when the process has ended
-    is_remote: bool = False  # on another host: nothing is known of it but what it says
+    is_remote: bool = False  # on another host: nothing is known of it but what it, and its agent, say
+    worked_s: float = -math.inf  # when its agent last said that it had processor time
+    is_stopped: bool = False  # what its agent says
     # What it has said.
     phase: Phase = "starting"
     incarnation: int = 0  # of what it says; 0 until it has joined
@@ -144,14 +149,20 @@ class Members(msgspec.Struct, kw_only=True):
         workers = [r for r in self.records.values() if r.role == "worker" and r.is_active and not r.is_leaving]
         return sorted(workers, key=lambda record: record.index)
 
-    def take(self, report: Started | Exited) -> MemberRecord | None:
+    def take(self, report: ProcessReport, now_s: float) -> MemberRecord | None:
         """Take a report of the engine; return the member whose process has ended."""
         for record in self.started:
             if (record.number, record.started) == (report.index, report.incarnation):
                 if isinstance(report, Exited):
                     record.started, record.pid, record.is_away = 0, 0, False
                     return record
-                record.pid = report.pid
+                if isinstance(report, Started):
+                    record.pid, record.is_remote = report.pid, report.host not in ("", host_id())
+                elif isinstance(report, Working):
+                    record.worked_s = now_s if report.has_worked else record.worked_s
+                    record.is_stopped = report.is_stopped
+                else:  # it waits for a slot
+                    record.heard_s = now_s
         return None
 
     def take_ended(self, is_alive: Callable[[int], bool]) -> list[MemberRecord]:
@@ -170,21 +181,26 @@ class Members(msgspec.Struct, kw_only=True):
     ) -> list[MemberRecord]:
         """Return the members that were not heard of for too long, each once; `fate` says what is wrong with it.
 
-        `is_working` and `is_stopped` look at a process of this host. A process that gets processor time is too busy to
-        speak, not frozen: it has as much time again. One that has not joined has long, unless a signal stopped it.
+        `is_working` and `is_stopped` look at a process of this host; of others their agents say it. A process that gets
+        processor time is too busy to speak, not frozen: it has as much time again. One that has not joined has long,
+        unless a signal stopped it.
         """
         silent = []
         for record in self.records.values():
             silent_s, pid = now_s - record.heard_s, record.local_pid
             if silent_s <= self.failure_timeout_s or not record.is_active or record.fate:
                 continue
+            has_stopped = record.is_stopped if record.is_remote else is_stopped(pid)
             if record.phase != "starting":
                 if is_working(pid):
                     record.heard_s = now_s
                     continue
+                has_worked = now_s - record.worked_s <= self.failure_timeout_s and not has_stopped
+                if has_worked and silent_s <= MOST_TIMEOUTS * self.failure_timeout_s:
+                    continue
                 what = "is out of reach" if record.is_remote else "is frozen"
                 record.fate = f"{what}: no sign of life for {silent_s:.1f} s"
-            elif is_stopped(pid):
+            elif has_stopped:
                 record.fate = f"is frozen: no sign of life for {silent_s:.1f} s"
             elif silent_s > self.startup_timeout_s:
                 record.fate = f"did not start for {silent_s:.1f} s"

@@ -21,7 +21,16 @@ import msgspec
 
 from cordee.cluster.control import marked, remove_control
 from cordee.cluster.coordinator import CoordinatorSpec
-from cordee.cluster.engine import AgentLost, CannotStart, Engine, Exited, ProcessSpec, Report, Started
+from cordee.cluster.engine import (
+    AgentLost,
+    CannotStart,
+    Engine,
+    Exited,
+    ProcessReport,
+    ProcessSpec,
+    Report,
+    Started,
+)
 from cordee.cluster.journal import JOURNAL_FILE, remove_journal
 from cordee.cluster.launcher_link import LauncherSpec
 from cordee.cluster.launcher_messages import (
@@ -90,6 +99,7 @@ class Supervisor:
         run_dir = run_dir.absolute()
         run_id = secrets.token_hex(8)
         server_keys, (client_keys, control_keys) = make_keys(2)
+        capacity = self._engine.capacity()
         with temporary_folder() as folder, listen(Path(folder)) as listener, marked(run_dir, run_id):
             launcher = LauncherSpec(
                 folder=folder, run_dir=str(run_dir), run_id=run_id, alive_every_s=self._failure_timeout_s / 5
@@ -103,7 +113,9 @@ class Supervisor:
                 control_keys=control_keys.to_text(),
                 resume=resume,
                 launcher_pid=os.getpid(),
-                num_slots=self._engine.capacity().num_slots,
+                num_slots=capacity.num_slots,
+                most_workers=capacity.num_slots if capacity.is_limit and not capacity.may_grow else None,
+                address=capacity.address,
                 facts=facts,
                 launcher=launcher,
             )
@@ -125,7 +137,7 @@ class Supervisor:
     def _start(self) -> None:
         self._heard_s, self._pid = time.monotonic(), 0
         reach("supervisor.start")
-        self._engine.start(ProcessSpec.new(COORDINATOR, self._target, self._spec, log=str(self._log)))
+        self._engine.start(ProcessSpec.new(COORDINATOR, self._target, self._spec, log=str(self._log), place="launcher"))
 
     def _turn(self, listener: socket.socket) -> None:
         waiting: list[Any] = [self._engine, self._socket or listener]
@@ -204,7 +216,7 @@ class Supervisor:
             case Emit(event=event):
                 self._monitor.emit(event)
 
-    def _send(self, message: Started | Exited | Stop) -> None:
+    def _send(self, message: ProcessReport | Stop) -> None:
         if self._socket is None:
             return  # the next coordinator is told
         try:
@@ -212,7 +224,7 @@ class Supervisor:
         except OSError:
             log.info("the coordinator is gone: %s waits for the next", message)
 
-    def _is_asked_for(self, report: Started | Exited) -> bool:
+    def _is_asked_for(self, report: ProcessReport) -> bool:
         """Whether a report is of the newest process of its number, and not of one that it replaces."""
         return self._asked.get(report.index) == report.incarnation
 
@@ -232,7 +244,7 @@ class Supervisor:
         elif isinstance(report, Started):
             self._pid = report.pid
             self._monitor.emit(events.CoordinatorStarted(pid=report.pid))
-        else:
+        elif isinstance(report, Exited):
             self._restart(report)
 
     def _restart(self, exited: Exited) -> None:

@@ -109,6 +109,12 @@ class ClientKeys(Keys):
         server_public, public, secret = parts
         return cls(server_public=server_public, public=public, secret=secret)
 
+    @classmethod
+    def new(cls, server_public: bytes) -> Self:
+        """Return a new pair, for a server that has this public key."""
+        public, secret = _make_pair()
+        return cls(server_public=server_public, public=public, secret=secret)
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ServerKeys(Keys):
@@ -134,8 +140,7 @@ def make_keys(num_clients: int = 1) -> tuple[ServerKeys, tuple[ClientKeys, ...]]
     public, secret = _make_pair()
     clients = []
     for _ in range(num_clients):
-        client_public, client_secret = _make_pair()
-        clients.append(ClientKeys(server_public=public, public=client_public, secret=client_secret))
+        clients.append(ClientKeys.new(public))
     server = ServerKeys(public=public, secret=secret, admitted=tuple(client.public for client in clients))
     return server, tuple(clients)
 

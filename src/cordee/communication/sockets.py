@@ -139,9 +139,10 @@ DOMAIN = b"cordee"
 class ZapAuthenticator:
     """Answers the handshakes of one context. To be used by one thread at a time."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admitted: Iterable[bytes]) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admitted: Iterable[bytes] | None) -> None:
+        """`admitted` are the keys that are let in; None lets everybody in, and messages then name their key."""
         self.num_refused = 0
-        self._admitted = frozenset(admitted)
+        self._admitted = None if admitted is None else frozenset(admitted)
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(_ENDPOINT)
@@ -157,13 +158,14 @@ class ZapAuthenticator:
     def answer(self, frames: list[bytes]) -> list[bytes]:
         """Return the reply to one request; anything but a known key in our own domain is denied."""
         request_id = frames[1] if len(frames) > 1 else b""
+        admitted, user = self._admitted, b""
         match frames:
-            case [b"1.0", _, domain, _, _, b"CURVE", key] if domain == DOMAIN and key in self._admitted:
-                status, text = b"200", b"OK"
+            case [b"1.0", _, domain, _, _, b"CURVE", key] if domain == DOMAIN and (admitted is None or key in admitted):
+                status, text, user = b"200", b"OK", key.hex().encode()
             case _:
                 self.num_refused += 1
                 status, text = b"400", b"unknown key"
-        return [b"1.0", request_id, status, text, b"", b""]
+        return [b"1.0", request_id, status, text, user, b""]
 
     def close(self) -> None:
         self.socket.close(linger=0)

@@ -56,6 +56,17 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**os.environ, **(extra or {})}
 
 
+def log_environment(log: Path) -> dict[str, str]:
+    """Return what an agent gives a process whose run directory is on another host: where it logs instead."""
+    return {"CORDEE_LOG": str(log)}
+
+
+def log_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return where this process logs, `CORDEE_LOG`; None is the run directory."""
+    name = environ.get("CORDEE_LOG")
+    return Path(name) if name else None
+
+
 def faults_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the folder with the faults that a test asks for, `CORDEE_FAULTS`; None outside such tests."""
     name = environ.get("CORDEE_FAULTS")

@@ -192,6 +192,11 @@ POINTS: dict[str, str] = {
     "launch.summary": "launcher: about to write the summary",
     "launch.closed": "launcher: has written the summary, processes are not ended",
     # the fork server, and what it forks
+    "agent.enrol": "agent: about to show its ticket",
+    "agent.enrolled": "agent: its ticket was taken",
+    "agent.command": "agent: has a command, has not carried it out",
+    "agent.status": "agent: about to report to the launcher",
+    "agent.leave": "agent: is about to end its processes",
     "fork_server.asked": "fork-server: has a request, has forked nothing",
     "fork_server.forked": "fork-server: has forked a process, has not said so",
     "fork_server.answered": "fork-server: has forked a process and said so",
@@ -213,6 +218,7 @@ PROCESSES = (
     "forked",
     "joiner",
     "launcher",
+    "agent-N",
 )
 
 FAULTS_FILE = "faults.json"

@@ -104,8 +104,9 @@ class Strategy(Section, frozen=True, kw_only=True, forbid_unknown_fields=False):
 
 
 class Cluster(Section, frozen=True, kw_only=True):
-    """How workers are looked after."""
+    """Where workers come from, and how they are looked after."""
 
+    engine: str = "local"  # what starts the processes
     failure_timeout: str | float = "5s"  # a worker not heard of for so long is lost; all other timeouts follow
     max_restarts: int = 3  # lost processes that are replaced before the run gives up, or continues with fewer
     min_workers: int = 1  # fewer than this do not continue: they wait for others, and then save and end

@@ -169,6 +169,13 @@ class CoordinatorStarted(EventRecord, frozen=True, kw_only=True, tag="coordinato
     pid: int
 
 
+class EngineOpened(EventRecord, frozen=True, kw_only=True, tag="engine_opened"):
+    """what starts the processes of the run, where that is not this host alone"""
+
+    engine: str
+    description: str
+
+
 class CoordinatorLost(EventRecord, frozen=True, kw_only=True, tag="coordinator_lost"):
     """the coordinator was killed; another takes its place"""
 
@@ -254,6 +261,7 @@ AnyEvent: TypeAlias = (
     | WorkerEnded
     | CoordinatorStarted
     | CoordinatorLost
+    | EngineOpened
     | ForkServerLost
     | Generation
     | Recovery

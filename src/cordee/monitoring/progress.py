@@ -13,7 +13,17 @@ from rich.text import Text
 
 from cordee.core.errors import StorageError
 from cordee.monitoring import wording
-from cordee.monitoring.events import AnyEvent, Checkpoint, Evaluation, Plan, RunEnded, RunStarted, Step, Warned
+from cordee.monitoring.events import (
+    AnyEvent,
+    Checkpoint,
+    EngineOpened,
+    Evaluation,
+    Plan,
+    RunEnded,
+    RunStarted,
+    Step,
+    Warned,
+)
 from cordee.monitoring.files import reason
 from cordee.monitoring.wording import View
 
@@ -58,6 +68,8 @@ class ProgressSink:
                 self._screen.line(line)
         elif isinstance(event, Warned):
             self._screen.line(f"warning: {event.message}", "yellow")
+        elif isinstance(event, EngineOpened):
+            self._screen.line(f"engine: {event.description}")
         elif isinstance(event, Plan):
             self._screen.line(wording.plan_line(event))
         elif isinstance(event, RunEnded):

@@ -9,6 +9,7 @@ import msgspec
 
 from cordee.cluster.coordinator import CoordinatorSpec, Leader, run_coordinator
 from cordee.cluster.engine import Engine
+from cordee.cluster.engines import is_of_this_host
 from cordee.cluster.launcher_link import LauncherLink
 from cordee.cluster.member_link import MemberSpec
 from cordee.cluster.supervisor import Supervisor
@@ -41,7 +42,7 @@ class RunKind(Protocol):
 
     def roles(self, job: Job) -> Sequence[Role]: ...
 
-    def facts(self, components: Components) -> dict[str, Any]:
+    def facts(self, components: Components, *, has_other_hosts: bool) -> dict[str, Any]:
         """Return what the coordinator has to know of the components, so that it need not build them."""
 
     def coordinate(self, spec: CoordinatorSpec, launcher: LauncherLink) -> Leader:
@@ -62,7 +63,7 @@ class _Team:
     def roles(self, job: Job) -> Sequence[Role]:
         return [Role("worker", job.strategy.workers)]
 
-    def facts(self, components: Components) -> dict[str, Any]:
+    def facts(self, components: Components, *, has_other_hosts: bool) -> dict[str, Any]:
         return {}
 
     def coordinate(self, spec: CoordinatorSpec, launcher: LauncherLink) -> Leader:
@@ -85,8 +86,8 @@ class _Dispatched:
         num_servers = settings.servers * settings.replicas
         return [Role("worker", job.strategy.workers), Role("server", num_servers), Role("evaluator", 1)]
 
-    def facts(self, components: Components) -> dict[str, Any]:
-        facts: dict[str, Any] = msgspec.to_builtins(RunFacts.of(components))
+    def facts(self, components: Components, *, has_other_hosts: bool) -> dict[str, Any]:
+        facts: dict[str, Any] = msgspec.to_builtins(RunFacts.of(components, has_other_hosts=has_other_hosts))
         return facts
 
     def coordinate(self, spec: CoordinatorSpec, launcher: LauncherLink) -> Leader:
@@ -105,8 +106,9 @@ def kind_of(job: Job) -> str:
 
 
 def needs_engine(job: Job) -> bool:
-    """Whether the run has several processes; a run of one is the launcher itself."""
-    return sum(role.num_processes for role in KINDS[kind_of(job)].roles(job)) > 1
+    """Whether the run has several processes, or is to be elsewhere; a run of one is the launcher itself."""
+    has_others = sum(role.num_processes for role in KINDS[kind_of(job)].roles(job)) > 1
+    return has_others or not is_of_this_host(job.cluster.engine)
 
 
 def lead_run(
@@ -126,7 +128,8 @@ def lead_run(
     kind = kind_of(components.job)
     timeout_s = components.job.cluster.failure_timeout_s
     supervisor = Supervisor(engine, monitor, should_stop, failure_timeout_s=timeout_s)
-    facts = KINDS[kind].facts(components)
+    has_other_hosts = bool(components.job.cluster.address or engine.capacity().address)
+    facts = KINDS[kind].facts(components, has_other_hosts=has_other_hosts)
     return supervisor.run("cordee.runs.kind:main", directory.path, kind=kind, facts=facts, resume=resume)
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from cordee.cluster.control import Control, NotYetError, reach, request_join
+from cordee.cluster.control import Control, NotYetError, request_join
 from cordee.cluster.member_link import MemberSpec
-from cordee.communication.this_host import own_address
 from cordee.core import fault_points
 from cordee.core.env import cache_folder
-from cordee.core.errors import CommunicationError, CordeeError, JobError, TrainingError
+from cordee.core.errors import CordeeError, JobError, TrainingError
 from cordee.runs.kind import KINDS
 
 LONGEST_START_S = 120.0  # of a run that is asked to take a worker before it trains
@@ -61,17 +60,13 @@ def _request_spec(place: Path, control: Control, say: Callable[[str], None]) -> 
 
 
 def _adapt_to_host(spec: MemberSpec, control: Control, data_root: Path | None) -> MemberSpec:
-    """Return the spec with what is different on this host: the addresses, and the folders of the log and the data."""
+    """Return the spec with what is different on this host: the folders of the log and the data."""
     folder = cache_folder() / "joined" / f"{control.run}-{spec.index}"
     try:
-        address = reach(control, folder)
-        own = own_address(address)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise JobError(f"cannot write {folder}: {error.strerror}; set CORDEE_CACHE to another folder") from None
-    except CommunicationError as error:
-        raise JobError(str(error)) from error
     job = spec.job
     if data_root is not None:
         job = spec.load_job().replace([f"data.root={str(data_root.expanduser().absolute())!r}"]).to_toml()
-    return msgspec.structs.replace(spec, log_dir=str(folder), address=address, host_address=own, num_local=1, job=job)
+    return msgspec.structs.replace(spec, log_dir=str(folder), num_local=1, job=job)

@@ -63,12 +63,12 @@ def test_who_was_given_up_may_come_back_as_another_incarnation() -> None:
 def test_reports_of_a_process_that_was_replaced_are_passed_over() -> None:
     record = MemberRecord(index=0, number=0, started=2)
     members = registry(record)
-    assert members.take(Started(0, 1, 11)) is None and members.take(Exited(0, 1, 11, -9)) is None
-    assert members.take(Started(0, 2, 12)) is None and record.local_pid == 12
+    assert members.take(Started(0, 1, 11), 0.0) is None and members.take(Exited(0, 1, 11, -9), 0.0) is None
+    assert members.take(Started(0, 2, 12), 0.0) is None and record.local_pid == 12
     record.is_away = True
-    assert members.take(Exited(0, 2, 12, -9)) is record and members.started == []
+    assert members.take(Exited(0, 2, 12, -9), 0.0) is record and members.started == []
     assert not record.is_away, "what is dead does not come back"
-    assert members.take(Exited(0, 2, 12, -9)) is None, "told once more to a coordinator that came back"
+    assert members.take(Exited(0, 2, 12, -9), 0.0) is None, "told once more to a coordinator that came back"
 
 
 def test_names() -> None:

@@ -59,7 +59,7 @@ class LocalEngine:
         self._sessions: set[int] = set()
         self._preload = tuple(preload)
         self._environment = env.child_environment()  # of every fork server, whatever the launcher changes meanwhile
-        self._command_line = [os.fsencode(argument) for argument in sys.argv]
+        self.command_line = [os.fsencode(argument) for argument in sys.argv]  # that processes find in `sys.argv`
         self._serve()
 
     def _serve(self) -> None:
@@ -68,11 +68,14 @@ class LocalEngine:
         self._poll.register(self._server.control.fileno(), select.EPOLLIN)
         self._dead_since_s = self._frozen_since_s = math.inf
         for spec in self._unanswered.values():
-            self._server.ask(Fork(spec, self._command_line))
+            self._server.ask(Fork(spec, self.command_line))
 
     def capacity(self) -> Capacity:
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return Capacity({socket.gethostname(): num_cores})
+
+    def describe(self) -> str:
+        return ""
 
     def members(self) -> Sequence[Started]:
         return list(self._living.values())
@@ -90,7 +93,7 @@ class LocalEngine:
             return
         self._asked[spec.index] = spec.incarnation
         self._unanswered[spec.index, spec.incarnation] = spec
-        self._server.ask(Fork(spec, self._command_line))
+        self._server.ask(Fork(spec, self.command_line))
 
     def reports(self, timeout_s: float = 0.0) -> Iterator[Report]:
         self._server.flush()

@@ -61,7 +61,7 @@ class DispatchedLeader:
         else:
             progress = self._progress = self._load_progress(spec.resume)
             self._state = RunState(
-                addresses=Addresses.of(job),
+                addresses=Addresses.of(job, spec),
                 started=time.time(),
                 begun_s=time.perf_counter(),
                 base_s=progress.elapsed_s,
@@ -228,6 +228,7 @@ class DispatchedLeader:
         dispatcher, min_workers = self._dispatcher, self._job.cluster.min_workers
         if num_workers < min_workers:
             raise JobError(f"cluster.min_workers = {min_workers} is more than {num_workers}")
+        self._starter.check_room(num_workers)
         before = self._state.members.staying_workers
         for record in before[num_workers:]:
             if record.phase == "starting":

@@ -21,11 +21,11 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     lr: float  # of the optimizer's first group, before schedule and scale
     lr_factor: float
     dtype: str = "float32"  # of the parameters
-    data: str = ""  # a fingerprint, where workers of other hosts may join
+    data: str = ""  # a fingerprint, where workers may be on other hosts
     description: RunStarted  # without its place
 
     @classmethod
-    def of(cls, components: Components) -> RunFacts:
+    def of(cls, components: Components, *, has_other_hosts: bool) -> RunFacts:
         num_samples, total_steps = components.splits.train.num_samples, components.total_steps
         assert num_samples is not None and total_steps is not None
         trained = [parameter for parameter in components.model.parameters() if parameter.requires_grad]
@@ -38,7 +38,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
             lr=float(optimizer.param_groups[0]["initial_lr"]),
             lr_factor=components.recipe.lr_factor,
             dtype=str(trained[0].dtype).removeprefix("torch."),
-            data=fingerprint(components.splits) if components.job.cluster.address else "",
+            data=fingerprint(components.splits) if has_other_hosts else "",
             description=components.describe(),
         )
 

@@ -52,7 +52,7 @@ class Losses:
     def check_members(self, now_s: float) -> None:
         """Hear who ended, end who is frozen, continue without external workers that are gone."""
         for report in self._launcher.reports():
-            ended = self._members.take(report)
+            ended = self._members.take(report, now_s)
             if ended is not None and isinstance(report, Exited) and ended.is_active and not self._dispatcher.is_over:
                 self.replace(ended, report.describe(), report.status)
         for ended in self._members.take_ended(is_alive):

@@ -48,7 +48,7 @@ def main(argument: dict[str, Any]) -> int:
     signal.signal(END_SIGNAL, lambda number, frame: is_over.set())
     signal.signal(signal.SIGTERM, lambda number, frame: leave_asked.set())  # a spot instance, Slurm, Kubernetes
     run_dir = Path(spec.run_dir)
-    with setup_logging(run_dir / "logs" / f"{spec.name}.log"), DispatchLink(spec) as link:
+    with setup_logging(spec.log_file), DispatchLink(spec) as link:
         try:
             service = _make_service(spec, run_dir)
             speaker = Speaker(run=spec.run_id, name=spec.name, incarnation=time.time_ns())

@@ -61,7 +61,7 @@ class TeamLeader:
                 min_workers=job.cluster.min_workers,
                 is_elastic=entry_of(job).is_elastic,
             ),
-            addresses=Addresses.of(job),
+            addresses=Addresses.of(job, self._spec),
             recoveries=RecoveryState(restarts=Restarts(job.cluster.max_restarts)),
         )
 
@@ -168,7 +168,7 @@ class TeamLeader:
             case FirstStep(step=step):
                 self._complete_recovery(step)
             case DataFingerprint(fingerprint=fingerprint):
-                self._workers.record_data(fingerprint)
+                self._workers.record_data(worker, fingerprint)
             case WorkerSummary(summary=summary):
                 self._state.summaries[worker] = summary
 

@@ -54,7 +54,7 @@ class Losses:
         """Find out who ended, end who is frozen, replace who is lost."""
         now_s, membership, workers = time.monotonic(), self._membership, self._workers
         for report in self._launcher.reports():
-            if (ended := membership.take(report)) is not None and isinstance(report, Exited):
+            if (ended := membership.take(report, now_s)) is not None and isinstance(report, Exited):
                 membership.exit(ended.index, report.describe(), now_s, is_killed=report.status < 0)
         for ended in membership.take_ended(is_alive):
             membership.exit(ended.index, "ended without a word", now_s, is_killed=True)

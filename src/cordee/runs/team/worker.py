@@ -210,7 +210,7 @@ def _group(spec: MemberSpec, answer: Answer, link: TeamLink) -> Iterator[Team]:
         stack.enter_context(link.on_disband(generation, stop_waiting))
         if is_wide:
             keys = ClientKeys.from_text(spec.client_keys)
-            store = CoordinatorStore(spec.address, spec.run_id, spec.index, keys, generation)
+            store = CoordinatorStore(spec.coordinator_address, spec.run_id, spec.index, keys, generation)
             between = BetweenHosts(stack.enter_context(store), spec.host_address)
         meeting = meet(
             Path(spec.store) / f"generation-{generation}",

@@ -13,7 +13,7 @@ from cordee.cluster.launcher_link import LauncherLink
 from cordee.cluster.members import MemberRecord, check_join_request
 from cordee.communication.messages import JoinRequest
 from cordee.core import Job
-from cordee.core.errors import JobError
+from cordee.core.errors import JobError, TrainingError
 from cordee.core.fault_points import reach
 from cordee.monitoring import events
 from cordee.runs.team.member_channel import TeamChannel
@@ -59,8 +59,15 @@ class Workers:
         """Record that a generation is formed with the numbers that are wanted."""
         self._state.is_reform_wanted = False
 
-    def record_data(self, fingerprint: str) -> None:
-        """Record what is known of the data: workers that join are told."""
+    def record_data(self, index: int, fingerprint: str) -> None:
+        """Record what is known of the data: workers that join are told. Raises TrainingError where workers differ."""
+        known = self._state.data
+        if known and known != fingerprint:
+            host = self._membership.of(index).host
+            raise TrainingError(
+                f"worker {index} on {host} has other data than the others: there they are {fingerprint}; elsewhere "
+                f"{known}. Copy the same data to every host, and say with data.root where they are"
+            )
         self._state.data = self._starter.data = fingerprint
 
     def log_file(self, index: int) -> Path:
@@ -89,6 +96,7 @@ class Workers:
         if num_workers < job.cluster.min_workers:
             raise JobError(f"cluster.min_workers = {job.cluster.min_workers} is more than {num_workers}")
         self._check_size(num_workers)
+        self._starter.check_room(num_workers)
         before = membership.staying_workers
         for record in sorted(before, key=lambda record: (record.is_remote, record.index))[num_workers:]:
             record.is_leaving = True
