@@ -10,11 +10,13 @@ TWO_FILES := $(BIN)/pytest -n 2 --dist loadfile
 # How long `make test-long` compares random jobs of fresh seeds with the single run.
 DIFFERENCE_MINUTES ?= 60
 
-.PHONY: help quickstart test test-long unit lint types bench docs fuzz clean
+.PHONY: help quickstart test test-long test-ray test-spark unit lint types bench docs fuzz clean
 help:
 	@echo "make quickstart  set up, train a first model, show the result"
 	@echo "make test        set up, run the tests"
 	@echo "make test-long   also those that take minutes, and an hour of random jobs (DIFFERENCE_MINUTES=60)"
+	@echo "make test-ray    the engine 'ray' on a Ray of two nodes, in an environment of its own (.venv-ray)"
+	@echo "make test-spark  the engine 'spark' on a Spark of two workers (.venv-spark; needs Java 17)"
 	@echo "make unit        only the unit tests (about a minute)"
 	@echo "make lint types  ruff, mypy --strict"
 	@echo "make bench       measure against the peers (installs them; some minutes)"
@@ -50,6 +52,16 @@ test: $(VENV)/.dev
 test-long: $(VENV)/.dev
 	CORDEE_LONG_TESTS=1 CORDEE_DIFFERENCE_MINUTES=$(DIFFERENCE_MINUTES) $(BIN)/pytest
 
+# Ray and Spark are large, and have requirements of their own.
+.venv-ray/.engine .venv-spark/.engine: .venv-%/.engine: pyproject.toml constraints.txt
+	@test -x .venv-$*/bin/python || { echo "creating .venv-$* ..."; "$(PYTHON)" -m venv .venv-$*; }
+	@echo "installing Cordée with the engine $* (some minutes the first time) ..."
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]' pytest pytest-timeout
+	@touch $@
+
+test-ray test-spark: test-%: .venv-%/.engine
+	.venv-$*/bin/pytest tests/engines/test_$*_*.py
+
 unit: $(VENV)/.dev
 	$(TWO_FILES) tests/unit
 
@@ -73,5 +85,5 @@ docs: $(VENV)/.cordee
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-ray .venv-spark site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

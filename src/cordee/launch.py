@@ -21,7 +21,7 @@ from rich.console import Console
 from cordee import checkpoint
 from cordee.cluster import Team
 from cordee.cluster.engine import Engine
-from cordee.cluster.engines import open_engine
+from cordee.cluster.engines import check_settings, open_engine
 from cordee.communication.this_host import find_listening
 from cordee.compute.devices import MemoryWatch
 from cordee.core import Job
@@ -80,6 +80,7 @@ def train(
     identify("launcher")
     overrides = [*overrides, *([f"cluster.engine={engine}"] if engine is not None else [])]
     asked = _as_job(job, overrides)
+    check_settings(asked)
     name = choose_strategy(asked)
     path = _run_path(asked, run_dir, resume)
     asked, note = fit_to_run(asked, path, overrides) if resume else (asked, "")

@@ -149,6 +149,8 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "cluster.min_workers": FAULTS,
     "cluster.wait_for_workers": FAULTS,
     "cluster.address": FAULTS,
+    "cluster.engine": Elsewhere("engines/engine_runs.py"),
+    "cluster.connect": Elsewhere("engines/engine_runs.py"),
     "cluster.autoscale": AUTOSCALE,
     "cluster.max_workers": AUTOSCALE,
     "cluster.autoscale_every": AUTOSCALE,

@@ -120,7 +120,7 @@ class Processes:
         self._folder = tempfile.TemporaryDirectory(prefix="cordee-bench-")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        port = _free_port()
+        port = free_port()
         for rank in range(size):
             ours, theirs = _context.Pipe()
             place = Place(rank, size, self._folder.name)
@@ -237,7 +237,7 @@ def _run(main: Callable[[Place, Connection], None], place: Place, pipe: Connecti
         main(place, pipe)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

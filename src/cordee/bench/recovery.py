@@ -141,10 +141,10 @@ def _recover_cordee(folder: Path) -> tuple[float, int]:
     events = folder / "run" / "events.jsonl"
 
     def pids() -> list[int]:
-        return [event["pid"] for event in _read(events) if event.get("type") == "worker_started"]
+        return [event["pid"] for event in read_lines(events) if event.get("type") == "worker_started"]
 
     def steps() -> list[tuple[float, int]]:
-        return [(event["time"], event["step"]) for event in _read(events) if event.get("type") == "step"]
+        return [(event["time"], event["step"]) for event in read_lines(events) if event.get("type") == "step"]
 
     return _attempt(command, pids, steps)
 
@@ -156,10 +156,12 @@ def _recover_torchrun(folder: Path) -> tuple[float, int]:
     command = [sys.executable, "-m", "torch.distributed.run", *options]
 
     def pids() -> list[int]:
-        return [event["pid"] for rank in (0, 1) for event in _read(folder / f"events-{rank}.jsonl") if "pid" in event]
+        return [
+            event["pid"] for rank in (0, 1) for event in read_lines(folder / f"events-{rank}.jsonl") if "pid" in event
+        ]
 
     def steps() -> list[tuple[float, int]]:
-        return [(event["time"], event["step"]) for event in _read(folder / "events-0.jsonl") if "step" in event]
+        return [(event["time"], event["step"]) for event in read_lines(folder / "events-0.jsonl") if "step" in event]
 
     return _attempt([*command, str(script), str(folder)], pids, steps)
 
@@ -168,16 +170,16 @@ def _attempt(
     command: list[str], pids: Callable[[], list[int]], steps: Callable[[], list[tuple[float, int]]]
 ) -> tuple[float, int]:
     """Return the seconds from a kill to the first step after the pause that it makes, and how many were taken again."""
-    with _running(command) as process:
-        _wait(lambda: len(steps()) >= WARM_STEPS, process)
+    with running(command) as process:
+        wait_for(lambda: len(steps()) >= WARM_STEPS, process)
         killed_s = time.time()
         os.kill(pids()[1], signal.SIGKILL)
-        last_s, next_step, next_s = _await_gap(steps, killed_s, process)
+        last_s, next_step, next_s = await_gap(steps, killed_s, process)
         reached = max(step for at_s, step in steps() if at_s <= last_s)
         return next_s - killed_s, max(0, reached + 1 - next_step)
 
 
-def _await_gap(
+def await_gap(
     steps: Callable[[], list[tuple[float, int]]], killed_s: float, process: subprocess.Popen[bytes]
 ) -> tuple[float, int, float]:
     """Return when the last step before the gap was taken, and the number and time of the first after it."""
@@ -194,18 +196,18 @@ def _await_gap(
         _, at = max(pauses)
         return moments[at][0], moments[at + 1][1], moments[at + 1][0]
 
-    _wait(lambda: found() is not None, process)
+    wait_for(lambda: found() is not None, process)
     result = found()
     assert result is not None
     return result
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def _wait(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline_s:
@@ -214,7 +216,7 @@ def _wait(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> No
 
 
 @contextlib.contextmanager
-def _running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield process

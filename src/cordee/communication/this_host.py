@@ -64,7 +64,7 @@ def own_host_id(settings: BackendSettings, rank: int) -> str:
 
 def find_listening(setting: str) -> Listening:
     """Return what `cluster.address` (HOST or HOST:PORT) comes to. Raises JobError if it is none of this host's."""
-    host, port = _split(setting)
+    host, port = split_address(setting)
     if port is None:
         raise JobError(f"cluster.address = {setting!r} has no port from 1 to 65535: write HOST or HOST:PORT")
     try:
@@ -85,7 +85,7 @@ def find_listening(setting: str) -> Listening:
 
 def own_address(peer: str) -> str:
     """Return the address of this host that is used to reach `peer` (tcp://HOST:PORT). Raises CommunicationError."""
-    host, port = _split(peer.removeprefix("tcp://"))
+    host, port = split_address(peer.removeprefix("tcp://"))
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
@@ -95,7 +95,7 @@ def own_address(peer: str) -> str:
         raise CommunicationError(f"this host has no way to {host}: {error.strerror}") from error
 
 
-def _split(text: str) -> tuple[str, int | None]:
+def split_address(text: str) -> tuple[str, int | None]:
     """Return host and port of HOST, HOST:PORT, [IPV6] or [IPV6]:PORT; no port is 0, a wrong one None."""
     host, port = text.strip(), ""
     if host.startswith("["):

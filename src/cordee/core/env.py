@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,6 +66,28 @@ def log_file(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return where this process logs, `CORDEE_LOG`; None is the run directory."""
     name = environ.get("CORDEE_LOG")
     return Path(name) if name else None
+
+
+def ray_address(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the address of the Ray cluster, `RAY_ADDRESS`, which Ray sets in submitted jobs; empty if not set."""
+    return environ.get("RAY_ADDRESS", "")
+
+
+def spark_remote(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the address of the Spark Connect server, `SPARK_REMOTE`; empty if it is not set."""
+    return environ.get("SPARK_REMOTE", "")
+
+
+@contextlib.contextmanager
+def with_default(name: str, value: str) -> Iterator[None]:
+    """Inside, the variable is set for libraries that read it; one that is set already is left alone."""
+    is_set = name in os.environ
+    os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        if not is_set:
+            os.environ.pop(name, None)
 
 
 def faults_folder(environ: Mapping[str, str] = os.environ) -> Path | None:

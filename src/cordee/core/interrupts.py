@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -41,3 +42,17 @@ class InterruptFlag:
             raise KeyboardInterrupt
         self._is_raised = True
         self._on_first()
+
+
+@contextlib.contextmanager
+def keep_handlers() -> Iterator[None]:
+    """Give SIGINT and SIGTERM the handlers back that libraries replace by their own when they are initialised."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

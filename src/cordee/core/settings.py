@@ -112,6 +112,7 @@ class Cluster(Section, frozen=True, kw_only=True):
     min_workers: int = 1  # fewer than this do not continue: they wait for others, and then save and end
     wait_for_workers: str | float = "30s"  # for how long they wait
     address: str = ""  # HOST or HOST:PORT of this host at which workers of other hosts may join; else none can
+    connect: str = ""  # where the cluster of the engine is: HOST:PORT of a Ray, spark://HOST:PORT of a Spark master
     autoscale: bool = False  # change the number of workers, and of their threads, by what is measured
     max_workers: int | None = None  # to which autoscaling goes; as many as there are cores where it is not set
     autoscale_every: str | float = "10s"  # for how long a size is measured before the next is decided on

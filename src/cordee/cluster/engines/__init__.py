@@ -19,6 +19,7 @@ class EngineEntry(NamedTuple):
 
     summary: str  # one line
     source: str = ""  # module with `make_source`, which starts agents; empty starts processes on this host
+    connects: bool = False  # to a cluster that runs: cluster.connect says where
 
 
 ENGINES: dict[str, EngineEntry] = {
@@ -26,6 +27,8 @@ ENGINES: dict[str, EngineEntry] = {
     "agents": EngineEntry(
         "hosts on which somebody runs `cordee agent`: the run prints the commands", "cordee.cluster.engines.by_hand"
     ),
+    "ray": EngineEntry("actors of a Ray cluster", "cordee.cluster.engines.ray", connects=True),
+    "spark": EngineEntry("tasks of a Spark cluster", "cordee.cluster.engines.spark", connects=True),
 }
 
 
@@ -34,6 +37,16 @@ def find_engine(name: str) -> EngineEntry:
     if name not in ENGINES:
         raise JobError(f"there is no engine {name!r}{nearest(name, ENGINES)}: it is one of {', '.join(ENGINES)}")
     return ENGINES[name]
+
+
+def check_settings(job: Job) -> None:
+    """Raise JobError for settings of [cluster] that the job's engine does not have."""
+    if job.cluster.connect and not find_engine(job.cluster.engine).connects:
+        able = " or ".join(repr(name) for name, entry in ENGINES.items() if entry.connects)
+        raise JobError(
+            f"cluster.connect = {job.cluster.connect!r} has a meaning only with cluster.engine = {able}, and the "
+            f"engine is {job.cluster.engine!r}: set cluster.engine, or remove cluster.connect"
+        )
 
 
 def is_of_this_host(name: str) -> bool:

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# A Ray of two nodes on this machine: trains a job with two workers, kills a node in mid-run, shows the result, cleans up.
+#
+#   pip install 'cordee[ray]'
+#   examples/cluster/ray.sh [FOLDER FOR THE RUN]
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+run=${1:-$(mktemp -d)/run}
+port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+temporary=$(mktemp -d /tmp/ray-XXXX)
+pids=()
+
+clean_up() {
+    for pid in "${pids[@]}"; do
+        pkill -KILL -P "$pid" 2>/dev/null || true  # the raylet and what belongs to it: children of this shell's children
+        kill -KILL "$pid" 2>/dev/null || true
+    done
+    rm -rf "$temporary"
+}
+trap clean_up EXIT
+
+node() {  # one CPU each; --block keeps the daemons below this shell
+    ray start "$@" --num-cpus=1 --node-ip-address=127.0.0.1 --disable-usage-stats --block >"$temporary/node-${#pids[@]}.log" 2>&1 &
+    pids+=($!)
+}
+
+echo "starting two nodes ..."
+node --head --port="$port" --temp-dir="$temporary" --include-dashboard=false
+until ray status --address="127.0.0.1:$port" >/dev/null 2>&1; do sleep 0.5; done
+node --address="127.0.0.1:$port"
+until [ "$(ray status --address="127.0.0.1:$port" 2>/dev/null | grep -c '1 node_')" -ge 2 ]; do sleep 0.5; done
+
+cordee train "$here/job.toml" --engine ray --set cluster.connect="127.0.0.1:$port" --run-dir "$run" &
+training=$!
+until grep -qs '"type":"step"' "$run/events.jsonl"; do
+    kill -0 "$training" || { echo "the run did not start"; exit 1; }
+    sleep 0.2
+done
+sleep 3
+echo "killing the second node ..."
+pkill -KILL -P "${pids[1]}" || true
+kill -KILL "${pids[1]}" || true
+wait "$training"
+grep -E '"type":"(worker_lost|generation|run_ended)"' "$run/events.jsonl" | cut -c1-200

@@ -1,0 +1,335 @@
+"""The engine `ray`: every agent is a Ray actor with one CPU.
+
+Ray places actors and reports their end. Ray restarts nothing (`max_restarts=0`): the engine of agents asks for another
+actor, with another ticket. Actors are independent of each other, not bundles of a placement group, so that a lost node
+takes its own agents only (docs/decisions/0038). Actors that wait for a CPU are the demand that Ray's autoscaler sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from cordee.cluster.engine import GRACE_S, Capacity
+from cordee.cluster.engines.agent import run_agent_process
+from cordee.cluster.engines.agent_messages import AgentOrder
+from cordee.cluster.engines.agents import AgentEnded, AgentSource, EngineRequest
+from cordee.cluster.processes import describe_status
+from cordee.communication.this_host import split_address
+from cordee.core import env
+from cordee.core.errors import JobError, MissingExtraError
+from cordee.core.interrupts import keep_handlers
+
+CONNECT_S = 3.0  # for a connection to the head node, before Ray itself tries, which takes a minute to give up
+CLIENT_PREFIX = "ray://"
+
+
+def make_source(request: EngineRequest) -> RaySource:
+    """Connect to the Ray of `cluster.connect`, else to a Ray of this host, else start one here.
+
+    Raises JobError for a Ray that is not there or cannot be used, MissingExtraError without the package.
+    """
+    address = request.job.cluster.connect or env.ray_address()
+    _refuse_client(address)
+    ray = _import_ray()
+    is_ours, is_new = _connect(ray, address)
+    # Ray hides the GPUs of a node from actors that have asked for none.
+    num_gpus = 1 if request.job.training.device == "cuda" else 0
+    return RaySource(ray, num_gpus=num_gpus, is_ours=is_ours, is_new=is_new)
+
+
+class RayAgent:
+    """The actor: an agent as a child process, which ends with the actor."""
+
+    def __init__(self, order: str) -> None:
+        self._order = AgentOrder.from_text(order)
+        self._is_leaving = threading.Event()
+
+    def node(self) -> str:
+        """Return the id of the node that this actor was placed on."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    def run(self) -> int:
+        return run_agent_process(self._order, should_stop=self._is_leaving.is_set)
+
+    def leave(self) -> None:
+        self._is_leaving.set()
+
+
+class _Actor(msgspec.Struct):
+    """What the launcher knows of an actor."""
+
+    handle: Any
+    placed: Any  # becomes the id of its node
+    end: Any  # becomes the exit code of its agent
+    node_id: str = ""  # empty while it waits for a CPU
+    kill_s: float | None = None  # when it is killed, once it was asked to leave
+
+
+class RaySource(AgentSource):
+    """Agents as actors of a Ray that this process is connected to."""
+
+    name = "ray"
+
+    def __init__(self, ray: Any, *, num_gpus: int, is_ours: bool, is_new: bool) -> None:
+        """`is_ours`: this run has connected to Ray, and disconnects. `is_new`: it has started that Ray as well."""
+        self._ray = ray
+        self._num_gpus = num_gpus
+        self._is_ours, self._is_new = is_ours, is_new
+        self._actors: dict[int, _Actor] = {}
+        self._lost_nodes: set[str] = set()  # Ray may take a dead node for alive for some 15 s
+
+    def describe(self) -> str:
+        nodes = _living_nodes(self._ray)
+        num_cpus = sum(_cpus_of(node["Resources"]) for node in nodes)
+        address = self._ray.get_runtime_context().gcs_address
+        origin = ", started on this host for this run" if self._is_new else ""
+        return (
+            f"Ray {self._ray.__version__} at {address}, {_count(len(nodes), 'node')}, {_count(num_cpus, 'CPU')}{origin}"
+        )
+
+    def capacity(self) -> Capacity:
+        """Return the free CPUs. Inside a placement group, of a Ray Tune trial say, they are those of its bundles."""
+        nodes = _living_nodes(self._ray)
+        may_grow = _may_grow(self._ray, sum(_cpus_of(node["Resources"]) for node in nodes))
+        here = self._ray.util.get_node_ip_address()
+        others = {node["NodeManagerAddress"] for node in nodes} - {here}
+        address = here if others or may_grow else ""
+        group = self._ray.util.get_current_placement_group()
+        if group is not None:
+            own = self._ray.get_runtime_context().get_assigned_resources().get("CPU", 0)
+            bundles = sum(bundle.get("CPU", 0) for bundle in group.bundle_specs)
+            return Capacity({"placement group": int(bundles - own)}, is_limit=True, address=address)
+        free = _free_by_node(self._ray)
+        slots: dict[str, int] = {}
+        for node in nodes:
+            host = node["NodeManagerHostname"]
+            slots[host] = slots.get(host, 0) + _cpus_of(free.get(node["NodeID"], {}))
+        return Capacity(slots, may_grow=may_grow, is_limit=True, address=address)
+
+    def start(self, order: AgentOrder) -> None:
+        options: dict[str, Any] = {
+            "num_cpus": 1,
+            "num_gpus": self._num_gpus,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "max_concurrency": 3,  # `leave` and `node` are called while `run` runs
+        }
+        living = {node["NodeID"] for node in _living_nodes(self._ray) if _cpus_of(node["Resources"]) > 0}
+        if avoided := sorted(self._lost_nodes & living):
+            if living - self._lost_nodes:
+                options["label_selector"] = {"ray.io/node-id": f"!in({','.join(avoided)})"}
+            else:  # all that is left: they may be back, or be marked dead any moment
+                self._lost_nodes.clear()
+        actor = self._ray.remote(**options)(RayAgent).remote(order.to_text())
+        self._actors[order.number] = _Actor(actor, actor.node.remote(), actor.run.remote())
+
+    def ended(self) -> Sequence[AgentEnded]:
+        actors = self._actors
+        self._find_nodes()
+        now_s = time.monotonic()
+        for actor in actors.values():
+            if actor.kill_s is not None and now_s > actor.kill_s:
+                self._kill(actor)
+        by_end = {actor.end: number for number, actor in actors.items()}
+        found = []
+        for end in self._ready(list(by_end)):
+            number = by_end[end]
+            actor = actors.pop(number)
+            how = self._fate(actor)
+            found.append(AgentEnded(number, "" if actor.kill_s is not None else how))
+            self._kill(actor)  # an actor that cannot be heard may still run
+        return found
+
+    def stop(self, number: int) -> None:
+        actor = self._actors.get(number)
+        if actor is None or actor.kill_s is not None:
+            return
+        if actor.node_id:
+            actor.handle.leave.remote()
+            actor.kill_s = time.monotonic() + GRACE_S
+        else:  # it waits for a CPU: it need not come
+            actor.kill_s = 0.0
+            self._kill(actor)
+
+    def close(self) -> None:
+        try:
+            self._find_nodes()
+            for number in list(self._actors):
+                self.stop(number)
+            deadline_s = time.monotonic() + GRACE_S
+            while self._actors and time.monotonic() < deadline_s:
+                self.ended()
+                time.sleep(0.02)
+            for actor in self._actors.values():
+                self._kill(actor)
+        finally:
+            self._actors.clear()
+            if self._is_ours:
+                self._ray.shutdown()
+
+    def _find_nodes(self) -> None:
+        waiting = {actor.placed: actor for actor in self._actors.values() if not actor.node_id}
+        for placed in self._ready(list(waiting)):
+            with contextlib.suppress(self._ray.exceptions.RayError):  # `end` says the same
+                waiting[placed].node_id = self._ray.get(placed)
+
+    def _ready(self, references: list[Any]) -> list[Any]:
+        if not references:
+            return []
+        ready, _ = self._ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+        return list(ready)
+
+    def _fate(self, actor: _Actor) -> str:
+        """Return how an agent ended, in words; empty if it left as it was asked to."""
+        errors = self._ray.exceptions
+        try:
+            status = self._ray.get(actor.end)
+        except errors.RayError as error:
+            node = self._name_of(actor.node_id)
+            if not actor.node_id:
+                return f"Ray could not start an agent: {_reason(error)}"
+            is_dead = actor.node_id not in {node["NodeID"] for node in _living_nodes(self._ray)}
+            if is_dead or "node" in _reason(error) or isinstance(error, errors.ActorUnavailableError):
+                self._lost_nodes.add(actor.node_id)
+                return f"its Ray node {node} {'died' if is_dead else 'does not answer'}"
+            return f"its Ray actor on node {node} died: {_reason(error)}"
+        return "" if status == 0 else f"the agent {describe_status(status)} on Ray node {self._name_of(actor.node_id)}"
+
+    def _name_of(self, node_id: str) -> str:
+        for node in self._ray.nodes():
+            if node["NodeID"] == node_id:
+                return f"{node['NodeManagerHostname']} ({node_id[:8]})"
+        return node_id[:8]
+
+    def _kill(self, actor: _Actor) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
+            self._ray.kill(actor.handle, no_restart=True)
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise MissingExtraError("engine 'ray'", "ray") from None
+    return ray
+
+
+def _refuse_client(address: str) -> None:
+    if address.startswith(CLIENT_PREFIX):
+        raise JobError(
+            f"{address} is an address of Ray Client, which runs the driver's calls in a proxy: agents on the cluster "
+            "could not reach this process. Start the run on a node of the cluster: `ray job submit -- cordee train "
+            "JOB.toml --engine ray`, or cluster.connect = 'HOST:6379' on a host where `ray start --address` was run"
+        )
+
+
+def _connect(ray: Any, address: str) -> tuple[bool, bool]:
+    """Connect this process to Ray; return whether it was not connected before, and whether that Ray was started here.
+
+    Raises JobError.
+    """
+    if ray.is_initialized():
+        if ray.util.client.ray.is_connected():
+            _refuse_client(CLIENT_PREFIX + "…")
+        connected = ray.get_runtime_context().gcs_address
+        if address not in ("", "auto", "local") and not _is_same(ray, address, connected):
+            raise JobError(
+                f"this process is connected to the Ray at {connected}, and the run asks for {address}: "
+                "call ray.shutdown() before, or remove cluster.connect"
+            )
+        return False, False
+    options = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
+    if address not in ("", "auto", "local"):
+        _reach(address)
+    with keep_handlers():  # `ray.init` replaces that of SIGTERM by its own
+        if address != "local":
+            try:
+                ray.init(address or "auto", **options)
+            except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+                ray.shutdown()
+                if address:
+                    raise JobError(
+                        f"cannot use the Ray at {address}: {_first_line(error)}. A driver has to run on a node of the "
+                        f"cluster: run `ray start --address={address}` on this host, or use `ray job submit`"
+                    ) from None
+            else:
+                return True, False
+        ray.init("local", include_dashboard=False, **options)
+    return True, True
+
+
+def _reach(address: str) -> None:
+    host, port = split_address(address)
+    if not port:
+        raise JobError(
+            f"cluster.connect = {address!r} is not an address of Ray: write HOST:PORT, as `ray start` prints it"
+        )
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_S):
+            pass
+    except OSError as error:
+        raise JobError(
+            f"no Ray answers at {address} ({error}): start one with `ray start --head --port={port}` on {host}, or "
+            "remove cluster.connect to use the Ray of this host"
+        ) from None
+
+
+def _is_same(ray: Any, address: str, connected: str) -> bool:
+    def resolved(text: str) -> tuple[str, int | None]:
+        host, port = split_address(text)
+        with contextlib.suppress(OSError):
+            host = socket.gethostbyname(host)
+        # Ray replaces loopback addresses by the host's own.
+        return ray.util.get_node_ip_address() if host.startswith("127.") else host, port
+
+    return resolved(address) == resolved(connected)
+
+
+# What Ray knows of its nodes. `available_resources_per_node` is what `ray.available_resources()` adds up, and the
+# configuration of the autoscaler what Ray Data asks for; neither has a public name (Ray 2.60).
+
+
+def _living_nodes(ray: Any) -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _free_by_node(ray: Any) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
+    return found
+
+
+def _may_grow(ray: Any, num_cpus: int) -> bool:
+    """Whether an autoscaler may add CPUs to those that are there."""
+    most = ray._private.state.state.get_max_resources_from_cluster_config()
+    return most is not None and most.get("CPU", 0) > num_cpus
+
+
+def _cpus_of(resources: dict[str, float]) -> int:
+    return int(resources.get("CPU", 0))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _reason(error: BaseException) -> str:
+    """Return what a Ray error says, in one line."""
+    text = str(error)
+    if "No module named 'cordee" in text:
+        return "cordee is not installed there: install it on every node, or in the runtime environment of the Ray job"
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

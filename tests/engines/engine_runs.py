@@ -1,0 +1,206 @@
+"""Runs on the clusters of other engines, as a user starts them, and what must hold on each of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from cordee.bench.clusters import Cluster
+from cordee.strategies.table import STRATEGIES
+
+TIMEOUT_S = 240.0  # on a busy machine a JVM takes a minute to start
+JOB = """
+name = "small"
+[model]
+use = "mlp"
+hidden = [16, 16]
+[data]
+use = "synthetic"
+shape = [6]
+num_classes = 3
+size = 400
+test_size = 100
+[optimizer]
+use = "adam"
+lr = 0.01
+[training]
+batch_size = 16
+epochs = 2
+threads = 1
+[strategy]
+name = "single"
+[monitoring]
+every_steps = 1
+"""
+TOKENS_JOB = """
+name = "tokens"
+[model]
+use = "gpt"
+layers = 2
+width = 16
+heads = 2
+[data]
+use = "synthetic"
+shape = [8]
+num_classes = 12
+vocabulary = 12
+size = 128
+test_size = 32
+[training]
+batch_size = 8
+epochs = 1
+threads = 1
+[strategy]
+name = "single"
+[monitoring]
+every_steps = 1
+"""
+# What a strategy needs beside two workers. Those that are not here need nothing.
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "single": ("strategy.workers=1",),
+    "hybrid": ("strategy.mesh={tensor = 2}",),
+}
+
+
+def settings_of(strategy: str) -> tuple[str, ...]:
+    """Return the settings of a run of two workers, in the reproducible mode where the strategy knows it."""
+    reproducible = ("training.reproducible=true",) if STRATEGIES[strategy].can_reproduce else ()
+    return (f"strategy.name={strategy}", "strategy.workers=2", *SETTINGS.get(strategy, ()), *reproducible)
+
+
+class Outcome(NamedTuple):
+    code: int
+    output: str
+    folder: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return found
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return read_events(self.folder, kind)
+
+
+def read_events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    path = folder / "events.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    events = [json.loads(line) for line in lines if line.endswith("}")]
+    return [event for event in events if event["type"] == kind]
+
+
+@contextlib.contextmanager
+def training(
+    folder: Path, *settings: str, job: str = JOB, command: tuple[str, ...] = (), **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """Inside, `cordee train` runs; gives its process and the run directory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.toml").write_text(job)
+    run = folder / "run"
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    arguments = ["train", str(folder / "job.toml"), "--run-dir", str(run), *overrides]
+    process = subprocess.Popen(
+        [*(command or (sys.executable, "-m", "cordee")), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        cwd=folder,
+    )
+    try:
+        yield process, run
+    finally:
+        family = [process, *family_of(process.pid)]
+        if process.poll() is None:
+            for member in family:
+                with contextlib.suppress(psutil.Error, ProcessLookupError):
+                    member.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def family_of(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def train(folder: Path, *settings: str, job: str = JOB, **environment: str) -> Outcome:
+    with training(folder, *settings, job=job, **environment) as (process, run):
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        return Outcome(process.returncode, output, run)
+
+
+def on(engine: str, cluster: Cluster) -> tuple[str, ...]:
+    return (f"cluster.engine={engine}", f"cluster.connect={cluster.connect}")
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def agents(cluster: Cluster) -> list[psutil.Process]:
+    """Return the agents of a cluster that run, and what they have started."""
+    found = []
+    for process in cluster.processes():
+        with contextlib.suppress(psutil.Error):
+            if "cordee.cluster" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def assert_same_as_elsewhere(strategy: str, engine: str, cluster: Cluster, folder: Path) -> None:
+    """Run a strategy on the engine and without it: the same weights, every sample once."""
+    is_split = STRATEGIES[strategy].splits_model
+    job = TOKENS_JOB if strategy in ("tensor", "hybrid") else JOB
+    if STRATEGIES[strategy].can_reproduce:
+        reference = train(folder / "reference", "training.reproducible=true", job=job)
+    else:
+        reference = train(folder / "reference", *settings_of(strategy), job=job)
+    assert reference.code == 0, reference.output
+    outcome = train(folder / engine, *settings_of(strategy), *on(engine, cluster), job=job)
+    assert outcome.code == 0, outcome.output
+    assert outcome.summary["status"] == "completed"
+    assert outcome.summary["samples"] == reference.summary["samples"], is_split
+    assert outcome.summary["weights_sha256"] == reference.summary["weights_sha256"]
+
+
+def kill_in_midrun(
+    engine: str, cluster: Cluster, folder: Path, kill: Callable[[], float], *settings: str, steps: int = 400
+) -> tuple[Outcome, float]:
+    """Train in the reproducible mode, kill something at step 20; return the outcome, and the seconds to the next step.
+
+    The next step is the first after the longest pause that follows the kill.
+    """
+    common = (
+        "training.reproducible=true",
+        "training.epochs=1000",
+        f"stop.steps={steps}",
+        "cluster.wait_for_workers=60s",
+    )
+    run = (*settings_of("data_parallel"), *common, *settings, *on(engine, cluster))
+    with training(folder, *run) as (process, path):
+        wait_until(lambda: len(read_events(path, "step")) >= 20 or process.poll() is not None)
+        assert process.poll() is None, process.communicate()[0]
+        killed_s = kill()
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        outcome = Outcome(process.returncode, output, path)
+    times_s = [event["time"] for event in outcome.events("step")]
+    before_s = max((at for at in times_s if at <= killed_s), default=killed_s)
+    after_s = sorted(at for at in times_s if at > killed_s)
+    pauses = [(later - earlier, later) for earlier, later in zip([before_s, *after_s], after_s, strict=False)]
+    return outcome, max(pauses)[1] - killed_s

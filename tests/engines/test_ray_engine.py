@@ -1,0 +1,163 @@
+"""The engine `ray` on a real Ray of two nodes. Run by `make test-ray`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import engine_runs as runs
+import psutil
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from cordee.bench.clusters import RayCluster  # noqa: E402
+from cordee.core.errors import JobError  # noqa: E402
+from cordee.strategies.table import STRATEGIES  # noqa: E402
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    cluster = RayCluster(num_nodes=2)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def three_nodes() -> Iterator[RayCluster]:
+    """A Ray that a node can be lost of: head, and two others."""
+    cluster = RayCluster(num_nodes=2)
+    yield cluster
+    cluster.close()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_gives_the_weights_that_it_gives_elsewhere(
+    strategy: str, cluster: RayCluster, tmp_path: Path
+) -> None:
+    runs.assert_same_as_elsewhere(strategy, "ray", cluster, tmp_path)
+    runs.wait_until(lambda: not runs.agents(cluster), 5.0)
+
+
+def test_what_was_recognised_is_printed(cluster: RayCluster, tmp_path: Path) -> None:
+    outcome = runs.train(tmp_path, *runs.settings_of("data_parallel"), *runs.on("ray", cluster))
+    assert f"Ray {ray.__version__} at {cluster.connect}, 2 nodes, 2 CPUs" in outcome.output
+
+
+def test_a_killed_node_costs_a_step_and_changes_no_bit(three_nodes: RayCluster, tmp_path: Path) -> None:
+    reference = runs.train(tmp_path / "alone", "training.reproducible=true", "training.epochs=1000", "stop.steps=400")
+    outcome, pause_s = runs.kill_in_midrun("ray", three_nodes, tmp_path / "ray", lambda: three_nodes.kill_node(1))
+    assert outcome.code == 0, outcome.output
+    assert outcome.summary["weights_sha256"] == reference.summary["weights_sha256"]
+    assert outcome.summary["recoveries"] >= 1 and outcome.summary["steps_redone"] <= 1
+    assert pause_s < 8.0, pause_s
+    assert len(outcome.events("worker_lost")) >= 1
+
+
+def test_a_node_that_comes_is_used(three_nodes: RayCluster, tmp_path: Path) -> None:
+    """A lost worker comes back on a node that is added later."""
+
+    def replace_node() -> float:
+        killed_s = three_nodes.kill_node(1)
+        three_nodes.add_node()
+        return killed_s
+
+    outcome, _ = runs.kill_in_midrun("ray", three_nodes, tmp_path, replace_node, steps=3000)
+    assert outcome.code == 0, outcome.output
+    assert len(outcome.events("worker_started")) >= 3, "the worker was not replaced"
+
+
+def test_nothing_is_left_when_the_launcher_is_killed(cluster: RayCluster, tmp_path: Path) -> None:
+    settings = (*runs.settings_of("data_parallel"), "training.epochs=100000", *runs.on("ray", cluster))
+    with runs.training(tmp_path, *settings) as (process, run):
+        runs.wait_until(lambda: len(runs.read_events(run, "step")) >= 5)
+        assert runs.agents(cluster)
+        process.kill()
+        process.wait()
+        runs.wait_until(lambda: not runs.agents(cluster), 10.0)
+
+
+def test_a_cluster_that_is_too_small_is_refused(cluster: RayCluster, tmp_path: Path) -> None:
+    outcome = runs.train(tmp_path, *runs.settings_of("data_parallel"), "strategy.workers=3", *runs.on("ray", cluster))
+    assert outcome.code == 2
+    assert "3 workers" in outcome.output and "2 free slots" in outcome.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_ray_at_the_address_is_refused(tmp_path: Path) -> None:
+    settings = (*runs.settings_of("data_parallel"), "cluster.engine=ray", "cluster.connect=127.0.0.1:1")
+    outcome = runs.train(tmp_path, *settings)
+    assert outcome.code == 2
+    assert "no Ray answers at 127.0.0.1:1" in outcome.output and "ray start --head" in outcome.output
+
+
+@pytest.mark.parametrize("where", ["setting", "environment"])
+def test_an_address_of_ray_client_is_refused(where: str, tmp_path: Path) -> None:
+    settings = (*runs.settings_of("data_parallel"), "cluster.engine=ray")
+    if where == "setting":
+        outcome = runs.train(tmp_path, *settings, "cluster.connect=ray://127.0.0.1:10001")
+    else:
+        outcome = runs.train(tmp_path, *settings, RAY_ADDRESS="ray://127.0.0.1:10001")
+    assert outcome.code == 2
+    assert "Ray Client" in outcome.output and "ray job submit" in outcome.output
+
+
+def test_without_an_address_a_ray_is_started_and_ended(tmp_path: Path) -> None:
+    """No Ray runs in this environment: TMPDIR hides those of others."""
+    before = {process.pid for process in raylets()}
+    if before:
+        pytest.skip("another Ray runs on this machine, and would be used")
+    outcome = runs.train(tmp_path, *runs.settings_of("data_parallel"), "cluster.engine=ray")
+    assert outcome.code == 0, outcome.output
+    assert "started on this host for this run" in outcome.output
+    runs.wait_until(lambda: {process.pid for process in raylets()} <= before, 10.0)
+
+
+def raylets() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.name() == "raylet":
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_program_that_is_connected_stays_connected(cluster: RayCluster, tmp_path: Path) -> None:
+    """As in a notebook: the user's own connection and signal handlers are left alone."""
+    program = f"""
+import signal, ray, cordee
+ray.init("{cluster.connect}", log_to_driver=False)
+handler = signal.getsignal(signal.SIGTERM)
+run = cordee.train({{"model": {{"use": "mlp", "hidden": [8]}},
+    "data": {{"use": "synthetic", "shape": [6], "num_classes": 3, "size": 64, "test_size": 16}},
+    "training": {{"batch_size": 8, "threads": 1}}, "strategy": {{"name": "data_parallel", "workers": 2}}}},
+    engine="ray", run_dir="run", quiet=True)
+assert run.status == "completed"
+assert ray.is_initialized() and signal.getsignal(signal.SIGTERM) is handler
+print("connected", ray.cluster_resources()["CPU"])
+try:
+    cordee.train("run/job.toml", overrides=["cluster.connect=10.0.0.1:6379"], engine="ray", run_dir="other")
+except cordee.CordeeError as error:
+    print(error)
+"""
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=runs.TIMEOUT_S,
+        env=dict(os.environ),
+    )  # fmt: skip
+    assert "connected 2.0" in done.stdout, done.stdout + done.stderr
+    assert "this process is connected to the Ray at" in done.stdout
+
+
+def test_errors_are_those_of_users() -> None:
+    from cordee.cluster.engines.ray import _reach
+
+    with pytest.raises(JobError, match="HOST:PORT"):
+        _reach("somewhere")
