@@ -210,7 +210,7 @@ WALK: dict[str, Walk] = {
         point: Walk((*ONCE, *NEW_SECOND, of("plain", "server-0"), of("plain", "evaluator"))) for point in _asked("join")
     },
     **{point: Walk(ONCE) for point in _asked("event")},
-    **{point: Walk(EVALUATOR) for point in _asked("askorder", "snapshottaken", "orderdone")},
+    **{point: Walk(EVALUATOR) for point in _asked("askevaluatortask", "snapshottaken", "evaluatortaskdone")},
     **{point: Walk(EVALUATOR) for point in _called("snapshot", "snapshotextras")},
     **{point: Walk(EVALUATOR, DEATHS) for point in ("evaluator.read", "evaluator.measured", "evaluator.saved")},
     **{point: Walk((of("server leaves", PAIR), of("second leaves", PAIR))) for point in _asked("handover")},
@@ -256,7 +256,7 @@ WALK: dict[str, Walk] = {
     ),
     "dispatch.answer.servers": Walk((of("plain", "coordinator", 1, 2), of("server lost", "coordinator", 6)), DEATHS),
     "dispatch.answer.work": Walk((of("plain", "coordinator", 1, 2, 9), of("worker lost", "coordinator", 8)), DEATHS),
-    "dispatch.answer.order": Walk(
+    "dispatch.answer.evaluatortask": Walk(
         (of("plain", "coordinator", 1, 2, 4), of("evaluator lost", "coordinator", 2)), DEATHS
     ),
     "dispatch.answer.leave": Walk(

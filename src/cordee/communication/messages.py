@@ -169,7 +169,7 @@ class Scale(Message, frozen=True):
 
 
 class JoinRequest(Message, frozen=True):
-    """Somebody with the run's control file wants to work. Answered by `Accepted` with a worker's order, as JSON."""
+    """Somebody with the run's control file wants to work. Answered by `Accepted` with a `MemberSpec`, as JSON."""
 
     is_generational = False
 

@@ -24,11 +24,11 @@ from cordee.monitoring import events
 from cordee.parameters.messages import FollowerLost
 from cordee.parameters.server_slots import ServerSlot, ServerSlots
 from cordee.runs.dispatched.messages import (
-    AskOrder,
+    AskEvaluatorTask,
     AskServers,
+    EvaluatorTaskDone,
     HandOver,
     Leave,
-    OrderDone,
     SnapshotTaken,
     TakeWork,
     Work,
@@ -153,14 +153,14 @@ class Dispatcher(MemberChannel):
                 self.ledger.requeue(name)  # who asks has nothing in hand: it did not hear the last answer
                 record.is_leaving |= work.leaves
                 self._waiting[name] = received
-            case AskOrder():
+            case AskEvaluatorTask():
                 self._snapshots.arrive(received)
             case SnapshotTaken(ages=ages):
                 self._reply(received, Accepted())
                 self._snapshots.take_snapshot(ages)
-            case OrderDone() as done:
+            case EvaluatorTaskDone() as done:
                 if self._snapshots.is_open(done.number):
-                    self._finish_order(done)
+                    self._finish_task(done)
                 self._reply(received, Accepted())
             case other:
                 self._reply(received, Refused("unexpected", type(other).__name__))
@@ -233,8 +233,8 @@ class Dispatcher(MemberChannel):
         if ledger.committed_steps >= barrier:
             snapshots.pause()
             is_last = self.is_ending
-            is_due = snapshots.is_free and not snapshots.has_ordered(barrier, is_last=is_last)
-            if is_due and not snapshots.order(barrier, self.elapsed_s(), self.metrics.to_apply, is_last=is_last):
+            is_due = snapshots.is_free and not snapshots.has_task_for(barrier, is_last=is_last)
+            if is_due and not snapshots.start_task(barrier, self.elapsed_s(), self.metrics.to_apply, is_last=is_last):
                 self._end()
             if is_last:  # there is no more work, and the evaluator can use the cores
                 self._release_waiting()
@@ -297,13 +297,13 @@ class Dispatcher(MemberChannel):
             )
             self._reply(received, work)
 
-    def _finish_order(self, done: OrderDone) -> None:
+    def _finish_task(self, done: EvaluatorTaskDone) -> None:
         reason = self._snapshots.finish(done)
         if reason is not None and not self.is_ending:
             self.stop(reason)  # what is begun meanwhile is finished; where training waited, nothing is
-        elif reason is not None and self._snapshots.has_ordered_last and self.outcome.stopped_by != "interrupt":
+        elif reason is not None and self._snapshots.has_last_task and self.outcome.stopped_by != "interrupt":
             self.outcome.stopped_by = reason  # a rule that the last evaluation meets is named as well
-        if self._snapshots.has_ordered_last:
+        if self._snapshots.has_last_task:
             self._end()
 
     def _end(self) -> None:

@@ -29,7 +29,7 @@ from cordee.monitoring import setup_logging
 from cordee.parameters.calls import ServerCalls
 from cordee.parameters.placement import make_layout
 from cordee.runs.dispatched.link import DispatchLink
-from cordee.runs.dispatched.messages import AskOrder, Leave, Order, OrderDone, SnapshotTaken
+from cordee.runs.dispatched.messages import AskEvaluatorTask, EvaluatorTask, EvaluatorTaskDone, Leave, SnapshotTaken
 from cordee.strategies.parameter_server.client import ParameterClient
 from cordee.strategies.parameter_server.messages import Snapshot, SnapshotExtras
 from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters, join_pieces
@@ -41,7 +41,7 @@ log = logging.getLogger("cordee.evaluator")
 
 
 def main(argument: dict[str, Any]) -> int:
-    """Carry out orders until there are no more; return the exit code."""
+    """Carry out tasks until there are no more; return the exit code."""
     spec = msgspec.convert(argument, MemberSpec)
     identify("evaluator")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -51,8 +51,8 @@ def main(argument: dict[str, Any]) -> int:
             parts = assemble(spec.load_job(), Team(num_workers=1, num_local_workers=spec.num_local))
             evaluator = Evaluator(parts, link, run_dir / "checkpoints", patience_s=6 * spec.failure_timeout_s)
             link.join()
-            while not isinstance(reply := link.ask(AskOrder()), Leave):
-                assert isinstance(reply, Order)
+            while not isinstance(reply := link.ask(AskEvaluatorTask()), Leave):
+                assert isinstance(reply, EvaluatorTask)
                 link.step = reply.step
                 link.ask(evaluator.carry_out(reply))
             evaluator.close()
@@ -78,17 +78,17 @@ class Evaluator:
         adopt_flat(parts.model, self._layout, self._flat, torch.zeros_like(self._flat))
         self._buffers = dict(parts.model.named_buffers())
 
-    def carry_out(self, order: Order) -> OrderDone:
+    def carry_out(self, task: EvaluatorTask) -> EvaluatorTaskDone:
         started = time.perf_counter()
-        optimizer = self._read(order)
+        optimizer = self._read(task)
         reach("evaluator.read")
         state = State.join(model=State(model_state(self._parts.model), {}), optimizer=optimizer)
-        metrics = self._measure() if order.evaluate else None
-        progress = msgspec.convert(decode_values(order.progress.encode()), Progress)
+        metrics = self._measure() if task.evaluate else None
+        progress = msgspec.convert(decode_values(task.progress.encode()), Progress)
         is_best = metrics is not None and self._record_evaluation(progress, metrics)
         reach("evaluator.measured")
         path, problem = "", ""
-        if order.save or is_best:
+        if task.save or is_best:
             values = {**state.values, "progress": msgspec.to_builtins(progress)}
             try:
                 path = self._save(progress, State(state.tensors, values))
@@ -97,7 +97,7 @@ class Evaluator:
         reach("evaluator.saved")
         sha = checkpoint.weights_sha256(self._parts.model.state_dict())
         found = encode_values(msgspec.to_builtins(metrics)).decode() if metrics else ""
-        return OrderDone(order.step, found, sha, path, time.perf_counter() - started, problem, order.number)
+        return EvaluatorTaskDone(task.step, found, sha, path, time.perf_counter() - started, problem, task.number)
 
     def close(self) -> None:
         self._client.close()
@@ -112,13 +112,13 @@ class Evaluator:
         protected = (progress.best_step,) if settings.keep_best else ()
         return str(checkpoint.save(self._checkpoints, progress.step, state, keep=settings.keep, protected=protected))
 
-    def _read(self, order: Order) -> State:
+    def _read(self, task: EvaluatorTask) -> State:
         """Bring the model to the servers' state, and return that of their optimizers."""
         states = [
-            self._client.snapshot(piece, self._flat, Snapshot(piece.index, order.apply_step, order.scale))
+            self._client.snapshot(piece, self._flat, Snapshot(piece.index, task.apply_step, task.scale))
             for piece in self._layout.pieces
         ]
-        self._link.ask(SnapshotTaken(self._client.pull_extras(self._buffers, SnapshotExtras(order.apply_step))))
+        self._link.ask(SnapshotTaken(self._client.pull_extras(self._buffers, SnapshotExtras(task.apply_step))))
         return join_pieces(self._layout, states)
 
     def _measure(self) -> Metrics | None:

@@ -82,13 +82,13 @@ class Leave(Message, frozen=True):
     is_generational = False
 
 
-class AskOrder(Message, frozen=True):
-    """The evaluator is free. Answered by `Order` or `Leave`."""
+class AskEvaluatorTask(Message, frozen=True):
+    """The evaluator is free. Answered by `EvaluatorTask` or `Leave`."""
 
     is_generational = False
 
 
-class Order(Message, frozen=True):
+class EvaluatorTask(Message, frozen=True):
     """Read a snapshot, evaluate it, save it."""
 
     is_generational = False
@@ -110,8 +110,8 @@ class SnapshotTaken(Message, frozen=True):
     ages: Annotated[tuple[Count, ...], Meta(max_length=4096)]
 
 
-class OrderDone(Message, frozen=True):
-    """An order is carried out; `metrics` is empty if none were asked for. Answered by `Accepted`."""
+class EvaluatorTaskDone(Message, frozen=True):
+    """A task is carried out; `metrics` is empty if none were asked for. Answered by `Accepted`."""
 
     is_generational = False
 
@@ -121,11 +121,11 @@ class OrderDone(Message, frozen=True):
     path: Text = ""
     seconds: float = 0.0
     problem: Text = ""
-    number: Count = 0  # of the order
+    number: Count = 0  # of the task
 
 
 SERVED: tuple[type[Message], ...] = (
-    *COMMON, AskServers, Servers, FollowerLost, HandOver, TakeWork, Work, Leave, AskOrder, Order, SnapshotTaken,
-    OrderDone,
+    *COMMON, AskServers, Servers, FollowerLost, HandOver, TakeWork, Work, Leave, AskEvaluatorTask, EvaluatorTask,
+    SnapshotTaken, EvaluatorTaskDone,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=1 << 20)

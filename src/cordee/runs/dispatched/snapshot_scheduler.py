@@ -1,4 +1,4 @@
-"""The evaluator's desk: one order at a time to read, measure and save what the servers have, and what comes of it."""
+"""Gives the evaluator one task at a time: to read, measure and save what the servers have; takes what comes of it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cordee.communication.channel import Received
 from cordee.communication.messages import Message
 from cordee.compute import Metrics
 from cordee.monitoring import events
-from cordee.runs.dispatched.messages import Leave, Order, OrderDone
+from cordee.runs.dispatched.messages import EvaluatorTask, EvaluatorTaskDone, Leave
 from cordee.runs.dispatched.plan import RunPlan
 from cordee.runs.dispatched.state import Outcome, SnapshotState
 from cordee.training.progress import Progress
 
 
 class SnapshotScheduler:
-    """Gives orders through `reply` when the evaluator is free. `emit` takes an event for the run's file."""
+    """Gives tasks through `reply` when the evaluator is free. `emit` takes an event for the run's file."""
 
     def __init__(
         self,
@@ -44,18 +44,18 @@ class SnapshotScheduler:
         return self._evaluator is not None
 
     @property
-    def has_ordered_last(self) -> bool:
-        """Whether the order is given that ends the run."""
-        return self._state.has_ordered_last
+    def has_last_task(self) -> bool:
+        """Whether the task is given that ends the run."""
+        return self._state.has_last_task
 
-    def has_ordered(self, step: int, *, is_last: bool) -> bool:
-        """Whether the order is given for what the servers have after `step` steps of the ledger."""
-        return self._state.has_ordered_last if is_last else self._state.ordered_step == step
+    def has_task_for(self, step: int, *, is_last: bool) -> bool:
+        """Whether the task is given for what the servers have after `step` steps of the ledger."""
+        return self._state.has_last_task if is_last else self._state.task_step == step
 
     def may_continue(self, step: int) -> bool:
         """Whether training may continue after `step`: the snapshot is read, and no evaluation is waited for."""
         state = self._state
-        return state.ordered_step == step and not (state.is_reading or state.is_deciding)
+        return state.task_step == step and not (state.is_reading or state.is_deciding)
 
     def pause(self) -> None:
         """Record that nothing is handed out until a snapshot is read."""
@@ -66,21 +66,21 @@ class SnapshotScheduler:
         self._state.paused_s = None
 
     def arrive(self, received: Received) -> None:
-        """Take a request for an order."""
+        """Take a request for a task."""
         self._evaluator = received
-        if self._state.is_order_open:
-            self._order_again()  # it did not hear the last answer
+        if self._state.is_task_open:
+            self._withdraw_task()  # it did not hear the last answer
 
     def lose(self) -> None:
-        """Forget the evaluator; the next one is given its order."""
+        """Forget the evaluator; the next one is given its task."""
         self._evaluator = None
         state = self._state
-        if state.is_order_open and not (state.is_reading or state.is_deciding):
-            step = state.ordered_at[0]
+        if state.is_task_open and not (state.is_reading or state.is_deciding):
+            step = state.task_place[0]
             message = f"the evaluator was lost with what it had read at step {step}: it is not measured and not saved"
             self._emit(events.Warned(message=message))
-        if state.is_order_open:
-            self._order_again()
+        if state.is_task_open:
+            self._withdraw_task()
 
     def shut_down(self) -> None:
         """Tell the evaluator, if it asks, that there is nothing more to do."""
@@ -88,7 +88,7 @@ class SnapshotScheduler:
             evaluator, self._evaluator = self._evaluator, None
             self._reply(evaluator, Leave())
 
-    def order(self, step: int, elapsed_s: float, to_apply: tuple[int, float], *, is_last: bool) -> bool:
+    def start_task(self, step: int, elapsed_s: float, to_apply: tuple[int, float], *, is_last: bool) -> bool:
         """Have the evaluator, which is free, read the servers as they are now, after `step` steps of the ledger.
 
         Returns False where that is not necessary: the run is to end, and what there is has been measured and saved.
@@ -103,11 +103,11 @@ class SnapshotScheduler:
             return False
         progress.elapsed_s = elapsed_s
         apply_step, scale = to_apply
-        state.num_orders += 1
-        state.ordered_at = (progress.step, progress.epoch, progress.batch, progress.samples)
-        state.ordered_loss = progress.train_loss
-        order = Order(
-            number=state.num_orders,
+        state.num_tasks += 1
+        state.task_place = (progress.step, progress.epoch, progress.batch, progress.samples)
+        state.task_loss = progress.train_loss
+        task = EvaluatorTask(
+            number=state.num_tasks,
             step=progress.step,
             evaluate=evaluates,
             save=saves,
@@ -116,10 +116,10 @@ class SnapshotScheduler:
             scale=scale,
         )
         evaluator, self._evaluator = self._evaluator, None
-        self._reply(evaluator, order)
-        state.ordered_step = step
-        state.is_reading = state.is_order_open = True
-        state.has_ordered_last = is_last
+        self._reply(evaluator, task)
+        state.task_step = step
+        state.is_reading = state.is_task_open = True
+        state.has_last_task = is_last
         state.is_deciding = is_last or (evaluates and plan.evaluation_may_stop)
         return True
 
@@ -130,15 +130,15 @@ class SnapshotScheduler:
         self._state.stall_s = time.perf_counter() - (self._state.paused_s or time.perf_counter())
 
     def is_open(self, number: int) -> bool:
-        """Whether this is the order that is being carried out."""
-        return number == self._state.num_orders and self._state.is_order_open
+        """Whether this is the task that is being carried out."""
+        return number == self._state.num_tasks and self._state.is_task_open
 
-    def finish(self, done: OrderDone) -> str | None:
-        """Take what came of the open order; return why the run should stop, if what was measured says so."""
+    def finish(self, done: EvaluatorTaskDone) -> str | None:
+        """Take what came of the open task; return why the run should stop, if what was measured says so."""
         state, outcome, progress = self._state, self._outcome, self._progress
-        state.is_reading = state.is_deciding = state.is_order_open = False
+        state.is_reading = state.is_deciding = state.is_task_open = False
         outcome.weights_sha256 = done.weights_sha256
-        step, epoch, batch, samples = state.ordered_at
+        step, epoch, batch, samples = state.task_place
         self._emit(
             events.Commit(step=step, epoch=epoch, batch=batch, samples=samples, weights_sha256=done.weights_sha256)
         )
@@ -154,10 +154,10 @@ class SnapshotScheduler:
         metrics = msgspec.convert(decode_values(done.metrics.encode()), Metrics)
         outcome.metrics = metrics
         found = progress.describe_evaluation(metrics, done.step, max(1, epoch if batch == 0 else epoch + 1))
-        self._emit(msgspec.structs.replace(found, train_loss=state.ordered_loss))
+        self._emit(msgspec.structs.replace(found, train_loss=state.task_loss))
         return progress.take_evaluation(metrics, done.step, self._plan.policy)
 
-    def _order_again(self) -> None:
+    def _withdraw_task(self) -> None:
         state = self._state
-        state.is_reading = state.is_deciding = state.has_ordered_last = state.is_order_open = False
-        state.ordered_step = -1
+        state.is_reading = state.is_deciding = state.has_last_task = state.is_task_open = False
+        state.task_step = -1

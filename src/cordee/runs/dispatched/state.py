@@ -56,12 +56,12 @@ class StepMetricsState(msgspec.Struct, kw_only=True):
 class SnapshotState(msgspec.Struct, kw_only=True):
     """What the evaluator was told, and has done."""
 
-    num_orders: int = 0
-    ordered_at: Place = (0, 0, 0, 0)  # where training was when the order was given
-    ordered_loss: float | None = None  # mean training loss of the epoch, then
-    ordered_step: int = -1
-    has_ordered_last: bool = False  # the order that ends the run is given
-    is_order_open: bool = False
+    num_tasks: int = 0
+    task_place: Place = (0, 0, 0, 0)  # where training was when the task was given
+    task_loss: float | None = None  # mean training loss of the epoch, then
+    task_step: int = -1
+    has_last_task: bool = False  # the task that ends the run is given
+    is_task_open: bool = False
     is_reading: bool = False  # a snapshot is being read: nothing may change
     is_deciding: bool = False  # training waits for what the evaluation says
     saved_step: int = -1  # of the job: its checkpoint is there

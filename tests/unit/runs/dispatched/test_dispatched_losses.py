@@ -17,11 +17,11 @@ from cordee.core.errors import TrainingError
 from cordee.core.settings import Cluster
 from cordee.monitoring.events import AnyEvent, Warned, WorkerLeft
 from cordee.runs.dispatched.losses import Losses
-from cordee.runs.dispatched.messages import AskOrder, HandOver, Leave, Order, TakeWork
+from cordee.runs.dispatched.messages import AskEvaluatorTask, EvaluatorTask, HandOver, Leave, TakeWork
 from cordee.runs.dispatched.process_starter import ProcessStarter
 from cordee.runs.dispatched.state import LossState
 
-ORDER = CoordinatorSpec(
+SPEC = CoordinatorSpec(
     kind="dispatched",
     run_dir="run",
     run_id="id",
@@ -91,7 +91,7 @@ class Scene:
         for name in ("server-0", "evaluator-0"):
             self.members.records[name].heard_s = math.inf  # nothing is wrong with the others
         starter = ProcessStarter(
-            ORDER,
+            SPEC,
             self.play.dispatcher.plan.job,
             self.launcher,  # type: ignore[arg-type]
             self.members,
@@ -172,12 +172,12 @@ def test_a_worker_that_has_work_in_hand_is_replaced_as_often_as_may_be() -> None
 def test_a_worker_is_not_replaced_when_all_work_is_done() -> None:
     scene = Scene()
     play = scene.play
-    play.say("evaluator-0", AskOrder())
+    play.say("evaluator-0", AskEvaluatorTask())
     unit = work_of(play.say("worker-0", TakeWork())).unit
     play.dispatcher.stop("interrupt")
     assert not play.dispatcher.has_done_all, "a unit is in somebody's hands"
     answers = play.say("worker-0", TakeWork(done=unit, num_samples=4))
-    assert any(isinstance(message, Order) for _, message in answers) and ("worker-0", Leave()) in answers
+    assert any(isinstance(message, EvaluatorTask) for _, message in answers) and ("worker-0", Leave()) in answers
     scene.kill(0)
     assert scene.launcher.started == []
     assert scene.launcher.warnings == ["worker-0 was killed by SIGKILL: all work is done, nobody takes its place"]

@@ -15,7 +15,15 @@ from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger
 from cordee.monitoring import AnyEvent, events
 from cordee.runs.dispatched.dispatcher import Dispatcher
-from cordee.runs.dispatched.messages import AskOrder, Leave, Order, OrderDone, SnapshotTaken, TakeWork, Work
+from cordee.runs.dispatched.messages import (
+    AskEvaluatorTask,
+    EvaluatorTask,
+    EvaluatorTaskDone,
+    Leave,
+    SnapshotTaken,
+    TakeWork,
+    Work,
+)
 from cordee.runs.dispatched.plan import RunPlan
 from cordee.strategies.parameter_server import ParameterServerSettings
 from cordee.training.progress import Progress
@@ -84,18 +92,19 @@ class Play:
         self.dispatcher.flush()
         return list(self.channel.answers)
 
-    def order(self, answers: list[tuple[str, Message]]) -> Order:
-        (order,) = [message for _, message in answers if isinstance(message, Order)]
-        return order
+    def task_of(self, answers: list[tuple[str, Message]]) -> EvaluatorTask:
+        (task,) = [message for _, message in answers if isinstance(message, EvaluatorTask)]
+        return task
 
-    def carry_out(self, order: Order) -> list[tuple[str, Message]]:
+    def carry_out(self, task: EvaluatorTask) -> list[tuple[str, Message]]:
         self.say("evaluator-0", SnapshotTaken(()))
         metrics = '{"loss": 1.0, "accuracy": 0.5, "top5_accuracy": null, "num_samples": 1, "seconds": 0.1}'
-        path = "step" if order.save else ""
+        path = "step" if task.save else ""
         self.say(
-            "evaluator-0", OrderDone(order.step, metrics if order.evaluate else "", "sha", path, number=order.number)
+            "evaluator-0",
+            EvaluatorTaskDone(task.step, metrics if task.evaluate else "", "sha", path, number=task.number),
         )
-        return self.say("evaluator-0", AskOrder())
+        return self.say("evaluator-0", AskEvaluatorTask())
 
 
 def work_of(answers: list[tuple[str, Message]]) -> Work:
@@ -125,27 +134,27 @@ def test_only_processes_that_are_expected_join_and_each_message_counts_once() ->
 def test_a_stop_before_the_first_unit_ends_the_run(reason: str) -> None:
     play = Play()
     play.dispatcher.stop(reason)
-    order = play.order(play.say("evaluator-0", AskOrder()))
-    assert order.save and order.step == 0
-    play.carry_out(order)
+    task = play.task_of(play.say("evaluator-0", AskEvaluatorTask()))
+    assert task.save and task.step == 0
+    play.carry_out(task)
     assert play.dispatcher.is_over
 
 
 @pytest.mark.parametrize("reason", ["interrupt", "time"])
 def test_a_stop_while_a_snapshot_is_measured_ends_the_run_saved(reason: str) -> None:
     play = Play()
-    play.say("evaluator-0", AskOrder())
-    done, order = TakeWork(), None
-    while order is None:  # the end of the first epoch
+    play.say("evaluator-0", AskEvaluatorTask())
+    done, task = TakeWork(), None
+    while task is None:  # the end of the first epoch
         answers = play.say("worker-0", done)
-        orders = [message for _, message in answers if isinstance(message, Order)]
-        if orders:
-            order = orders[0]
+        tasks = [message for _, message in answers if isinstance(message, EvaluatorTask)]
+        if tasks:
+            task = tasks[0]
         else:
             done = TakeWork(done=work_of(answers).unit, num_samples=4)
-    assert order.evaluate and not order.save
+    assert task.evaluate and not task.save
     play.dispatcher.stop(reason)
-    last = play.order(play.carry_out(order))
+    last = play.task_of(play.carry_out(task))
     assert last.save and not last.evaluate and last.step == 2
     play.carry_out(last)
     assert play.dispatcher.is_over
@@ -155,13 +164,13 @@ def test_a_stop_while_a_snapshot_is_measured_ends_the_run_saved(reason: str) -> 
 @pytest.mark.parametrize(("stop", "reason"), [({"accuracy": 0.5}, "accuracy"), ({"accuracy": 0.9}, None)])
 def test_a_rule_that_the_last_evaluation_meets_is_named(stop: dict[str, Any], reason: str | None) -> None:
     play = Play(stop={**stop, "steps": 2})
-    play.say("evaluator-0", AskOrder())
+    play.say("evaluator-0", AskEvaluatorTask())
     answers = play.say("worker-0", TakeWork())
     for _ in range(2):
         answers = play.say("worker-0", TakeWork(done=work_of(answers).unit, num_samples=4))
-    order = play.order(answers)
-    assert order.evaluate and order.save
-    play.carry_out(order)
+    task = play.task_of(answers)
+    assert task.evaluate and task.save
+    play.carry_out(task)
     assert play.dispatcher.is_over
     assert play.dispatcher.outcome.stopped_by == reason
     assert play.dispatcher.plan.is_ended_by_steps, "which the summary names where no other rule is met"
@@ -169,14 +178,14 @@ def test_a_rule_that_the_last_evaluation_meets_is_named(stop: dict[str, Any], re
 
 def test_a_stop_in_the_middle_of_a_step_waits_for_it_and_sends_everybody_home() -> None:
     play = Play()
-    play.say("evaluator-0", AskOrder())
+    play.say("evaluator-0", AskEvaluatorTask())
     work = work_of(play.say("worker-0", TakeWork()))
     play.dispatcher.stop("interrupt")
     answers = play.say("worker-0", TakeWork(done=work.unit, num_samples=4))
-    order = play.order(answers)
-    assert (order.step, order.save, order.evaluate) == (1, True, False)
+    task = play.task_of(answers)
+    assert (task.step, task.save, task.evaluate) == (1, True, False)
     assert ("worker-0", Leave()) in answers, "there is no more work for it, whatever the evaluator still does"
-    play.carry_out(order)
+    play.carry_out(task)
     assert play.dispatcher.is_over
 
 
@@ -191,16 +200,16 @@ def test_a_refused_gradient_is_told_once_and_the_run_goes_on() -> None:
 
 def test_a_run_without_more_work_does_not_lack_workers() -> None:
     play = Play()
-    play.say("evaluator-0", AskOrder())
+    play.say("evaluator-0", AskEvaluatorTask())
     answers = play.say("worker-0", TakeWork())
     while not play.dispatcher.ledger.is_complete:
         assert not play.dispatcher.is_ending
-        orders = [message for _, message in answers if isinstance(message, Order)]
-        if orders:
+        tasks = [message for _, message in answers if isinstance(message, EvaluatorTask)]
+        if tasks:
             answers = play.say("evaluator-0", SnapshotTaken(()))
             metrics = '{"loss": 1.0, "accuracy": 0.5, "top5_accuracy": null, "num_samples": 1, "seconds": 0.1}'
-            play.say("evaluator-0", OrderDone(orders[0].step, metrics, "sha", number=orders[0].number))
-            play.say("evaluator-0", AskOrder())
+            play.say("evaluator-0", EvaluatorTaskDone(tasks[0].step, metrics, "sha", number=tasks[0].number))
+            play.say("evaluator-0", AskEvaluatorTask())
         answers = play.say("worker-0", TakeWork(done=work_of(answers).unit, num_samples=4))
     assert ("worker-0", Leave()) in answers
     assert play.dispatcher.is_ending and not play.dispatcher.is_over
@@ -208,15 +217,15 @@ def test_a_run_without_more_work_does_not_lack_workers() -> None:
 
 def test_an_evaluation_tells_of_the_steps_it_measured() -> None:
     play = Play()
-    play.say("evaluator-0", AskOrder())
+    play.say("evaluator-0", AskEvaluatorTask())
     answers = play.say("worker-0", TakeWork())
     for loss in (3.0, 5.0):  # the two steps of the first epoch
         unit = work_of(answers).unit
         answers = play.say("worker-0", TakeWork(done=unit, loss_sum=4 * loss, count=4, num_samples=4))
-    order = play.order(answers)
+    task = play.task_of(answers)
     (work,) = [message for _, message in play.say("evaluator-0", SnapshotTaken(())) if isinstance(message, Work)]
     play.say("worker-0", TakeWork(done=work.unit, loss_sum=4.0, count=4, num_samples=4))  # while it is measured
-    play.carry_out(order)
+    play.carry_out(task)
     (told,) = [event for event in play.events if isinstance(event, events.Evaluation)]
     assert (told.step, told.epoch, told.train_loss) == (2, 1, 4.0)
 
@@ -249,6 +258,6 @@ def test_a_unit_that_is_late_goes_to_another(monkeypatch: pytest.MonkeyPatch) ->
     answers = play.say("worker-1", TakeWork(done=other.unit, num_samples=2))
     assert not [message for _, message in answers if isinstance(message, Work)], "nothing is late yet"
     now_s[0] += 2.0
-    assert work_of(play.say("evaluator-0", AskOrder())).unit == late.unit
+    assert work_of(play.say("evaluator-0", AskEvaluatorTask())).unit == late.unit
     (warning,) = [event.message for event in play.events if isinstance(event, events.Warned)]
     assert warning == "worker-0 is late with its part of step 1 (6.0 s): another does it"

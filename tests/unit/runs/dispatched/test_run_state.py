@@ -28,7 +28,7 @@ def test_what_a_coordinator_knows_survives_being_written_down() -> None:
         progress=Progress(step=3),
         slots=ServerSlots([ServerSlot("server-0", "server-0.1", is_following=True)], version=1),
         metrics=StepMetricsState(counted=3, sums={4: StepSum(loss_sum=1.5, count=2)}, to_apply=(2, 0.5)),
-        snapshots=SnapshotState(num_orders=1, ordered_at=(3, 0, 3, 12), is_order_open=True, is_reading=True),
+        snapshots=SnapshotState(num_tasks=1, task_place=(3, 0, 3, 12), is_task_open=True, is_reading=True),
         barrier=4,
         ledger=LedgerState(3, 7, [6], [5], {4: "worker-1"}),
         outcome=Outcome(metrics=Metrics(1.0, 0.5, None, 4, 0.1), ages=(1, 2)),
