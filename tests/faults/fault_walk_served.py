@@ -268,7 +268,9 @@ WALK: dict[str, Walk] = {
         ),
         DEATHS,
     ),
-    "dispatch.answer.noted": Walk((of("plain", "coordinator", 1, 2), of("worker lost", "coordinator", 3)), DEATHS),
+    "dispatch.answer.acknowledged": Walk(
+        (of("plain", "coordinator", 1, 2), of("worker lost", "coordinator", 3)), DEATHS
+    ),
     "dispatch.answer.accepted": Walk(
         (
             of("plain", "coordinator", 1, 2, 4),

@@ -1,7 +1,8 @@
 """The coordinator's channel to the members of a run: registers and hears them, and answers, whatever the kind of run.
 
 Nothing is sent before `flush`, so that what it follows from can be written down first. A coordinator that comes back
-has the registry of the one before; members say again what was not noted, and ask again for what they did not hear.
+has the registry of the one before; members send again what was not acknowledged, and ask again for what they did
+not hear.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from cordee.cluster.messages import DataFingerprint, Event, FirstStep, Numbered,
 from cordee.communication.channel import Received, ServerChannel
 from cordee.communication.messages import (
     Accepted,
+    Acknowledged,
     Bye,
     Failure,
     Heartbeat,
@@ -25,7 +27,6 @@ from cordee.communication.messages import (
     Joined,
     JoinRequest,
     Message,
-    Noted,
     Refused,
     Scale,
 )
@@ -119,23 +120,23 @@ class MemberChannel(abc.ABC):
             match message:
                 case Heartbeat(step=step):
                     self._take_heartbeat(record, step)
-                    self._reply(received, Noted(record.num_noted))
+                    self._reply(received, Acknowledged(record.num_acknowledged))
                 case Event() | Failure() | Bye() | FirstStep() | DataFingerprint() | WorkerSummary():
                     self._take_numbered(record, message)
-                    self._reply(received, Noted(record.num_noted))
+                    self._reply(received, Acknowledged(record.num_acknowledged))
                 case _:
                     self._handle_own(received, record)
 
-    def _take_numbered(self, record: MemberRecord, told: Numbered) -> None:
+    def _take_numbered(self, record: MemberRecord, message: Numbered) -> None:
         """Take what must not be lost: once, and in order. The member says again what is missing."""
-        if told.number != record.num_noted + 1:
+        if message.number != record.num_acknowledged + 1:
             return
-        record.num_noted += 1
-        match told:
+        record.num_acknowledged += 1
+        match message:
             case Event(record=event):
                 self.emit(event)
             case Failure():
-                self._take_failure(record, told)
+                self._take_failure(record, message)
             case Bye():
                 self._take_bye(record)
             case report:

@@ -115,7 +115,7 @@ class MemberLink(abc.ABC):
         self._channel = ClientChannel(spec.coordinator_address, speaker, codec, self._keys, silence_s=silence_s)
         self._asking = threading.Lock()
         self._outbox_changed = threading.Condition()
-        self._num_told = 0
+        self._num_sent = 0
         self._heard_s = time.monotonic()  # when the coordinator last said something
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -191,8 +191,8 @@ class MemberLink(abc.ABC):
 
     def _send_numbered(self, message: Numbered) -> None:
         with self._outbox_changed:
-            self._num_told += 1
-            self._deliver(msgspec.structs.replace(message, number=self._num_told))
+            self._num_sent += 1
+            self._deliver(msgspec.structs.replace(message, number=self._num_sent))
 
     def _start_heartbeats(self, heartbeat_s: float) -> None:
         self._thread = threading.Thread(

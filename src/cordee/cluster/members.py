@@ -50,7 +50,7 @@ class MemberRecord(msgspec.Struct, kw_only=True):
     public: str = ""  # the same, for workers of other hosts
     heard_s: float = 0.0  # the last sign of life, or when it was asked for
     step: int = 0  # that it has got to
-    num_noted: int = 0  # of its numbered messages
+    num_acknowledged: int = 0  # of its numbered messages
     is_leaving: bool = False  # it was told to go, or the run is to have fewer
     is_released: bool = False  # it was told that it may go
     is_away: bool = False  # given up, but not killed: it may come back
@@ -124,7 +124,7 @@ class Members(msgspec.Struct, kw_only=True):
         """Record that a process has joined, or has come back."""
         record.phase, record.heard_s, record.is_away, record.fate = "joined", now_s, False, ""
         record.incarnation, record.fenced = incarnation, max(record.fenced, incarnation - 1)
-        record.num_noted, record.ready, record.answer = 0, 0, None
+        record.num_acknowledged, record.ready, record.answer = 0, 0, None
 
     def lose(self, record: MemberRecord, *, is_away: bool = False) -> None:
         """Continue without a member: nothing that it said counts any more. One that is away may join again."""

@@ -1,8 +1,8 @@
 """What a member reports to the coordinator of its run: events, and what the coordinator decides by.
 
 An event is for people and their programs: it goes to `events.jsonl` and to the screen. The other messages are for the
-coordinator alone. `Numbered` ones count up and are noted once, in order, also by a coordinator that comes back; a
-member sends them again until they are noted. The others are soon out of date and may be lost.
+coordinator alone. `Numbered` ones count up and are acknowledged once, in order, also by a coordinator that comes back;
+a member sends them again until they are acknowledged. The others are soon out of date and may be lost.
 """
 
 from __future__ import annotations

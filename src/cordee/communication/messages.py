@@ -68,14 +68,14 @@ class Joined(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """The sender lives and has got as far as `step`. Answered by `Noted`."""
+    """The sender lives and has got as far as `step`. Answered by `Acknowledged`."""
 
     is_generational = False
 
     step: Count
 
 
-class Noted(Message, frozen=True):
+class Acknowledged(Message, frozen=True):
     """Numbered messages of the peer up to this one are written down for good; later ones may have been lost."""
 
     is_generational = False
@@ -107,7 +107,7 @@ class Ready(Message, frozen=True):
     has_dropped: bool = False  # a step was under way and could not be finished
     reason: Text = ""  # why its last generation ended, unless it was asked to halt
     number: Count = 0  # counts up with each answer
-    told: Count = 0  # the last numbered message before it; it counts once that one is noted
+    num_sent: Count = 0  # the last numbered message before it; it counts once that one is acknowledged
 
 
 class Leaving(Message, frozen=True):
@@ -210,7 +210,7 @@ MEMBERSHIP: tuple[type[Message], ...] = (
     Join,
     Joined,
     Heartbeat,
-    Noted,
+    Acknowledged,
     Failure,
     Bye,
     Scale,

@@ -79,7 +79,7 @@ _SERVED = {
     "dispatch.paired": "coordinator: a server has given another everything, that is not written",
     **{
         f"dispatch.answer.{kind}": f"coordinator: about to answer with {kind}"
-        for kind in ("joined", "noted", "servers", "work", "evaluatortask", "leave", "accepted", "refused")
+        for kind in ("joined", "acknowledged", "servers", "work", "evaluatortask", "leave", "accepted", "refused")
     },
     "dispatch.shut_down": "coordinator: the run is over, about to have everybody leave",
     "dispatch.shut_down_done": "coordinator: everybody has left, or had the time",

@@ -49,13 +49,13 @@ def test_who_was_given_up_may_come_back_as_another_incarnation() -> None:
     members = registry(MemberRecord(index=0, number=1))
     record, fenced = members.records["worker-0"], dict[str, int]()
     members.join(record, 40, 1.0)
-    record.num_noted, record.fate = 9, "is frozen"
+    record.num_acknowledged, record.fate = 9, "is frozen"
     members.lose(record, is_away=True)
     assert record.may_join and not record.may_send and members.staying_workers == []
     members.resume(7.0, fenced.__setitem__)
     assert fenced == {"worker-0": 40} and record.heard_s == 7.0
     members.join(record, 50, 8.0)
-    assert record.may_send and not record.may_join and (record.num_noted, record.fate) == (0, "")
+    assert record.may_send and not record.may_join and (record.num_acknowledged, record.fate) == (0, "")
     members.lose(record)
     assert not record.may_join, "another has its place, or the process is dead"
 

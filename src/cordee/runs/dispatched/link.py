@@ -45,7 +45,7 @@ class DispatchLink(MemberLink):
         self.ask(message)
 
     def emit(self, event: AnyEvent) -> None:
-        """Have an event of this process recorded. Returns when the coordinator has noted it."""
+        """Have an event of this process recorded. Returns when the coordinator has acknowledged it."""
         super().emit(stamp(event, f"{self._spec.role} {self._spec.index}"))
 
     def fail(self, error: BaseException) -> None:

@@ -173,7 +173,7 @@ class TeamLeader:
                 self._state.summaries[worker] = summary
 
     def _record_step(self, step: int) -> None:
-        self._membership.told_step = max(self._membership.told_step, step)
+        self._membership.reported_step = max(self._membership.reported_step, step)
 
     def _record_step_time(self, worker: int, step: int, seconds: float) -> None:
         if self._scaling is not None:

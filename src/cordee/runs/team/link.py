@@ -17,13 +17,13 @@ from cordee.cluster.members import GIVEN_UP
 from cordee.cluster.messages import TEAM, Numbered, StepReached, StepTime, TeamReport
 from cordee.communication.channel import RefusedError
 from cordee.communication.messages import (
+    Acknowledged,
     Bye,
     Directive,
     Failure,
     Heartbeat,
     Leaving,
     Message,
-    Noted,
     Ready,
     Refused,
 )
@@ -45,15 +45,15 @@ class Answer(NamedTuple):
 
 
 class TeamLink(MemberLink):
-    """A worker's connection to the coordinator. It does not wait to be heard: what is not noted is said again."""
+    """A worker's connection to the coordinator. It does not wait: what is not acknowledged is sent again."""
 
     def __init__(self, spec: MemberSpec) -> None:
         super().__init__(spec, Codec(TEAM))
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._ready: Ready | None = None  # asked and not answered
         self._num_asked = 0
-        self._outbox: deque[Numbered] = deque()  # told and not noted
-        self._last_beat = (0, 0)  # its sequence, and what had been told before it
+        self._outbox: deque[Numbered] = deque()  # sent and not acknowledged
+        self._last_beat = (0, 0)  # its sequence, and how many numbered messages were sent before it
         self._is_stop_asked = False
         self._is_pause_asked = False
         self._disbanded = (0, "")  # the last generation that is known to be over, and why
@@ -94,7 +94,7 @@ class TeamLink(MemberLink):
         if self._refusal:
             return Answer(Directive("leave"), 0)
         self._num_asked += 1
-        ready = self._ready = Ready(step, has_dropped, reason[:4000], self._num_asked, self._num_told)
+        ready = self._ready = Ready(step, has_dropped, reason[:4000], self._num_asked, self._num_sent)
         self._send(ready)
         reach("link.ready")
         answer = self._answers.get()
@@ -130,14 +130,14 @@ class TeamLink(MemberLink):
 
     def fail(self, error: BaseException) -> None:
         super().fail(error)
-        self._await_noted(2 * self._spec.failure_timeout_s)
+        self._await_acknowledged(2 * self._spec.failure_timeout_s)
 
     def leave(self) -> None:
         if self._refusal:
             return
         super().leave()
         reach("link.goodbye")
-        self._await_noted(max(LONGEST_ABSENCE_S, 4 * self._spec.failure_timeout_s))
+        self._await_acknowledged(max(LONGEST_ABSENCE_S, 4 * self._spec.failure_timeout_s))
 
     def _send(self, message: Message) -> None:
         """Send without waiting; whatever matters is said again."""
@@ -149,7 +149,7 @@ class TeamLink(MemberLink):
         self._outbox.append(message)
         self._send(message)
 
-    def _await_noted(self, timeout_s: float) -> None:
+    def _await_acknowledged(self, timeout_s: float) -> None:
         with self._outbox_changed:
             self._outbox_changed.wait_for(lambda: not self._outbox, timeout_s)
 
@@ -170,8 +170,8 @@ class TeamLink(MemberLink):
                 self._heard_s = time.monotonic()
             if received is not None and isinstance(received.message, Directive):
                 self._handle_request(received.message, received.envelope.generation)
-            elif received is not None and isinstance(received.message, Noted):
-                self._take_note(received.message.number, received.envelope.reply_to)
+            elif received is not None and isinstance(received.message, Acknowledged):
+                self._take_acknowledgement(received.message.number, received.envelope.reply_to)
             elif received is not None and isinstance(received.message, Refused) and not self._refusal:
                 self._rejoin(received.message, received.envelope.reply_to)
 
@@ -181,10 +181,10 @@ class TeamLink(MemberLink):
             return
         with self._outbox_changed:  # what it had to say is of the past
             self._outbox.clear()
-            self._num_told, self._last_beat, self._num_asked = 0, (0, 0), 1
+            self._num_sent, self._last_beat, self._num_asked = 0, (0, 0), 1
             self._channel.speaker = msgspec.structs.replace(self._channel.speaker, incarnation=time.time_ns())
             if self._ready is not None:
-                self._ready = msgspec.structs.replace(self._ready, step=-1, has_dropped=False, number=1, told=0)
+                self._ready = msgspec.structs.replace(self._ready, step=-1, has_dropped=False, number=1, num_sent=0)
             self.num_returns += 1
             self._outbox_changed.notify_all()
         self._disband(self._channel.generation, "this worker was given up")
@@ -202,21 +202,21 @@ class TeamLink(MemberLink):
         """Show that this worker lives, and say again what was not answered."""
         self._end_with_the_run()
         with self._outbox_changed:
-            num_told = self._num_told
+            num_sent = self._num_sent
             sequence = self._channel.send(Heartbeat(self.step), timeout_s=0.0)
-            self._last_beat = (sequence, num_told)
+            self._last_beat = (sequence, num_sent)
         if self._wants_to_leave:
             self._send(Leaving())
         if (ready := self._ready) is not None:
             self._send(ready)
 
-    def _take_note(self, number: int, reply_to: int) -> None:
-        """Forget what has been noted; say again what was said before the last heartbeat and was not."""
+    def _take_acknowledgement(self, number: int, reply_to: int) -> None:
+        """Forget what has been acknowledged; send again what was sent before the last heartbeat and was not."""
         with self._outbox_changed:
             while self._outbox and self._outbox[0].number <= number:
                 self._outbox.popleft()
-            beat, num_told = self._last_beat
-            if reply_to == beat and number < num_told:
+            beat, num_sent = self._last_beat
+            if reply_to == beat and number < num_sent:
                 for message in self._outbox:
                     self._send(message)
             self._outbox_changed.notify_all()

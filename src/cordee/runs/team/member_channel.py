@@ -150,7 +150,7 @@ class TeamChannel(MemberChannel):
             if ready.number == known.answer.answers:  # it has not heard
                 self._directives.append((known.index, known.answer))
             return
-        if ready.told > known.num_noted:
+        if ready.num_sent > known.num_acknowledged:
             return  # what it did before comes first: it says both again
         known.ready = ready.number
         is_new = known.answer is None  # why one that comes back was given up is known

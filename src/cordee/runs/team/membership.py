@@ -25,7 +25,7 @@ class Membership(Members, kw_only=True):
     is_elastic: bool = False  # every worker has all that is needed to continue, so that a team can lose some
     generation: int = 0
     broken: tuple[int, str] = (0, "")  # the last generation that cannot continue as it is, and why
-    told_step: int = 0  # of the last step that was reported as such
+    reported_step: int = 0  # of the last step that was reported as such
     troubles: list[Trouble] = msgspec.field(default_factory=list)
     losses: list[Trouble] = msgspec.field(default_factory=list)  # not yet taken care of
 
@@ -184,7 +184,7 @@ class Membership(Members, kw_only=True):
     @property
     def step(self) -> int:
         """The highest step that any worker is known to have taken."""
-        return max([self.told_step, *(record.step for record in self.records.values())])
+        return max([self.reported_step, *(record.step for record in self.records.values())])
 
     def culprit(self, now_s: float) -> Trouble | None:
         """Return the failure to report, once it is known: a cause at once, a consequence after some time."""

@@ -9,7 +9,7 @@ import pytest
 
 from cordee.cluster.members import MemberRecord, Members
 from cordee.cluster.messages import Event
-from cordee.communication.messages import Heartbeat, Join, Joined, Message, Noted, Refused
+from cordee.communication.messages import Acknowledged, Heartbeat, Join, Joined, Message, Refused
 from cordee.core import Job
 from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger
@@ -119,10 +119,12 @@ def test_only_processes_that_are_expected_join_and_each_message_counts_once() ->
     worker = play.members.records["worker-0"]
     told = Event(events.Warned(message="once"), 1)
     for _ in range(2):
-        assert play.say("worker-0", told) == [("worker-0", Noted(1))]
+        assert play.say("worker-0", told) == [("worker-0", Acknowledged(1))]
     assert [event for event in play.events if isinstance(event, events.Warned)] == [events.Warned(message="once")]
-    assert play.say("worker-0", Event(events.Warned(message="later"), 3)) == [("worker-0", Noted(1))], "2 is missing"
-    assert play.say("worker-0", Heartbeat(4)) == [("worker-0", Noted(1))] and worker.step == 4
+    assert play.say("worker-0", Event(events.Warned(message="later"), 3)) == [("worker-0", Acknowledged(1))], (
+        "2 is missing"
+    )
+    assert play.say("worker-0", Heartbeat(4)) == [("worker-0", Acknowledged(1))] and worker.step == 4
     play.dispatcher.lose(worker)
     (answer,) = play.say("worker-0", Heartbeat(5))
     assert answer == ("worker-0", Refused("not-joined", "Heartbeat before Join"))
