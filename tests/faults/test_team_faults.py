@@ -1,4 +1,4 @@
-"""Real signals into real workers: losses are trained around, culprits named, nothing hangs or is left behind."""
+"""Real signals into real workers: losses are trained around, failing workers named, nothing hangs or is left behind."""
 
 from __future__ import annotations
 

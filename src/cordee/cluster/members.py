@@ -54,7 +54,7 @@ class MemberRecord(msgspec.Struct, kw_only=True):
     is_leaving: bool = False  # it was told to go, or the run is to have fewer
     is_released: bool = False  # it was told that it may go
     is_away: bool = False  # given up, but not killed: it may come back
-    fate: str = ""  # why it is being killed, or was given up
+    loss_reason: str = ""  # why it is being killed, or was given up
     # In a team: what it waits with, and what it was told.
     ready: int = 0  # the number of its last `Ready`
     ready_step: int = -1  # steps it can continue from; -1 for none
@@ -68,7 +68,7 @@ class MemberRecord(msgspec.Struct, kw_only=True):
 
     @property
     def is_external(self) -> bool:
-        """Whether somebody else started it: it is not replaced, and its troubles are its own."""
+        """Whether somebody else started it: it is not replaced, and its failures are its own."""
         return self.number < 0
 
     @property
@@ -122,7 +122,7 @@ class Members(msgspec.Struct, kw_only=True):
 
     def join(self, record: MemberRecord, incarnation: int, now_s: float) -> None:
         """Record that a process has joined, or has come back."""
-        record.phase, record.heard_s, record.is_away, record.fate = "joined", now_s, False, ""
+        record.phase, record.heard_s, record.is_away, record.loss_reason = "joined", now_s, False, ""
         record.incarnation, record.fenced = incarnation, max(record.fenced, incarnation - 1)
         record.num_acknowledged, record.ready, record.answer = 0, 0, None
 
@@ -179,7 +179,7 @@ class Members(msgspec.Struct, kw_only=True):
         is_working: Callable[[int], bool] = lambda pid: False,
         is_stopped: Callable[[int], bool] = lambda pid: False,
     ) -> list[MemberRecord]:
-        """Return the members that were not heard of for too long, each once; `fate` says what is wrong with it.
+        """Return the members that were not heard of for too long, each once; `loss_reason` says what is wrong with it.
 
         `is_working` and `is_stopped` look at a process of this host; of others their agents say it. A process that gets
         processor time is too busy to speak, not frozen: it has as much time again. One that has not joined has long,
@@ -188,7 +188,7 @@ class Members(msgspec.Struct, kw_only=True):
         silent = []
         for record in self.records.values():
             silent_s, pid = now_s - record.heard_s, record.local_pid
-            if silent_s <= self.failure_timeout_s or not record.is_active or record.fate:
+            if silent_s <= self.failure_timeout_s or not record.is_active or record.loss_reason:
                 continue
             has_stopped = record.is_stopped if record.is_remote else is_stopped(pid)
             if record.phase != "starting":
@@ -199,11 +199,11 @@ class Members(msgspec.Struct, kw_only=True):
                 if has_worked and silent_s <= MOST_TIMEOUTS * self.failure_timeout_s:
                     continue
                 what = "is out of reach" if record.is_remote else "is frozen"
-                record.fate = f"{what}: no sign of life for {silent_s:.1f} s"
+                record.loss_reason = f"{what}: no sign of life for {silent_s:.1f} s"
             elif has_stopped:
-                record.fate = f"is frozen: no sign of life for {silent_s:.1f} s"
+                record.loss_reason = f"is frozen: no sign of life for {silent_s:.1f} s"
             elif silent_s > self.startup_timeout_s:
-                record.fate = f"did not start for {silent_s:.1f} s"
+                record.loss_reason = f"did not start for {silent_s:.1f} s"
             else:
                 continue
             silent.append(record)

@@ -14,7 +14,7 @@ MOST_LOSSES_IN_ONE_STEP = 3  # as many recoveries in a row without a step in bet
 
 
 @dataclass(frozen=True)
-class Trouble:
+class FailureReport:
     """Why a worker cannot continue. A consequence is the loss of a peer, which was somebody else's doing."""
 
     worker_index: int
@@ -50,7 +50,7 @@ class Restarts:
         self.num_restarts += 1
         return True
 
-    def recover(self, step: int, losses: Sequence[Trouble], reason: str = "") -> str | None:
+    def recover(self, step: int, losses: Sequence[FailureReport], reason: str = "") -> str | None:
         """Record that a team ended after `step` steps (-1 for none); return why the run must end, if it must."""
         self.num_in_step = self.num_in_step + 1 if step <= self.last_step else 1
         self.last_step = max(step, self.last_step)
@@ -63,7 +63,7 @@ class Restarts:
 
 
 @dataclass(frozen=True)
-class Lack:
+class RemainingWorkers:
     """How many workers are left, and after which loss."""
 
     loss: str  # in words

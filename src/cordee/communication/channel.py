@@ -29,7 +29,7 @@ from cordee.communication.keys import ClientKeys, ServerKeys
 from cordee.communication.messages import Message, Refused
 from cordee.communication.sockets import (
     DOMAIN,
-    Monitor,
+    SocketMonitor,
     ZapAuthenticator,
     bound_address,
     check_address,
@@ -278,7 +278,7 @@ class ClientChannel(Endpoint):
         _check_keys(address, keys, curve)
         super().__init__(zmq.DEALER, address, speaker, codec, curve)
         self._aside: deque[Received] = deque()  # came in while a request waited for its reply
-        self._monitor = Monitor(self._socket)
+        self._monitor = SocketMonitor(self._socket)
         self._signals.register(descriptor(self._monitor.socket), select.POLLIN)
         # Nothing is queued before there is a connection, so that a send says when there is none.
         self._socket.immediate = True
@@ -306,7 +306,7 @@ class ClientChannel(Endpoint):
         if sequence is None:
             raise CommunicationError(
                 f"nothing could be sent to {self.address} within {timeout_s:g} s: "
-                + (self._monitor.trouble or f"{self._codec.limits.max_queued} messages wait and it does not read")
+                + (self._monitor.problem or f"{self._codec.limits.max_queued} messages wait and it does not read")
             )
         return sequence
 
@@ -346,7 +346,7 @@ class ClientChannel(Endpoint):
     def begin(self, message: Message, buffers: Sequence[Any] = (), *, timeout_s: float) -> Asked:
         """Send a request; `finish` waits for the reply. Raises like `send`."""
         deadline = time.monotonic() + timeout_s
-        if self._monitor.trouble:
+        if self._monitor.problem:
             self._await_connection(deadline)
         num_lost = self._monitor.num_lost
         sequence = self.send(message, buffers, timeout_s=max(0.0, deadline - time.monotonic()))
@@ -364,7 +364,7 @@ class ClientChannel(Endpoint):
             with self._using:
                 self._check_usable()
                 self._explain_blocked()
-            if not self._monitor.trouble:
+            if not self._monitor.problem:
                 return
             news.poll(_LOOK_S * 1000)
 
@@ -385,7 +385,7 @@ class ClientChannel(Endpoint):
             self._aside.append(received)
         raise CommunicationError(
             f"no reply to {asked.kind} from {self.address} within {timeout_s:g} s"
-            + (f": {self._monitor.trouble}" if self._monitor.trouble else "")
+            + (f": {self._monitor.problem}" if self._monitor.problem else "")
         )
 
     def _receive(self, deadline: float, num_lost: int | None) -> Received | None:
@@ -420,7 +420,7 @@ class ClientChannel(Endpoint):
     def _explain_blocked(self) -> None:
         self._monitor.read()
         if self._monitor.is_key_refused:
-            raise CommunicationError(f"cannot connect to {self.address}: {self._monitor.trouble}")
+            raise CommunicationError(f"cannot connect to {self.address}: {self._monitor.problem}")
 
     def _close_sockets(self) -> None:
         self._monitor.close()

@@ -87,11 +87,11 @@ _MONITORED = (
 _NOT_OURS = "what listens there has another server key, or is no server of ours"
 
 
-class Monitor:
+class SocketMonitor:
     """Follows one socket. To be used by one thread at a time, the one that uses the socket."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self.trouble = "nothing listens there"  # why there is no connection; empty while there is one
+        self.problem = "nothing listens there"  # why there is no connection; empty while there is one
         self.is_key_refused = False
         self.num_lost = 0  # connections that broke; what was asked over them stays unanswered
         self._watched = socket
@@ -101,23 +101,23 @@ class Monitor:
         """Take in what has happened since the last call; does not block."""
         while can_receive(self.socket):
             event = parse_monitor_message(self.socket.recv_multipart(zmq.NOBLOCK))["event"]
-            was_up = not self.trouble
+            was_up = not self.problem
             match event:
                 case zmq.Event.HANDSHAKE_SUCCEEDED:
-                    self.trouble = ""
+                    self.problem = ""
                 case zmq.Event.HANDSHAKE_FAILED_AUTH:
-                    self.trouble, self.is_key_refused = "the server does not know our key", True
+                    self.problem, self.is_key_refused = "the server does not know our key", True
                 case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
-                    self.trouble = _NOT_OURS
-                case zmq.Event.CONNECTED if self.trouble != _NOT_OURS:
-                    self.trouble = "what listens there does not answer our handshake"
+                    self.problem = _NOT_OURS
+                case zmq.Event.CONNECTED if self.problem != _NOT_OURS:
+                    self.problem = "what listens there does not answer our handshake"
                 case zmq.Event.DISCONNECTED:
                     # Also before the handshake is done: libzmq takes messages as soon as there is a connection.
                     self.num_lost += 1
                     if was_up:
-                        self.trouble = "the connection was lost"
+                        self.problem = "the connection was lost"
                 case zmq.Event.CONNECT_RETRIED if was_up:
-                    self.trouble = "nothing listens there any more"
+                    self.problem = "nothing listens there any more"
 
     def close(self) -> None:
         self._watched.disable_monitor()

@@ -8,7 +8,7 @@ import pytest
 
 from cordee.cluster.engine import Exited, Started
 from cordee.cluster.members import MemberRecord, Members, check_join_request
-from cordee.cluster.policies import Lack, Shortage
+from cordee.cluster.policies import RemainingWorkers, Shortage
 from cordee.communication.messages import JoinRequest
 from cordee.communication.this_host import host_id
 from cordee.core.errors import JobError
@@ -49,13 +49,13 @@ def test_who_was_given_up_may_come_back_as_another_incarnation() -> None:
     members = registry(MemberRecord(index=0, number=1))
     record, fenced = members.records["worker-0"], dict[str, int]()
     members.join(record, 40, 1.0)
-    record.num_acknowledged, record.fate = 9, "is frozen"
+    record.num_acknowledged, record.loss_reason = 9, "is frozen"
     members.lose(record, is_away=True)
     assert record.may_join and not record.may_send and members.staying_workers == []
     members.resume(7.0, fenced.__setitem__)
     assert fenced == {"worker-0": 40} and record.heard_s == 7.0
     members.join(record, 50, 8.0)
-    assert record.may_send and not record.may_join and (record.num_acknowledged, record.fate) == (0, "")
+    assert record.may_send and not record.may_join and (record.num_acknowledged, record.loss_reason) == (0, "")
     members.lose(record)
     assert not record.may_join, "another has its place, or the process is dead"
 
@@ -77,7 +77,7 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("silent_s", "has_joined", "is_working", "is_stopped", "fate"),
+    ("silent_s", "has_joined", "is_working", "is_stopped", "loss_reason"),
     [
         (5.0, True, False, True, ""),
         (5.1, True, True, False, ""),
@@ -88,16 +88,18 @@ def test_names() -> None:
         (120.1, False, True, False, "did not start for 120.1 s"),
     ],
 )
-def test_what_silence_means(silent_s: float, has_joined: bool, is_working: bool, is_stopped: bool, fate: str) -> None:
+def test_what_silence_means(
+    silent_s: float, has_joined: bool, is_working: bool, is_stopped: bool, loss_reason: str
+) -> None:
     record = MemberRecord(role="server", index=0, number=1)
     members = registry(record)
     if has_joined:
         members.join(record, 1, 0.0)
     looks = {"is_working": lambda pid: is_working, "is_stopped": lambda pid: is_stopped}
-    assert members.check_silence(silent_s, **looks) == ([record] if fate else [])
-    assert record.fate == fate
+    assert members.check_silence(silent_s, **looks) == ([record] if loss_reason else [])
+    assert record.loss_reason == loss_reason
     assert (record.heard_s > 0) == (has_joined and is_working), "it has as much time again"
-    assert members.check_silence(1000.0, **looks) == [] or not fate, "said once"
+    assert members.check_silence(1000.0, **looks) == [] or not loss_reason, "said once"
 
 
 def test_silence_of_another_host_is_that_it_cannot_be_reached() -> None:
@@ -105,7 +107,7 @@ def test_silence_of_another_host_is_that_it_cannot_be_reached() -> None:
     members = registry(record)
     members.join(record, 1, 0.0)
     assert members.check_silence(6.0, is_working=lambda pid: pid == 11) == [record], "its number is of another host"
-    assert record.fate == "is out of reach: no sign of life for 6.0 s"
+    assert record.loss_reason == "is out of reach: no sign of life for 6.0 s"
 
 
 def test_a_run_that_does_not_listen_takes_nobody_from_elsewhere() -> None:
@@ -116,13 +118,13 @@ def test_a_run_that_does_not_listen_takes_nobody_from_elsewhere() -> None:
 
 def test_a_shortage_says_what_is_missing_and_how_to_mend_it() -> None:
     cluster = Cluster(max_restarts=1, min_workers=2, wait_for_workers="1.5s")
-    lack = Lack("worker 1 was killed", left=1, needed=2)
-    assert lack.describe_wait(cluster, Path("a run")) == (
+    remaining = RemainingWorkers("worker 1 was killed", left=1, needed=2)
+    assert remaining.describe_wait(cluster, Path("a run")) == (
         "worker 1 was killed; 1 of at least 2 workers are left; waiting 1.5 s for others, who come with "
         "`cordee scale 'a run' 2` or `cordee join 'a run'`"
     )
-    assert lack.describe_wait(Cluster(wait_for_workers=0), Path("a run")) == ""
-    shortage = Shortage.begin(lack.describe_end(cluster), cluster, now_s=10.0)
+    assert remaining.describe_wait(Cluster(wait_for_workers=0), Path("a run")) == ""
+    shortage = Shortage.begin(remaining.describe_end(cluster), cluster, now_s=10.0)
     assert shortage.end_reason == (
         "worker 1 was killed; 1 of at least 2 workers are left, and all 1 replacements are used up "
         "(cluster.max_restarts)"

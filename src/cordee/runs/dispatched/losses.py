@@ -10,7 +10,7 @@ from cordee import checkpoint
 from cordee.cluster.engine import Exited
 from cordee.cluster.launcher_link import LauncherLink
 from cordee.cluster.members import MemberRecord, Members
-from cordee.cluster.policies import MOST_LOSSES_IN_ONE_STEP, Lack, Shortage
+from cordee.cluster.policies import MOST_LOSSES_IN_ONE_STEP, RemainingWorkers, Shortage
 from cordee.cluster.processes import ProcessorWatch, is_alive, is_stopped
 from cordee.core.errors import TrainingError
 from cordee.core.fault_points import reach
@@ -61,8 +61,12 @@ class Losses:
         for silent in self._members.check_silence(now_s, self._processors.is_working, is_stopped):
             self._handle_silence(silent, now_s)
         for server in [record for record in self._members.started if record.role == "server"]:
-            if server.phase == "joined" and not server.fate and not self._dispatcher.servers.has_part(server.name):
-                server.fate = "does not follow any more"  # the exit has another started
+            if (
+                server.phase == "joined"
+                and not server.loss_reason
+                and not self._dispatcher.servers.has_part(server.name)
+            ):
+                server.loss_reason = "does not follow any more"  # the exit has another started
                 self._launcher.signal(server.number, "kill")
 
     def _handle_silence(self, silent: MemberRecord, now_s: float) -> None:
@@ -71,10 +75,10 @@ class Losses:
             limit_s = self._members.startup_timeout_s
             if silent.phase == "starting" and now_s - silent.heard_s > limit_s:
                 raise TrainingError(f"{silent.name} did not start within {limit_s:g} s")
-            self._launcher.emit(events.Warned(message=f"{silent.name} {silent.fate}"))
+            self._launcher.emit(events.Warned(message=f"{silent.name} {silent.loss_reason}"))
         if silent.is_external or (silent.role == "worker" and not self.can_replace):
             back = "it can be heard again" if silent.is_remote else "it wakes up"
-            self.give_up(silent, f"{silent.fate.partition(':')[0]}; if {back} it joins again", is_away=True)
+            self.give_up(silent, f"{silent.loss_reason.partition(':')[0]}; if {back} it joins again", is_away=True)
         else:
             self._launcher.signal(silent.number, "kill")
 
@@ -141,7 +145,7 @@ class Losses:
         """Continue without external workers that failed; raise what the others say that went wrong."""
         failures, records = self._dispatcher.failures, self._members.records
         for name, failure in list(failures):
-            if records[name].is_external:  # its troubles are its own
+            if records[name].is_external:  # its failures are its own
                 failures.remove((name, failure))
                 self.give_up(records[name], failure.error)
         causes = [entry for entry in failures if not entry[1].is_consequence]
@@ -153,13 +157,13 @@ class Losses:
     def check_shortage(self) -> None:
         """Wait while fewer workers are left than can continue; when nobody comes in time, have what is there saved."""
         state, cluster, dispatcher = self._state, self._cluster, self._dispatcher
-        lack = Lack(state.last, len(self._members.staying_workers), cluster.min_workers)
+        remaining = RemainingWorkers(state.last, len(self._members.staying_workers), cluster.min_workers)
         now_s = time.monotonic()
-        if lack.left >= lack.needed or dispatcher.is_ending:
+        if remaining.left >= remaining.needed or dispatcher.is_ending:
             state.shortage = None
         elif state.shortage is None:
-            state.shortage = Shortage.begin(lack.describe_end(cluster), cluster, now_s)
-            if warning := lack.describe_wait(cluster, self._starter.run_dir):
+            state.shortage = Shortage.begin(remaining.describe_end(cluster), cluster, now_s)
+            if warning := remaining.describe_wait(cluster, self._starter.run_dir):
                 self._launcher.emit(events.Warned(message=warning))
         elif state.shortage.is_past(now_s):
             if not dispatcher.active_workers:

@@ -49,7 +49,7 @@ class Generations:
         Raises TrainingError when one is lost again and again in one step.
         """
         membership, state = self._membership, self._state
-        if membership.troubles:
+        if membership.failures:
             return False  # the run is about to fail
         self._losses.check_shortage()
         self._drop_late()

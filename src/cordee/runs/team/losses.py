@@ -7,7 +7,7 @@ import time
 
 from cordee.cluster.engine import Exited
 from cordee.cluster.launcher_link import LauncherLink
-from cordee.cluster.policies import Lack, Shortage, Trouble
+from cordee.cluster.policies import FailureReport, RemainingWorkers, Shortage
 from cordee.cluster.processes import ProcessorWatch, is_alive, is_stopped
 from cordee.core.errors import TrainingError
 from cordee.core.fault_points import reach
@@ -64,8 +64,8 @@ class Losses:
                 workers.mark_away(silent)
             else:
                 workers.kill(silent.index)
-        if (culprit := membership.culprit(now_s)) is not None:
-            self._fail(culprit)
+        if (found := membership.first_failure(now_s)) is not None:
+            self._fail(found)
         for loss in membership.take_losses():
             self._handle_loss(loss)
 
@@ -83,7 +83,7 @@ class Losses:
             self.end_early(shortage.end_reason)
             self._launcher.emit(events.Warned(message=f"{shortage.end_reason}; saving and ending"))
 
-    def _handle_loss(self, loss: Trouble) -> None:
+    def _handle_loss(self, loss: FailureReport) -> None:
         """Take a loss: start a replacement if there is one left; otherwise continue with fewer, or give up."""
         membership, lost = self._membership, loss.worker_index
         record = membership.of(lost)
@@ -117,20 +117,20 @@ class Losses:
         self._launcher.emit(events.Warned(message=f"{loss.describe()}; {what}"))
         reach("losses.replaced")
 
-    def _handle_shortage(self, loss: Trouble) -> None:
+    def _handle_shortage(self, loss: FailureReport) -> None:
         """Too few workers are left: wait for others, if those left have something to save afterwards."""
         membership, cluster = self._membership, self._cluster
         needed = cluster.min_workers if membership.is_elastic else membership.num_workers
-        lack = Lack(loss.describe(), len(membership.active), needed)
-        end_reason = f"{lack.describe_end(cluster)}; its log is {self._workers.log_file(loss.worker_index)}"
+        remaining = RemainingWorkers(loss.describe(), len(membership.active), needed)
+        end_reason = f"{remaining.describe_end(cluster)}; its log is {self._workers.log_file(loss.worker_index)}"
         if not (membership.active and membership.is_elastic and membership.generation):
             raise TrainingError(end_reason)
         self._state.shortage = Shortage.begin(end_reason, cluster, time.monotonic())
-        if warning := lack.describe_wait(cluster, self._workers.run_dir):
+        if warning := remaining.describe_wait(cluster, self._workers.run_dir):
             self._launcher.emit(events.Warned(message=warning))
 
-    def _fail(self, trouble: Trouble) -> None:
-        self._launcher.emit(events.WorkerLost(worker=trouble.worker_index, step=trouble.step, reason=trouble.reason))
-        if trouble.traceback:
-            log.error("worker %d failed:\n%s", trouble.worker_index, trouble.traceback)
-        raise TrainingError(f"{trouble.describe()}; its log is {self._workers.log_file(trouble.worker_index)}")
+    def _fail(self, failure: FailureReport) -> None:
+        self._launcher.emit(events.WorkerLost(worker=failure.worker_index, step=failure.step, reason=failure.reason))
+        if failure.traceback:
+            log.error("worker %d failed:\n%s", failure.worker_index, failure.traceback)
+        raise TrainingError(f"{failure.describe()}; its log is {self._workers.log_file(failure.worker_index)}")

@@ -11,7 +11,7 @@ import msgspec
 from cordee.cluster.member_channel import MemberChannel
 from cordee.cluster.members import MemberRecord
 from cordee.cluster.messages import CheckpointRequest, StepReached, StepTime, TeamReport
-from cordee.cluster.policies import Trouble
+from cordee.cluster.policies import FailureReport
 from cordee.communication.channel import Peer, Received
 from cordee.communication.messages import (
     Accepted,
@@ -137,7 +137,7 @@ class TeamChannel(MemberChannel):
 
     def _take_failure(self, record: MemberRecord, failure: Failure) -> None:
         details = failure.step, failure.error, failure.traceback, failure.is_consequence
-        self.members.report(Trouble(record.index, *details, at_s=time.monotonic()))
+        self.members.report(FailureReport(record.index, *details, at_s=time.monotonic()))
 
     def _take_bye(self, record: MemberRecord) -> None:
         self.members.finish(record.index)

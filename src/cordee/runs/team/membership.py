@@ -2,7 +2,7 @@
 
 A worker that is killed or frozen is a loss: the others continue without it. One that raises or exits by itself is a
 failure that would come again: the run ends. A failing worker makes others fail: they lose a peer in the middle of
-an exchange and say so, often before the failing one was heard of. `culprit` tells the cause from the consequences.
+an exchange and say so, often before the failing one was heard of. `first_failure` tells cause and consequence apart.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 
 from cordee.cluster.members import WORKER_PREFIX, MemberRecord, Members, Phase
-from cordee.cluster.policies import Trouble
+from cordee.cluster.policies import FailureReport
 
 CAUSE_WAIT_S = 1.0  # how long the first sign of a failure waits for what the workers themselves say of it
 
@@ -26,8 +26,8 @@ class Membership(Members, kw_only=True):
     generation: int = 0
     broken: tuple[int, str] = (0, "")  # the last generation that cannot continue as it is, and why
     reported_step: int = 0  # of the last step that was reported as such
-    troubles: list[Trouble] = msgspec.field(default_factory=list)
-    losses: list[Trouble] = msgspec.field(default_factory=list)  # not yet taken care of
+    failures: list[FailureReport] = msgspec.field(default_factory=list)
+    losses: list[FailureReport] = msgspec.field(default_factory=list)  # not yet taken care of
 
     def of(self, index: int) -> MemberRecord:
         return self.records[f"{WORKER_PREFIX}{index}"]
@@ -54,35 +54,35 @@ class Membership(Members, kw_only=True):
         record = self.of(index)
         record.phase = "left" if record.is_leaving else "finished"
 
-    def report(self, trouble: Trouble) -> None:
+    def report(self, failure: FailureReport) -> None:
         """Record a failure; the first of each worker counts, but its own account more than its exit."""
-        if self.of(trouble.worker_index).is_external:
-            self.exit(trouble.worker_index, trouble.reason, trouble.at_s, is_killed=True)
+        if self.of(failure.worker_index).is_external:
+            self.exit(failure.worker_index, failure.reason, failure.at_s, is_killed=True)
             return
-        for at, known in enumerate(self.troubles):
-            if known.worker_index == trouble.worker_index:
-                if trouble.is_final and not known.is_final:
-                    self.troubles[at] = replace(trouble, at_s=known.at_s)
+        for at, known in enumerate(self.failures):
+            if known.worker_index == failure.worker_index:
+                if failure.is_final and not known.is_final:
+                    self.failures[at] = replace(failure, at_s=known.at_s)
                 return
-        self.troubles.append(trouble)
+        self.failures.append(failure)
 
     def exit(self, index: int, how: str, now_s: float, *, is_killed: bool = False) -> None:
         """Record that the process of a worker has ended. One that was killed is a loss, others a failure."""
         record = self.of(index)
         if not record.is_active:
             return
-        trouble = Trouble(index, record.step, record.fate or how, is_final=is_killed, at_s=now_s)
+        failure = FailureReport(index, record.step, record.loss_reason or how, is_final=is_killed, at_s=now_s)
         if record.phase == "member":
-            self.broken = (self.generation, f"worker {index} {trouble.reason}")
+            self.broken = (self.generation, f"worker {index} {failure.reason}")
         record.phase = "gone"
         if not is_killed and not record.is_external:
-            self.report(trouble)
-        elif any(known.worker_index == index for known in self.troubles):
+            self.report(failure)
+        elif any(known.worker_index == index for known in self.failures):
             pass  # it had said what was wrong
         elif not self._in("finished"):
-            self.losses.append(trouble)  # nobody finishes before all have done their last step
+            self.losses.append(failure)  # nobody finishes before all have done their last step
 
-    def take_losses(self) -> list[Trouble]:
+    def take_losses(self) -> list[FailureReport]:
         """Return the workers lost since this was last asked."""
         losses, self.losses = self.losses, []
         return losses
@@ -186,25 +186,25 @@ class Membership(Members, kw_only=True):
         """The highest step that any worker is known to have taken."""
         return max([self.reported_step, *(record.step for record in self.records.values())])
 
-    def culprit(self, now_s: float) -> Trouble | None:
+    def first_failure(self, now_s: float) -> FailureReport | None:
         """Return the failure to report, once it is known: a cause at once, a consequence after some time."""
-        causes = [trouble for trouble in self.troubles if not trouble.is_consequence]
+        causes = [failure for failure in self.failures if not failure.is_consequence]
         if causes:
-            first = min(causes, key=lambda trouble: trouble.at_s)
+            first = min(causes, key=lambda failure: failure.at_s)
             if first.traceback:
                 return first
             if now_s - first.at_s <= CAUSE_WAIT_S and not self._has_all_accounts:
                 return None
             # What it was last heard of is old; those who lost it in the same step know better.
-            return replace(first, step=max([self.step, *(trouble.step for trouble in self.troubles)]))
+            return replace(first, step=max([self.step, *(failure.step for failure in self.failures)]))
         is_anybody_left = any(record.is_active for record in self.records.values())
         limit_s = CAUSE_WAIT_S + (self.failure_timeout_s if is_anybody_left else 0.0)
-        if self.troubles and now_s - self.troubles[0].at_s > limit_s:
-            return self.troubles[0]
+        if self.failures and now_s - self.failures[0].at_s > limit_s:
+            return self.failures[0]
         return None
 
     @property
     def _has_all_accounts(self) -> bool:
         """Whether every worker has ended well, waits, or said what is wrong: nobody's account is awaited."""
-        known = {trouble.worker_index for trouble in self.troubles if trouble.is_final}
+        known = {failure.worker_index for failure in self.failures if failure.is_final}
         return all(r.index in known or r.phase in ("finished", "left", "ready") for r in self.records.values())

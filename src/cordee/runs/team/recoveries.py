@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cordee.cluster.members import MemberRecord
-from cordee.cluster.policies import Restarts, Trouble
+from cordee.cluster.policies import FailureReport, Restarts
 from cordee.runs.team.state import Recovery, RecoveryState
 
 
@@ -35,7 +35,7 @@ class Recoveries:
         return self._state.met
 
     @property
-    def last_loss(self) -> Trouble | None:
+    def last_loss(self) -> FailureReport | None:
         """The last worker that was lost since the present generation was formed."""
         return self._state.lost[-1] if self._state.lost else None
 
@@ -44,7 +44,7 @@ class Recoveries:
         """Whether no step was taken since the last loss that a generation was formed after."""
         return self._state.under_way is not None
 
-    def take(self, loss: Trouble, *, is_external: bool) -> None:
+    def take(self, loss: FailureReport, *, is_external: bool) -> None:
         """Record a loss. An external worker that never took part leaves nothing to recover from."""
         if loss.worker_index in self._state.met or not is_external:
             self._state.lost.append(loss)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from cordee.cluster.coordinator import Addresses
-from cordee.cluster.policies import Restarts, Shortage, Trouble
+from cordee.cluster.policies import FailureReport, Restarts, Shortage
 from cordee.monitoring import Summary
 from cordee.runs.team.membership import Membership
 
@@ -31,7 +31,7 @@ class RecoveryState(msgspec.Struct, kw_only=True):
 
     restarts: Restarts
     met: list[int] = []  # members of the last generation that took a step
-    lost: list[Trouble] = []  # since the last generation was formed
+    lost: list[FailureReport] = []  # since the last generation was formed
     under_way: Recovery | None = None
     num_complete: int = 0
     steps_redone: int = 0

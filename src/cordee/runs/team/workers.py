@@ -134,7 +134,7 @@ class Workers:
 
     def mark_away(self, record: MemberRecord) -> None:
         """Continue without a silent worker that nobody takes the place of; when it can be heard it may join again."""
-        self._membership.exit(record.index, record.fate, time.monotonic(), is_killed=True)
+        self._membership.exit(record.index, record.loss_reason, time.monotonic(), is_killed=True)
         self._membership.lose(record, is_away=True)
         self._channel.fence(record)
 

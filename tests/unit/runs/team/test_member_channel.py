@@ -266,14 +266,14 @@ def test_a_failure_is_a_cause_and_a_lost_peer_a_consequence(served: Served) -> N
     with served.link(0) as first, served.link(1) as second:
         joined(served, first, second)
         first.fail(CommunicationError("rank 1 died"))
-        wait_until(lambda: served.membership.troubles)
-        assert served.membership.culprit(time.monotonic()) is None
+        wait_until(lambda: served.membership.failures)
+        assert served.membership.first_failure(time.monotonic()) is None
         second.fail(ValueError("x" * 10_000))
-        wait_until(lambda: served.membership.culprit(time.monotonic()))
-        culprit = served.membership.culprit(time.monotonic())
-    assert culprit is not None and culprit.worker_index == 1
-    assert culprit.reason.startswith("raised ValueError: xxx") and len(culprit.reason) <= 4000
-    assert "ValueError" in culprit.traceback
+        wait_until(lambda: served.membership.first_failure(time.monotonic()))
+        found = served.membership.first_failure(time.monotonic())
+    assert found is not None and found.worker_index == 1
+    assert found.reason.startswith("raised ValueError: xxx") and len(found.reason) <= 4000
+    assert "ValueError" in found.traceback
 
 
 def test_a_stop_reaches_all_and_goodbyes_end_the_run(served: Served) -> None:

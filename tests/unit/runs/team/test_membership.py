@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cordee.cluster.members import MemberRecord
-from cordee.cluster.policies import Restarts, Trouble
+from cordee.cluster.policies import FailureReport, Restarts
 from cordee.runs.team.membership import CAUSE_WAIT_S, Membership
 
 TIMEOUT_S = 5.0
@@ -31,7 +31,7 @@ def join(membership: Membership, index: int, now_s: float) -> None:
 
 
 def account(index: int, reason: str = "raised ValueError: x", *, lost: bool = False, step: int = 7, at_s: float = 1.0):
-    return Trouble(index, step, reason, "Traceback …", is_consequence=lost, at_s=at_s)
+    return FailureReport(index, step, reason, "Traceback …", is_consequence=lost, at_s=at_s)
 
 
 def silent(membership: Membership, now_s: float, **looks: Callable[[int], bool]) -> list[int]:
@@ -63,7 +63,7 @@ def test_over_when_all_have_said_goodbye() -> None:
     assert membership.is_over
     for index, code in ((0, 0), (1, 1)):  # how the processes then end is of no interest
         membership.exit(index, f"exited with code {code}", 3.0)
-    assert membership.is_over and membership.culprit(100.0) is None
+    assert membership.is_over and membership.first_failure(100.0) is None
 
 
 def test_a_run_whose_workers_are_all_gone_is_not_over_but_failed() -> None:
@@ -71,7 +71,7 @@ def test_a_run_whose_workers_are_all_gone_is_not_over_but_failed() -> None:
     for index in range(2):
         membership.exit(index, "exited with code 0", 1.0)
     assert not membership.is_over
-    assert membership.culprit(1.0 + 2 * CAUSE_WAIT_S) is not None
+    assert membership.first_failure(1.0 + 2 * CAUSE_WAIT_S) is not None
 
 
 # Causes and consequences ------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_a_run_whose_workers_are_all_gone_is_not_over_but_failed() -> None:
 def test_an_account_of_a_cause_is_reported_at_once() -> None:
     membership = team()
     membership.report(account(1))
-    found = membership.culprit(1.0)
+    found = membership.first_failure(1.0)
     assert found is not None and found.describe() == "worker 1 raised ValueError: x (in step 8)"
 
 
@@ -88,7 +88,7 @@ def test_the_earliest_cause_is_reported() -> None:
     membership = team()
     membership.report(account(2, at_s=1.2))
     membership.report(account(0, at_s=1.1))
-    found = membership.culprit(2.0)
+    found = membership.first_failure(2.0)
     assert found is not None and found.worker_index == 0
 
 
@@ -96,17 +96,17 @@ def test_consequences_wait_for_their_cause() -> None:
     membership = team()
     membership.report(account(0, LOST, lost=True, at_s=1.0))
     membership.report(account(2, LOST, lost=True, at_s=1.1))
-    assert membership.culprit(1.2) is None
+    assert membership.first_failure(1.2) is None
     membership.report(account(1, at_s=1.3))
-    found = membership.culprit(1.3)
+    found = membership.first_failure(1.3)
     assert found is not None and found.worker_index == 1
 
 
 def test_a_consequence_is_reported_when_no_cause_is_ever_heard_of() -> None:
     membership = team()
     membership.report(account(0, LOST, lost=True, at_s=1.0))
-    assert membership.culprit(1.0 + TIMEOUT_S) is None
-    found = membership.culprit(1.0 + TIMEOUT_S + 2 * CAUSE_WAIT_S)
+    assert membership.first_failure(1.0 + TIMEOUT_S) is None
+    found = membership.first_failure(1.0 + TIMEOUT_S + 2 * CAUSE_WAIT_S)
     assert found is not None and found.reason == LOST
 
 
@@ -116,23 +116,23 @@ def test_with_nobody_left_there_is_no_use_in_waiting_for_a_cause() -> None:
     for index in range(2):
         membership.report(account(index, "raised CommunicationError: /dev/shm is too small", lost=True, at_s=1.0))
         membership.exit(index, "exited with code 1", 1.1)
-    found = membership.culprit(1.0 + 2 * CAUSE_WAIT_S)
+    found = membership.first_failure(1.0 + 2 * CAUSE_WAIT_S)
     assert found is not None and "too small" in found.reason
 
 
 def test_an_exit_waits_for_the_workers_own_account() -> None:
     membership = team()
     membership.exit(1, "exited with code 1", 1.0)
-    assert membership.culprit(1.1) is None
+    assert membership.first_failure(1.1) is None
     membership.report(account(1, at_s=1.2))
-    found = membership.culprit(1.2)
+    found = membership.first_failure(1.2)
     assert found is not None and found.reason == "raised ValueError: x"
 
 
 def test_an_exit_without_an_account_is_reported_as_such() -> None:
     membership = team()
     membership.exit(1, "exited with code 3", 1.0)
-    found = membership.culprit(1.0 + 2 * CAUSE_WAIT_S)
+    found = membership.first_failure(1.0 + 2 * CAUSE_WAIT_S)
     assert found is not None and found.describe().startswith("worker 1 exited with code 3")
 
 
@@ -141,7 +141,7 @@ def test_the_first_account_of_a_worker_counts() -> None:
     membership.report(account(1, "raised ValueError: first"))
     membership.report(account(1, "raised ValueError: second"))
     membership.exit(1, "was killed by SIGTERM", 1.5, is_killed=True)
-    found = membership.culprit(2.0)
+    found = membership.first_failure(2.0)
     assert found is not None and "first" in found.reason
 
 
@@ -169,7 +169,7 @@ def test_survivors_go_on_without_the_lost_one_and_the_furthest_leads() -> None:
     assert membership.next_members() == [2, 1]
     (loss,) = membership.take_losses()
     assert loss.worker_index == 0 and membership.take_losses() == []
-    assert membership.culprit(100.0) is None, "a loss is not a failure"
+    assert membership.first_failure(100.0) is None, "a loss is not a failure"
 
 
 def test_a_replacement_joins_when_it_is_ready_and_not_before() -> None:
@@ -263,7 +263,7 @@ def test_who_wants_to_leave_pauses_the_others_and_is_left_out() -> None:
     assert membership.next_members() == [0, 2]
     membership.finish(1)
     membership.exit(1, "exited with code 0", 3.0)
-    assert membership.culprit(100.0) is None and membership.take_losses() == []
+    assert membership.first_failure(100.0) is None and membership.take_losses() == []
 
 
 def test_who_alone_has_the_weights_leaves_when_another_has_them() -> None:
@@ -336,7 +336,7 @@ def test_replacements_are_counted() -> None:
 
 def test_a_step_that_is_lost_again_and_again_ends_the_run() -> None:
     restarts = Restarts(max_restarts=100)
-    loss = Trouble(1, 4, "was killed by SIGSEGV")
+    loss = FailureReport(1, 4, "was killed by SIGSEGV")
     assert [restarts.recover(step, [loss]) for step in (3, 4, 4)] == [None, None, None]
     assert restarts.recover(4, [loss]) == (
         "a worker was lost in each of 3 attempts at step 5; last worker 1 was killed by SIGSEGV"
@@ -375,7 +375,7 @@ def test_a_worker_that_starts_has_more_time() -> None:
     membership = team(1, is_joined=False)
     assert silent(membership, 59.0) == []
     assert silent(membership, 61.0) == [0]
-    assert "did not start" in membership.of(0).fate
+    assert "did not start" in membership.of(0).loss_reason
 
 
 def test_a_process_that_is_stopped_while_it_starts_is_not_waited_for() -> None:
@@ -384,7 +384,7 @@ def test_a_process_that_is_stopped_while_it_starts_is_not_waited_for() -> None:
         record.pid = pid
     assert silent(membership, 4.0, is_stopped=lambda pid: True) == []
     assert silent(membership, 6.0, is_stopped=lambda pid: pid == 1) == [1]
-    assert membership.of(1).fate == "is frozen: no sign of life for 6.0 s"
+    assert membership.of(1).loss_reason == "is frozen: no sign of life for 6.0 s"
 
 
 def test_who_has_ended_may_be_silent() -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 from cordee.cluster.coordinator import Addresses
 from cordee.cluster.members import MemberRecord
-from cordee.cluster.policies import Restarts, Shortage, Trouble
+from cordee.cluster.policies import FailureReport, Restarts, Shortage
 from cordee.communication.messages import Directive
 from cordee.runs.team.membership import Membership
 from cordee.runs.team.recoveries import Recovered, Recoveries
@@ -19,9 +19,9 @@ def recoveries(met: list[int]) -> Recoveries:
 
 def test_losses_before_the_next_step_are_one_recovery() -> None:
     found = recoveries([0, 1, 2])
-    found.take(Trouble(1, 4, "was killed", at_s=10.0), is_external=False)
+    found.take(FailureReport(1, 4, "was killed", at_s=10.0), is_external=False)
     assert found.begin(MemberRecord(index=0, ready_step=4, has_dropped=True), "", 5, now_s=11.0) is None
-    found.take(Trouble(2, 4, "was killed", at_s=12.0), is_external=False)
+    found.take(FailureReport(2, 4, "was killed", at_s=12.0), is_external=False)
     assert found.begin(MemberRecord(index=0, ready_step=3), "", 5, now_s=13.0) is None
     assert found.is_under_way and found.last_loss is None
     assert found.complete(4, [0], now_s=15.0) == Recovered(lost=[1, 2], seconds=5.0, steps_redone=2)
@@ -31,9 +31,9 @@ def test_losses_before_the_next_step_are_one_recovery() -> None:
 
 def test_a_guest_that_never_took_part_leaves_nothing_to_recover_from() -> None:
     found = recoveries([0, 1])
-    found.take(Trouble(2, 0, "ended without a word"), is_external=True)
+    found.take(FailureReport(2, 0, "ended without a word"), is_external=True)
     assert found.last_loss is None
-    found.take(Trouble(1, 0, "ended without a word"), is_external=True)
+    found.take(FailureReport(1, 0, "ended without a word"), is_external=True)
     assert found.last_loss is not None and found.last_loss.worker_index == 1
 
 
@@ -41,7 +41,7 @@ def test_a_team_that_is_lost_in_the_same_step_again_and_again_gives_up() -> None
     found = recoveries([0, 1])
     problems = []
     for at_s in (1.0, 2.0, 3.0):
-        found.take(Trouble(1, 4, "was killed by SIGKILL", at_s=at_s), is_external=False)
+        found.take(FailureReport(1, 4, "was killed by SIGKILL", at_s=at_s), is_external=False)
         problems.append(found.begin(MemberRecord(index=0, ready_step=4), "", 4, now_s=at_s))
     assert problems == [
         None, None, "a worker was lost in each of 3 attempts at step 5; last worker 1 was killed by SIGKILL"
@@ -49,11 +49,13 @@ def test_a_team_that_is_lost_in_the_same_step_again_and_again_gives_up() -> None
 
 
 def test_what_a_coordinator_knows_survives_being_written_down() -> None:
-    membership = Membership(num_workers=2, failure_timeout_s=5.0, is_elastic=True, troubles=[Trouble(0, 4, "raised")])
+    membership = Membership(
+        num_workers=2, failure_timeout_s=5.0, is_elastic=True, failures=[FailureReport(0, 4, "raised")]
+    )
     answer = Directive("new_generation", generation=1, answers=1)
     for record in (
         MemberRecord(index=0, number=0, started=7, pid=10, phase="member", incarnation=9, fenced=8, answer=answer),
-        MemberRecord(index=2, pid=12, is_remote=True, is_away=True, phase="gone", fate="is out of reach"),
+        MemberRecord(index=2, pid=12, is_remote=True, is_away=True, phase="gone", loss_reason="is out of reach"),
     ):
         membership.expect(record, 3.5)
     workers = WorkersState(threads=2)
@@ -61,7 +63,7 @@ def test_what_a_coordinator_knows_survives_being_written_down() -> None:
         addresses=Addresses("tcp://127.0.0.1:1"),
         membership=membership,
         workers=workers,
-        recoveries=RecoveryState(restarts=Restarts(3, num_restarts=1), lost=[Trouble(1, 4, "was killed")]),
+        recoveries=RecoveryState(restarts=Restarts(3, num_restarts=1), lost=[FailureReport(1, 4, "was killed")]),
         losses=LossState(shortage=Shortage("too few", 12.5)),
     )
     Recoveries(state.recoveries).begin(MemberRecord(index=0, ready_step=4), "", 4, now_s=1.0)
