@@ -35,10 +35,10 @@ def _after_loss(trial: Trial) -> None:
     trial.release(HOLD_0_LATE)
 
 
-def _disband(trial: Trial) -> None:
+def _hear_of_loss(trial: Trial) -> None:
     """Who is held does not notice the loss by itself: it hears of it."""
     trial.until_held(HOLD_0)
-    trial.until(lambda: trial.num_visits("link.disband", "worker-0"))
+    trial.until(lambda: trial.num_visits("link.generation_ended", "worker-0"))
     trial.release(HOLD_0)
 
 
@@ -131,7 +131,7 @@ SCENARIOS = {
     "plain": Scenario(),
     "final save": Scenario(settings=("checkpoint.every_steps=1000",)),
     "loss": Scenario(_after_loss, (Fault(STEP, "worker-1", "kill", 4), HOLD_0_LATE)),
-    "told of a loss": Scenario(_disband, (Fault(STEP, "worker-1", "kill", 5), HOLD_0)),
+    "told of a loss": Scenario(_hear_of_loss, (Fault(STEP, "worker-1", "kill", 5), HOLD_0)),
     "loss of the first": Scenario(_after_loss_of_first, (Fault(STEP, "worker-0", "kill", 4), HOLD_1)),
     "scale out": Scenario(_scale_out, (HOLD_0,)),
     "join": Scenario(_join, (HOLD_0,)),
@@ -246,7 +246,7 @@ WALK: dict[str, Walk] = {
         (of("loss", "worker-0"), of("scale out", "worker-0"), of("scale out", "worker-1"), of("leave", "worker-1")),
         DEATHS,
     ),
-    "link.disband": Walk((of("told of a loss", "worker-0"),), DEATHS),
+    "link.generation_ended": Walk((of("told of a loss", "worker-0"),), DEATHS),
     "link.stop": Walk((of("interrupt", "worker-0"), of("interrupt", "worker-1")), DEATHS),
     "link.given_up": Walk((of("woken", "worker-1"),), DEATHS),
     "link.send_leaving": Walk((of("leave", "worker-1"),)),

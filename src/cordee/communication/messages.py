@@ -119,12 +119,13 @@ class Leaving(Message, frozen=True):
 class Directive(Message, frozen=True):
     """What members are to do now.
 
-    `stop`: end the run after this step. `pause`: say `Ready` after this step. `disband`: the generation has lost a
-    member for the `reason` given; whoever still waits for its group to form says `Ready`. As answers to `Ready`:
-    `new_generation`: form the one that the envelope carries; `finish`: the run ends here; `leave`: you end here.
+    `stop`: end the run after this step. `pause`: say `Ready` after this step. `end_generation`: the generation has
+    lost a member for the `reason` given; whoever still waits for its group to form says `Ready`. As answers to
+    `Ready`: `new_generation`: form the one that the envelope carries; `finish`: the run ends here; `leave`: you end
+    here.
     """
 
-    action: Literal["stop", "pause", "disband", "new_generation", "finish", "leave"]
+    action: Literal["stop", "pause", "end_generation", "new_generation", "finish", "leave"]
     members: Members = ()  # of the new generation
     reason: Text = ""
     generation: Count = 0

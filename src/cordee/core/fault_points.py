@@ -122,7 +122,7 @@ POINTS: dict[str, str] = {
     "link.ready": "worker: has said that it waits for a generation, has no answer",
     "link.answered": "worker: has its instructions, and has not begun",
     "link.pause": "worker: has heard that the team is formed again after this step",
-    "link.disband": "worker: has heard that its generation is over",
+    "link.generation_ended": "worker: has heard that its generation is over",
     "link.stop": "worker: has heard that the user wants the run to end",
     "link.given_up": "worker: has heard that it was given up, and has not joined again",
     "link.send_leaving": "worker: got SIGTERM, about to ask whether it may leave",

@@ -35,7 +35,7 @@ class Generations:
         self._losses = losses
         self._recoveries = recoveries
         self._state = state
-        self._disbanded = 0  # the last generation whose members were told that it is over; heartbeats tell again
+        self._ended_generation = 0  # the last generation whose members were told that it is over; heartbeats tell again
 
     def resend_directives(self) -> None:
         """Say again what workers may not have heard of an earlier coordinator, and do not ask for by themselves."""
@@ -53,9 +53,9 @@ class Generations:
             return False  # the run is about to fail
         self._losses.check_shortage()
         self._drop_late()
-        if membership.why_broken and self._disbanded < membership.generation:
-            self._disbanded = membership.generation
-            self._channel.direct("disband", membership.members, membership.why_broken)
+        if membership.why_broken and self._ended_generation < membership.generation:
+            self._ended_generation = membership.generation
+            self._channel.direct("end_generation", membership.members, membership.why_broken)
         leaving = membership.dispensable
         if leaving and not membership.is_complete:
             self._release(leaving)

@@ -56,8 +56,8 @@ class TeamLink(MemberLink):
         self._last_beat = (0, 0)  # its sequence, and how many numbered messages were sent before it
         self._is_stop_asked = False
         self._is_pause_asked = False
-        self._disbanded = (0, "")  # the last generation that is known to be over, and why
-        self._on_disband: Callable[[], None] = lambda: None
+        self._ended_generation = (0, "")  # the last generation that is known to be over, and why
+        self._on_generation_end: Callable[[], None] = lambda: None
         self._wants_to_leave = False
         self._refusal = ""  # why this worker is not one any more
         self.num_returns = 0  # how often it was given up and joined again: the others continued without it
@@ -71,9 +71,9 @@ class TeamLink(MemberLink):
         """Whether the team is to be formed again after this step."""
         return self._is_pause_asked
 
-    def why_disbanded(self, generation: int) -> str:
+    def why_generation_ended(self, generation: int) -> str:
         """Why a generation cannot come about, as far as the coordinator has said so."""
-        last, reason = self._disbanded
+        last, reason = self._ended_generation
         return reason if generation <= last else ""
 
     def join(self) -> None:
@@ -102,20 +102,20 @@ class TeamLink(MemberLink):
         return answer
 
     @contextlib.contextmanager
-    def on_disband(self, generation: int, act: Callable[[], None]) -> Iterator[None]:
+    def on_generation_end(self, generation: int, act: Callable[[], None]) -> Iterator[None]:
         """Inside, have `act` called, by another thread, when the generation is known to be over."""
-        self._on_disband = act
+        self._on_generation_end = act
         try:
-            if self.why_disbanded(generation):
+            if self.why_generation_ended(generation):
                 act()
             yield
         finally:
-            self._on_disband = lambda: None
+            self._on_generation_end = lambda: None
 
-    def _disband(self, generation: int, reason: str) -> None:
-        self._disbanded = max(self._disbanded, (generation, reason))
+    def _end_generation(self, generation: int, reason: str) -> None:
+        self._ended_generation = max(self._ended_generation, (generation, reason))
         if generation >= self._channel.generation:
-            self._on_disband()
+            self._on_generation_end()
 
     def ask_to_leave(self) -> None:
         """Have the coordinator told that this worker must go. For signal handlers: returns at once."""
@@ -187,7 +187,7 @@ class TeamLink(MemberLink):
                 self._ready = msgspec.structs.replace(self._ready, step=-1, has_dropped=False, number=1, num_sent=0)
             self.num_returns += 1
             self._outbox_changed.notify_all()
-        self._disband(self._channel.generation, "this worker was given up")
+        self._end_generation(self._channel.generation, "this worker was given up")
         reach("link.given_up")
         try:
             self._join(LONGEST_ABSENCE_S)
@@ -228,9 +228,9 @@ class TeamLink(MemberLink):
         elif directive.action == "pause":
             reach("link.pause")
             self._is_pause_asked = generation >= self._channel.generation  # not one of an earlier generation
-        elif directive.action == "disband":
-            reach("link.disband")
-            self._disband(directive.generation, directive.reason)
+        elif directive.action == "end_generation":
+            reach("link.generation_ended")
+            self._end_generation(directive.generation, directive.reason)
         elif self._ready is not None and directive.answers == self._ready.number:
             self._ready = None
             self._is_pause_asked = False

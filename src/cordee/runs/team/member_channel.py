@@ -63,7 +63,7 @@ class TeamChannel(MemberChannel):
                 reach("coordinator.directive")
                 self.channel.send(self._peers[index], directive)
             except CommunicationError as error:
-                if directive.action == "disband":  # maybe it is the one that was lost
+                if directive.action == "end_generation":  # maybe it is the one that was lost
                     continue
                 warning = f"worker {index} could not be told to {directive.action}: {error}"
                 self.emit(Warned(message=warning))
@@ -131,7 +131,7 @@ class TeamChannel(MemberChannel):
         super()._take_heartbeat(record, step)
         if record.phase == "member":  # it may not have heard what it was told
             if self.members.why_broken:
-                self.direct("disband", [record.index], self.members.why_broken)
+                self.direct("end_generation", [record.index], self.members.why_broken)
             elif record.index in self._standing:
                 self._directives.append((record.index, self._standing[record.index]))
 

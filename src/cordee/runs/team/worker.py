@@ -203,11 +203,11 @@ def _group(spec: MemberSpec, answer: Answer, link: TeamLink) -> Iterator[Team]:
         is_wide = spec.is_remote or len(beside) < len(members)
 
         def stop_waiting() -> None:  # who is waited for may live, and never come
-            abandon_groups(link.why_disbanded(generation))
+            abandon_groups(link.why_generation_ended(generation))
             if is_wide:
                 shut_gloo_sockets()
 
-        stack.enter_context(link.on_disband(generation, stop_waiting))
+        stack.enter_context(link.on_generation_end(generation, stop_waiting))
         if is_wide:
             keys = ClientKeys.from_text(spec.client_keys)
             store = CoordinatorStore(spec.coordinator_address, spec.run_id, spec.index, keys, generation)
@@ -217,7 +217,7 @@ def _group(spec: MemberSpec, answer: Answer, link: TeamLink) -> Iterator[Team]:
             rank,
             len(members),
             failure_timeout_s=spec.failure_timeout_s,
-            why_over=lambda: link.why_disbanded(generation),
+            why_over=lambda: link.why_generation_ended(generation),
             between=between,
         )
         stack.enter_context(meeting)
