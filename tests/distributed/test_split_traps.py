@@ -112,7 +112,7 @@ def test_zero_bubble_trains_a_stage_whose_output_is_a_view(two: Crew, references
 
 
 def test_zero_bubble_refuses_a_stage_before_which_nothing_is_trained(two: Crew, tmp_path: Path) -> None:
-    """torch would not train its first layer, without a word."""
+    """torch would not train its first layer, without a warning."""
     table = job(model={"use": "networks:partly_frozen"})
     strategy = {**ZERO_BUBBLE, "placement": [["0", "1"], ["2", "3", "4"]]}
     with pytest.raises(

@@ -339,7 +339,7 @@ class Walker:
         assert summary["samples"] == expected.samples, f"{summary['samples']} samples instead of {expected.samples}"
         problems = {finding.subject: finding.detail for finding in audit_run(trial.run_dir) if finding.state != "ok"}
         if loses_updates:
-            assert summary["updates_lost"] > 0 and problems.keys() == {"updates"}, f"lost without a word: {problems}"
+            assert summary["updates_lost"] > 0 and problems.keys() == {"updates"}, f"lost without a report: {problems}"
             return
         assert summary["weights_sha256"] == expected.weights_sha256, "other weights"
         files = last_files(trial.run_dir)

@@ -16,7 +16,7 @@ from cordee.version import __version__
 
 
 class Commands(TyperGroup):
-    """All commands. Ctrl-C is reported here: typer would end the program without a word."""
+    """All commands. Ctrl-C is reported here: typer would end the program without a message."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:

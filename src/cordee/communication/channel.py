@@ -42,7 +42,7 @@ from cordee.core.errors import CommunicationError
 _log = logging.getLogger(__name__)
 MALFORMED = "malformed"
 UNKNOWN_KEY = "unknown-key"
-_DOOR_S = 0.01  # handshakes may wait so long while messages keep coming
+_AUTHENTICATION_S = 0.01  # handshakes may wait so long while messages keep coming
 _LOOK_S = 0.01  # between two looks at a connection that is being made
 
 
@@ -98,15 +98,15 @@ class ServerChannel(Endpoint):
         super().__init__(zmq.ROUTER, address, speaker, codec, curve)
         self._admits_every_key = admits_every_key
         self._refusals: Counter[str] = Counter()
-        self._doorman: ZapAuthenticator | None = None
-        self._door = -1  # its descriptor
-        self._doorman_next_s = 0.0  # when to look for handshakes, without a signal of one
+        self._authenticator: ZapAuthenticator | None = None
+        self._authenticator_fd = -1  # its descriptor
+        self._authentication_next_s = 0.0  # when to look for handshakes, without a signal of one
         # Sending to a peer that is gone, or that does not read, is an error and not a silent loss.
         self._socket.router_mandatory = True
         if curve and keys is not None:
-            self._doorman = ZapAuthenticator(self._context, None if admits_every_key else keys.admitted)
-            self._door = descriptor(self._doorman.socket)
-            self._signals.register(self._door, select.POLLIN)
+            self._authenticator = ZapAuthenticator(self._context, None if admits_every_key else keys.admitted)
+            self._authenticator_fd = descriptor(self._authenticator.socket)
+            self._signals.register(self._authenticator_fd, select.POLLIN)
             self._socket.curve_server = True
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
             self._socket.zap_domain = DOMAIN
@@ -131,8 +131,8 @@ class ServerChannel(Endpoint):
     def refusals(self) -> dict[str, int]:
         """How many messages were refused, by reason, and how many handshakes ("unknown-key")."""
         counts = {str(reason): count for reason, count in (self._replay_filter.refusals + self._refusals).items()}
-        if self._doorman is not None and self._doorman.num_refused:
-            counts[UNKNOWN_KEY] = self._doorman.num_refused
+        if self._authenticator is not None and self._authenticator.num_refused:
+            counts[UNKNOWN_KEY] = self._authenticator.num_refused
         return counts
 
     def fence(self, name: str, incarnation: int) -> None:
@@ -152,9 +152,9 @@ class ServerChannel(Endpoint):
             while True:
                 with self._using:
                     self._check_usable()
-                    if self._doorman is not None and time.monotonic() >= self._doorman_next_s:
-                        self._doorman.serve()
-                        self._doorman_next_s = time.monotonic() + _DOOR_S
+                    if self._authenticator is not None and time.monotonic() >= self._authentication_next_s:
+                        self._authenticator.serve()
+                        self._authentication_next_s = time.monotonic() + _AUTHENTICATION_S
                     frames = self._take_frames(num_heads=2)
                     self._is_waiting = frames is None
                     outcome = self._open(frames) if frames else None
@@ -236,12 +236,12 @@ class ServerChannel(Endpoint):
             _log.debug("the refusal was not delivered: %s", error)
 
     def _record_signal(self, ready: int) -> None:
-        if ready == self._door:
-            self._doorman_next_s = 0.0
+        if ready == self._authenticator_fd:
+            self._authentication_next_s = 0.0
 
     def _close_sockets(self) -> None:
-        if self._doorman is not None:
-            self._doorman.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
 
 
 class _Refusal(NamedTuple):

@@ -79,7 +79,7 @@ def count_classes(weights: Tensor | None, ignored: int, targets: Tensor) -> floa
 def _elementwise(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], LossFunction]:
     def build() -> LossFunction:
         def mean(outputs: Tensor, targets: Tensor) -> Tensor:
-            # (N, 1) against (N,) would broadcast to (N, N) without a word.
+            # (N, 1) against (N,) would broadcast to (N, N) without a warning.
             outputs = outputs.squeeze(-1) if outputs.ndim == targets.ndim + 1 else outputs
             targets = targets.squeeze(-1) if targets.ndim == outputs.ndim + 1 else targets
             if outputs.shape != targets.shape:

@@ -232,7 +232,7 @@ def test_a_member_with_too_many_frames_is_refused(guarded: Guarded) -> None:
         [b"1.0", b"1", DOMAIN, b"127.0.0.1", b"", b"CURVE", CLIENT_KEYS.public[:31]],
     ],
 )
-def test_the_doorman_says_no_unless_all_is_right(request_frames: list[bytes]) -> None:
+def test_the_authenticator_refuses_unless_all_is_right(request_frames: list[bytes]) -> None:
     with zmq.Context() as context:
         authenticator = ZapAuthenticator(context, SERVER_KEYS.admitted)
         assert authenticator.answer(request_frames)[2] == b"400"

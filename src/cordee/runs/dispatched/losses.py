@@ -57,7 +57,7 @@ class Losses:
                 self.replace(ended, report.describe(), report.status)
         for ended in self._members.take_ended(is_alive):
             if ended.is_active:
-                self.give_up(ended, "ended without a word")
+                self.give_up(ended, "ended without notice")
         for silent in self._members.check_silence(now_s, self._processors.is_working, is_stopped):
             self._handle_silence(silent, now_s)
         for server in [record for record in self._members.started if record.role == "server"]:

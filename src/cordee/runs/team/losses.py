@@ -57,7 +57,7 @@ class Losses:
             if (ended := membership.take(report, now_s)) is not None and isinstance(report, Exited):
                 membership.exit(ended.index, report.describe(), now_s, is_killed=report.status < 0)
         for ended in membership.take_ended(is_alive):
-            membership.exit(ended.index, "ended without a word", now_s, is_killed=True)
+            membership.exit(ended.index, "ended without notice", now_s, is_killed=True)
         can_replace = self._recoveries.restarts.can_replace
         for silent in membership.check_silence(now_s, self._processors.is_working, is_stopped):
             if silent.is_external or (membership.is_elastic and not can_replace):

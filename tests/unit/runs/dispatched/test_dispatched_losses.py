@@ -258,4 +258,4 @@ def test_external_workers_are_given_up_and_not_replaced(monkeypatch: pytest.Monk
     scene = Scene()
     scene.take(pid=12)
     scene.losses.check_members(scene.now_s)
-    assert "ended without a word" in scene.launcher.warnings[0] and scene.workers == []
+    assert "ended without notice" in scene.launcher.warnings[0] and scene.workers == []

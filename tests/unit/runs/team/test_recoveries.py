@@ -31,9 +31,9 @@ def test_losses_before_the_next_step_are_one_recovery() -> None:
 
 def test_a_guest_that_never_took_part_leaves_nothing_to_recover_from() -> None:
     found = recoveries([0, 1])
-    found.take(FailureReport(2, 0, "ended without a word"), is_external=True)
+    found.take(FailureReport(2, 0, "ended without notice"), is_external=True)
     assert found.last_loss is None
-    found.take(FailureReport(1, 0, "ended without a word"), is_external=True)
+    found.take(FailureReport(1, 0, "ended without notice"), is_external=True)
     assert found.last_loss is not None and found.last_loss.worker_index == 1
 
 
