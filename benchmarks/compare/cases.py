@@ -10,7 +10,7 @@ from compare.comparing import Precision
 JOBS = Path(__file__).parent / "jobs"
 RUN = "{run}"  # stands for the run directory
 TWO_WORKERS = "strategy.workers=2"
-SERVED = ("strategy.name=parameter_server", "strategy.workers=2", "strategy.servers=2")
+WITH_SERVERS = ("strategy.name=parameter_server", "strategy.workers=2", "strategy.servers=2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +70,16 @@ CASES = (
     _one("data_parallel_ddp", "mlp.toml", TWO_WORKERS, "strategy.reducer=ddp", "strategy.compression=bf16"),
     _one("data_parallel_reproducible", "mlp.toml", TWO_WORKERS, "training.reproducible=true"),
     _one("sharded", "mlp.toml", "strategy.name=sharded", TWO_WORKERS, "strategy.unit_bytes=2000"),
-    _one("parameter_server", "mlp.toml", *SERVED),
+    _one("parameter_server", "mlp.toml", *WITH_SERVERS),
     # Which worker computes which unit depends on timing, and so do the running statistics that each worker keeps.
     Case(
         name="parameter_server_batch_norm",
-        commands=(train("images.toml", *SERVED, "strategy.replicas=2"),),
+        commands=(train("images.toml", *WITH_SERVERS, "strategy.replicas=2"),),
         varies=("weights_sha256", "test_loss", "test_accuracy", "test_top5_accuracy", "best_step"),
     ),
-    _one("parameter_server_reproducible", "mlp.toml", *SERVED, "training.reproducible=true"),
-    _one("parameter_server_bounded", "mlp.toml", *SERVED, "strategy.staleness=2", precision="counted"),
-    _one("parameter_server_unbounded", "mlp.toml", *SERVED, "strategy.staleness=unbounded", precision="counted"),
+    _one("parameter_server_reproducible", "mlp.toml", *WITH_SERVERS, "training.reproducible=true"),
+    _one("parameter_server_bounded", "mlp.toml", *WITH_SERVERS, "strategy.staleness=2", precision="counted"),
+    _one("parameter_server_unbounded", "mlp.toml", *WITH_SERVERS, "strategy.staleness=unbounded", precision="counted"),
     _one("pipeline", "mlp.toml", "strategy.name=pipeline", TWO_WORKERS, f"strategy.placement={_STAGES}"),
     _one("tensor", "tokens.toml", "strategy.name=tensor", TWO_WORKERS),
     _one("hybrid", "tokens.toml", "strategy.name=hybrid", "strategy.workers=4", f"strategy.mesh={_MESH}"),

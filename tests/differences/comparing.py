@@ -123,8 +123,8 @@ def _compare_saved(choices: Choices, alone: Outcome, together: Outcome, expected
     before, after = alone.values["progress"], together.values["progress"]
     # At the end servers are evaluated and saved at once; a worker alone may have saved before, and evaluates again when
     # it is resumed.
-    is_served = "parameter_server" in (choices["strategy"]["name"], (choices["before"] or {}).get("name"))
-    is_newer = is_served and after["evaluated_at"] == after["step"]
+    has_servers = "parameter_server" in (choices["strategy"]["name"], (choices["before"] or {}).get("name"))
+    is_newer = has_servers and after["evaluated_at"] == after["step"]
     is_newer |= choices["before"] is not None and after["evaluated_at"] == choices["resume_at"]  # at its end, then
     for key in ("step", "samples", "loss_count", *(() if is_newer else ("evaluated_at",))):
         if before.get(key) != after.get(key):

@@ -137,7 +137,7 @@ def test_the_evaluator_measures_the_bits_of_single(tmp_path: Path) -> None:
     table = job_of(47, {"name": "single"}, **REPRODUCIBLE)
     alone = train_alone(table, tmp_path / "alone").of("evaluation")
     table = job_of(47, {"name": "parameter_server", "workers": 2}, **REPRODUCIBLE)
-    run = train(Job.from_dict(table), run_dir=tmp_path / "served", quiet=True)
+    run = train(Job.from_dict(table), run_dir=tmp_path / "dispatched", quiet=True)
     events = [event for event in read_events(run.directory / "events.jsonl") if event["type"] == "evaluation"]
     keys = ("step", "samples", "test_loss", "test_accuracy")
     assert [[event[key] for key in keys] for event in events] == [[event[key] for key in keys] for event in alone]

@@ -23,7 +23,7 @@ NUM_STEPS = 20
 
 def job(**sections: Any) -> Job:
     table: dict[str, Any] = {
-        "name": "served",
+        "name": "servers",
         "model": {"use": "mlp", "hidden": [33, 20], "dropout": 0.2},
         "data": {"use": "synthetic", "shape": [12], "num_classes": 3, "size": 150, "test_size": 40},
         "optimizer": {"use": "adam", "lr": 0.01},
@@ -38,7 +38,7 @@ def job(**sections: Any) -> Job:
     return Job.from_dict(table)
 
 
-def served(workers: int, **settings: Any) -> dict[str, Any]:
+def with_servers(workers: int, **settings: Any) -> dict[str, Any]:
     return {"name": "parameter_server", "workers": workers, **settings}
 
 
@@ -69,7 +69,7 @@ def test_one_worker_gives_the_bits_of_single_and_of_its_metrics(tmp_path: Path) 
     alone = go(tmp_path / "alone", strategy={"name": "single"})
     settings = {"every_steps": 9, "keep": 1, "keep_best": True}
     evaluation = {"every_steps": 4}
-    one = go(tmp_path / "one", strategy=served(1, servers=2), checkpoint=settings, evaluation=evaluation)
+    one = go(tmp_path / "one", strategy=with_servers(1, servers=2), checkpoint=settings, evaluation=evaluation)
     assert one.summary.weights_sha256 == alone.summary.weights_sha256
     assert one.summary.test_loss == alone.summary.test_loss
     assert (one.summary.steps, one.summary.samples) == (alone.summary.steps, alone.summary.samples)
@@ -87,7 +87,7 @@ def test_one_worker_gives_the_bits_of_single_and_of_its_metrics(tmp_path: Path) 
 def test_another_strategy_goes_on_without_the_settings_of_servers(tmp_path: Path) -> None:
     alone = go(tmp_path / "alone", strategy={"name": "single"})
     run_dir = tmp_path / "run"
-    go(run_dir, strategy=served(1, servers=2, staleness=0), stop={"steps": 7})
+    go(run_dir, strategy=with_servers(1, servers=2, staleness=0), stop={"steps": 7})
     overrides = ["strategy.name=single", "stop.steps=99"]
     with pytest.raises(JobError, match=r"strategy\.servers is a setting of 'parameter_server'"):
         asked_for = [*overrides, "strategy.servers=2"]
@@ -114,11 +114,11 @@ def test_workers_in_step_equal_single_and_lost_messages_change_nothing(
         "training": {"clip_norm": 0.5},
     }
     alone = go(tmp_path / "alone", strategy={"name": "single"}, **sections)
-    clean = go(tmp_path / "clean", strategy=served(3, servers=2), **sections)
+    clean = go(tmp_path / "clean", strategy=with_servers(3, servers=2), **sections)
     assert largest_difference(clean, alone) <= 1e-5
     assert clean.summary.staleness == {"0": 3 * NUM_STEPS}
     monkeypatch.setenv("CORDEE_LOSE_MESSAGES", "0.1")
-    disturbed = go(tmp_path / "disturbed", strategy=served(3, servers=2), **sections)
+    disturbed = go(tmp_path / "disturbed", strategy=with_servers(3, servers=2), **sections)
     assert disturbed.summary.weights_sha256 == clean.summary.weights_sha256
 
 
@@ -135,7 +135,7 @@ def test_reproducible_runs_have_the_bits_of_single(tmp_path: Path, model: str) -
         sections["data"] = {"use": "synthetic", "shape": [5], "num_classes": 3, "size": 97, "test_size": 23}
     alone = go(tmp_path / "alone", strategy={"name": "single"}, **sections)
     for workers in (1, 3):
-        run = go(tmp_path / f"{workers}", strategy=served(workers, servers=workers), **sections)
+        run = go(tmp_path / f"{workers}", strategy=with_servers(workers, servers=workers), **sections)
         for key in ("weights_sha256", "test_loss"):
             assert getattr(run.summary, key) == getattr(alone.summary, key), key
 
@@ -148,13 +148,13 @@ def test_batch_norm_statistics_are_those_of_the_workers(tmp_path: Path) -> None:
         "optimizer": {"use": "sgd", "lr": 0.01},
     }
     alone = go(tmp_path / "alone", strategy={"name": "single"}, **sections)
-    one = go(tmp_path / "one", strategy=served(1), **sections)
+    one = go(tmp_path / "one", strategy=with_servers(1), **sections)
     assert one.summary.weights_sha256 == alone.summary.weights_sha256
 
 
 @pytest.mark.parametrize("first", ["single", "parameter_server"])
 def test_checkpoints_go_to_and_fro(tmp_path: Path, first: str) -> None:
-    strategies = {"single": {"name": "single"}, "parameter_server": served(1, servers=2)}
+    strategies = {"single": {"name": "single"}, "parameter_server": with_servers(1, servers=2)}
     second = next(name for name in strategies if name != first)
     whole = go(tmp_path / "whole", strategy={"name": "single"})
     path = tmp_path / "parts"
@@ -167,13 +167,13 @@ def test_checkpoints_go_to_and_fro(tmp_path: Path, first: str) -> None:
 def test_a_stop_rule_ends_the_run_where_it_ends_single_and_for_good(tmp_path: Path) -> None:
     rules = {"stop": {"loss": 1.0}, "evaluation": {"every_steps": 3}, "checkpoint": {"every_steps": 0}}
     alone = go(tmp_path / "alone", strategy={"name": "single"}, **rules)
-    served_run = go(tmp_path / "served", strategy=served(1), **rules)
-    assert (served_run.summary.status, served_run.summary.stopped_by) == ("stopped", "loss")
-    assert served_run.summary.steps == alone.summary.steps < NUM_STEPS
-    assert served_run.summary.weights_sha256 == alone.summary.weights_sha256
-    steps = [event["step"] for event in events(served_run, "evaluation")]
+    run = go(tmp_path / "servers", strategy=with_servers(1), **rules)
+    assert (run.summary.status, run.summary.stopped_by) == ("stopped", "loss")
+    assert run.summary.steps == alone.summary.steps < NUM_STEPS
+    assert run.summary.weights_sha256 == alone.summary.weights_sha256
+    steps = [event["step"] for event in events(run, "evaluation")]
     assert steps == sorted(set(steps)), "a step was measured twice"
-    again = go(tmp_path / "served", strategy=served(1), resume=True, **rules)
+    again = go(tmp_path / "servers", strategy=with_servers(1), resume=True, **rules)
     assert (again.summary.stopped_by, again.summary.steps) == ("loss", alone.summary.steps)
     assert again.summary.weights_sha256 == alone.summary.weights_sha256
 
@@ -191,7 +191,7 @@ def test_free_running_workers_with_everything_on(tmp_path: Path) -> None:
         "pull_every": 2,
         "replicas": 2,
     }
-    run = go(tmp_path / "run", strategy=served(2, **settings), training={"steps": 60}, stop={"time": "60s"})
+    run = go(tmp_path / "run", strategy=with_servers(2, **settings), training={"steps": 60}, stop={"time": "60s"})
     assert run.summary.status == "completed"
     assert run.summary.samples >= 60 * 15
     losses = [event["loss"] for event in events(run, "step")]
@@ -206,7 +206,7 @@ def test_nan_gradients_are_refused_and_named_and_training_goes_on(tmp_path: Path
         tmp_path / "run",
         model={"use": "nan_net:NanNet"},
         python_path=[str(Path(__file__).parent)],
-        strategy=served(2, staleness=1),
+        strategy=with_servers(2, staleness=1),
     )
     assert run.summary.status == "completed"
     messages = [event["message"] for event in events(run, "warning")]
@@ -220,7 +220,7 @@ def test_an_error_in_a_worker_is_told_once(tmp_path: Path) -> None:
             tmp_path / "run",
             model={"use": "nan_net:FailingNet"},
             python_path=[str(Path(__file__).parent)],
-            strategy=served(2),
+            strategy=with_servers(2),
         )
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["stopped_by"]) == ("failed", "error")
@@ -250,14 +250,14 @@ def test_bad_settings_are_refused_before_anything_starts(
 ) -> None:
     training = settings.pop("training", {})
     with pytest.raises(JobError, match=message):
-        go(tmp_path / "run", strategy={**served(2), **settings}, training=training)
+        go(tmp_path / "run", strategy={**with_servers(2), **settings}, training=training)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_checkpoint_knows_what_was_measured_at_its_step(tmp_path: Path) -> None:
     """A run that is resumed from it knows its best evaluation, how long ago it was, and whether it had to stop."""
     every = {"checkpoint": {"every_steps": 5, "keep": 10}, "evaluation": {"every_steps": 5}}
-    runs = [go(tmp_path / s["name"], strategy=s, **every) for s in ({"name": "single"}, served(1))]
+    runs = [go(tmp_path / s["name"], strategy=s, **every) for s in ({"name": "single"}, with_servers(1))]
     for step in (5, 10, 15, 20):
         alone, together = (load(run.directory / "checkpoints" / f"step-{step}").values["progress"] for run in runs)
         assert together["evaluated_at"] == step
@@ -268,7 +268,7 @@ def test_a_checkpoint_knows_what_was_measured_at_its_step(tmp_path: Path) -> Non
 
 def test_a_resumed_run_continues_with_its_batch_norms(tmp_path: Path) -> None:
     """Workers keep running means of their own; those of a resumed run, and of a replacement, begin with the run's."""
-    table: dict[str, Any] = {"model": {"use": "resnet", "depth": 20}, "strategy": served(1)}
+    table: dict[str, Any] = {"model": {"use": "resnet", "depth": 20}, "strategy": with_servers(1)}
     table["data"] = {"use": "synthetic", "shape": [3, 8, 8], "num_classes": 3, "size": 150, "test_size": 40}
     whole = go(tmp_path / "whole", **table)
     go(tmp_path / "parts", **table, stop={"steps": 9})

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_parameter_server import events, go, largest_difference, served, weights
+from test_parameter_server import events, go, largest_difference, weights, with_servers
 
 from cordee.core.errors import JobError
 from cordee.run import Run
@@ -28,7 +28,7 @@ EXACT: dict[str, Any] = {
 @pytest.mark.parametrize("first", ["single", "parameter_server"])
 def test_pushes_of_several_steps_count_every_batch_once(tmp_path: Path, first: str) -> None:
     """In one go, or where another strategy or an early end left off, in the middle of an exchange."""
-    local_steps = served(1, staleness=1, push_every=4)
+    local_steps = with_servers(1, staleness=1, push_every=4)
     alone = go(tmp_path / "alone", strategy={"name": "single"}, **EXACT)
     strategy = {"name": "single"} if first == "single" else local_steps
     go(tmp_path / "run", strategy=strategy, stop={"steps": 7}, **EXACT)
@@ -44,7 +44,7 @@ def test_local_steps_are_those_of_the_batches(tmp_path: Path, size: int) -> None
     """A push of one batch is a local step too, and a last, smaller batch is a batch of its own."""
     sections = {**EXACT, "data": {**EXACT["data"], "size": size}}
     alone = go(tmp_path / "alone", strategy={"name": "single"}, **sections)
-    run = go(tmp_path / "run", strategy=served(1, staleness=1, push_every=4, pull_every=3), **sections)
+    run = go(tmp_path / "run", strategy=with_servers(1, staleness=1, push_every=4, pull_every=3), **sections)
     assert (run.summary.steps, run.summary.samples) == (alone.summary.steps, alone.summary.samples)
     assert largest_difference(run, alone) <= 1e-5
 
@@ -52,7 +52,7 @@ def test_local_steps_are_those_of_the_batches(tmp_path: Path, size: int) -> None
 def test_the_schedule_follows_the_steps_that_were_taken(tmp_path: Path) -> None:
     sections = {**EXACT, "schedule": {"use": "cosine", "warmup_steps": 3}}
     alone = go(tmp_path / "alone", strategy={"name": "single"}, **sections)
-    run = go(tmp_path / "run", strategy=served(2, staleness=1, push_every=4), **sections)
+    run = go(tmp_path / "run", strategy=with_servers(2, staleness=1, push_every=4), **sections)
     rates = {event["step"] - 1: event["lr"] for event in events(alone, "step")}
     before = [0, 4, 5, 9, 10, 14, 15]  # steps taken before each exchange
     assert [event["lr"] for event in events(run, "step")] == pytest.approx([rates[step] for step in before])
@@ -69,14 +69,14 @@ def test_a_layer_used_twice_under_re_entrant_checkpointing(tmp_path: Path) -> No
         "optimizer": {"use": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.1},
     }
     alone = go(tmp_path / "alone", strategy={"name": "single"}, **sections)
-    run = go(tmp_path / "run", strategy=served(1, servers=4), **sections)
+    run = go(tmp_path / "run", strategy=with_servers(1, servers=4), **sections)
     assert run.summary.weights_sha256 == alone.summary.weights_sha256
 
 
 def test_clipping_in_reproducible_mode_gives_the_bits_of_single(tmp_path: Path) -> None:
     sections = {"training": {"reproducible": True, "clip_norm": 0.05, "steps": 12}}
     alone = go(tmp_path / "alone", strategy={"name": "single"}, **sections)
-    run = go(tmp_path / "run", strategy=served(2, servers=2), **sections)
+    run = go(tmp_path / "run", strategy=with_servers(2, servers=2), **sections)
     norms = [[event["gradient_norm"] for event in events(each, "step")] for each in (alone, run)]
     assert norms[0] == norms[1] and min(norms[0]) > 0.05
     assert run.summary.weights_sha256 == alone.summary.weights_sha256
@@ -87,7 +87,7 @@ def test_local_steps_take_the_rate_of_the_optimizer(tmp_path: Path) -> None:
     training = {"batch_size": 12, "steps": 200}
     sections = {**EXACT, "optimizer": {"use": "torch.optim:SGD"}, "training": training}  # 0.001, says torch
     alone = go(tmp_path / "alone", strategy={"name": "single"}, **sections)
-    run = go(tmp_path / "run", strategy=served(1, staleness="unbounded", pull_every=200), **sections)
+    run = go(tmp_path / "run", strategy=with_servers(1, staleness="unbounded", pull_every=200), **sections)
     assert {event["lr"] for event in events(run, "step")} == {event["lr"] for event in events(alone, "step")} == {1e-3}
     assert largest_difference(run, alone) <= 1e-5
 
@@ -106,16 +106,16 @@ def test_what_servers_do_is_what_the_optimizer_does(
 ) -> None:
     alone = go(tmp_path / "alone", strategy={"name": "single"}, **{**EXACT, **same})
     plain = go(tmp_path / "plain", strategy={"name": "single"}, **EXACT)
-    run = go(tmp_path / "run", strategy=served(1, servers=2, **settings), **EXACT)
+    run = go(tmp_path / "run", strategy=with_servers(1, servers=2, **settings), **EXACT)
     assert largest_difference(run, alone) <= 1e-5 < 1e-3 < largest_difference(run, plain)
 
 
 @pytest.mark.long
 def test_the_rate_follows_the_number_of_workers_of_the_job(tmp_path: Path) -> None:
     scaled, twice = ({**EXACT["training"], "lr_scale": scale} for scale in ("linear", "none"))
-    run = go(tmp_path / "scaled", strategy=served(2), **{**EXACT, "training": scaled})
+    run = go(tmp_path / "scaled", strategy=with_servers(2), **{**EXACT, "training": scaled})
     optimizer = {"use": "sgd", "lr": 2 * EXACT["optimizer"]["lr"]}
-    other = go(tmp_path / "twice", strategy=served(2), **{**EXACT, "training": twice, "optimizer": optimizer})
+    other = go(tmp_path / "twice", strategy=with_servers(2), **{**EXACT, "training": twice, "optimizer": optimizer})
     assert run.summary.weights_sha256 == other.summary.weights_sha256
     assert [event["lr"] for event in events(run, "step")] == [event["lr"] for event in events(other, "step")]
 
@@ -137,7 +137,7 @@ def test_settings_that_approximate_change_the_outcome(tmp_path: Path) -> None:
     runs: dict[str, Run] = {}
     for name, settings in cases.items():
         optimizer = {"use": "adam", "lr": 0.01}
-        runs[name] = go(tmp_path / name, strategy=served(1, **settings), **{**EXACT, "optimizer": optimizer})
+        runs[name] = go(tmp_path / name, strategy=with_servers(1, **settings), **{**EXACT, "optimizer": optimizer})
     hashes = {name: run.summary.weights_sha256 for name, run in runs.items()}
     assert hashes.pop("free") == hashes["plain"], "one worker alone is never late"
     assert len(set(hashes.values())) == len(hashes)
@@ -150,7 +150,7 @@ def test_processes_read_what_a_worker_is_handed_out(tmp_path: Path) -> None:
         file = tmp_path / f"readers-{processes}"
         data = {"use": "odd_data:recording", "file": str(file), "processes": processes}
         sections = {**EXACT, "data": data, "python_path": [HERE]}
-        runs.append(go(tmp_path / f"run-{processes}", strategy=served(2), **sections))
+        runs.append(go(tmp_path / f"run-{processes}", strategy=with_servers(2), **sections))
         readers = file.read_text().split()
         num_steps = EXACT["training"]["steps"]
         if processes:  # what is read before the first step is read without them
@@ -163,6 +163,6 @@ def test_processes_read_what_a_worker_is_handed_out(tmp_path: Path) -> None:
 def test_prefetching_is_refused_where_there_is_no_next_batch(tmp_path: Path) -> None:
     sections = {**EXACT, "data": {**EXACT["data"], "prefetch": 5}}
     with pytest.raises(JobError, match=r"data.prefetch = 5 .* with strategy.push_every = 1 there is no next one"):
-        go(tmp_path / "refused", strategy=served(1), **sections)
-    run = go(tmp_path / "run", strategy=served(1, staleness=1, push_every=4), **sections)
+        go(tmp_path / "refused", strategy=with_servers(1), **sections)
+    run = go(tmp_path / "run", strategy=with_servers(1, staleness=1, push_every=4), **sections)
     assert run.summary.steps == 18

@@ -91,7 +91,7 @@ def test_parameter_server(tmp_path: Path, workers: int, settings: Table, trainin
     table = sparse_job(**training)
     alone = train_alone(table, tmp_path / "alone")
     strategy = {"name": "parameter_server", "workers": workers, **settings}
-    run = train(Job.from_dict({**table, "strategy": strategy}), run_dir=tmp_path / "served", quiet=True)
+    run = train(Job.from_dict({**table, "strategy": strategy}), run_dir=tmp_path / "dispatched", quiet=True)
     assert optimizer_steps(tmp_path / "alone") == optimizer_steps(run.directory) == {STEPS - num_skipped(alone)}
     assert (run.summary.steps, run.summary.samples) == (alone.summary.steps, alone.summary.samples)
     loaded = checkpoint.load_newest(run.directory / "checkpoints")

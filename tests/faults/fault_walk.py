@@ -3,7 +3,7 @@
     PYTHONPATH=tests:tests/faults python -m fault_walk [--strategy data_parallel] [--point P] [--scenario S]
 
 `WALK` says for each point where it is passed. An entry is also needed for a point that only another kind of run passes
-(`fault_walk_served.py`): a test fails for a point that has none.
+(`fault_walk_dispatched.py`): a test fails for a point that has none.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ every_steps = 1
 every_steps = {save_every}
 keep = 2
 """
-SERVED = "servers = 2\nreplicas = 2\nstaleness = 0"
+WITH_SERVERS = "servers = 2\nreplicas = 2\nstaleness = 0"
 # Points that every run passes many times, for faults that do not go by the clock.
 TEAM_POINTS = (
     "link.ready",
@@ -205,7 +205,7 @@ class RandomFaults:
 
     def _start(self, folder: Path, plan: Plan, faults: list[Fault], *, resume: bool = False) -> WarmProcess:
         (folder / "temporary").mkdir(parents=True, exist_ok=True)
-        more = SERVED if plan.strategy == "parameter_server" else ""
+        more = WITH_SERVERS if plan.strategy == "parameter_server" else ""
         job = JOB.format(
             hidden=HIDDEN[plan.model],
             steps=STEPS[plan.model],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fault_walk import AGENT_WALK, WALK, make_walker
-from fault_walk_served import WALK as SERVED_WALK
+from fault_walk_dispatched import WALK as DISPATCHED_WALK
 from fault_walk_split import STRATEGIES, choose
 from fault_walk_split import make_walker as make_split_walker
 from walking import Walked, cases, sample
@@ -18,8 +18,8 @@ __all__ = ["make_walker"]  # the fixture `walked` takes it from here
 
 
 def test_every_point_is_walked() -> None:
-    assert set(POINTS) == {*WALK, *SERVED_WALK, *AGENT_WALK}, (
-        "a point in cordee/core/fault_points.py needs an entry in tests/faults/fault_walk.py, or fault_walk_served.py"
+    assert set(POINTS) == {*WALK, *DISPATCHED_WALK, *AGENT_WALK}, (
+        "a point in core/fault_points.py needs an entry in tests/faults/fault_walk.py, or fault_walk_dispatched.py"
     )
 
 

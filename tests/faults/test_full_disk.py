@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-import test_parameter_server_faults as served
+import test_parameter_server_faults as dispatched
 import test_team_faults as team
 
 pytestmark = pytest.mark.timeout(400)
@@ -108,8 +108,8 @@ def test_a_team_trains_on_a_full_disk(small_disk: Path, undisturbed_team: str) -
         assert not run.survivors()
 
 
-def test_a_served_run_trains_on_a_full_disk(small_disk: Path, undisturbed_served: str) -> None:
-    run = served.Launched(small_disk, "strategy.replicas = 2", LONG)
+def test_a_dispatched_run_trains_on_a_full_disk(small_disk: Path, undisturbed_dispatched: str) -> None:
+    run = dispatched.Launched(small_disk, "strategy.replicas = 2", LONG)
     run.wait_for_step(20)
     pids = {role: run.pids(role)[-1] for role in ("worker", "server", "evaluator")}
     filler = fill(small_disk)
@@ -117,7 +117,7 @@ def test_a_served_run_trains_on_a_full_disk(small_disk: Path, undisturbed_served
     for pid in pids.values():
         kill_and_await_replacement(run, pid)
     filler.unlink()
-    assert run.finish()["weights_sha256"] == undisturbed_served
+    assert run.finish()["weights_sha256"] == undisturbed_dispatched
 
 
 def test_a_team_trains_to_its_end_on_a_disk_that_becomes_read_only(failing_disk: Path) -> None:
@@ -134,8 +134,8 @@ def test_a_team_trains_to_its_end_on_a_disk_that_becomes_read_only(failing_disk:
         assert not run.survivors()
 
 
-def test_a_served_run_trains_to_its_end_on_a_disk_that_becomes_read_only(failing_disk: Path) -> None:
-    run = served.Launched(failing_disk, "strategy.replicas = 2", LONG)
+def test_a_dispatched_run_trains_to_its_end_on_a_disk_that_becomes_read_only(failing_disk: Path) -> None:
+    run = dispatched.Launched(failing_disk, "strategy.replicas = 2", LONG)
     run.wait_for_step(20)
     pids = {role: run.pids(role)[-1] for role in ("worker", "evaluator")}
     make_read_only(failing_disk)
@@ -144,7 +144,7 @@ def test_a_served_run_trains_to_its_end_on_a_disk_that_becomes_read_only(failing
         kill_and_await_replacement(run, pid)
     stdout, stderr = run.process.communicate(timeout=200)
     assert run.process.returncode == 1
-    assert f"step {4 * served.NUM_STEPS} was reached" in stderr and "ead-only file system" in stderr, stderr
+    assert f"step {4 * dispatched.NUM_STEPS} was reached" in stderr and "ead-only file system" in stderr, stderr
     assert "Traceback" not in stdout + stderr
 
 
@@ -156,5 +156,5 @@ def undisturbed_team(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed_served(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(served.Launched(tmp_path_factory.mktemp("served"), LONG).finish()["weights_sha256"])
+def undisturbed_dispatched(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(dispatched.Launched(tmp_path_factory.mktemp("dispatched"), LONG).finish()["weights_sha256"])

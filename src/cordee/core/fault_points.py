@@ -54,14 +54,14 @@ _CALLED = {
     "snapshot": "evaluator",
     "snapshotextras": "evaluator",
 }
-_SERVED_CALLS = (*_CALLED, "applypending", "fence", "adopt", "load", "loadextras")
-_SERVED = {
-    **{f"served.ask.{kind}": f"{who}: about to send {kind} to the dispatcher" for kind, who in _ASKED.items()},
-    **{f"served.answered.{kind}": f"{who}: has the answer to {kind}" for kind, who in _ASKED.items()},
+_SERVER_CALLS = (*_CALLED, "applypending", "fence", "adopt", "load", "loadextras")
+_DISPATCHED = {
+    **{f"dispatched.ask.{kind}": f"{who}: about to send {kind} to the dispatcher" for kind, who in _ASKED.items()},
+    **{f"dispatched.answered.{kind}": f"{who}: has the answer to {kind}" for kind, who in _ASKED.items()},
     **{f"client.call.{kind}": f"{who}: about to send {kind} to a server" for kind, who in _CALLED.items()},
     **{f"client.answered.{kind}": f"{who}: has the answer to {kind}" for kind, who in _CALLED.items()},
-    **{f"server.received.{kind}": f"server: {kind} has come, nothing is done" for kind in _SERVED_CALLS},
-    **{f"server.answering.{kind}": f"server: {kind} is carried out, not answered" for kind in _SERVED_CALLS},
+    **{f"server.received.{kind}": f"server: {kind} has come, nothing is done" for kind in _SERVER_CALLS},
+    **{f"server.answering.{kind}": f"server: {kind} is carried out, not answered" for kind in _SERVER_CALLS},
     "server.pass_on": "server: about to have its follower do what it was asked",
     "server.passed_on": "server: its follower has done what it was asked, the server itself has not",
     "server.adopt.connect": "server: about to connect to the one that is to be its follower",
@@ -114,7 +114,7 @@ POINTS: dict[str, str] = {
     "save.begun": "worker: no earlier checkpoint is being written",
     "save.consolidated": "worker: all have the buffers that are saved",
     "end.reached": "worker: it has taken and saved its last step; others may not have",
-    **_SERVED,
+    **_DISPATCHED,
     # a worker and its coordinator
     "link.join": "worker: about to say hello, for the first time or because it was given up",
     "link.joined": "worker: is registered, shows no sign of life yet",

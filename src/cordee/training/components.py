@@ -262,7 +262,7 @@ def _threads(job: Job, team: Team) -> tuple[int, int]:
 def _shards(job: Job, needs: Requirements, team: Team) -> tuple[Shards, Shards]:
     """Return this worker's shards of a training batch and of a test batch."""
     own, num_shards = needs.data_shard(team.worker_index), job.training.num_shards
-    # The test set is shared by those who measure it: all members, or the evaluator of a served run alone.
+    # The test set is shared by those who measure it: all members, or the evaluator of a dispatched run alone.
     test = share_shards(num_shards or team.num_workers, team.worker_index, team.num_workers)
     if num_shards is None:
         return Shards(own, own + 1, needs.num_data_shards), test

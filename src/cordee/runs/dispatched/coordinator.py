@@ -24,7 +24,7 @@ from cordee.monitoring import AnyEvent, Summary, events
 from cordee.runs.dispatched.dispatcher import Dispatcher
 from cordee.runs.dispatched.facts import RunFacts
 from cordee.runs.dispatched.losses import Losses
-from cordee.runs.dispatched.messages import LIMITS, SERVED
+from cordee.runs.dispatched.messages import DISPATCHED, LIMITS
 from cordee.runs.dispatched.plan import RunPlan
 from cordee.runs.dispatched.process_starter import ProcessStarter
 from cordee.runs.dispatched.server_calls import ServerCalls
@@ -38,7 +38,7 @@ from cordee.training.progress import Progress
 class DispatchedLeader:
     """The `Leader` of one run with workers, servers and an evaluator."""
 
-    codec = Codec(SERVED, LIMITS)
+    codec = Codec(DISPATCHED, LIMITS)
     _dispatcher: Dispatcher
     _starter: ProcessStarter
     _losses: Losses

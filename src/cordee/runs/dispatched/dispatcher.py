@@ -1,4 +1,4 @@
-"""The dispatcher of a served run: hears its processes, hands out work as the staleness allows, decides when to stop.
+"""The dispatcher of a run: hears its processes, hands out work as the staleness allows, decides when to stop.
 
 Workers ask for work and wait for the answer, which comes when they may continue. At certain steps nothing is handed out
 until all that was is committed; then the evaluator reads a snapshot that holds exactly those steps.

@@ -1,4 +1,4 @@
-"""The main function of the evaluator of a served run: reads snapshots from the servers, measures and saves them.
+"""The main function of the evaluator of a dispatched run: reads snapshots from the servers, measures and saves them.
 
 While it reads, the dispatcher hands out no work; while it measures and writes, training continues.
 """

@@ -1,4 +1,4 @@
-"""A process's line to the dispatcher of a served run."""
+"""A process's connection to the dispatcher of a dispatched run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import reach
 from cordee.monitoring.events import AnyEvent, stamp
-from cordee.runs.dispatched.messages import LIMITS, SERVED, AskServers, Servers
+from cordee.runs.dispatched.messages import DISPATCHED, LIMITS, AskServers, Servers
 from cordee.strategies.parameter_server.messages import LIMITS as PARAMETER_LIMITS
 from cordee.strategies.parameter_server.messages import PARAMETERS
 
@@ -31,7 +31,7 @@ class DispatchLink(MemberLink):
     """Joins the run, shows that this process lives, and asks. One request at a time; any thread may ask."""
 
     def __init__(self, spec: MemberSpec) -> None:
-        super().__init__(spec, Codec(SERVED, LIMITS))
+        super().__init__(spec, Codec(DISPATCHED, LIMITS))
 
     def join(self, address: str = "", public: str = "", step: int = 0) -> None:
         """Join the run. A server says where it listens, and after which step of the job its parameters are."""
@@ -39,7 +39,7 @@ class DispatchLink(MemberLink):
         self._start_heartbeats(joined.heartbeat_s)
 
     def _reach(self, when: Literal["ask", "answered"], message: Message) -> None:
-        reach(f"served.{when}.{type(message).__name__.lower()}")
+        reach(f"dispatched.{when}.{type(message).__name__.lower()}")
 
     def _deliver(self, message: Numbered) -> None:
         self.ask(message)

@@ -22,7 +22,7 @@ from cordee.runs.dispatched.process_starter import ProcessStarter
 from cordee.runs.dispatched.server_calls import ServerCalls
 from cordee.runs.dispatched.state import Loss, LossState
 
-log = logging.getLogger("cordee.served")
+log = logging.getLogger("cordee.coordinator")
 
 
 class Losses:

@@ -124,7 +124,7 @@ class EvaluatorTaskDone(Message, frozen=True):
     number: Count = 0  # of the task
 
 
-SERVED: tuple[type[Message], ...] = (
+DISPATCHED: tuple[type[Message], ...] = (
     *COMMON, AskServers, Servers, FollowerLost, HandOver, TakeWork, Work, Leave, AskEvaluatorTask, EvaluatorTask,
     SnapshotTaken, EvaluatorTaskDone,
 )  # fmt: skip

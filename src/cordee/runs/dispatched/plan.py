@@ -1,4 +1,4 @@
-"""When a served run reports, evaluates, saves and ends: pure decisions over the steps of its ledger.
+"""When a dispatched run reports, evaluates, saves and ends: pure decisions over the steps of its ledger.
 
 A step of the job is a global batch. A step of the ledger is an exchange: up to `push_every` steps of the job.
 """

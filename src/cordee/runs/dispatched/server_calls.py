@@ -1,4 +1,4 @@
-"""What the coordinator of a served run has to say to its servers, over the calls that workers use."""
+"""What the coordinator of a dispatched run has to say to its servers, over the calls that workers use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cordee.parameters.messages import Adopt
 from cordee.runs.dispatched.server_registry import ServerRegistry
 from cordee.strategies.parameter_server.messages import LIMITS, PARAMETERS, Fence
 
-log = logging.getLogger("cordee.served")
+log = logging.getLogger("cordee.coordinator")
 
 CONNECTING_TIMEOUT_S = 2.0
 _AGAIN_S = 0.2  # between two attempts of one server to give another everything

@@ -1,4 +1,4 @@
-"""What a served run says of itself: when it starts, and in its summary."""
+"""What a dispatched run says of itself: when it starts, and in its summary."""
 
 from __future__ import annotations
 

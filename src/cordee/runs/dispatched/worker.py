@@ -1,4 +1,4 @@
-"""The main function of a worker of a served run: take work, pull, compute, push, until there is no more."""
+"""The main function of a worker of a dispatched run: take work, pull, compute, push, until there is no more."""
 
 from __future__ import annotations
 

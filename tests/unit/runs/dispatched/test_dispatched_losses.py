@@ -1,4 +1,4 @@
-"""What follows when a served run loses a process, against the real dispatcher and a launcher that takes notes."""
+"""What follows when a dispatched run loses a process, against the real dispatcher and a launcher that takes notes."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ RECIPE = make_optimizer_recipe(Use("sgd", lr=1.0), constant(), lr_scale="none", 
 
 
 @contextmanager
-def served(settings: ParameterServerSettings, start: float = 0.0) -> Iterator[Connection]:
+def connected(settings: ParameterServerSettings, start: float = 0.0) -> Iterator[Connection]:
     """A server whose parameters are those of the model plus `start`."""
     shard = ParameterShard(
         LAYOUT.pieces, lambda piece: FLAT[piece.start : piece.stop].clone() + start, RECIPE, settings, None
@@ -80,7 +80,7 @@ def check(flat: Tensor, num_steps: int, start: float = 0.0) -> None:
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_parameters_are_read_where_they_are(reads: list[bool], compression: str) -> None:
     settings = ParameterServerSettings(staleness="unbounded", compression=compression)  # type: ignore[arg-type]
-    with served(settings) as connection:
+    with connected(settings) as connection:
         client = ParameterClient(LAYOUT, settings, ServerCalls(lambda server: connection, 10))
         flat = torch.zeros_like(FLAT)
         for unit in range(3):
@@ -94,7 +94,7 @@ def test_parameters_are_read_where_they_are(reads: list[bool], compression: str)
 
 def test_parameters_that_change_meanwhile_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ParameterServerSettings(staleness="unbounded")
-    with served(settings) as connection:
+    with connected(settings) as connection:
         client = ParameterClient(LAYOUT, settings, ServerCalls(lambda server: connection, 10))
         flat = torch.zeros_like(FLAT)
         client.pull(flat)
@@ -107,7 +107,7 @@ def test_parameters_that_change_meanwhile_are_sent(monkeypatch: pytest.MonkeyPat
 
 def test_the_memory_of_a_server_that_took_over_is_mapped_anew(reads: list[bool]) -> None:
     settings = ParameterServerSettings(staleness="unbounded")
-    with served(settings) as first, served(settings, start=100.0) as second:
+    with connected(settings) as first, connected(settings, start=100.0) as second:
         serving = [first]
         client = ParameterClient(LAYOUT, settings, ServerCalls(lambda server: serving[0], 10))
         flat = torch.zeros_like(FLAT)

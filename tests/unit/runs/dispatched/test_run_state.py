@@ -1,4 +1,4 @@
-"""What the coordinator of a served run writes down."""
+"""What the coordinator of a dispatched run writes down."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Coordinator:
         )
         self.address = self._channel.address
         self.receiver = CheckpointReceiver(root, self.membership)
-        self._served = TeamChannel(
+        self._team_channel = TeamChannel(
             self._channel, self.membership, lambda _: None, lambda _: "", lambda *_: None, self.receiver
         )
         self._is_over = threading.Event()
@@ -57,8 +57,8 @@ class Coordinator:
 
     def _serve(self) -> None:
         while not self._is_over.is_set():
-            self._served.serve(0.01)
-            self._served.flush()
+            self._team_channel.serve(0.01)
+            self._team_channel.flush()
 
     def close(self) -> None:
         self._is_over.set()
@@ -68,8 +68,8 @@ class Coordinator:
 
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
-    with closing(Coordinator(tmp_path / "checkpoints")) as served:
-        yield served
+    with closing(Coordinator(tmp_path / "checkpoints")) as coordinator:
+        yield coordinator
 
 
 @pytest.fixture

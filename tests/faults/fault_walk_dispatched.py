@@ -1,6 +1,6 @@
 """Walks the fault points of runs with parameter servers: in step, two replicas of each server, reproducible.
 
-    PYTHONPATH=tests:tests/faults python -m fault_walk_served [--point P] [--scenario S] [--sample]
+    PYTHONPATH=tests:tests/faults python -m fault_walk_dispatched [--point P] [--scenario S] [--sample]
 
 Of a server and its second, `server-0` and `server-0.1`, the one that joins first serves: faults are for `server-0*`,
 whichever it is. Where both pass a point, the first is there on every other visit. What takes the place of a process has
@@ -24,10 +24,10 @@ from cordee.core.errors import CordeeError
 from cordee.core.fault_points import Fault, visits
 from warm_launch import WarmServer
 
-SERVED = """name = "parameter_server"
+WITH_SERVERS = """name = "parameter_server"
 servers = 2
 replicas = 2"""
-JOB = job_text('use = "parts:Net"', SERVED, steps=8, save_every=3, training="shards = 2")
+JOB = job_text('use = "parts:Net"', WITH_SERVERS, steps=8, save_every=3, training="shards = 2")
 # Batch norms, so that workers have buffers to agree on.
 NET = """
 from torch import nn
@@ -53,7 +53,7 @@ def _hold_until(is_so: Callable[[Trial], object]) -> Callable[[Trial], None]:
 
 def _has_new_worker(trial: Trial) -> bool:
     """Whether a worker that was not there at the start has asked for work."""
-    asked = {process for point, process in visits(trial.faults) if point == "served.ask.takework"}
+    asked = {process for point, process in visits(trial.faults) if point == "dispatched.ask.takework"}
     return bool(asked - {"worker-0", "worker-1"})
 
 
@@ -62,7 +62,7 @@ def _has_new_second(trial: Trial) -> bool:
 
 
 def _has_new_evaluator(trial: Trial) -> bool:
-    return trial.num_visits("served.ask.join", "evaluator") > 1
+    return trial.num_visits("dispatched.ask.join", "evaluator") > 1
 
 
 def _scale(num_workers: int, is_so: Callable[[Trial], object]) -> Callable[[Trial], None]:
@@ -107,9 +107,9 @@ def _interrupt(trial: Trial) -> None:
 def _wake(trial: Trial) -> None:
     trial.until_held(HOLD)
     trial.until(lambda: trial.events("worker_lost"))
-    before = trial.num_visits("served.ask.join", "worker-1")
+    before = trial.num_visits("dispatched.ask.join", "worker-1")
     trial.signal(trial.pid_of("worker_started", 1), SIGCONT)
-    trial.until(lambda: trial.num_visits("served.ask.join", "worker-1") > before)
+    trial.until(lambda: trial.num_visits("dispatched.ask.join", "worker-1") > before)
     trial.release(HOLD)
 
 
@@ -142,14 +142,14 @@ SCENARIOS = {
 
 
 def _asked(*kinds: str) -> list[str]:
-    return [f"served.{when}.{kind}" for kind in kinds for when in ("ask", "answered")]
+    return [f"dispatched.{when}.{kind}" for kind in kinds for when in ("ask", "answered")]
 
 
 def _called(*kinds: str) -> list[str]:
     return [f"client.{when}.{kind}" for kind in kinds for when in ("call", "answered")]
 
 
-def _served(*kinds: str) -> list[str]:
+def _handled(*kinds: str) -> list[str]:
     return [f"server.{when}.{kind}" for kind in kinds for when in ("received", "answering")]
 
 
@@ -214,21 +214,21 @@ WALK: dict[str, Walk] = {
     **{point: Walk(EVALUATOR) for point in _called("snapshot", "snapshotextras")},
     **{point: Walk(EVALUATOR, DEATHS) for point in ("evaluator.read", "evaluator.measured", "evaluator.saved")},
     **{point: Walk((of("server leaves", PAIR), of("second leaves", PAIR))) for point in _asked("handover")},
-    "served.ask.followerlost": Walk(
+    "dispatched.ask.followerlost": Walk(
         (of("second dropped", PAIR), of("second lost", PAIR)),
         loses_updates=(("second lost", "kill"), ("second lost", "freeze")),  # both are dead then
     ),
     # From there on the first server is alone: that is not what two replicas are for.
-    "served.answered.followerlost": Walk((of("second dropped", PAIR), of("second lost", PAIR)), ("error",)),
-    **{point: Walk(BOTH) for point in _served("push", "pushextras")},
-    **{point: Walk((*FIRST, of("plain", "server-1*"))) for point in _served("pull")},
-    **{point: Walk(FIRST) for point in _served("pullextras")},
-    **{point: Walk(SNAPSHOT) for point in _served("snapshot", "snapshotextras")},
-    **{point: Walk(SECOND) for point in _served("applypending")},
-    **{point: Walk((of("worker lost", PAIR, 1, 2), of("worker lost", "server-1*", 1))) for point in _served("fence")},
-    **{point: Walk(HANDING_OVER) for point in _served("adopt")},
+    "dispatched.answered.followerlost": Walk((of("second dropped", PAIR), of("second lost", PAIR)), ("error",)),
+    **{point: Walk(BOTH) for point in _handled("push", "pushextras")},
+    **{point: Walk((*FIRST, of("plain", "server-1*"))) for point in _handled("pull")},
+    **{point: Walk(FIRST) for point in _handled("pullextras")},
+    **{point: Walk(SNAPSHOT) for point in _handled("snapshot", "snapshotextras")},
+    **{point: Walk(SECOND) for point in _handled("applypending")},
+    **{point: Walk((of("worker lost", PAIR, 1, 2), of("worker lost", "server-1*", 1))) for point in _handled("fence")},
+    **{point: Walk(HANDING_OVER) for point in _handled("adopt")},
     **{f"server.adopt.{what}": Walk(HANDING_OVER) for what in ("connect", "piece", "extras", "done")},
-    **{point: Walk(NEW_SECOND) for point in _served("load", "loadextras")},
+    **{point: Walk(NEW_SECOND) for point in _handled("load", "loadextras")},
     **{
         point: Walk((of("plain", PAIR, 1, 2, 7), of("plain", "server-1*", 3), of("second dropped", PAIR, 24)))
         for point in ("server.pass_on", "server.passed_on")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fault_walk_served import WALK, make_walker
+from fault_walk_dispatched import WALK, make_walker
 from walking import Walked, cases, sample
 
 __all__ = ["make_walker"]  # the fixture `walked` takes it from here
