@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests:tests/faults python -m fault_walk_dispatched [--point P] [--scenario S] [--sample]
 
-Of a server and its second, `server-0` and `server-0.1`, the one that joins first serves: faults are for `server-0*`,
+Of a server and its follower, `server-0` and `server-0.1`, the one that joins first serves: faults are for `server-0*`,
 whichever it is. Where both pass a point, the first is there on every other visit. What takes the place of a process has
 the next number (`server-0.2`, `worker-2`). What happens in a scenario by itself is one loss; the fault that is tried is
 another.
@@ -57,7 +57,7 @@ def _has_new_worker(trial: Trial) -> bool:
     return bool(asked - {"worker-0", "worker-1"})
 
 
-def _has_new_second(trial: Trial) -> bool:
+def _has_new_follower(trial: Trial) -> bool:
     return trial.num_visits("dispatch.paired", "coordinator") > 2  # two at the start
 
 
@@ -117,17 +117,19 @@ SCENARIOS = {
     "plain": Scenario(),
     "final save": Scenario(settings=("checkpoint.every_steps=1000",)),
     "worker lost": Scenario(_hold_until(_has_new_worker), (Fault(STEP, "worker-1", "kill", 2), HOLD)),
-    "server lost": Scenario(_hold_until(_has_new_second), (Fault("server.received.push", PAIR, "kill", 9), HOLD)),
-    "second lost": Scenario(_hold_until(_has_new_second), (Fault("server.received.push", PAIR, "kill", 10), HOLD)),
-    "second dropped": Scenario(_hold_until(_has_new_second), (Fault("server.passed_on", PAIR, "error", 5), HOLD)),
+    "server lost": Scenario(_hold_until(_has_new_follower), (Fault("server.received.push", PAIR, "kill", 9), HOLD)),
+    "follower lost": Scenario(_hold_until(_has_new_follower), (Fault("server.received.push", PAIR, "kill", 10), HOLD)),
+    "follower dropped": Scenario(_hold_until(_has_new_follower), (Fault("server.passed_on", PAIR, "error", 5), HOLD)),
     "evaluator lost": Scenario(
         _hold_until(_has_new_evaluator), (Fault("evaluator.read", "evaluator", "kill", 1), HOLD)
     ),
     "leave": Scenario(
         _hold_until(lambda trial: trial.events("worker_left")), (Fault(STEP, "worker-1", "leave", 2), HOLD)
     ),
-    "server leaves": Scenario(_hold_until(_has_new_second), (Fault("server.received.push", PAIR, "leave", 9), HOLD)),
-    "second leaves": Scenario(_hold_until(_has_new_second), (Fault("server.received.push", PAIR, "leave", 10), HOLD)),
+    "server leaves": Scenario(_hold_until(_has_new_follower), (Fault("server.received.push", PAIR, "leave", 9), HOLD)),
+    "follower leaves": Scenario(
+        _hold_until(_has_new_follower), (Fault("server.received.push", PAIR, "leave", 10), HOLD)
+    ),
     "bad request": Scenario(_ask_for_threads, (HOLD,)),
     "scale out": Scenario(_scale(3, _has_new_worker), (HOLD,)),
     "scale in": Scenario(_scale(1, lambda trial: trial.events("scale")), (HOLD,)),
@@ -159,7 +161,7 @@ TURNS = (
     of("plain", "coordinator", 1, 2, 10, 20),
     of("worker lost", "coordinator", 15, 20, 25),
     of("server lost", "coordinator", 15, 20, 25),
-    of("second dropped", "coordinator", 20, 25),
+    of("follower dropped", "coordinator", 20, 25),
     of("evaluator lost", "coordinator", 20, 25),
     of("leave", "coordinator", 15, 20),
     of("server leaves", "coordinator", 20, 25),
@@ -184,19 +186,19 @@ ONCE = (  # each worker passes these once
 )
 LATE = (  # what took the place of one is there
     of("server lost", PAIR, 20, 21),
-    of("second lost", PAIR, 20, 21),
-    of("second dropped", PAIR, 20, 21),
+    of("follower lost", PAIR, 20, 21),
+    of("follower dropped", PAIR, 20, 21),
 )
 BOTH = (of("plain", PAIR, 1, 2, 3, 4), of("worker lost", PAIR, 9, 10), *LATE)
 FIRST = (of("plain", PAIR, 1, 2), of("worker lost", PAIR, 4), of("server lost", PAIR, 13))
-SECOND = (of("plain", PAIR, 1, 2), of("plain", "server-1*", 1), of("server lost", "server-0.2", 1))
+FOLLOWER = (of("plain", PAIR, 1, 2), of("plain", "server-1*", 1), of("server lost", "server-0.2", 1))
 SNAPSHOT = (of("plain", PAIR, 1, 2), of("final save", PAIR, 1))
-NEW_SECOND = (
+NEW_FOLLOWER = (
     of("plain", PAIR, 1),
     of("plain", "server-1*", 1),
     of("server lost", "server-0.2", 1),
-    of("second lost", "server-0.2", 1),
-    of("second dropped", "server-0.2", 1),
+    of("follower lost", "server-0.2", 1),
+    of("follower dropped", "server-0.2", 1),
 )
 HANDING_OVER = (of("plain", PAIR, 1), of("plain", "server-1*", 1))
 EVALUATOR = (of("plain", "evaluator", 1, 2), of("final save", "evaluator", 1), of("server lost", "evaluator", 2))
@@ -207,35 +209,36 @@ WALK: dict[str, Walk] = {
     **{point: Walk(WORKERS, DEATHS) for point in ("worker.computed", "worker.pushed")},
     **{point: Walk((*ONCE, of("plain", "evaluator"))) for point in _asked("askservers", "bye")},
     **{
-        point: Walk((*ONCE, *NEW_SECOND, of("plain", "server-0"), of("plain", "evaluator"))) for point in _asked("join")
+        point: Walk((*ONCE, *NEW_FOLLOWER, of("plain", "server-0"), of("plain", "evaluator")))
+        for point in _asked("join")
     },
     **{point: Walk(ONCE) for point in _asked("event")},
     **{point: Walk(EVALUATOR) for point in _asked("askevaluatortask", "snapshottaken", "evaluatortaskdone")},
     **{point: Walk(EVALUATOR) for point in _called("snapshot", "snapshotextras")},
     **{point: Walk(EVALUATOR, DEATHS) for point in ("evaluator.read", "evaluator.measured", "evaluator.saved")},
-    **{point: Walk((of("server leaves", PAIR), of("second leaves", PAIR))) for point in _asked("handover")},
+    **{point: Walk((of("server leaves", PAIR), of("follower leaves", PAIR))) for point in _asked("handover")},
     "dispatched.ask.followerlost": Walk(
-        (of("second dropped", PAIR), of("second lost", PAIR)),
-        loses_updates=(("second lost", "kill"), ("second lost", "freeze")),  # both are dead then
+        (of("follower dropped", PAIR), of("follower lost", PAIR)),
+        loses_updates=(("follower lost", "kill"), ("follower lost", "freeze")),  # both are dead then
     ),
     # From there on the first server is alone: that is not what two replicas are for.
-    "dispatched.answered.followerlost": Walk((of("second dropped", PAIR), of("second lost", PAIR)), ("error",)),
+    "dispatched.answered.followerlost": Walk((of("follower dropped", PAIR), of("follower lost", PAIR)), ("error",)),
     **{point: Walk(BOTH) for point in _handled("push", "pushextras")},
     **{point: Walk((*FIRST, of("plain", "server-1*"))) for point in _handled("pull")},
     **{point: Walk(FIRST) for point in _handled("pullextras")},
     **{point: Walk(SNAPSHOT) for point in _handled("snapshot", "snapshotextras")},
-    **{point: Walk(SECOND) for point in _handled("applypending")},
+    **{point: Walk(FOLLOWER) for point in _handled("applypending")},
     **{point: Walk((of("worker lost", PAIR, 1, 2), of("worker lost", "server-1*", 1))) for point in _handled("fence")},
     **{point: Walk(HANDING_OVER) for point in _handled("adopt")},
     **{f"server.adopt.{what}": Walk(HANDING_OVER) for what in ("connect", "piece", "extras", "done")},
-    **{point: Walk(NEW_SECOND) for point in _handled("load", "loadextras")},
+    **{point: Walk(NEW_FOLLOWER) for point in _handled("load", "loadextras")},
     **{
-        point: Walk((of("plain", PAIR, 1, 2, 7), of("plain", "server-1*", 3), of("second dropped", PAIR, 24)))
+        point: Walk((of("plain", PAIR, 1, 2, 7), of("plain", "server-1*", 3), of("follower dropped", PAIR, 24)))
         for point in ("server.pass_on", "server.passed_on")
     },
     "workers.admitted": Walk((of("join", "coordinator"),), DEATHS),
     "dispatch.loss": Walk(
-        tuple(of(f"{who} lost", "coordinator") for who in ("worker", "server", "second", "evaluator")), DEATHS
+        tuple(of(f"{who} lost", "coordinator") for who in ("worker", "server", "follower", "evaluator")), DEATHS
     ),
     "dispatch.fence": Walk((of("worker lost", "coordinator", 1, 2),)),
     "dispatch.pair": Walk((of("plain", "coordinator", 1, 2), of("server lost", "coordinator", 3)), DEATHS),
@@ -252,7 +255,7 @@ WALK: dict[str, Walk] = {
     # Without a journal, a coordinator that dies cannot be replaced.
     "journal.write": Walk(tuple(place for place in TURNS if place.scenario != "coordinator")),
     "dispatch.answer.joined": Walk(
-        (of("plain", "coordinator", 1, 2, 7), of("second dropped", "coordinator", 8)), DEATHS
+        (of("plain", "coordinator", 1, 2, 7), of("follower dropped", "coordinator", 8)), DEATHS
     ),
     "dispatch.answer.servers": Walk((of("plain", "coordinator", 1, 2), of("server lost", "coordinator", 6)), DEATHS),
     "dispatch.answer.work": Walk((of("plain", "coordinator", 1, 2, 9), of("worker lost", "coordinator", 8)), DEATHS),
@@ -264,7 +267,7 @@ WALK: dict[str, Walk] = {
             of("plain", "coordinator", 1, 2),
             of("leave", "coordinator"),
             of("server leaves", "coordinator"),
-            of("second leaves", "coordinator"),
+            of("follower leaves", "coordinator"),
         ),
         DEATHS,
     ),
@@ -276,7 +279,7 @@ WALK: dict[str, Walk] = {
             of("plain", "coordinator", 1, 2, 4),
             of("scale out", "coordinator"),
             of("join", "coordinator"),
-            of("second dropped", "coordinator", 1, 2),
+            of("follower dropped", "coordinator", 1, 2),
         ),
         DEATHS,
     ),

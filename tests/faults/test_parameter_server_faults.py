@@ -266,7 +266,7 @@ def test_a_worker_of_another_host_is_cut_off_comes_back_and_is_killed(tmp_path: 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_servers_told_to_leave_hand_over_and_nothing_is_lost(tmp_path: Path, undisturbed: str, replicas: int) -> None:
-    """Those that serve, and with two replicas a second. None counts as a restart: there are none to be had."""
+    """Those that serve, and with two replicas a follower. None counts as a restart: there are none to be had."""
     launched = Launched(tmp_path, f"strategy.replicas = {replicas}", "cluster.max_restarts = 0")
     launched.wait_for_step(30)
     first = {event["pid"]: event["worker"] for event in launched.events("worker_started") if event["role"] == "server"}

@@ -214,7 +214,7 @@ def test_what_a_killed_server_has_acknowledged_is_not_lost() -> None:
     """Two clients push without a pause; processes of both servers are killed. Each acknowledged push counts, once."""
     with cordee.KVStore.local(2, replicas=2, failure_timeout="15s") as store:
         assert store._servers is not None
-        _, first, second, *_ = store._servers.pids  # before them the directory, after them their seconds
+        _, first, second, *_ = store._servers.pids  # before them the directory, after them their followers
         store.set_updater("sgd", lr=1.0, momentum=0.5)
         keys = {"small": 1000, "large": 700_000}  # the large one is cut over both servers, and read in place
         for key, length in keys.items():

@@ -143,9 +143,9 @@ class Directory:
             raise StoreError(f"{participant} does not serve any more")
         if not slot.follower or self.participants[slot.follower].address != address:
             return None
-        second = self.participants[slot.follower]
+        follower = self.participants[slot.follower]
         self._lose(slot.follower)
-        return second
+        return follower
 
     def _lose(self, name: str) -> None:
         participant = self.participants[name]

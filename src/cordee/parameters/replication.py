@@ -165,7 +165,7 @@ class ReplicatedService(abc.ABC):
         Raises UnavailableError where that one cannot be told, or has given this very server up.
         """
         assert self._follower is not None
-        self.report_lost(self._follower.address, f"{self.name} has lost its second server ({why})")
+        self.report_lost(self._follower.address, f"{self.name} has lost its follower ({why})")
         self._follower.close()
         self._follower = None
 

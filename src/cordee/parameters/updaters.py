@@ -231,8 +231,8 @@ class FunctionUpdater:
                 tensors[name] = value
             elif not isinstance(name, str) or not isinstance(value, (bool, int, float, str, type(None))):
                 raise StoreError(
-                    f"updater '{self._name}' keeps {name!r}, a {type(value).__name__}, of key '{part.key}': a second "
-                    "server can be given numbers, texts and tensors only"
+                    f"updater '{self._name}' keeps {name!r}, a {type(value).__name__}, of key '{part.key}': a follower "
+                    "can be given numbers, texts and tensors only"
                 )
         return State(tensors, {name: value for name, value in part.state.items() if name not in tensors})
 

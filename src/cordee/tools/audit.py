@@ -362,7 +362,7 @@ def _updates(events: Sequence[Event]) -> Finding:
     detail = f"{total} lost: the weights are not those of an undisturbed run. Server {first['server']}"
     detail += f" continued from step {first['from_step']} at step {first['step']}"
     detail += f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-    return Finding("updates", "problem", detail, "set strategy.replicas = 2: a second server has every update")
+    return Finding("updates", "problem", detail, "set strategy.replicas = 2: a follower has every update")
 
 
 def _losses(events: Sequence[Event]) -> Finding:

@@ -222,5 +222,5 @@ def test_state_that_cannot_be_given_to_a_second_is_named(monkeypatch: pytest.Mon
     shard.set_updater("updates_of_test:remember", {})
     shard.create(0, "w", "float32", (2,), False)
     shard.push(0, "c", 1, 1, 0, torch.ones(2))
-    with pytest.raises(StoreError, match="keeps 'seen', a list, of key 'w': a second server can be given numbers"):
+    with pytest.raises(StoreError, match="keeps 'seen', a list, of key 'w': a follower can be given numbers"):
         shard.dump_part(0)

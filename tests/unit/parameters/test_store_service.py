@@ -1,4 +1,4 @@
-"""A server of a store and its second, without a network: what is passed on, and who is believed."""
+"""A server of a store and its follower, without a network: what is passed on, and who is believed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def ask(service: StoreService, caller: str, message: Message, buffers: Sequence[
 
 
 class Wire:
-    """What a connection to the second is to the first."""
+    """What a connection to the follower is to the first."""
 
-    def __init__(self, second: StoreService, address: str) -> None:
-        self._follower, self.address, self.is_cut = second, address, False
+    def __init__(self, follower: StoreService, address: str) -> None:
+        self._follower, self.address, self.is_cut = follower, address, False
 
     def call(self, message: Message, buffers: Sequence[Any] = ()) -> Message:
         if self.is_cut:
@@ -38,23 +38,23 @@ class Wire:
         try:
             return ask(self._follower, "first", message, buffers)
         except StoreError as error:
-            raise RefusedError("second", Refused("failed", str(error))) from error
+            raise RefusedError("follower", Refused("failed", str(error))) from error
 
     def close(self) -> None:
         pass
 
 
 def pair() -> tuple[StoreService, StoreService, Wire, list[str]]:
-    first, second = StoreService(None, Shard()), StoreService(None, Shard())
-    first.may_serve = second.may_serve = lambda: True
-    second.leader = "first"
-    wire, lost = Wire(second, "there"), []
+    first, follower = StoreService(None, Shard()), StoreService(None, Shard())
+    first.may_serve = follower.may_serve = lambda: True
+    follower.leader = "first"
+    wire, lost = Wire(follower, "there"), []
     first.connect = lambda address: wire  # type: ignore[assignment,return-value]
     first.report_lost = lambda address, message: lost.append(address)
     ask(first, "a", Create(0, "w", "float32", (3,), False))
     ask(first, "a", Push(0, 1, 0), [torch.ones(3)])
-    ask(first, "second", Adopt("there"))
-    return first, second, wire, lost
+    ask(first, "follower", Adopt("there"))
+    return first, follower, wire, lost
 
 
 def values(service: StoreService) -> list[float]:
@@ -63,36 +63,36 @@ def values(service: StoreService) -> list[float]:
 
 
 def test_a_second_has_what_was_there_and_what_came_since_and_counts_pushes_once() -> None:
-    first, second, _, lost = pair()
+    first, follower, _, lost = pair()
     assert ask(first, "a", Push(0, 2, 0), [torch.ones(3)]) == Done(2)
-    assert values(first) == values(second) == [2, 2, 2]
-    assert ask(second, "a", Push(0, 2, 0), [torch.ones(3)]) == Done(2), "the client did not hear, and sends again"
-    assert ask(second, "a", Push(0, 3, 0), [torch.ones(3)]) == Done(3)
-    assert values(second) == [3, 3, 3] and not lost
+    assert values(first) == values(follower) == [2, 2, 2]
+    assert ask(follower, "a", Push(0, 2, 0), [torch.ones(3)]) == Done(2), "the client did not hear, and sends again"
+    assert ask(follower, "a", Push(0, 3, 0), [torch.ones(3)]) == Done(3)
+    assert values(follower) == [3, 3, 3] and not lost
 
 
 def test_a_second_that_serves_does_not_take_anything_from_the_first_any_more() -> None:
-    _, second, _, _ = pair()
-    ask(second, "a", Push(0, 2, 0), [torch.ones(3)])
+    _, follower, _, _ = pair()
+    ask(follower, "a", Push(0, 2, 0), [torch.ones(3)])
     with pytest.raises(UnavailableError, match="does not follow any more: it serves"):
-        ask(second, "first", SetUpdater("assign", {}))
-    assert values(second) == [2, 2, 2]
+        ask(follower, "first", SetUpdater("assign", {}))
+    assert values(follower) == [2, 2, 2]
 
 
 def test_what_both_refuse_is_no_reason_to_part() -> None:
-    first, second, _, lost = pair()
+    first, follower, _, lost = pair()
     with pytest.raises(StoreError, match="'sgdd' is not known"):
         ask(first, "a", SetUpdater("sgdd", {}))
     assert not lost and ask(first, "a", Push(0, 2, 0), [torch.ones(3)]) == Done(2)
-    assert values(second) == [2, 2, 2]
+    assert values(follower) == [2, 2, 2]
 
 
 def test_a_second_that_differs_or_does_not_answer_is_reported_before_anybody_is_answered() -> None:
-    first, second, _, lost = pair()
-    assert second.shard is not None
-    second.shard.part(0).version = 7
+    first, follower, _, lost = pair()
+    assert follower.shard is not None
+    follower.shard.part(0).version = 7
     assert ask(first, "a", Push(0, 2, 0), [torch.ones(3)]) == Done(2) and lost == ["there"]
-    first, second, wire, lost = pair()
+    first, follower, wire, lost = pair()
     wire.is_cut = True
 
     def cannot(address: str, message: str) -> None:

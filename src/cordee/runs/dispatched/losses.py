@@ -186,7 +186,7 @@ class Losses:
         has_successor = self._dispatcher.servers.has_server(index)
         successor = self._starter.start_server(index, resume=not has_successor, has_state=not has_successor)
         if has_successor:
-            return f"no update is lost, {successor.name} will be the second server"
+            return f"no update is lost, {successor.name} will follow"
         saved = checkpoint.list_checkpoints(self._starter.run_dir / "checkpoints")
         kept = f"from {saved[-1].name}" if saved else "from the beginning"
         return f"nobody has its parameters of step {self._dispatcher.progress.step}, {successor.name} continues {kept}"

@@ -28,7 +28,7 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
     topk: float = DEFAULT_TOPK  # share of the values that `topk` sends
     weight_decay: float = 0.0  # added to the gradients on the servers
     clip_norm: float = 0.0  # largest norm of a gradient on the servers; 0 leaves it alone
-    replicas: Literal[1, 2] = 1  # 2: every server has a second that can take its place at once
+    replicas: Literal[1, 2] = 1  # 2: every server has a follower that can take its place at once
     drop_late: float = 0.0  # seconds after which a unit is given to another worker; 0: when its worker is lost
 
     def __post_init__(self) -> None:

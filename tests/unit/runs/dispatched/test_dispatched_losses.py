@@ -143,7 +143,9 @@ def test_a_server_told_to_leave_stays_until_another_has_everything() -> None:
         "not before it has everything"
     )
     servers.record_following(0, "server-0", "server-0.1")
-    assert ("server-0", Leave()) not in play.say("server-0", HandOver(has_retired=False)), "it may have lost its second"
+    assert ("server-0", Leave()) not in play.say("server-0", HandOver(has_retired=False)), (
+        "it may have lost its follower"
+    )
     for _ in range(2):  # the answer was lost
         assert ("server-0", Leave()) in play.say("server-0", HandOver(has_retired=True))
         assert servers.addresses == ["elsewhere"]

@@ -11,7 +11,7 @@ from cordee.parameters.server_slots import ServerSlot, ServerSlots
 
 
 def test_a_replacement_without_the_parameters_does_not_serve() -> None:
-    """Both servers of a place are lost, and the second's replacement, which was to be given everything, comes first."""
+    """Both servers of a slot are lost, and the follower's replacement, which was to be given everything, is first."""
     slots = ServerSlots([ServerSlot("server-0", "server-0.1", is_following=True)])
     slots.lose("server-0")
     slots.lose("server-0.1")
@@ -25,14 +25,14 @@ def test_a_replacement_without_the_parameters_does_not_serve() -> None:
 def test_a_second_that_was_dropped_does_not_take_over() -> None:
     """The first server could not reach it for a moment, and has continued alone."""
     play = Play()
-    play.join(MemberRecord(role="server", index=0, replica=1, number=0), "second")
+    play.join(MemberRecord(role="server", index=0, replica=1, number=0), "follower")
     play.dispatcher.servers.record_following(0, "server-0", "server-0.1")
-    play.say("server-0", FollowerLost("second", "server-0 has lost its second server (no reply)"))
+    play.say("server-0", FollowerLost("follower", "server-0 has lost its follower (no reply)"))
     assert not play.dispatcher.servers.has_part("server-0.1")
     play.dispatcher.lose(play.members.records["server-0"])
     assert not play.dispatcher.servers.has_server(0)
     (warning,) = [event.message for event in play.events if isinstance(event, Warned)]
-    assert warning == "server-0 has lost its second server (no reply): continuing alone until there is another"
+    assert warning == "server-0 has lost its follower (no reply): continuing alone until there is another"
 
 
 def test_a_server_that_was_given_everything_too_late_does_not_follow() -> None:

@@ -1,6 +1,6 @@
 """The step of the parameter server, exhaustively: every interleaving, every loss, in a small world (decision 0022).
 
-Two workers, a server and its second, two steps. The servers are the real `ParameterService` with real shards and
+Two workers, a server and its follower, two steps. The servers are the real `ParameterService` with real shards and
 optimizers; who serves and who follows is decided by the real `ServerSlots`; units come from the real `Ledger`. Only the
 wire is replaced, by calls in one process. Its fault points are where things happen: at each of them, in each server,
 the process dies or the communication fails. From each state all next states are made; states that are equal are one.
@@ -80,12 +80,12 @@ class Worker:
 
 @dataclass
 class Server:
-    """One server process; `second` is whom it passes on to, as it knows."""
+    """One server process; `follower` is whom it passes on to, as it knows."""
 
     name: str
     service: ParameterService
     is_alive: bool = True
-    second: str = ""
+    follower: str = ""
 
 
 class Wire:
@@ -217,7 +217,7 @@ class World:
         if dropped and dropped not in self.unnoticed:  # it is killed: `Losses` does so with servers that have no part
             self.servers[dropped].is_alive = False
             self.unnoticed.append(dropped)
-        self.servers[serving].second = ""
+        self.servers[serving].follower = ""
 
     def _take(self, worker: Worker) -> None:
         unit = self.ledger.take(worker.name, limit_step=self.ledger.committed_steps + 1)
@@ -280,7 +280,7 @@ class World:
         finally:
             self.running.pop()
         if isinstance(message, Adopt):
-            server.second = message.address
+            server.follower = message.address
         (answer,) = answers
         return answer
 
@@ -297,7 +297,7 @@ class World:
 
     def key(self) -> Any:
         """All that decides what may follow. Workers are told apart by what they have in hand only."""
-        servers = {name: (*_key_of(one), one.is_alive, one.second) for name, one in self.servers.items()}
+        servers = {name: (*_key_of(one), one.is_alive, one.follower) for name, one in self.servers.items()}
         names = {name: index for index, name in enumerate(sorted(servers, key=lambda name: repr(servers[name])))}
         post = self.slots.slots[0]
         workers = sorted((w.unit, w.phase, w.apply_step, w.values, w.buffer) for w in self.workers)
@@ -327,9 +327,9 @@ class World:
             old, new = server.service._shard, service._shard
             new.piece(0).restore(_sent(old.piece(0).dump()))
             new.restore_extras(_sent(old.dump_extras()))
-            if server.second:
-                service._follower = Wire(other, server.second)  # type: ignore[assignment]
-            other.servers[name] = Server(name, service, server.is_alive, server.second)
+            if server.follower:
+                service._follower = Wire(other, server.follower)  # type: ignore[assignment]
+            other.servers[name] = Server(name, service, server.is_alive, server.follower)
         return other
 
     def check(self) -> None:
@@ -338,17 +338,17 @@ class World:
         if not post.serving or not self.servers[post.serving].is_alive:
             return
         first = self.servers[post.serving]
-        if post.is_following and first.second == post.follower and self.servers[post.follower].is_alive:
-            assert _key_of(first) == _key_of(self.servers[post.follower]), "a server and its second differ"
+        if post.is_following and first.follower == post.follower and self.servers[post.follower].is_alive:
+            assert _key_of(first) == _key_of(self.servers[post.follower]), "a server and its follower differ"
         if post.is_following:
-            assert first.second == post.follower, "one is to take over that is not told what happens"
+            assert first.follower == post.follower, "one is to take over that is not told what happens"
 
     @property
     def is_done(self) -> bool:
         return self.ledger.is_complete and not self.unnoticed and not self.slots.unfollowed()
 
     def check_end(self, expected: tuple[float, float]) -> None:
-        """A snapshot of all steps: each unit has counted once, in the weights that are read and in their second."""
+        """A snapshot of all steps: each unit has counted once, in the weights that are read and in their follower."""
         post = self.slots.slots[0]
         for name in (post.serving, post.follower):
             shard = self.servers[name].service._shard
