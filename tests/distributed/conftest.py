@@ -1,35 +1,35 @@
-"""Crews of real processes, shared by the tests of a file."""
+"""Pools of real processes, shared by the tests of a file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from crew import Crew
+from process_pool import ProcessPool
 
 
-def _crew(size: int) -> Iterator[Crew]:
-    crew = Crew(size)
-    crew.start()  # so that its processes are there before the first test begins
-    yield crew
-    crew.close()
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Crew]:
-    yield from _crew(2)
+def _pool(size: int) -> Iterator[ProcessPool]:
+    pool = ProcessPool(size)
+    pool.start()  # so that its processes are there before the first test begins
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[Crew]:
-    yield from _crew(3)
+def two() -> Iterator[ProcessPool]:
+    yield from _pool(2)
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[Crew]:
-    yield from _crew(4)
+def three() -> Iterator[ProcessPool]:
+    yield from _pool(3)
 
 
 @pytest.fixture(scope="module")
-def eight() -> Iterator[Crew]:
-    yield from _crew(8)
+def four() -> Iterator[ProcessPool]:
+    yield from _pool(4)
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[ProcessPool]:
+    yield from _pool(8)

@@ -1,6 +1,6 @@
-"""Training inside processes that are already there: one crew runs many cases, with no launch for each.
+"""Training inside processes that are already there: one pool runs many cases, with no launch for each.
 
-What runs in a crew is what a worker runs (`cordee.runs.team.worker`), without the launcher and its channel.
+What runs in a pool is what a worker runs (`cordee.runs.team.worker`), without the launcher and its channel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from crew import Crew
+from process_pool import ProcessPool
 
 from cordee.cluster import Team
 from cordee.core import Job
@@ -121,10 +121,10 @@ def train_alone(table: Table, run_dir: Path, **options: Any) -> Outcome:
     return train(0, 1, table, str(run_dir), **options)
 
 
-def train_together(crew: Crew, table: Table, run_dir: Path, **options: Any) -> list[Outcome]:
-    """Train on all members of the crew; all must end with the same weights."""
+def train_together(pool: ProcessPool, table: Table, run_dir: Path, **options: Any) -> list[Outcome]:
+    """Train on all members of the pool; all must end with the same weights."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    outcomes = crew.run(_train_member, table, str(run_dir), options)
+    outcomes = pool.run(_train_member, table, str(run_dir), options)
     assert len({outcome.summary.weights_sha256 for outcome in outcomes}) == 1, "the workers' weights differ"
     return outcomes
 

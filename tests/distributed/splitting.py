@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from crew import Crew
 from driving import Outcome, Table, job, largest_difference, train_alone, train_together
+from process_pool import ProcessPool
 
 LARGEST_DIFFERENCE = 1e-5  # of weights after 50 steps of SGD in single precision: sums are taken in another order
 SMALL_IMAGES = {"use": "synthetic", "shape": [3, 8, 8], "num_classes": 10, "size": 50, "test_size": 21}
@@ -58,9 +58,9 @@ class References:
         return self._known[key]
 
 
-def check_equal(crew: Crew, table: Table, strategy: Table, alone: Outcome, run_dir: Path) -> list[Outcome]:
+def check_equal(pool: ProcessPool, table: Table, strategy: Table, alone: Outcome, run_dir: Path) -> list[Outcome]:
     """Train with the strategy and compare weights, every step's events and the evaluation with one worker's."""
-    together = train_together(crew, {**table, "strategy": strategy}, run_dir)
+    together = train_together(pool, {**table, "strategy": strategy}, run_dir)
     assert largest_difference(alone, together[0]) <= LARGEST_DIFFERENCE
     assert len(alone.losses()) == 50
     np.testing.assert_allclose(together[0].losses(), alone.losses(), rtol=2e-5, atol=2e-6)

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crew import Crew
 from driving import Table, job, largest_difference, train_alone, train_together
+from process_pool import ProcessPool
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -75,10 +75,10 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return reference
 
 
-def check_equal(crew: Crew, name: str, reducer: str, references: Any, run_dir: Path) -> None:
+def check_equal(pool: ProcessPool, name: str, reducer: str, references: Any, run_dir: Path) -> None:
     alone = references(name)
     table = {**JOBS[name], "strategy": {**JOBS[name].get("strategy", {}), "reducer": reducer}}
-    together = train_together(crew, table, run_dir)
+    together = train_together(pool, table, run_dir)
     assert largest_difference(alone, together[0]) <= LARGEST_DIFFERENCE
     assert len(alone.losses()) == 50
     np.testing.assert_allclose(together[0].losses(), alone.losses(), rtol=0, atol=LARGEST_LOSS_DIFFERENCE)
@@ -94,12 +94,12 @@ def check_equal(crew: Crew, name: str, reducer: str, references: Any, run_dir: P
 
 @pytest.mark.parametrize("reducer", ["flat", "ddp"])
 @pytest.mark.parametrize("name", JOBS)
-def test_two_workers_equal_one(two: Crew, name: str, reducer: str, references: Any, tmp_path: Path) -> None:
+def test_two_workers_equal_one(two: ProcessPool, name: str, reducer: str, references: Any, tmp_path: Path) -> None:
     check_equal(two, name, reducer, references, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["mlp", "accumulate", "lenet", "resnet20", "gpt"])
-def test_three_workers_equal_one(three: Crew, name: str, references: Any, tmp_path: Path) -> None:
+def test_three_workers_equal_one(three: ProcessPool, name: str, references: Any, tmp_path: Path) -> None:
     check_equal(three, name, "flat", references, tmp_path)
 
 
@@ -107,17 +107,17 @@ def test_three_workers_equal_one(three: Crew, name: str, references: Any, tmp_pa
     ("name", "reducer"),
     [("mlp", "flat"), ("mlp", "ddp"), ("lenet", "flat"), ("resnet20", "flat"), ("resnet20", "ddp"), ("gpt", "ddp")],
 )
-def test_four_workers_equal_one(four: Crew, name: str, reducer: str, references: Any, tmp_path: Path) -> None:
+def test_four_workers_equal_one(four: ProcessPool, name: str, reducer: str, references: Any, tmp_path: Path) -> None:
     check_equal(four, name, reducer, references, tmp_path)
 
 
-def test_sparse_gradients(two: Crew, tmp_path: Path) -> None:
+def test_sparse_gradients(two: ProcessPool, tmp_path: Path) -> None:
     table = job(model={"use": "networks:Sparse"}, data=TOKENS, optimizer={"use": "sgd", "lr": 0.1, "foreach": False})
     alone, together = train_alone(table, tmp_path / "a"), train_together(two, table, tmp_path / "b")
     assert largest_difference(alone, together[0]) <= LARGEST_DIFFERENCE
 
 
-def test_a_model_of_many_slots(two: Crew, tmp_path: Path) -> None:
+def test_a_model_of_many_slots(two: ProcessPool, tmp_path: Path) -> None:
     """1.3 million parameters are 5 MB; a slot of shared memory has 1 MB, and the last chunk is not full."""
     table = job(model={"use": "mlp", "hidden": [1100, 1100]}, training={"steps": 5})
     alone, together = train_alone(table, tmp_path / "a"), train_together(two, table, tmp_path / "b")
@@ -126,12 +126,14 @@ def test_a_model_of_many_slots(two: Crew, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("scale", "factor"), [("none", 1.0), ("linear", 2.0), ("sqrt", 2**0.5)])
-def test_the_rate_follows_the_number_of_workers_as_told(two: Crew, scale: str, factor: float, tmp_path: Path) -> None:
+def test_the_rate_follows_the_number_of_workers_as_told(
+    two: ProcessPool, scale: str, factor: float, tmp_path: Path
+) -> None:
     together = train_together(two, job(training={"lr_scale": scale, "steps": 2}), tmp_path)
     assert [event["lr"] for event in together[0].of("step")] == pytest.approx([0.05 * factor] * 2)
 
 
-def test_a_schedule_counts_steps_not_workers(two: Crew, tmp_path: Path) -> None:
+def test_a_schedule_counts_steps_not_workers(two: ProcessPool, tmp_path: Path) -> None:
     table = job(schedule={"use": "cosine", "warmup_steps": 3}, training={"steps": 9})
     alone, together = train_alone(table, tmp_path / "a"), train_together(two, table, tmp_path / "b")
     assert [event["lr"] for event in together[0].of("step")] == [event["lr"] for event in alone.of("step")]

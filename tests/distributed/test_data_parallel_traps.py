@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from crew import CaseError, Crew
 from driving import Outcome, StopAt, job, largest_difference, train_alone, train_together
+from process_pool import CaseError, ProcessPool
 
 from cordee.core.errors import TrainingError
 
@@ -27,7 +27,7 @@ def falls(outcome: Outcome) -> bool:
 
 
 @pytest.mark.parametrize("reducer", ["flat", "ddp"])
-def test_a_parameter_that_one_worker_uses(two: Crew, reducer: str, tmp_path: Path) -> None:
+def test_a_parameter_that_one_worker_uses(two: ProcessPool, reducer: str, tmp_path: Path) -> None:
     """It learns from that worker's samples; what nobody uses stays, without decay, and is named."""
     table = job(
         model={"use": "networks:Branching"},
@@ -47,7 +47,7 @@ def test_a_parameter_that_one_worker_uses(two: Crew, reducer: str, tmp_path: Pat
     assert not outcomes[1].of("warning"), "said once for all"
 
 
-def test_both_reducers_agree_on_it(two: Crew, tmp_path: Path) -> None:
+def test_both_reducers_agree_on_it(two: ProcessPool, tmp_path: Path) -> None:
     table = job(model={"use": "networks:Branching"}, training={"steps": 20})
     flat, ddp = (
         train_together(two, {**table, "strategy": {"reducer": reducer}}, tmp_path / reducer)[0]
@@ -60,7 +60,7 @@ def test_both_reducers_agree_on_it(two: Crew, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["data_parallel", "sharded"])
-def test_a_batch_norm_over_all_workers_refuses_a_single_sample(two: Crew, name: str, tmp_path: Path) -> None:
+def test_a_batch_norm_over_all_workers_refuses_a_single_sample(two: ProcessPool, name: str, tmp_path: Path) -> None:
     """The last batch of the epoch has one sample, which one worker alone refuses to train on."""
     table = job(model={"use": "networks:flat_with_norm"}, data={"size": 17}, training={"batch_size": 16, "steps": 2})
     expected = r"step 2 raised ValueError: Expected more than 1 value per channel"
@@ -72,7 +72,7 @@ def test_a_batch_norm_over_all_workers_refuses_a_single_sample(two: Crew, name: 
 
 @pytest.mark.parametrize("reducer", ["flat", "ddp"])
 @pytest.mark.parametrize("policy", ["local", "average", "sync"])
-def test_batch_norm_policies(four: Crew, policy: str, reducer: str, tmp_path: Path) -> None:
+def test_batch_norm_policies(four: ProcessPool, policy: str, reducer: str, tmp_path: Path) -> None:
     """All train, with tails of 2 samples for 4 workers, and all workers end with the same buffers."""
     table = job(
         model={"use": "networks:Normed"},
@@ -91,7 +91,7 @@ def test_batch_norm_policies(four: Crew, policy: str, reducer: str, tmp_path: Pa
     np.testing.assert_array_equal(outcome.weights["mask"], np.float32([0.1, -np.inf]))
 
 
-def test_local_keeps_the_first_workers_statistics_and_average_those_of_all(two: Crew, tmp_path: Path) -> None:
+def test_local_keeps_the_first_workers_statistics_and_average_those_of_all(two: ProcessPool, tmp_path: Path) -> None:
     kept = {}
     for policy in ("local", "average", "sync"):
         table = job(
@@ -106,7 +106,7 @@ def test_local_keeps_the_first_workers_statistics_and_average_those_of_all(two: 
     assert np.abs(kept["local"] - kept["sync"]).max() > 1e-4
 
 
-def test_synced_batch_norm_is_torchs_own_on_the_whole_batch(three: Crew) -> None:
+def test_synced_batch_norm_is_torchs_own_on_the_whole_batch(three: ProcessPool) -> None:
     for mean in (10.0, 1000.0):  # torch's own is off by 1e-5 with the latter
         for differences in three.run(normalise_a_share, torch.float32, mean):
             assert max(differences) < 1e-6
@@ -161,7 +161,7 @@ def normalise_a_share(rank: int, size: int, dtype: torch.dtype, mean: float) -> 
 
 
 @pytest.mark.parametrize("compression", ["fp16", "bf16", "powersgd"])
-def test_compressed_gradients_train(two: Crew, compression: str, tmp_path: Path) -> None:
+def test_compressed_gradients_train(two: ProcessPool, compression: str, tmp_path: Path) -> None:
     table = job(training={"steps": 60}, optimizer={"use": "sgd", "lr": 0.3})
     alone = train_alone(table, tmp_path / "alone")
     outcome = train_together(two, {**table, "strategy": {"compression": compression}}, tmp_path / "team")[0]
@@ -169,7 +169,7 @@ def test_compressed_gradients_train(two: Crew, compression: str, tmp_path: Path)
     assert largest_difference(alone, outcome) > 1e-7, "nothing was compressed"
 
 
-def test_bf16_computation_trains(two: Crew, tmp_path: Path) -> None:
+def test_bf16_computation_trains(two: ProcessPool, tmp_path: Path) -> None:
     table = job(
         model={"use": "networks:Normed"},
         data=IMAGES,
@@ -182,25 +182,25 @@ def test_bf16_computation_trains(two: Crew, tmp_path: Path) -> None:
 # Ends -------------------------------------------------------------------------------------------------------
 
 
-def test_all_stop_together_when_time_is_up(two: Crew, tmp_path: Path) -> None:
+def test_all_stop_together_when_time_is_up(two: ProcessPool, tmp_path: Path) -> None:
     outcomes = train_together(two, job(training={"steps": 1_000_000}, stop={"time": 0.3}), tmp_path)
     assert {outcome.summary.stopped_by for outcome in outcomes} == {"time"}
     assert len({outcome.summary.steps for outcome in outcomes}) == 1
 
 
-def test_all_stop_together_at_an_accuracy(three: Crew, tmp_path: Path) -> None:
+def test_all_stop_together_at_an_accuracy(three: ProcessPool, tmp_path: Path) -> None:
     table = job(training={"steps": 100_000}, stop={"accuracy": 0.8}, evaluation={"every_steps": 10})
     outcomes = train_together(three, table, tmp_path)
     assert {(outcome.summary.stopped_by, outcome.summary.steps % 10) for outcome in outcomes} == {("accuracy", 0)}
     assert outcomes[0].summary.test_accuracy >= 0.8
 
 
-def test_one_worker_that_is_told_to_stop_stops_all(two: Crew, tmp_path: Path) -> None:
+def test_one_worker_that_is_told_to_stop_stops_all(two: ProcessPool, tmp_path: Path) -> None:
     outcomes = train_together(two, job(), tmp_path, stop_at=StopAt(worker_index=1, call=7))
     assert [(outcome.summary.status, outcome.summary.steps) for outcome in outcomes] == [("interrupted", 7)] * 2
 
 
-def test_an_interrupt_during_evaluation(two: Crew, tmp_path: Path) -> None:
+def test_an_interrupt_during_evaluation(two: ProcessPool, tmp_path: Path) -> None:
     """Told in the third of the five test batches after step 5; resumed, it ends as if nothing had been."""
     table = job(evaluation={"every_steps": 5}, training={"steps": 12})
     straight = train_together(two, table, tmp_path / "straight")[0]
@@ -218,7 +218,7 @@ def test_an_interrupt_during_evaluation(two: Crew, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", [{"use": "adam", "lr": 0.003}, {"use": "sgd", "lr": 0.02, "momentum": 0.9}])
 def test_a_checkpoint_goes_on_with_any_number_of_workers(
-    two: Crew, three: Crew, optimizer: dict[str, Any], tmp_path: Path
+    two: ProcessPool, three: ProcessPool, optimizer: dict[str, Any], tmp_path: Path
 ) -> None:
     """2 → 3 → 1 → 2 workers, each cut off in the middle of an epoch, against one straight run of one worker.
 
@@ -247,7 +247,7 @@ def test_a_checkpoint_goes_on_with_any_number_of_workers(
 
 
 @pytest.mark.parametrize("reducer", ["flat", "ddp"])
-def test_resuming_at_a_batch_too_small_for_all(four: Crew, reducer: str, tmp_path: Path) -> None:
+def test_resuming_at_a_batch_too_small_for_all(four: ProcessPool, reducer: str, tmp_path: Path) -> None:
     """The first batch after resuming has 2 samples for 4 workers."""
     table = job(data={"size": 34}, training={"steps": 4}, strategy={"reducer": reducer})
     straight = train_alone(table, tmp_path / "straight")

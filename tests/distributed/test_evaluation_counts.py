@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from crew import Crew
 from driving import Table, job, train_alone, train_together
+from process_pool import ProcessPool
 
 from cordee.checkpoint import load_model_state, load_newest
 from cordee.cluster import Team
@@ -86,28 +86,28 @@ def test_single(tmp_path: Path, size: int, training: Table) -> None:
 
 @pytest.mark.parametrize("name", [*IN_PROCESS, "reproducible"])
 @pytest.mark.parametrize("size", SIZES)
-def test_two_workers(two: Crew, tmp_path: Path, name: str, size: int) -> None:
+def test_two_workers(two: ProcessPool, tmp_path: Path, name: str, size: int) -> None:
     check_together(two, tmp_path, name, size)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in [*IN_PROCESS, "reproducible"] if name != "tensor"])
 @pytest.mark.parametrize("size", SIZES)
-def test_three_workers(three: Crew, tmp_path: Path, name: str, size: int) -> None:
+def test_three_workers(three: ProcessPool, tmp_path: Path, name: str, size: int) -> None:
     check_together(three, tmp_path, name, size)
 
 
-def check_together(crew: Crew, tmp_path: Path, name: str, size: int) -> None:
+def check_together(pool: ProcessPool, tmp_path: Path, name: str, size: int) -> None:
     is_reproducible = name == "reproducible"
     strategy = IN_PROCESS["data_parallel" if is_reproducible else name]
     table = job_of(size, strategy, **(REPRODUCIBLE if is_reproducible else {}))
-    check(table, tmp_path, train_together(crew, table, tmp_path)[0].of("evaluation"))
+    check(table, tmp_path, train_together(pool, table, tmp_path)[0].of("evaluation"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh))
 @pytest.mark.parametrize("size", SIZES)
-def test_hybrid(four: Crew, tmp_path: Path, mesh: Table, size: int) -> None:
+def test_hybrid(four: ProcessPool, tmp_path: Path, mesh: Table, size: int) -> None:
     table = job_of(size, {"name": "hybrid", "mesh": mesh})
     check(table, tmp_path, train_together(four, table, tmp_path)[0].of("evaluation"))
 

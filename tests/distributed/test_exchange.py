@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import Crew
+from process_pool import ProcessPool
 from torch import nn
 
 from cordee.communication.exchange import AccumulatingExchange, GradientExchange, broadcast
@@ -31,7 +31,7 @@ def exchange_uneven(index: int, size: int) -> list[Any]:
     return outcomes
 
 
-def test_the_gradient_is_the_mean_over_all_items_however_they_are_shared_out(three: Crew) -> None:
+def test_the_gradient_is_the_mean_over_all_items_however_they_are_shared_out(three: ProcessPool) -> None:
     for outcome in three.run(exchange_uneven):
         for totals, weight, double, frozen in outcome:
             assert totals == [6.0, 1.5]
@@ -52,7 +52,7 @@ def exchange_with_gaps(index: int, size: int) -> tuple[Any, ...]:
     return everybody.grad.item(), somebody.grad.item(), nobody.grad
 
 
-def test_who_has_no_gradient_adds_nothing_and_what_nobody_has_stays_none(three: Crew) -> None:
+def test_who_has_no_gradient_adds_nothing_and_what_nobody_has_stays_none(three: ProcessPool) -> None:
     assert three.run(exchange_with_gaps) == [(3.0, 5.0, None)] * 3
 
 
@@ -76,7 +76,7 @@ def exchange_twice(index: int, size: int) -> list[float]:
     return [weight.grad.item(), rare.grad.item()]
 
 
-def test_what_is_summed_already_is_not_summed_again(two: Crew) -> None:
+def test_what_is_summed_already_is_not_summed_again(two: ProcessPool) -> None:
     assert two.run(exchange_twice) == [[2.0 + 60.0, 14.0]] * 2
 
 
@@ -96,7 +96,7 @@ def exchange_parts_of_some(index: int, size: int) -> list[Any]:
     return [weight.grad.item(), dropped.grad]
 
 
-def test_a_part_of_one_member_is_added_to_what_all_have(three: Crew) -> None:
+def test_a_part_of_one_member_is_added_to_what_all_have(three: ProcessPool) -> None:
     assert [each[0] for each in three.run(exchange_parts_of_some)] == [103.0] * 3
 
 
@@ -114,7 +114,7 @@ def broadcast_many(index: int, size: int) -> list[Any]:
     return [tensor.tolist() for tensor in tensors]
 
 
-def test_everybody_gets_the_first_members_values(three: Crew) -> None:
+def test_everybody_gets_the_first_members_values(three: ProcessPool) -> None:
     first, *others = three.run(broadcast_many)
     assert first[0] == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     assert first[1:] == [7, [True], [], [0.0, 0.0], [0.0]]

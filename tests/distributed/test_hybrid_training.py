@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from crew import Crew
 from driving import Table, job, largest_difference, train_together
+from process_pool import ProcessPool
 from splitting import JOBS, TOKENS, References, check_equal
 
 pytestmark = pytest.mark.timeout(150)
@@ -45,14 +45,16 @@ IN_SHORT = "mlp, pipeline of slices"
 @pytest.mark.parametrize(
     "case", [case if case == IN_SHORT else pytest.param(case, marks=pytest.mark.long) for case in CASES]
 )
-def test_four_workers_equal_one(four: Crew, case: str, references: References, tmp_path: Path) -> None:
+def test_four_workers_equal_one(four: ProcessPool, case: str, references: References, tmp_path: Path) -> None:
     name, settings = CASES[case]
     check_equal(four, JOBS[name], {"name": "hybrid", **settings}, references(JOBS[name]), tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["Skipping", "partly_frozen"])
-def test_a_sharded_pipeline_of_ones_own_model(four: Crew, model: str, references: References, tmp_path: Path) -> None:
+def test_a_sharded_pipeline_of_ones_own_model(
+    four: ProcessPool, model: str, references: References, tmp_path: Path
+) -> None:
     """With weight decay: what has no gradient is left alone, and a copy without samples waits."""
     table = job(
         model={"use": f"networks:{model}"},
@@ -64,7 +66,7 @@ def test_a_sharded_pipeline_of_ones_own_model(four: Crew, model: str, references
 
 
 @pytest.mark.long
-def test_slices_that_are_recomputed_draw_the_same_masks(four: Crew, tmp_path: Path) -> None:
+def test_slices_that_are_recomputed_draw_the_same_masks(four: ProcessPool, tmp_path: Path) -> None:
     table = job(
         model={"use": "gpt", "num_layers": 2, "embedding_width": 32, "dropout": 0.2},
         data=TOKENS,
@@ -89,14 +91,18 @@ def test_slices_that_are_recomputed_draw_the_same_masks(four: Crew, tmp_path: Pa
     ],
     ids=["pipeline", "sharded"],
 )
-def test_eight_workers_on_three_axes(eight: Crew, strategy: Table, references: References, tmp_path: Path) -> None:
+def test_eight_workers_on_three_axes(
+    eight: ProcessPool, strategy: Table, references: References, tmp_path: Path
+) -> None:
     check_equal(eight, JOBS["gpt"], {"name": "hybrid", **strategy}, references(JOBS["gpt"]), tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("other", ["data", "tensor"])
-def test_eight_workers_with_a_sharded_pipeline(eight: Crew, other: str, references: References, tmp_path: Path) -> None:
+def test_eight_workers_with_a_sharded_pipeline(
+    eight: ProcessPool, other: str, references: References, tmp_path: Path
+) -> None:
     strategy = {"name": "hybrid", "mesh": {other: 2, "sharded": 2, "pipeline": 2}}
     name = "mlp, momentum and clipping"
     check_equal(eight, JOBS[name], strategy, references(JOBS[name]), tmp_path)

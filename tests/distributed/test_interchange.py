@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crew import Crew
 from driving import Outcome, Table, job, largest_difference, train_alone, train_together
+from process_pool import ProcessPool
 from splitting import TOKENS
 
 pytestmark = pytest.mark.timeout(150)
@@ -49,7 +49,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return train_alone({**JOB, "training": {**JOB["training"], "steps": 10}}, tmp_path_factory.mktemp("whole"))
 
 
-def go(crew: Crew, strategy: str | Table, steps: int, run_dir: Path, **options: Any) -> Outcome:
+def go(pool: ProcessPool, strategy: str | Table, steps: int, run_dir: Path, **options: Any) -> Outcome:
     # The rates of a cosine follow the number of steps, which resuming must not change: so the first half is stopped.
     training = {**JOB["training"], "steps": 10}
     table = {**JOB, "training": training, "stop": {"steps": steps}, "strategy": strategy}
@@ -57,11 +57,13 @@ def go(crew: Crew, strategy: str | Table, steps: int, run_dir: Path, **options: 
         table["strategy"] = STRATEGIES[strategy]
     if strategy == "single":
         return train_alone(table, run_dir, **options)
-    return train_together(crew, table, run_dir, **options)[0]
+    return train_together(pool, table, run_dir, **options)[0]
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_another_strategy_goes_on(two: Crew, first: str, second: str, uninterrupted: Outcome, tmp_path: Path) -> None:
+def test_another_strategy_goes_on(
+    two: ProcessPool, first: str, second: str, uninterrupted: Outcome, tmp_path: Path
+) -> None:
     go(two, first, 5, tmp_path)
     after = go(two, second, 10, tmp_path, resume=True)
     assert (after.summary.steps, after.of("run_started")[0]["start_step"]) == (10, 5)
@@ -69,14 +71,14 @@ def test_another_strategy_goes_on(two: Crew, first: str, second: str, uninterrup
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_a_run_that_had_ended_is_still_there(two: Crew, name: str, tmp_path: Path) -> None:
+def test_a_run_that_had_ended_is_still_there(two: ProcessPool, name: str, tmp_path: Path) -> None:
     ended = go(two, name, 5, tmp_path)
     again = go(two, name, 5, tmp_path, resume=True)
     assert again.summary.weights_sha256 == ended.summary.weights_sha256
 
 
 @pytest.mark.parametrize("first", MESHES)
-def test_a_mesh_goes_on_from_another(four: Crew, first: str, uninterrupted: Outcome, tmp_path: Path) -> None:
+def test_a_mesh_goes_on_from_another(four: ProcessPool, first: str, uninterrupted: Outcome, tmp_path: Path) -> None:
     go(four, {"name": "hybrid", "mesh": MESHES[first]}, 3, tmp_path)
     go(four, {"name": "hybrid", "mesh": MESHES[NEXT_MESH[first]]}, 7, tmp_path, resume=True)
     after = go(four, "single", 10, tmp_path, resume=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from crew import Crew
+from process_pool import ProcessPool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
@@ -131,7 +131,9 @@ CASES = [(kind, "plain") for kind in KINDS] + [("shuffled", how) for how in ("in
 
 @pytest.mark.parametrize(("kind", "how"), CASES)
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_same_on_any_number_of_workers(two: Crew, three: Crew, size: int, kind: str, how: str) -> None:
+def test_the_same_on_any_number_of_workers(
+    two: ProcessPool, three: ProcessPool, size: int, kind: str, how: str
+) -> None:
     """1e-6: sums in another order, over 9 steps of a tiny model."""
     weights, seen, losses = train(0, 1, kind, how)
     outcomes = (two if size == 2 else three).run(train, kind, how)
@@ -170,7 +172,7 @@ def count(index: int, size: int, how: str) -> list[float] | str:
 
 
 @pytest.mark.parametrize(("how", "total"), [("asked", 9.0), ("gathered", 9.0), ("another loop", 8.0), ("plain", None)])
-def test_a_sample_that_was_computed_twice_is_not_summed_twice(two: Crew, how: str, total: float | None) -> None:
+def test_a_sample_that_was_computed_twice_is_not_summed_twice(two: ProcessPool, how: str, total: float | None) -> None:
     alone = count(0, 1, how)
     assert alone == [9.0 if total is None else total]
     for outcome in two.run(count, how):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from crew import CaseError, Crew
+from process_pool import CaseError, ProcessPool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
@@ -57,10 +57,10 @@ def values(*models: nn.Module) -> Weights:
     }
 
 
-def assert_as_alone(crew: Crew, function: Callable[..., Weights], *arguments: Any) -> None:
+def assert_as_alone(pool: ProcessPool, function: Callable[..., Weights], *arguments: Any) -> None:
     """1e-6: sums in another order, over a few steps of tiny models. The workers have the very same."""
     alone = function(0, 1, *arguments)
-    first, *others = crew.run(function, *arguments)
+    first, *others = pool.run(function, *arguments)
     for name, value in alone.items():
         np.testing.assert_allclose(first[name], value, rtol=0, atol=1e-6, err_msg=name)
         for other in others:
@@ -106,11 +106,11 @@ def train_gan(index: int, size: int, calls: str, is_detached: bool, parts: int =
 
 @pytest.mark.parametrize("calls", ["one call", "two calls", "optimizers first"])
 @pytest.mark.parametrize("is_detached", [True, False])
-def test_two_models_with_an_optimizer_each(two: Crew, calls: str, is_detached: bool) -> None:
+def test_two_models_with_an_optimizer_each(two: ProcessPool, calls: str, is_detached: bool) -> None:
     assert_as_alone(two, train_gan, calls, is_detached)
 
 
-def test_two_models_on_three_workers_in_parts(three: Crew) -> None:
+def test_two_models_on_three_workers_in_parts(three: ProcessPool) -> None:
     assert_as_alone(three, train_gan, "one call", True, 2)
     assert_as_alone(three, train_gan, "two calls", False)
 
@@ -136,7 +136,7 @@ def train_together(index: int, size: int) -> Weights:
     return values(encoder, head, tied, rare, teacher)
 
 
-def test_models_that_share_layers_and_one_optimizer(two: Crew, three: Crew) -> None:
+def test_models_that_share_layers_and_one_optimizer(two: ProcessPool, three: ProcessPool) -> None:
     assert_as_alone(two, train_together)
     assert_as_alone(three, train_together)
 
@@ -164,7 +164,7 @@ def accumulate(index: int, size: int, how: str) -> Weights:
 
 
 @pytest.mark.parametrize("how", ["plain", "both at once", "scaled", "regularised", "dropped", "zeros"])
-def test_gradients_add_up_as_alone(three: Crew, how: str) -> None:
+def test_gradients_add_up_as_alone(three: ProcessPool, how: str) -> None:
     assert_as_alone(three, accumulate, how)
 
 
@@ -197,7 +197,7 @@ def evaluate_in_between(index: int, size: int, when: str) -> Weights:
 
 
 @pytest.mark.parametrize("when", ["never", "after", "inside"])
-def test_an_evaluation_loader_changes_nothing(two: Crew, three: Crew, when: str) -> None:
+def test_an_evaluation_loader_changes_nothing(two: ProcessPool, three: ProcessPool, when: str) -> None:
     assert_as_alone(two, evaluate_in_between, when)
     assert_as_alone(three, evaluate_in_between, when)
 
@@ -215,7 +215,7 @@ def train_on_two(index: int, size: int, is_named: bool) -> Weights:
     return values(model)
 
 
-def test_two_loaders_in_one_step(two: Crew) -> None:
+def test_two_loaders_in_one_step(two: ProcessPool) -> None:
     assert_as_alone(two, train_on_two, True)
     with pytest.raises(CaseError, match=r"batches are of 1 and 2 samples: write team.backward\(loss, batches=loader\)"):
         two.run(train_on_two, False)
@@ -287,7 +287,7 @@ class Unseeded(SequentialSampler):
         ("other weights", r"2.bias of model 0 \(Sequential\) of worker 1 differs from that of worker 0"),
     ],
 )
-def test_mistakes_are_named(two: Crew, how: str, message: str) -> None:
+def test_mistakes_are_named(two: ProcessPool, how: str, message: str) -> None:
     with pytest.raises(CaseError, match=message):
         two.run(use_wrongly, how)
 
@@ -325,7 +325,7 @@ def train_weighted(index: int, size: int, kind: str, num_parts: int = 1) -> Weig
 
 
 @pytest.mark.parametrize("kind", ["ignored", "class weights", "sum"])
-def test_means_over_something_else_than_samples(two: Crew, three: Crew, kind: str) -> None:
+def test_means_over_something_else_than_samples(two: ProcessPool, three: ProcessPool, kind: str) -> None:
     assert_as_alone(two, train_weighted, kind)
     assert_as_alone(three, train_weighted, kind)
 
@@ -346,7 +346,7 @@ def train_in_given_parts(index: int, size: int) -> Weights:
     return values(model)
 
 
-def test_accumulating_with_counts(two: Crew, three: Crew) -> None:
+def test_accumulating_with_counts(two: ProcessPool, three: ProcessPool) -> None:
     """On three workers the first has a share of two ignored samples, and a loss that is not a number."""
     assert_as_alone(two, train_in_given_parts)
     assert_as_alone(three, train_in_given_parts)
@@ -361,7 +361,7 @@ def ignore_all(index: int, size: int) -> bool:
     return all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_batch_that_counts_for_nothing_adds_nothing(two: Crew) -> None:
+def test_a_batch_that_counts_for_nothing_adds_nothing(two: ProcessPool) -> None:
     assert ignore_all(0, 1) and all(two.run(ignore_all))
 
 

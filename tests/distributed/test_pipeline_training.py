@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from crew import Crew
 from driving import Table, job, train_together
+from process_pool import ProcessPool
 from splitting import JOBS, References, check_equal
 
 pytestmark = pytest.mark.timeout(150)
@@ -33,14 +33,14 @@ CASES: dict[str, tuple[str, Table]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_workers_equal_one(two: Crew, case: str, references: References, tmp_path: Path) -> None:
+def test_two_workers_equal_one(two: ProcessPool, case: str, references: References, tmp_path: Path) -> None:
     name, settings = CASES[case]
     check_equal(two, JOBS[name], {"name": "pipeline", **settings}, references(JOBS[name]), tmp_path)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_batch_norms_see_one_micro_batch_at_a_time(
-    two: Crew, recompute: bool, references: References, tmp_path: Path
+    two: ProcessPool, recompute: bool, references: References, tmp_path: Path
 ) -> None:
     table = JOBS["resnet20"]
     accumulating = {**table, "training": {**table["training"], "accumulate": 4}}
@@ -50,7 +50,7 @@ def test_batch_norms_see_one_micro_batch_at_a_time(
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_buffers_that_modules_follow_means_with(
-    two: Crew, recompute: bool, references: References, tmp_path: Path
+    two: ProcessPool, recompute: bool, references: References, tmp_path: Path
 ) -> None:
     """Micro-batches are followed one by one, as accumulated parts are, and once where they are computed twice."""
     table = job(model={"use": "networks:WithMeans"}, data={"size": 96})
@@ -59,18 +59,18 @@ def test_buffers_that_modules_follow_means_with(
     check_equal(two, table, strategy, references(accumulating), tmp_path)
 
 
-def test_three_workers_and_blocks_placed_by_hand(three: Crew, references: References, tmp_path: Path) -> None:
+def test_three_workers_and_blocks_placed_by_hand(three: ProcessPool, references: References, tmp_path: Path) -> None:
     placement = [["conv1", "conv2.0"], ["conv2.[12]", "flatten"], ["linear*", "classifier"]]
     strategy = {"name": "pipeline", "placement": placement, "microbatches": 3}
     check_equal(three, JOBS["lenet"], strategy, references(JOBS["lenet"]), tmp_path)
 
 
-def test_a_traced_model_with_a_shared_weight(two: Crew, references: References, tmp_path: Path) -> None:
+def test_a_traced_model_with_a_shared_weight(two: ProcessPool, references: References, tmp_path: Path) -> None:
     table = job(model={"use": "networks:Skipping"}, data={"size": 97})
     check_equal(two, table, {"name": "pipeline", "microbatches": 3}, references(table), tmp_path)
 
 
-def test_dropout_repeats(two: Crew, tmp_path: Path) -> None:
+def test_dropout_repeats(two: ProcessPool, tmp_path: Path) -> None:
     model = {"use": "mlp", "hidden": [32, 32], "dropout": 0.5}
     table = job(model=model, training={"steps": 20}, optimizer={"use": "sgd", "lr": 0.1})
     placement = [["flatten", "linear1", "activation1", "dropout1"], ["linear2", "*2", "classifier"]]

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crew import Crew
 from driving import Outcome, Table, job, train_alone, train_together
+from process_pool import ProcessPool
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -63,15 +63,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def six() -> Iterator[Crew]:
-    crew = Crew(6)
-    crew.start()
-    yield crew
-    crew.close()
+def six() -> Iterator[ProcessPool]:
+    pool = ProcessPool(6)
+    pool.start()
+    yield pool
+    pool.close()
 
 
-def check(crew: Crew, name: str, reference: Outcome, run_dir: Path) -> None:
-    together = train_together(crew, JOBS[name], run_dir)[0]
+def check(pool: ProcessPool, name: str, reference: Outcome, run_dir: Path) -> None:
+    together = train_together(pool, JOBS[name], run_dir)[0]
     assert together.losses().tolist() == reference.losses().tolist()
     assert together.summary.weights_sha256 == reference.summary.weights_sha256
     measured, expected = together.of("evaluation"), reference.of("evaluation")
@@ -80,22 +80,22 @@ def check(crew: Crew, name: str, reference: Outcome, run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_two_workers_give_the_bits_of_one(two: Crew, name: str, alone: Any, tmp_path: Path) -> None:
+def test_two_workers_give_the_bits_of_one(two: ProcessPool, name: str, alone: Any, tmp_path: Path) -> None:
     check(two, name, alone(name), tmp_path)
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_three_workers_give_the_bits_of_one(three: Crew, name: str, alone: Any, tmp_path: Path) -> None:
+def test_three_workers_give_the_bits_of_one(three: ProcessPool, name: str, alone: Any, tmp_path: Path) -> None:
     check(three, name, alone(name), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["resnet, augmented", "gpt with dropout, adam"])
-def test_four_workers_give_the_bits_of_one(four: Crew, name: str, alone: Any, tmp_path: Path) -> None:
+def test_four_workers_give_the_bits_of_one(four: ProcessPool, name: str, alone: Any, tmp_path: Path) -> None:
     check(four, name, alone(name), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["lenet, adam, clipped", "gpt with dropout, adam"])
-def test_six_workers_give_the_bits_of_one(six: Crew, name: str, alone: Any, tmp_path: Path) -> None:
+def test_six_workers_give_the_bits_of_one(six: ProcessPool, name: str, alone: Any, tmp_path: Path) -> None:
     check(six, name, alone(name), tmp_path)
 
 
@@ -121,7 +121,7 @@ def test_running_statistics_are_the_mean_over_the_shards(tmp_path: Path) -> None
     assert 0.9 < weights["norm.running_var"].mean() < 1.0 and abs(weights["norm.running_mean"]).max() < 0.2
 
 
-def test_resuming_on_another_number_of_workers(two: Crew, three: Crew, tmp_path: Path) -> None:
+def test_resuming_on_another_number_of_workers(two: ProcessPool, three: ProcessPool, tmp_path: Path) -> None:
     table = JOBS["resnet, augmented"]
     whole = train_alone(table, tmp_path / "whole")
     half = {**table, "stop": {"steps": 4}}

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crew import Crew
 from driving import Table, job, train_alone, train_together
+from process_pool import ProcessPool
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -27,21 +27,27 @@ OPTIMIZERS = {"sgd": {"use": "sgd", "lr": 0.05, "momentum": 0.9}, "adam": {"use"
 
 
 @pytest.fixture(scope="module")
-def eight() -> Iterator[Crew]:
-    crew = Crew(8)
-    crew.start()
-    yield crew
-    crew.close()
+def eight() -> Iterator[ProcessPool]:
+    pool = ProcessPool(8)
+    pool.start()
+    yield pool
+    pool.close()
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", PARTS)
 def test_any_number_of_workers_gives_the_bits_of_one(
-    two: Crew, three: Crew, four: Crew, eight: Crew, model: str, optimizer: str, tmp_path: Path
+    two: ProcessPool,
+    three: ProcessPool,
+    four: ProcessPool,
+    eight: ProcessPool,
+    model: str,
+    optimizer: str,
+    tmp_path: Path,
 ) -> None:
     table: dict[str, Any] = job(**PARTS[model], optimizer=OPTIMIZERS[optimizer], training=TRAINING)
     alone = train_alone(table, tmp_path / "alone")
-    for crew in (two, three, four, eight):
-        together = train_together(crew, table, tmp_path / str(crew.size))[0]
-        assert together.summary.weights_sha256 == alone.summary.weights_sha256, crew.size
-        assert together.losses().tolist() == alone.losses().tolist(), crew.size
+    for pool in (two, three, four, eight):
+        together = train_together(pool, table, tmp_path / str(pool.size))[0]
+        assert together.summary.weights_sha256 == alone.summary.weights_sha256, pool.size
+        assert together.losses().tolist() == alone.losses().tolist(), pool.size

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from crew import CaseError, Crew
 from driving import Table, job, train_alone, train_together
+from process_pool import CaseError, ProcessPool
 from splitting import JOBS, SMALL_IMAGES, References, check_equal
 
 from cordee.checkpoint import load_newest
@@ -30,17 +30,17 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_two_workers_equal_one(two: Crew, name: str, references: References, tmp_path: Path) -> None:
+def test_two_workers_equal_one(two: ProcessPool, name: str, references: References, tmp_path: Path) -> None:
     strategy = {"name": "sharded", **SETTINGS[name]}
     check_equal(two, JOBS[name], strategy, references(JOBS[name]), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["mlp", "lenet", "gpt"])
-def test_three_workers_equal_one(three: Crew, name: str, references: References, tmp_path: Path) -> None:
+def test_three_workers_equal_one(three: ProcessPool, name: str, references: References, tmp_path: Path) -> None:
     check_equal(three, JOBS[name], {"name": "sharded"}, references(JOBS[name]), tmp_path)
 
 
-def test_bf16_gathers_in_16_bits_and_keeps_32(two: Crew, tmp_path: Path) -> None:
+def test_bf16_gathers_in_16_bits_and_keeps_32(two: ProcessPool, tmp_path: Path) -> None:
     table = {**JOBS["gpt"], "training": {**JOBS["gpt"]["training"], "precision": "bf16", "steps": 10}}
     alone = train_alone(table, tmp_path / "a")
     together = train_together(two, {**table, "strategy": {"name": "sharded", "unit_bytes": 10_000}}, tmp_path / "b")
@@ -54,7 +54,7 @@ def test_bf16_gathers_in_16_bits_and_keeps_32(two: Crew, tmp_path: Path) -> None
     assert {tensor.dtype for tensor in loaded.state.tensors.values()} == {torch.float32}
 
 
-def test_batch_norms_in_bf16(two: Crew, tmp_path: Path) -> None:
+def test_batch_norms_in_bf16(two: ProcessPool, tmp_path: Path) -> None:
     training = {"batch_size": 16, "steps": 5, "precision": "bf16"}
     table = job(model={"use": "resnet", "depth": 20}, data=SMALL_IMAGES, training=training)
     alone = train_alone(table, tmp_path / "a")
@@ -67,7 +67,7 @@ def test_batch_norms_in_bf16(two: Crew, tmp_path: Path) -> None:
 REPEATED = {"use": "networks:Repeated", "reentrant": True}
 
 
-def test_a_unit_used_twice_under_reentrant_checkpointing_is_refused(two: Crew, tmp_path: Path) -> None:
+def test_a_unit_used_twice_under_reentrant_checkpointing_is_refused(two: ProcessPool, tmp_path: Path) -> None:
     """FSDP2 would sum the gradient of one use only: weights were 50 % off after 18 steps of Adam."""
     table = job(model=REPEATED, training={"steps": 2})
     with pytest.raises(CaseError, match=r"'shared' is used 2 times .* strategy.unit_bytes above the 1,088 bytes"):
@@ -76,13 +76,13 @@ def test_a_unit_used_twice_under_reentrant_checkpointing_is_refused(two: Crew, t
 
 @pytest.mark.parametrize(("reentrant", "unit_bytes"), [(True, 1 << 20), (False, 1)])
 def test_what_the_refusal_advises(
-    two: Crew, reentrant: bool, unit_bytes: int, references: References, tmp_path: Path
+    two: ProcessPool, reentrant: bool, unit_bytes: int, references: References, tmp_path: Path
 ) -> None:
     table = job(model={**REPEATED, "reentrant": reentrant}, data={"size": 97})
     check_equal(two, table, {"name": "sharded", "unit_bytes": unit_bytes}, references(table), tmp_path)
 
 
-def test_bf16_with_a_unit_that_no_pass_uses(two: Crew, tmp_path: Path) -> None:
+def test_bf16_with_a_unit_that_no_pass_uses(two: ProcessPool, tmp_path: Path) -> None:
     """torch looks at the whole parameters of all units after a micro-batch, of this one as well."""
     table = job(model={"use": "networks:Spare"}, training={"steps": 2, "accumulate": 2, "precision": "bf16"})
     outcomes = train_together(two, {**table, "strategy": {"name": "sharded", "unit_bytes": 1}}, tmp_path)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from crew import CaseError, Crew
 from driving import Table, job, train_together
 from networks import Dropped
+from process_pool import CaseError, ProcessPool
 from splitting import JOBS, TOKENS, References, check_equal
 from torch import Tensor
 
@@ -27,16 +27,16 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 
 @pytest.mark.parametrize("name", ["mlp", "mlp, momentum and clipping", "gpt"])
-def test_two_workers_equal_one(two: Crew, name: str, references: References, tmp_path: Path) -> None:
+def test_two_workers_equal_one(two: ProcessPool, name: str, references: References, tmp_path: Path) -> None:
     check_equal(two, JOBS[name], {"name": "tensor"}, references(JOBS[name]), tmp_path)
 
 
-def test_a_vocabulary_that_does_not_divide(two: Crew, references: References, tmp_path: Path) -> None:
+def test_a_vocabulary_that_does_not_divide(two: ProcessPool, references: References, tmp_path: Path) -> None:
     table = {**JOBS["gpt"], "data": {**TOKENS, "num_classes": 31}}
     check_equal(two, table, {"name": "tensor"}, references(table), tmp_path)
 
 
-def test_four_workers_equal_one(four: Crew, references: References, tmp_path: Path) -> None:
+def test_four_workers_equal_one(four: ProcessPool, references: References, tmp_path: Path) -> None:
     check_equal(four, JOBS["gpt"], {"name": "tensor"}, references(JOBS["gpt"]), tmp_path)
 
 
@@ -47,12 +47,12 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_users_model_by_a_plan(two: Crew, plan: Table, references: References, tmp_path: Path) -> None:
+def test_a_users_model_by_a_plan(two: ProcessPool, plan: Table, references: References, tmp_path: Path) -> None:
     table = job(model={"use": "networks:TwoBranches"}, data=TOKENS, optimizer={"use": "sgd", "lr": 0.02})
     check_equal(two, table, {"name": "tensor", "plan": plan}, references(table), tmp_path)
 
 
-def test_a_plan_that_changes_the_model_is_refused(two: Crew, tmp_path: Path) -> None:
+def test_a_plan_that_changes_the_model_is_refused(two: ProcessPool, tmp_path: Path) -> None:
     table = job(model={"use": "mlp", "hidden": [32, 32]})
     for plan in ({"linear1": "column"}, {"linear1": "column", "linear2": "gather", "classifier": "scatter"}):
         with pytest.raises(CaseError, match=r"JobError: strategy.plan (changes what|does not fit)"):
@@ -73,7 +73,7 @@ def masks_of_three_steps(index: int, size: int, table: Table) -> list[list[Tenso
     return [module.masks for module in strategy._working.modules() if isinstance(module, Dropped)]
 
 
-def test_slices_have_masks_of_their_own_and_whole_activations_have_one(two: Crew) -> None:
+def test_slices_have_masks_of_their_own_and_whole_activations_have_one(two: ProcessPool) -> None:
     plan = {"1": "column", "3": "row"}
     table = job(model={"use": "networks:with_dropout"}, strategy={"name": "tensor", "plan": plan})
     first, second = two.run(masks_of_three_steps, table)

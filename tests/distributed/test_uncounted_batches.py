@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from crew import Crew
 from driving import Outcome, Table, job, largest_difference, train_alone, train_together
+from process_pool import ProcessPool
 
 from cordee import checkpoint
 from cordee.core import Job
@@ -49,7 +49,7 @@ def num_skipped(outcome: Outcome) -> int:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_nothing_counted_is_no_step(two: Crew, name: str, accumulate: int, tmp_path: Path) -> None:
+def test_nothing_counted_is_no_step(two: ProcessPool, name: str, accumulate: int, tmp_path: Path) -> None:
     table = sparse_job(accumulate=accumulate)
     alone = train_alone(table, tmp_path / "alone")
     together = train_together(two, {**table, "strategy": STRATEGIES[name]}, tmp_path / "together")
@@ -60,7 +60,7 @@ def test_nothing_counted_is_no_step(two: Crew, name: str, accumulate: int, tmp_p
     assert together[0].summary.steps == STEPS and together[0].summary.samples == alone.summary.samples
 
 
-def test_reproducible(two: Crew, tmp_path: Path) -> None:
+def test_reproducible(two: ProcessPool, tmp_path: Path) -> None:
     table = sparse_job(reproducible=True)
     alone = train_alone(table, tmp_path / "alone")
     together = train_together(two, table, tmp_path / "together")
@@ -70,7 +70,7 @@ def test_reproducible(two: Crew, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2, "pipeline": 2}, {"sharded": 2, "pipeline": 2}, {"data": 2, "tensor": 2}])
-def test_meshes(four: Crew, mesh: dict[str, int], tmp_path: Path) -> None:
+def test_meshes(four: ProcessPool, mesh: dict[str, int], tmp_path: Path) -> None:
     table = sparse_job()
     strategy: Table = {"name": "hybrid", "mesh": mesh}
     alone = train_alone(table, tmp_path / "alone")

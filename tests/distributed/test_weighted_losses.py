@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from crew import CaseError, Crew
 from driving import Outcome, Table, job, largest_difference, train_alone, train_together
+from process_pool import CaseError, ProcessPool
 
 from cordee.core import Job
 from cordee.launch import train as launch
@@ -59,14 +59,14 @@ def test_accumulation(loss: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("loss", ["built in", "own"])
-def test_strategies(two: Crew, name: str, loss: str, tmp_path: Path) -> None:
+def test_strategies(two: ProcessPool, name: str, loss: str, tmp_path: Path) -> None:
     table = weighted_job(LOSSES[loss], accumulate=2)
     whole = train_alone(weighted_job(LOSSES[loss]), tmp_path / "whole")
     together = train_together(two, {**table, "strategy": STRATEGIES[name]}, tmp_path / "together")
     check_same(whole, together[0])
 
 
-def test_reproducible(two: Crew, tmp_path: Path) -> None:
+def test_reproducible(two: ProcessPool, tmp_path: Path) -> None:
     table = weighted_job(LOSSES["torch's"], reproducible=True)
     alone = train_alone(table, tmp_path / "alone")
     together = train_together(two, table, tmp_path / "together")
@@ -74,7 +74,7 @@ def test_reproducible(two: Crew, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["flat", "pipeline", "sharded"])
-def test_what_does_not_say_its_count_is_refused(two: Crew, name: str, tmp_path: Path) -> None:
+def test_what_does_not_say_its_count_is_refused(two: ProcessPool, name: str, tmp_path: Path) -> None:
     table = weighted_job({"use": "odd_data:own_loss"})
     expected = r"the loss 'odd_data:own_loss' of a batch is not the mean of those of its parts: .* attribute count"
     with pytest.raises(CaseError, match=expected):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from multiprocessing import forkserver
 
-import backend_crew  # noqa: F401 - says what the fork server shall import before it starts
+import backend_pool  # noqa: F401 - says what the fork server shall import before it starts
 import pytest
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from backend_cases import DTYPES, OPERATIONS, REDUCTIONS, Case, run_case
-from backend_crew import Crew
+from backend_pool import ProcessPool
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -31,8 +31,8 @@ cases = st.builds(
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
-    with Crew(request.param, SMALL_SLOTS) as made:
+def pool(request: pytest.FixtureRequest) -> Iterator[ProcessPool]:
+    with ProcessPool(request.param, SMALL_SLOTS) as made:
         yield made
         made.leave()
 
@@ -55,11 +55,11 @@ def is_meaningful(case: Case) -> bool:
 
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases)
-def test_results_equal_those_of_gloo(crew: Crew, case: Case) -> None:
+def test_results_equal_those_of_gloo(pool: ProcessPool, case: Case) -> None:
     assume(is_meaningful(case))
-    crew.run(run_case, case)
+    pool.run(run_case, case)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_each_operation_once_with_a_megabyte(crew: Crew, operation: str) -> None:
-    crew.run(run_case, Case(operation, "float32", (300_001,), "SUM", 1, 7, False, False))
+def test_each_operation_once_with_a_megabyte(pool: ProcessPool, operation: str) -> None:
+    pool.run(run_case, Case(operation, "float32", (300_001,), "SUM", 1, 7, False, False))

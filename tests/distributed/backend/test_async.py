@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from backend_crew import Crew
+from backend_pool import ProcessPool
 from torch.distributed.distributed_c10d import AllreduceOptions
 
 from cordee.core.errors import CommunicationError
@@ -185,33 +185,33 @@ def use_history(rank: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_asynchronous_and_synchronous_operations_keep_their_order(size: int) -> None:
-    with Crew(size) as crew:
-        crew.run(keep_order, 40)
-        crew.leave()
+    with ProcessPool(size) as pool:
+        pool.run(keep_order, 40)
+        pool.leave()
 
 
 def test_programs_that_gloo_can_run() -> None:
-    with Crew(2) as crew:
-        assert crew.run(compute_between)[0] is False  # rank 0 was given a work that was not done yet
+    with ProcessPool(2) as pool:
+        assert pool.run(compute_between)[0] is False  # rank 0 was given a work that was not done yet
         for function in (cross_over, cross_groups, exchange_large, use_history):
-            crew.run(function)
-        crew.leave()
+            pool.run(function)
+        pool.leave()
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_callbacks_may_start_collectives_and_wait_for_them(size: int) -> None:
-    with Crew(size) as crew:
-        crew.run(reduce_in_callbacks, 25)
-        crew.leave()
+    with ProcessPool(size) as pool:
+        pool.run(reduce_in_callbacks, 25)
+        pool.leave()
 
 
 def test_a_callback_that_fails_and_a_call_that_times_out() -> None:
-    with Crew(2) as crew:
-        crew.run(fail_in_a_callback)
-        crew.run(time_out)
+    with ProcessPool(2) as pool:
+        pool.run(fail_in_a_callback)
+        pool.run(time_out)
 
 
 def test_eight_processes_on_few_cores() -> None:
-    with Crew(8) as crew:
-        crew.run(keep_order, 10)
-        crew.leave()
+    with ProcessPool(8) as pool:
+        pool.run(keep_order, 10)
+        pool.leave()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from backend_crew import Crew
+from backend_pool import ProcessPool
 
 from cordee.communication.shared_memory import BackendSettings
 
@@ -46,32 +46,32 @@ def do_nothing(rank: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("operation", ["all_reduce", "asynchronous", "broadcast", "send"])
 def test_a_killed_peer_is_named_at_once(size: int, operation: str) -> None:
-    with Crew(size, QUICK) as crew:
-        crew.run(do_nothing)
-        crew.post(communicate_until_it_fails, operation)
+    with ProcessPool(size, QUICK) as pool:
+        pool.run(do_nothing)
+        pool.post(communicate_until_it_fails, operation)
         time.sleep(0.1)
         killed_at = time.monotonic()
-        os.kill(crew.pids[1], signal.SIGKILL)
+        os.kill(pool.pids[1], signal.SIGKILL)
         for rank in (rank for rank in range(size) if rank != 1):
-            kind, message, failed_at = crew.answer(rank)[1]
+            kind, message, failed_at = pool.answer(rank)[1]
             if kind == "idle":
                 continue
             assert kind == "CommunicationError"
-            assert f"rank 1 (process {crew.pids[1]}) died" in message or "rank 1 died" in message
+            assert f"rank 1 (process {pool.pids[1]}) died" in message or "rank 1 died" in message
             assert failed_at - killed_at < 1.0, message  # 0.01–0.03 s on an idle machine
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "send"])
 def test_a_frozen_peer_is_named_after_the_failure_timeout(operation: str) -> None:
-    with Crew(2, QUICK) as crew:
-        crew.run(do_nothing)
-        crew.post(communicate_until_it_fails, operation)
+    with ProcessPool(2, QUICK) as pool:
+        pool.run(do_nothing)
+        pool.post(communicate_until_it_fails, operation)
         time.sleep(0.1)
         stopped_at = time.monotonic()
-        os.kill(crew.pids[1], signal.SIGSTOP)
-        kind, message, failed_at = crew.answer(0)[1]
+        os.kill(pool.pids[1], signal.SIGSTOP)
+        kind, message, failed_at = pool.answer(0)[1]
         assert kind == "CommunicationError"
-        assert f"rank 1 (process {crew.pids[1]}) is frozen" in message
+        assert f"rank 1 (process {pool.pids[1]}) is frozen" in message
         assert 0.9 < failed_at - stopped_at < 5
 
 
@@ -90,9 +90,9 @@ def be_late(rank: int, seconds: float, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["sleeping", "computing"])
 def test_a_peer_that_is_merely_late_is_waited_for(how: str) -> None:
-    with Crew(2, BackendSettings(failure_timeout_s=0.4)) as crew:
-        crew.run(be_late, 1.5, how)
-        crew.leave()
+    with ProcessPool(2, BackendSettings(failure_timeout_s=0.4)) as pool:
+        pool.run(be_late, 1.5, how)
+        pool.leave()
 
 
 def wait_and_report_cpu(rank: int) -> float:
@@ -107,8 +107,8 @@ def wait_and_report_cpu(rank: int) -> float:
 
 
 def test_waiting_does_not_keep_the_machine_busy() -> None:
-    with Crew(2) as crew:
-        waiting_cpu_s = crew.run(wait_and_report_cpu)[0]
+    with ProcessPool(2) as pool:
+        waiting_cpu_s = pool.run(wait_and_report_cpu)[0]
         assert waiting_cpu_s < 0.3
 
 
@@ -127,9 +127,9 @@ def leave(rank: int) -> None:
 
 
 def test_a_peer_that_left_is_named() -> None:
-    with Crew(2, QUICK) as crew:
-        crew.post(leave)
-        answer = crew.answer(0)
+    with ProcessPool(2, QUICK) as pool:
+        pool.post(leave)
+        answer = pool.answer(0)
         assert answer[0] == "error"
         assert "CommunicationError: rank 1" in answer[1]
         assert "has left this process group" in answer[1]
@@ -140,9 +140,9 @@ def disagree(rank: int) -> None:
 
 
 def test_ranks_that_disagree_are_told_so() -> None:
-    with Crew(2, QUICK) as crew:
-        crew.post(disagree)
-        errors = [crew.answer(rank)[1] for rank in (0, 1)]
+    with ProcessPool(2, QUICK) as pool:
+        pool.post(disagree)
+        errors = [pool.answer(rank)[1] for rank in (0, 1)]
         assert any("rank 1 is in all_reduce(4 × float32, sum) while this rank is in" in error for error in errors)
 
 
@@ -162,17 +162,17 @@ def own_segments(pids: list[int]) -> list[str]:
 @pytest.mark.parametrize("how", ["exit", "kill one", "kill all", "exception"])
 def test_nothing_is_left_behind(how: str) -> None:
     before = set(os.listdir("/dev/shm"))  # noqa: PTH208
-    with Crew(3, QUICK) as crew:
-        crew.run(communicate_a_little)
-        assert own_segments(crew.pids)
+    with ProcessPool(3, QUICK) as pool:
+        pool.run(communicate_a_little)
+        assert own_segments(pool.pids)
         if how == "exit":
-            crew.leave()
+            pool.leave()
         elif how == "exception":
-            crew.post(raise_on_rank_one)
+            pool.post(raise_on_rank_one)
         else:
-            for pid in crew.pids[: 1 if how == "kill one" else None]:
+            for pid in pool.pids[: 1 if how == "kill one" else None]:
                 os.kill(pid, signal.SIGKILL)
-    assert own_segments(crew.pids) == []
+    assert own_segments(pool.pids) == []
     assert set(os.listdir("/dev/shm")) - before == set()  # noqa: PTH208
 
 
@@ -200,10 +200,10 @@ def form_and_destroy_groups(rank: int, count: int) -> tuple[int, int]:
 
 
 def test_destroyed_groups_give_their_files_back() -> None:
-    with Crew(2) as crew:
-        for before, after in crew.run(form_and_destroy_groups, 5):
+    with ProcessPool(2) as pool:
+        for before, after in pool.run(form_and_destroy_groups, 5):
             assert after <= before + 2
-        crew.leave()
+        pool.leave()
 
 
 def limit_file_size(rank: int) -> str:
@@ -218,8 +218,8 @@ def limit_file_size(rank: int) -> str:
 
 
 def test_too_little_memory_is_a_clear_error_on_every_rank() -> None:
-    with Crew(2) as crew:
-        answers: list[Any] = crew.run(limit_file_size)
+    with ProcessPool(2) as pool:
+        answers: list[Any] = pool.run(limit_file_size)
         for answer in answers:
             assert answer.startswith("CommunicationError:")
             assert "no room for shared memory: a group of 2 workers on this host needs" in answer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from backend_crew import Crew
+from backend_pool import ProcessPool
 from torch import nn
 
 
@@ -155,8 +155,8 @@ def use_sub_groups(rank: int) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def crews(request: pytest.FixtureRequest) -> Iterator[tuple[Crew, Crew]]:
-    with Crew(request.param) as ours, Crew(request.param, backend="gloo") as reference:
+def pools(request: pytest.FixtureRequest) -> Iterator[tuple[ProcessPool, ProcessPool]]:
+    with ProcessPool(request.param) as ours, ProcessPool(request.param, backend="gloo") as reference:
         yield ours, reference
         ours.leave()
         reference.leave()
@@ -174,21 +174,23 @@ def crews(request: pytest.FixtureRequest) -> Iterator[tuple[Crew, Crew]]:
         (use_sub_groups, ()),
     ],
 )
-def test_equals_gloo(crews: tuple[Crew, Crew], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    ours, reference = crews
+def test_equals_gloo(
+    pools: tuple[ProcessPool, ProcessPool], function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    ours, reference = pools
     found, expected = ours.run(function, *arguments), reference.run(function, *arguments)
     loose = 2e-3 if arguments else 1e-5  # gradients of 11 bits; otherwise only the order of additions differs
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=loose, atol=loose)
 
 
-def test_power_sgd_does_not_depend_on_who_is_late(crews: tuple[Crew, Crew]) -> None:
-    expected = crews[0].run(train_power_sgd, False)[0]
-    for found in crews[0].run(train_power_sgd, True):
+def test_power_sgd_does_not_depend_on_who_is_late(pools: tuple[ProcessPool, ProcessPool]) -> None:
+    expected = pools[0].run(train_power_sgd, False)[0]
+    for found in pools[0].run(train_power_sgd, True):
         assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
-def test_ddp_leaves_the_same_bits_on_all_ranks(crews: tuple[Crew, Crew]) -> None:
-    first, *others = crews[0].run(train_ddp)
+def test_ddp_leaves_the_same_bits_on_all_ranks(pools: tuple[ProcessPool, ProcessPool]) -> None:
+    first, *others = pools[0].run(train_ddp)
     for other in others:
         assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from backend_crew import Crew
+from backend_pool import ProcessPool
 
 from cordee.communication.shared_memory import BackendSettings
 
@@ -62,11 +62,11 @@ def count_hosts(rank: int) -> tuple[int, int]:
 
 
 def test_two_hosts_with_two_and_three_members() -> None:
-    with Crew(5, TWO_HOSTS) as crew:
-        assert crew.run(count_hosts) == [(2, 2), (2, 3), (2, 2), (2, 3), (2, 3)]
-        crew.run(use_all)
-        crew.run(use_ddp)
-        crew.leave()
+    with ProcessPool(5, TWO_HOSTS) as pool:
+        assert pool.run(count_hosts) == [(2, 2), (2, 3), (2, 2), (2, 3), (2, 3)]
+        pool.run(use_all)
+        pool.run(use_ddp)
+        pool.leave()
 
 
 def test_one_member_per_host_and_no_shared_memory_go_to_gloo() -> None:
@@ -74,10 +74,10 @@ def test_one_member_per_host_and_no_shared_memory_go_to_gloo() -> None:
         [BackendSettings(host_id="left"), BackendSettings(host_id="right")],
         BackendSettings(shared_memory=False),
     ):
-        with Crew(2, settings) as crew:
-            assert crew.run(count_hosts) == [(0, 0), (0, 0)]
-            crew.run(use_all)
-            crew.leave()
+        with ProcessPool(2, settings) as pool:
+            assert pool.run(count_hosts) == [(0, 0), (0, 0)]
+            pool.run(use_all)
+            pool.leave()
 
 
 WORKER = """

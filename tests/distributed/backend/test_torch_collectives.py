@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from backend_crew import Crew
+from backend_pool import ProcessPool
 from torch_cases import run_torch_case
 
 SELECTED = re.compile(
@@ -40,27 +40,27 @@ def names() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Callable[[], Crew]]:
+def pool() -> Iterator[Callable[[], ProcessPool]]:
     """Three ranks that stay; after a test that failed, others."""
-    crews: list[Crew] = []
+    pools: list[ProcessPool] = []
 
-    def current() -> Crew:
-        if not crews or not all(process.is_alive() for process in crews[-1].processes):
-            crews.append(Crew(3))
-        return crews[-1]
+    def current() -> ProcessPool:
+        if not pools or not all(process.is_alive() for process in pools[-1].processes):
+            pools.append(ProcessPool(3))
+        return pools[-1]
 
     current()
     yield current
-    for each in crews:
+    for each in pools:
         each.__exit__()
 
 
 @pytest.mark.parametrize("name", names())
-def test_of_torch(crew: Callable[[], Crew], name: str, tmp_path: Path) -> None:
+def test_of_torch(pool: Callable[[], ProcessPool], name: str, tmp_path: Path) -> None:
     for part, reason in LEFT_OUT.items():
         if part in name:
             pytest.skip(reason)
-    ranks = crew()
+    ranks = pool()
     (tmp_path / "test_dir").mkdir()  # torch's tests write there
     try:
         skipped = ranks.run(run_torch_case, name, str(tmp_path))

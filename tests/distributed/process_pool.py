@@ -1,4 +1,4 @@
-"""A crew: processes in one group that run functions together, one case after the other, without a launch for each."""
+"""A pool of processes in one group that run functions together, one case after the other, without a launch for each."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class CaseError(AssertionError):
     """A case failed on some member."""
 
 
-class Crew:
+class ProcessPool:
     """`size` members. One that fails a case ends them all, and the next case gets new ones."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
-        self._num_crews = 0
+        self._num_starts = 0
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -45,11 +45,11 @@ class Crew:
         """Start the members, unless they are there."""
         if self._processes:
             return
-        self._num_crews += 1
-        meeting = str(Path(self._folder.name) / f"meeting-{self._num_crews}")
+        self._num_starts += 1
+        rendezvous = str(Path(self._folder.name) / f"rendezvous-{self._num_starts}")
         for index in range(self.size):
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(index, self.size, theirs, meeting), daemon=True)
+            process = _context.Process(target=_serve, args=(index, self.size, theirs, rendezvous), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -85,7 +85,7 @@ class Crew:
         self._processes, self._pipes = [], []
 
 
-def _serve(index: int, size: int, pipe: Connection, meeting: str) -> None:
+def _serve(index: int, size: int, pipe: Connection, rendezvous: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -93,7 +93,7 @@ def _serve(index: int, size: int, pipe: Connection, meeting: str) -> None:
 
     torch.set_num_threads(1)
     register()
-    dist.init_process_group("cordee", init_method=f"file://{meeting}", rank=index, world_size=size)
+    dist.init_process_group("cordee", init_method=f"file://{rendezvous}", rank=index, world_size=size)
     pipe.send((True, None))
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A crew of real processes that runs functions of the tests as ranks of one job."""
+"""A pool of real processes that runs functions of the tests as ranks of one job."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RankError(AssertionError):
     """A function failed on a rank."""
 
 
-class Crew:
+class ProcessPool:
     """`size` processes with an initialised process group; ends them, and only them, when the block ends."""
 
     def __init__(self, size: int, settings: Any = None, backend: str = "cordee") -> None:
@@ -111,7 +111,7 @@ class Crew:
         for process in self.processes:
             process.join(10)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ProcessPool:
         return self
 
     def __exit__(self, *_: object) -> None:
