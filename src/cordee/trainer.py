@@ -25,7 +25,7 @@ from cordee.data.online import OnlineStream, Taken, newest
 from cordee.monitoring import Monitor, events
 from cordee.training.checkpointer import Checkpointer, find_not_finite
 from cordee.training.components import Components
-from cordee.training.online_data import Found, look
+from cordee.training.online_data import NextAction, agree_on_action
 from cordee.training.progress import Outcome, Progress
 
 PACE_EVERY_S = 0.02  # at most so often a worker tells how long its own computing takes: about 0.2 % of the time
@@ -252,13 +252,13 @@ class Trainer:
                     return reason
         return None
 
-    def _await_data(self, stream: OnlineStream) -> Found:
+    def _await_data(self, stream: OnlineStream) -> NextAction:
         """Wait until all members have the next batch, or there is a reason not to. Collective."""
         since_s, idle_s = time.perf_counter(), self._job.stop.idle_s
         with self._away():
             while True:
                 waited_s = time.perf_counter() - since_s
-                found = look(
+                found = agree_on_action(
                     stream,
                     self._parts.team,
                     wants_halt=self._should_stop() or self._should_pause(),

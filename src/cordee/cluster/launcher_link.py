@@ -1,4 +1,4 @@
-"""The coordinator's line to its launcher: looks like an engine, a monitor and a journal, and keeps them consistent.
+"""The coordinator's connection to its launcher: an engine, a monitor and a journal in one, kept consistent.
 
 What is asked for during a turn is held back until `commit` has written it down with the state it follows from.
 """
@@ -43,7 +43,7 @@ SHOW_EVERY_S = 0.1
 
 
 class LauncherSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a coordinator needs for its line to the launcher."""
+    """What a coordinator needs for its connection to the launcher."""
 
     folder: str  # where the launcher listens
     run_dir: str
@@ -57,7 +57,7 @@ class _Effects(msgspec.Struct, frozen=True):
 
 
 class LauncherLink:
-    """One coordinator's line. `restored` is what the last `commit` of an earlier one said, if there was one."""
+    """One coordinator's connection. `restored` is what the last `commit` of an earlier one said, if there was one."""
 
     def __init__(self, spec: LauncherSpec) -> None:
         self._spec = spec

@@ -25,7 +25,7 @@ class Participant:
     address: str
     heard_s: float
     host_id: str = ""
-    meetings: int = 0  # barriers it has passed
+    num_barriers: int = 0  # that it has passed
     has_left: bool = False
     is_lost: bool = False
 
@@ -262,9 +262,9 @@ class Directory:
             raise StoreError(f"key '{key}' has no value yet: {self.describe(record.owner)} is about to bring it")
         return record
 
-    def meet(self, name: str, number: int) -> bool:
+    def enter_barrier(self, name: str, number: int) -> bool:
         """A worker is at its barrier: return whether it may pass. Raises StoreError if one of them is lost."""
-        if number <= self.participants[name].meetings:
+        if number <= self.participants[name].num_barriers:
             return True  # it has passed already, and asks again since it did not hear so
         self._at_barrier[name] = number
         missing = self.missing_at_barrier()
@@ -274,13 +274,13 @@ class Directory:
         if missing:
             return False
         for other, its_number in self._at_barrier.items():
-            self.participants[other].meetings = its_number
+            self.participants[other].num_barriers = its_number
         self._at_barrier.clear()
         return True
 
-    def has_met(self, name: str, number: int) -> bool:
+    def has_passed_barrier(self, name: str, number: int) -> bool:
         """Whether a worker has passed its barrier of this number."""
-        return number <= self.participants[name].meetings
+        return number <= self.participants[name].num_barriers
 
     def leave_barrier(self, name: str) -> None:
         """A worker has given up waiting."""

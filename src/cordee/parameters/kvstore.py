@@ -24,7 +24,7 @@ from cordee.parameters.arrays import NUMPY, TORCH, Origin, Taken, Target, make_t
 from cordee.parameters.compression import Compression
 from cordee.parameters.local import LocalServers
 from cordee.parameters.membership import Membership
-from cordee.parameters.messages import Create, Done, Locate, Located, Meet, Place, Placed, Ready, SetUpdater
+from cordee.parameters.messages import Create, Done, EnterBarrier, Locate, Located, Place, Placed, Ready, SetUpdater
 from cordee.parameters.pending import CallQueue, Handle, JointHandle
 from cordee.parameters.placement import part_shape
 from cordee.parameters.serving import serve_role
@@ -117,7 +117,7 @@ class KVStore:
         self._entries: dict[Key, Entry] = {}
         self._origins: dict[str, Origin] = {}
         self._sequence = itertools.count(1)
-        self._meetings = itertools.count(1)
+        self._barriers = itertools.count(1)
         self._queue = CallQueue()
         self._is_closed = self._is_inherited = False
         # A worker that ends without `close` has left in order all the same.
@@ -300,7 +300,7 @@ class KVStore:
         """
         self._check_open()
         self._queue.wait_idle()
-        reply = self._calls.ask(Meet(next(self._meetings), _waiting(timeout_s)))
+        reply = self._calls.ask(EnterBarrier(next(self._barriers), _waiting(timeout_s)))
         assert isinstance(reply, Done)
 
     def close(self) -> None:

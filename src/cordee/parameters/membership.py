@@ -20,7 +20,7 @@ from cordee.communication.this_host import host_id
 from cordee.core.errors import CommunicationError, CordeeError, StoreError
 from cordee.parameters.calls import DIRECTORY, DirectoryGoneError, StoreCalls, as_store_error
 from cordee.parameters.keys import StoreKey, find_key
-from cordee.parameters.messages import LIMITS, STORE, Alive, Bye, JoinRequest, Registered, Role, Standing
+from cordee.parameters.messages import LIMITS, STORE, Alive, Bye, JoinRequest, Registered, Role, StoreStatus
 
 log = logging.getLogger(__name__)
 
@@ -150,11 +150,11 @@ class Heartbeats:
             asked_s = time.monotonic()
             try:
                 # A directory that lives may be busy for long, with an updater of its own shard say.
-                standing = self._link.connection.call(Alive())
-                assert isinstance(standing, Standing)
+                status = self._link.connection.call(Alive())
+                assert isinstance(status, StoreStatus)
                 heard_s, self.heard_until_s = time.monotonic(), asked_s
-                self.is_over |= standing.is_over
-                self.lost = frozenset(standing.lost)
+                self.is_over |= status.is_over
+                self.lost = frozenset(status.lost)
             except CommunicationError as error:
                 self.problem = self.problem or f"the directory of the store is gone: {error}"
                 # A connection to a directory that died stays broken; a refusal means that it has given this process up.

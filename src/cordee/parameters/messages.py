@@ -63,10 +63,10 @@ class Registered(ServerMessage, frozen=True):
 
 
 class Alive(ServerMessage, frozen=True):
-    """The sender lives. Answered by `Standing`."""
+    """The sender lives. Answered by `StoreStatus`."""
 
 
-class Standing(ServerMessage, frozen=True):
+class StoreStatus(ServerMessage, frozen=True):
     """Whether the store is coming to its end, and the workers that are lost: nothing of theirs is taken any more."""
 
     is_over: bool
@@ -127,7 +127,7 @@ class Located(ServerMessage, frozen=True):
     cuts: Cuts
 
 
-class Meet(ServerMessage, frozen=True):
+class EnterBarrier(ServerMessage, frozen=True):
     """The sender has come to its barrier of this number. Answered by `Done` when all workers have."""
 
     number: Count
@@ -264,7 +264,7 @@ class Load(ServerMessage, frozen=True):
 
 
 STORE: tuple[type[Message], ...] = (
-    JoinRequest, Registered, Alive, Standing, Place, Placed, Ready, Locate, Located, Meet, Bye,
+    JoinRequest, Registered, Alive, StoreStatus, Place, Placed, Ready, Locate, Located, EnterBarrier, Bye,
     Create, Fill, Push, Pull, PushRows, PullRows, SetUpdater, Done, Value,
     Adopt, Load, Following, FollowerLost,
 )  # fmt: skip

@@ -19,6 +19,7 @@ from cordee.parameters.messages import (
     Bye,
     Create,
     Done,
+    EnterBarrier,
     Fill,
     FollowerLost,
     Following,
@@ -26,7 +27,6 @@ from cordee.parameters.messages import (
     Load,
     Locate,
     Located,
-    Meet,
     Place,
     Placed,
     Pull,
@@ -36,7 +36,7 @@ from cordee.parameters.messages import (
     Ready,
     Registered,
     SetUpdater,
-    Standing,
+    StoreStatus,
     Value,
 )
 from cordee.parameters.replication import Answer, ReplicatedService, encode_state
@@ -71,7 +71,7 @@ class StoreService(ReplicatedService):
         self.leader = ""  # name of the server that this one follows
         self._has_taken_over = False
         self._pulls: dict[int, list[_Waiting]] = {}  # part -> pulls that want a later version
-        self._meets: dict[str, _Waiting] = {}
+        self._at_barrier: dict[str, _Waiting] = {}
         self._places: dict[str, list[tuple[Call, Place]]] = {}
         if shard is None:
             self.handlers.clear()
@@ -94,7 +94,7 @@ class StoreService(ReplicatedService):
                 Place: self._place,
                 Ready: self._ready,
                 Locate: self._locate,
-                Meet: self._meet,
+                EnterBarrier: self._enter_barrier,
             }
         self.handlers[Bye] = self._bye
 
@@ -134,7 +134,7 @@ class StoreService(ReplicatedService):
         dead, silent = directory.lose_dead(is_dead), directory.lose_silent(now_s)
         if dead or silent:
             self.lost = frozenset(directory.lost_workers)
-            for name in list(self._meets):
+            for name in list(self._at_barrier):
                 self._try_meet(name)
         losses = [(one, "it died") for one in dead]
         losses += [(one, f"it was silent for {directory.failure_timeout_s:g} s") for one in silent]
@@ -246,7 +246,7 @@ class StoreService(ReplicatedService):
             self.shard.forget(client)
         if self.directory is not None:
             self.directory.leave(call.caller)
-            for name in list(self._meets):
+            for name in list(self._at_barrier):
                 self._try_meet(name)
         return Done(), ()
 
@@ -295,7 +295,7 @@ class StoreService(ReplicatedService):
         participant = self._directory().record_heartbeat(call.caller, time.monotonic())
         if self.is_over and participant.role == "server":
             participant.has_left = True
-        return Standing(self.is_over, tuple(self.lost) if participant.role == "server" else ()), ()
+        return StoreStatus(self.is_over, tuple(self.lost) if participant.role == "server" else ()), ()
 
     def _place(self, call: Call, place: Place) -> Answer | None:
         record, is_owner = self._directory().declare(
@@ -317,39 +317,39 @@ class StoreService(ReplicatedService):
         record = self._directory().locate(locate.key)
         return Located(record.number, record.kind, record.shape, record.cuts), ()  # type: ignore[arg-type]
 
-    def _meet(self, call: Call, meet: Meet) -> Answer | None:
+    def _enter_barrier(self, call: Call, entered: EnterBarrier) -> Answer | None:
         directory = self._directory()
         directory.record_heartbeat(call.caller, time.monotonic())
 
         def problem() -> str:
-            return f"barrier: {join(directory.missing_at_barrier())} did not come within {meet.timeout_s:g} s"
+            return f"barrier: {join(directory.missing_at_barrier())} did not come within {entered.timeout_s:g} s"
 
-        self._meets[call.caller] = _Waiting(call, time.monotonic() + meet.timeout_s, problem)
+        self._at_barrier[call.caller] = _Waiting(call, time.monotonic() + entered.timeout_s, problem)
         self._try_meet(call.caller)
         return None
 
     def _try_meet(self, name: str) -> None:
-        waiting = self._meets.get(name)
+        waiting = self._at_barrier.get(name)
         if waiting is None:
             return
-        meet = waiting.call.message
-        assert isinstance(meet, Meet)
+        entered = waiting.call.message
+        assert isinstance(entered, EnterBarrier)
         directory = self._directory()
         try:
-            if not directory.meet(name, meet.number):
+            if not directory.enter_barrier(name, entered.number):
                 return
         except StoreError as error:
-            del self._meets[name]
+            del self._at_barrier[name]
             directory.leave_barrier(name)
             waiting.call.refuse("failed", str(error))
             return
-        for other in [other for other in self._meets if directory.has_met(other, self._number(other))]:
-            self._meets.pop(other).call.reply(Done())
+        for other in [other for other in self._at_barrier if directory.has_passed_barrier(other, self._number(other))]:
+            self._at_barrier.pop(other).call.reply(Done())
 
     def _number(self, name: str) -> int:
-        meet = self._meets[name].call.message
-        assert isinstance(meet, Meet)
-        return meet.number
+        entered = self._at_barrier[name].call.message
+        assert isinstance(entered, EnterBarrier)
+        return entered.number
 
     def _expire(self, now_s: float) -> None:
         for number, waits in list(self._pulls.items()):
@@ -361,10 +361,10 @@ class StoreService(ReplicatedService):
                 self._pulls[number] = kept
             else:
                 del self._pulls[number]
-        for name, waiting in list(self._meets.items()):
+        for name, waiting in list(self._at_barrier.items()):
             if waiting.deadline_s <= now_s:
                 waiting.call.refuse("failed", waiting.problem())
-                del self._meets[name]
+                del self._at_barrier[name]
                 self._directory().leave_barrier(name)
         for key, places in list(self._places.items()):
             self._expire_places(key, places, now_s)

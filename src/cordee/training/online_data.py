@@ -17,14 +17,16 @@ _MARK_SHIFT = 8
 
 
 @dataclass(frozen=True)
-class Found:
+class NextAction:
     """What all members do now, and of how many samples the batch is made where it is to be taken."""
 
     action: Action
     num_samples: int = 0
 
 
-def look(stream: OnlineStream, team: Team, *, wants_halt: bool, is_time_up: bool, is_idle: bool) -> Found:
+def agree_on_action(
+    stream: OnlineStream, team: Team, *, wants_halt: bool, is_time_up: bool, is_idle: bool
+) -> NextAction:
     """Return what the team does next. Collective, and does not wait for data.
 
     Raises DataError when the members see different data at the same place.
@@ -34,7 +36,7 @@ def look(stream: OnlineStream, team: Team, *, wants_halt: bool, is_time_up: bool
     word = _HALT * wants_halt + _TIME * is_time_up + _IDLE * is_idle + _END * is_ended + _READY * bool(num_samples)
     mark = zlib.crc32(f"{stream.mark} {num_samples}".encode()) if num_samples else 0
     words = team.gather(word + (mark << _MARK_SHIFT))
-    return Found(decide(words), num_samples)
+    return NextAction(decide(words), num_samples)
 
 
 def decide(words: list[int]) -> Action:

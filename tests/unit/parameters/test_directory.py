@@ -43,7 +43,7 @@ def test_the_silent_are_given_up() -> None:
     with pytest.raises(StoreError, match=r"worker 1 .* was given up: it was silent for 5 s"):
         directory.record_heartbeat("w1", 6)
     with pytest.raises(StoreError, match=r"barrier: worker 1 \(process 11 on h\) is lost"):
-        directory.meet("w0", 1)
+        directory.enter_barrier("w0", 1)
 
 
 def test_nobody_is_lost_while_nobody_listens() -> None:
@@ -83,16 +83,16 @@ def test_without_a_number_of_workers_the_first_comes_first_and_another_takes_ove
 
 def test_the_barrier() -> None:
     directory = made(workers=3)
-    assert not directory.meet("w0", 1)
-    assert not directory.meet("w1", 1)
+    assert not directory.enter_barrier("w0", 1)
+    assert not directory.enter_barrier("w1", 1)
     assert [worker.index for worker in directory.missing_at_barrier()] == [2]
-    assert directory.meet("w2", 1)
-    assert all(directory.has_met(name, 1) for name in ("w0", "w1", "w2"))
-    assert directory.meet("w0", 1), "it did not hear the answer and asks again"
-    assert not directory.meet("w0", 2)
+    assert directory.enter_barrier("w2", 1)
+    assert all(directory.has_passed_barrier(name, 1) for name in ("w0", "w1", "w2"))
+    assert directory.enter_barrier("w0", 1), "it did not hear the answer and asks again"
+    assert not directory.enter_barrier("w0", 2)
     directory.leave("w1")
     directory.leave("w2")
-    assert directory.meet("w0", 2), "those that left are not waited for"
+    assert directory.enter_barrier("w0", 2), "those that left are not waited for"
 
 
 def with_seconds() -> Directory:

@@ -149,7 +149,7 @@ class Generations:
         """
         membership = self._membership
         far = [i for i in membership.active if membership.of(i).is_remote and i != first]
-        late = [i for i in far if i not in self._recoveries.met] or far
+        late = [i for i in far if i not in self._recoveries.trained] or far
         if not late:
             return
         where = ", ".join(f"{membership.of(i).host} (worker {i})" for i in late)

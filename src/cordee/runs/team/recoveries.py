@@ -30,9 +30,9 @@ class Recoveries:
         return self._state.restarts
 
     @property
-    def met(self) -> list[int]:
+    def trained(self) -> list[int]:
         """The members of the last generation that took a step."""
-        return self._state.met
+        return self._state.trained
 
     @property
     def last_loss(self) -> FailureReport | None:
@@ -46,7 +46,7 @@ class Recoveries:
 
     def take(self, loss: FailureReport, *, is_external: bool) -> None:
         """Record a loss. An external worker that never took part leaves nothing to recover from."""
-        if loss.worker_index in self._state.met or not is_external:
+        if loss.worker_index in self._state.trained or not is_external:
             self._state.lost.append(loss)
 
     def begin(self, first: MemberRecord, reason: str, team_step: int, now_s: float) -> str | None:
@@ -72,7 +72,7 @@ class Recoveries:
     def complete(self, step: int, members: list[int], now_s: float) -> Recovered | None:
         """Record that members have taken their first step; return the recovery that ends with it."""
         state = self._state
-        state.met = list(members)
+        state.trained = list(members)
         recovery, state.under_way = state.under_way, None
         if recovery is None:
             return None

@@ -30,7 +30,7 @@ class RecoveryState(msgspec.Struct, kw_only=True):
     """What was lost, and how far the others are with continuing."""
 
     restarts: Restarts
-    met: list[int] = []  # members of the last generation that took a step
+    trained: list[int] = []  # members of the last generation that took a step
     lost: list[FailureReport] = []  # since the last generation was formed
     under_way: Recovery | None = None
     num_complete: int = 0

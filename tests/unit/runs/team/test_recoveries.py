@@ -13,8 +13,8 @@ from cordee.runs.team.recoveries import Recovered, Recoveries
 from cordee.runs.team.state import LossState, RecoveryState, TeamState, WorkersState
 
 
-def recoveries(met: list[int]) -> Recoveries:
-    return Recoveries(RecoveryState(restarts=Restarts(max_restarts=9), met=met))
+def recoveries(trained: list[int]) -> Recoveries:
+    return Recoveries(RecoveryState(restarts=Restarts(max_restarts=9), trained=trained))
 
 
 def test_losses_before_the_next_step_are_one_recovery() -> None:
@@ -26,7 +26,7 @@ def test_losses_before_the_next_step_are_one_recovery() -> None:
     assert found.is_under_way and found.last_loss is None
     assert found.complete(4, [0], now_s=15.0) == Recovered(lost=[1, 2], seconds=5.0, steps_redone=2)
     assert found.complete(5, [0], now_s=16.0) is None, "it is complete"
-    assert found.met == [0]
+    assert found.trained == [0]
 
 
 def test_a_guest_that_never_took_part_leaves_nothing_to_recover_from() -> None:
