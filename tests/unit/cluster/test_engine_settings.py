@@ -1,0 +1,55 @@
+"""What the engines refuse before they look for a cluster; that there is none of their packages here is part of it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from cordee.cluster.engines import ENGINES, check_settings, find_engine, ray, spark
+from cordee.cluster.engines.agents import EngineRequest
+from cordee.core import Job
+from cordee.core.errors import JobError, MissingExtraError
+
+
+def job(**cluster: Any) -> Job:
+    tables: dict[str, Any] = {"model": "mlp", "data": "digits", "cluster": cluster}
+    return Job(**tables)
+
+
+def request(**cluster: Any) -> EngineRequest:
+    return EngineRequest(job=job(**cluster), num_slots=2)
+
+
+@pytest.mark.parametrize(("engine", "package"), [("ray", "ray"), ("spark", "pyspark")])
+def test_a_missing_package_is_named_with_its_extra(engine: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    make_source = {"ray": ray, "spark": spark}[engine].make_source
+    with pytest.raises(MissingExtraError, match=rf"pip install 'cordee\[{engine}\]'"):
+        make_source(request(engine=engine))
+
+
+def test_addresses_of_proxies_are_refused_with_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(JobError, match=r"Ray Client.*ray job submit"):
+        ray.make_source(request(engine="ray", connect="ray://head:10001"))
+    with pytest.raises(JobError, match=r"Spark Connect.*spark://HOST:7077"):
+        spark.make_source(request(engine="spark", connect="sc://head"))
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    monkeypatch.setenv("SPARK_REMOTE", "sc://head")
+    with pytest.raises(JobError, match="Ray Client"):
+        ray.make_source(request(engine="ray"))
+    with pytest.raises(JobError, match="Spark Connect"):
+        spark.make_source(request(engine="spark"))
+
+
+def test_connect_is_for_engines_that_connect() -> None:
+    check_settings(job(engine="ray", connect="head:6379"))
+    with pytest.raises(JobError, match=r"cluster.connect = 'head:6379'.*'ray' or 'spark'.*'local'"):
+        check_settings(job(connect="head:6379"))
+
+
+def test_an_unknown_engine_is_refused_with_the_nearest() -> None:
+    with pytest.raises(JobError, match="did you mean 'spark'"):
+        find_engine("sparc")
+    assert {"local", "ray", "spark"} <= ENGINES.keys()
