@@ -45,19 +45,19 @@ TOKENS_JOB = """
 name = "tokens"
 [model]
 use = "gpt"
-layers = 2
-width = 16
-heads = 2
+num_layers = 2
+num_heads = 2
+embedding_width = 16
 [data]
 use = "synthetic"
-shape = [8]
-num_classes = 12
-vocabulary = 12
-size = 128
-test_size = 32
+kind = "tokens"
+shape = [12]
+num_classes = 16
+size = 96
+test_size = 16
 [training]
-batch_size = 8
-epochs = 1
+batch_size = 16
+epochs = 2
 threads = 1
 [strategy]
 name = "single"
@@ -165,17 +165,17 @@ def agents(cluster: Cluster) -> list[psutil.Process]:
 
 def assert_same_as_elsewhere(strategy: str, engine: str, cluster: Cluster, folder: Path) -> None:
     """Run a strategy on the engine and without it: the same weights, every sample once."""
-    is_split = STRATEGIES[strategy].splits_model
     job = TOKENS_JOB if strategy in ("tensor", "hybrid") else JOB
     if STRATEGIES[strategy].can_reproduce:
         reference = train(folder / "reference", "training.reproducible=true", job=job)
     else:
         reference = train(folder / "reference", *settings_of(strategy), job=job)
     assert reference.code == 0, reference.output
-    outcome = train(folder / engine, *settings_of(strategy), *on(engine, cluster), job=job)
+    calm = "cluster.failure_timeout=30s"  # nobody is lost here because the machine is busy
+    outcome = train(folder / engine, *settings_of(strategy), calm, *on(engine, cluster), job=job)
     assert outcome.code == 0, outcome.output
     assert outcome.summary["status"] == "completed"
-    assert outcome.summary["samples"] == reference.summary["samples"], is_split
+    assert outcome.summary["samples"] == reference.summary["samples"]
     assert outcome.summary["weights_sha256"] == reference.summary["weights_sha256"]
 
 
