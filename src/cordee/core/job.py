@@ -182,12 +182,19 @@ def _data_section(value: Any) -> Data:
     own = {field.name for field in msgspec.structs.fields(Data)} - {"use", "args"}
     settings = {key: table.pop(key) for key in list(table) if key in own}
     use, args = table.pop("use"), {**_table("data.args", table.pop("args", {})), **table}
-    if isinstance(args.get("root"), (str, os.PathLike)):
-        args["root"] = str(Path(args["root"]).expanduser().absolute())
+    for key in _path_keys(use, args):
+        args[key] = str(Path(args[key]).expanduser().absolute())
     # A live object does not pass through the validation of plain values.
     checked = read_section("data", {"use": "", **settings}, Data)
     data: Data = msgspec.structs.replace(checked, use=use, args=args)
     return data
+
+
+def _path_keys(use: Any, args: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of a data set that are paths of this host: workers may have another working folder."""
+    is_builtin = isinstance(use, str) and ":" not in use  # what `path` means to a user's callable is not known
+    keys = ["root", *(("path", "test") if is_builtin and "root" not in args else ())]
+    return [key for key in keys if isinstance(args.get(key), (str, os.PathLike)) and "://" not in os.fspath(args[key])]
 
 
 def _strategy_section(value: Any) -> Strategy:

@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from cordee.core.batch import Batch
 from cordee.core.errors import CordeeError, DataError
+from cordee.data.blocks import Blocks
 from cordee.data.order import hash_positions, preserved_generators, seed_generators
 from cordee.data.source import check_classes, ready_inputs, ready_targets
 
@@ -44,14 +45,30 @@ class DatasetSource:
     def gather(self, indices: Tensor) -> Batch:
         return self.read(indices, indices, seed=0)
 
+    @property
+    def blocks(self) -> Blocks[Any] | None:
+        """The blocks that the samples are read from, where the dataset has such."""
+        blocks = getattr(self.dataset, "blocks", None)
+        return blocks if isinstance(blocks, Blocks) and self._kept is None else None
+
     def take(self, indices: Tensor) -> DatasetSource:
         kept = indices if self._kept is None else self._kept.index_select(0, indices)
-        part = DatasetSource(self.dataset, self.what, kept)
-        part.num_classes, part.ignored = self.num_classes, self.ignored
-        return part
+        return self._over(self.dataset, kept)
 
     def first(self, num_samples: int) -> DatasetSource:
+        if self.blocks is not None:
+            return self._over(self.dataset.first(num_samples))
         return self.take(torch.arange(min(num_samples, self.num_samples or 0)))
+
+    def split_rows(self, fraction: float, seed: int) -> tuple[DatasetSource, DatasetSource]:
+        """Return a part of the rows without a drawn share, and this share. For samples that lie in blocks."""
+        rest, aside = self.dataset.split_rows(fraction, seed)
+        return self._over(rest), self._over(aside)
+
+    def _over(self, dataset: Any, kept: Tensor | None = None) -> DatasetSource:
+        part = DatasetSource(dataset, self.what, kept)
+        part.num_classes, part.ignored = self.num_classes, self.ignored
+        return part
 
     def read(self, indices: Tensor, positions: Tensor, seed: int) -> Batch:
         """Return the samples with these indices, random transforms drawn from (seed, position)."""

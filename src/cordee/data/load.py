@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,13 +19,19 @@ from cordee.core.errors import CordeeError, DataError, JobError
 from cordee.core.references import bind, name_of, resolve
 from cordee.core.seeds import derive_seed
 from cordee.core.settings import Data
+from cordee.data.blocks import BlockSource
 from cordee.data.cifar import CIFAR10, cifar10, find_cifar_files
+from cordee.data.csv_files import csv_files
 from cordee.data.datasets import DatasetSource, IterableSource
 from cordee.data.files import locate
+from cordee.data.huggingface import huggingface, is_live_table, live_table
+from cordee.data.images import image_folder, image_tar
 from cordee.data.mnist import FASHION_MNIST, MNIST, fashion_mnist, locate_idx_files, mnist
 from cordee.data.online import GrowingSource, endless, folder
+from cordee.data.parquet import arrow, parquet
 from cordee.data.source import ArraySource, Source, Splits, check_classes, count_classes, find_missing, source_of_arrays
 from cordee.data.synthetic import synthetic
+from cordee.data.text import text
 
 
 def load_data(data: Data, *, seed: int, python_path: Sequence[str] = (), ignored: int | None = None) -> Splits:
@@ -68,20 +75,24 @@ def _as_growing(splits: Splits, data: Data, ignored: int | None) -> Splits:
 
 
 def _make(data: Data, name: str, seed: int, python_path: Sequence[str], ignored: int | None) -> Any:
-    if is_data(data.use):
+    if is_data(data.use) and not is_live_table(data.use):
         if data.args:
             raise JobError(
                 f"data has no setting '{next(iter(data.args))}': data.use is a {type(data.use).__name__}, "
                 "which takes none"
             )
         return data.use
-    make = resolve("data", data.use, BUILTIN_DATA, python_path=python_path)
     provided: dict[str, Any] = {"seed": seed, "normalize": data.normalize}
-    if make is folder:
-        provided["ignored"] = ignored
+    own = {"ignored": ignored, "python_path": tuple(python_path)}
+    if is_live_table(data.use):
+        return bind("data", functools.partial(live_table, table=data.use), data.args, own)()
+    make = resolve("data", data.use, BUILTIN_DATA, python_path=python_path)
+    if make in BUILTIN_DATA.values():
+        provided |= own
     bound = bind("data", make, data.args, provided)
     try:
-        return bound()
+        made = bound()
+        return live_table(table=made, ignored=ignored) if is_live_table(made) else made
     except CordeeError:
         raise
     except Exception as error:
@@ -138,8 +149,12 @@ def _with_test_fraction(splits: Splits, fraction: float, seed: int) -> Splits:
     num_test = round(fraction * num_samples)
     if not 0 < num_test < num_samples:
         raise JobError(f"data.test_fraction = {fraction} of {num_samples} samples leaves nothing on one side")
-    generator = torch.Generator().manual_seed(derive_seed(seed, "test_fraction"))
-    drawn = torch.randperm(num_samples, generator=generator)
+    seed = derive_seed(seed, "test_fraction")
+    source = splits.train
+    if isinstance(source, BlockSource) or (isinstance(source, DatasetSource) and source.blocks is not None):
+        rest, aside = source.split_rows(fraction, seed)
+        return dataclasses.replace(splits, train=rest, test=aside)
+    drawn = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
     test, train = (part.sort().values for part in drawn.split_with_sizes([num_test, num_samples - num_test]))
     return dataclasses.replace(splits, train=_take(splits.train, train), test=_take(splits.train, test))
 
@@ -277,11 +292,13 @@ def _find_empty_classes(splits: Splits) -> tuple[str, ...]:
     source, num_classes = splits.train, splits.num_classes
     if num_classes is None:
         return ()
-    names, targets = None, None
+    names: Sequence[str] | None = splits.class_names
+    targets = None
     if isinstance(source, ArraySource):
         targets = source.targets
     elif isinstance(source, DatasetSource):
-        targets, names = getattr(source.dataset, "targets", None), getattr(source.dataset, "classes", None)
+        targets = getattr(source.dataset, "targets", None)
+        names = names or getattr(source.dataset, "classes", None)
     if not isinstance(targets, (list, Tensor)) or len(targets) == 0:
         return ()
     labels = torch.as_tensor(targets)
@@ -419,14 +436,21 @@ def _splits(name: str, inputs: Tensor, targets: Tensor, is_test: Tensor, num_cla
 
 # The data sets that have a name.
 
-BUILTIN_DATA: Mapping[str, Callable[..., Splits]] = {
+BUILTIN_DATA: Mapping[str, Callable[..., Any]] = {
+    "arrow": arrow,
     "cifar10": cifar10,
+    "csv": csv_files,
     "digits": digits,
     "fashion-mnist": fashion_mnist,
     "folder": folder,
+    "huggingface": huggingface,
+    "image-folder": image_folder,
+    "image-tar": image_tar,
     "iris": iris,
     "mnist": mnist,
+    "parquet": parquet,
     "synthetic": synthetic,
+    "text": text,
 }
 
 FILE_SOURCES = ("cifar10", "fashion-mnist", "mnist")

@@ -14,7 +14,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,10 +24,19 @@ from cordee.core.errors import DataError, JobError
 from cordee.core.seeds import derive_seed
 from cordee.core.shards import Shards
 from cordee.data.augment import Augmentation
+from cordee.data.blocks import BlockSource
 from cordee.data.datasets import DatasetSource, IterableSource
 from cordee.data.online import GrowingSource
 from cordee.data.order import EpochOrder, batch_part, count_batches, positions_of
-from cordee.data.reading import OnDemandReader, PlacedBatch, ReadJob, StreamPlan, read_batches, read_stream
+from cordee.data.reading import (
+    OnDemandReader,
+    PlacedBatch,
+    ReadJob,
+    SampleSource,
+    StreamPlan,
+    read_batches,
+    read_stream,
+)
 from cordee.data.source import ArraySource, Source
 
 # Inputs gathered at once, as float32 bytes. Gather and conversion alone took, per batch of the above on two
@@ -86,6 +95,8 @@ class Loader:
         self._augmentation = Augmentation(augment, source.input_shape) if augment else None
         self._prefetch = prefetch
         self._processes = processes
+        self._blocks = getattr(source, "blocks", None)  # that samples are read from, where they lie in blocks
+        self._expected: tuple[int, int] | None = None  # the epoch and the window whose blocks are read ahead
         self._read_order: tuple[int, EpochOrder] | None = None  # of the epoch that was read last
         self._on_demand: tuple[int, OnDemandReader] | None = None  # the same, where processes read
 
@@ -100,6 +111,10 @@ class Loader:
 
         Closing the generator stops all threads and processes it uses before it returns.
         """
+        batches = self._batches(epoch, first_batch)
+        return batches if self._blocks is None else self._closing_blocks(batches)
+
+    def _batches(self, epoch: int, first_batch: int) -> Generator[Batch, None, None]:
         source = self._source
         if isinstance(source, GrowingSource):
             return self._like_those_to_come(source)
@@ -107,7 +122,7 @@ class Loader:
             plan = StreamPlan(epoch, self._seed, first_batch, self._batch_size, self._shards)
             placed = read_stream(source, plan, processes=self._processes, ahead=self._prefetch)
             return self._finished(placed, epoch)
-        if isinstance(source, DatasetSource):
+        if self._reads_samples(source):
             seed = derive_seed(self._seed, "samples", epoch)
             jobs = self._jobs(epoch, first_batch)
             placed = read_batches(source, jobs, seed, processes=self._processes, ahead=self._prefetch)
@@ -116,6 +131,12 @@ class Loader:
             num_ahead = -(-self._prefetch // self._num_gathered())
             return _flattened(in_background(lambda: self._gathered(epoch, first_batch), num_ahead))
         return _flattened(self._gathered(epoch, first_batch))
+
+    def _reads_samples(self, source: Source) -> TypeGuard[SampleSource]:
+        """Whether samples are read one by one, or in other processes: not gathered by the batch in this one."""
+        if isinstance(source, DatasetSource):
+            return True
+        return self._processes > 0 and isinstance(source, SampleSource)
 
     def _like_those_to_come(self, source: GrowingSource) -> Generator[Batch, None, None]:
         """Yield batches made of the first samples, to measure with. Training takes them as they come (`online`)."""
@@ -134,8 +155,7 @@ class Loader:
         """Return which samples of the source are at the positions [start, stop) of an epoch. Not for streams."""
         source = self._source
         assert source.num_samples is not None
-        order = EpochOrder(source.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-        indices = order.samples_at(torch.arange(start, stop))
+        indices = self._order(epoch).samples_at(torch.arange(start, stop))
         numbers: list[int] = source.numbers(indices) if isinstance(source, DatasetSource) else indices.tolist()
         return numbers
 
@@ -149,10 +169,11 @@ class Loader:
         source = self._source
         assert not isinstance(source, IterableSource) and source.num_samples is not None
         if self._read_order is None or self._read_order[0] != epoch:
-            order = EpochOrder(source.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-            self._read_order = (epoch, order)
+            self._read_order = (epoch, self._order(epoch))
         order = self._read_order[1]
-        if isinstance(source, DatasetSource):
+        if parts:
+            self._expect(order, epoch, parts[-1][0])
+        if self._reads_samples(source):
             jobs = [ReadJob(start, order.samples_at(torch.arange(start, stop))) for start, stop in parts]
             return self._finished(self._read_jobs(source, jobs, epoch), epoch)
         augment_seed = derive_seed(self._seed, "augment", epoch)
@@ -166,13 +187,29 @@ class Loader:
         return (batch for batch in gather())
 
     def close(self) -> None:
-        """End the processes that `read` has started."""
+        """End the processes and threads that `read` has started."""
+        if self._blocks is not None:
+            self._blocks.close()
         if self._on_demand is not None:
             self._on_demand[1].close()
             self._on_demand = None
 
+    def _order(self, epoch: int) -> EpochOrder:
+        assert self._source.num_samples is not None
+        layout = None if self._blocks is None else self._blocks.layout
+        return EpochOrder(self._source.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle, layout=layout)
+
+    def _expect(self, order: EpochOrder, epoch: int, position: int) -> None:
+        """Have the blocks of the window after that of `position` read ahead, once."""
+        if self._blocks is None or self._prefetch == 0 or self._processes > 0:
+            return
+        following = order.blocks_after(position)
+        if following is not None and self._expected != (epoch, following[0]):
+            self._expected = (epoch, following[0])
+            self._blocks.expect(following[1])
+
     def _read_jobs(
-        self, source: DatasetSource, jobs: Sequence[ReadJob], epoch: int
+        self, source: SampleSource, jobs: Sequence[ReadJob], epoch: int
     ) -> Generator[PlacedBatch, None, None]:
         seed = derive_seed(self._seed, "samples", epoch)
         if self._processes == 0:
@@ -199,7 +236,7 @@ class Loader:
         source = self._source
         if self._augmentation is None:
             return source.gather(indices)
-        if isinstance(source, ArraySource):
+        if isinstance(source, (ArraySource, BlockSource)):
             raw, targets = source.rows(indices)  # bytes: a quarter of the work, and padding is black
             return Batch(source.finish(self._augmentation.apply(raw, positions, augment_seed)), targets)
         inputs, targets = source.gather(indices)
@@ -216,15 +253,19 @@ class Loader:
         )
 
     def _num_gathered(self) -> int:
-        """How many batches are gathered at once."""
-        return max(1, _GATHER_BYTES // max(1, self._batch_bytes()))
+        """How many batches are gathered at once: of samples in blocks, no more than a window has."""
+        count = _GATHER_BYTES // max(1, self._batch_bytes())
+        if self._blocks is not None:
+            count = min(count, self._blocks.layout.window // self._batch_size)
+        return max(1, count)
 
     def _jobs(self, epoch: int, first_batch: int) -> Iterator[ReadJob]:
-        num_samples, num_batches = self._source.num_samples, self.num_batches
-        assert num_samples is not None and num_batches is not None
-        order = EpochOrder(num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        num_batches = self.num_batches
+        assert num_batches is not None
+        order = self._order(epoch)
         for batch in range(first_batch, num_batches):
             start, stop = self._part(batch)
+            self._expect(order, epoch, start)
             yield ReadJob(start, order.samples_at(torch.arange(start, stop)))
 
     def _finished(self, placed: Generator[PlacedBatch, None, None], epoch: int) -> Generator[Batch, None, None]:
@@ -235,16 +276,27 @@ class Loader:
                     inputs = self._augmentation.apply(inputs, torch.arange(first, first + len(inputs)), seed)
                 yield Batch(inputs, targets)
 
+    def _closing_blocks(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
+        """Have nothing read ahead any more when the batches end, or are not wanted any more."""
+        assert self._blocks is not None
+        try:
+            with contextlib.closing(batches):
+                yield from batches
+        finally:
+            self._blocks.close()
+            self._expected = None
+
     def _gathered(self, epoch: int, first_batch: int) -> Iterator[Iterator[Batch]]:
-        source, num_batches = self._source, self.num_batches
-        assert num_batches is not None and source.num_samples is not None
-        order = EpochOrder(source.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        num_batches = self.num_batches
+        assert num_batches is not None
+        order = self._order(epoch)
         augment_seed = derive_seed(self._seed, "augment", epoch)
         at_once = self._num_gathered()
         for first in range(first_batch, num_batches, at_once):
             parts = [self._part(batch) for batch in range(first, min(first + at_once, num_batches))]
             positions = positions_of(parts)
             indices = order.samples_at(positions)
+            self._expect(order, epoch, parts[0][0])
             inputs, targets = self._read_array(indices, positions, augment_seed)
             sizes = [stop - start for start, stop in parts]
             yield map(Batch, inputs.split_with_sizes(sizes), targets.split_with_sizes(sizes))

@@ -3,11 +3,15 @@
 An epoch is a permutation of the samples drawn from (seed, epoch). Global batch b is made of the positions
 from b * batch_size up to the next batch; the last one may be smaller. Every shard gets a contiguous part of
 every global batch. Nothing here depends on what was read before, so any batch can be the first.
+
+Samples that lie in blocks, which can only be read whole, are permuted in two steps: the blocks are, and then the
+samples of each window of blocks that follow each other in that order. So only the blocks of one window are in use.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
@@ -23,23 +27,100 @@ from cordee.core.shards import Shards, shard_part
 LARGEST_HELD_ORDER = 1 << 24
 
 
-class EpochOrder:
-    """The samples of one epoch by position: shuffled from (seed, epoch), or as they are."""
+@dataclasses.dataclass(frozen=True)
+class BlockLayout:
+    """How the samples of a source lie in blocks that are read whole (row groups of a file), one after the other."""
 
-    def __init__(self, num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> None:
+    sizes: Tensor  # samples of each block, int64
+    window: int  # samples that are shuffled among each other; a window has at least one block, whatever its size
+
+
+class EpochOrder:
+    """The samples of one epoch by position: shuffled from (seed, epoch), or as they are.
+
+    With a `layout` whose blocks are more than one window, samples are shuffled window by window.
+    """
+
+    def __init__(
+        self, num_samples: int, *, seed: int, epoch: int, shuffle: bool, layout: BlockLayout | None = None
+    ) -> None:
         self._num_samples = num_samples
         self._seed = derive_seed(seed, "order", epoch)
         self._is_shuffled = shuffle
         self._held: Tensor | None = None
-        if shuffle and num_samples <= LARGEST_HELD_ORDER:
-            self._held = torch.randperm(num_samples, generator=torch.Generator().manual_seed(self._seed))
+        self._windows: _Windows | None = None
+        if shuffle and layout is not None and layout.window < num_samples:
+            self._windows = _Windows(layout, self._seed)
+        elif shuffle and num_samples <= LARGEST_HELD_ORDER:
+            self._held = _permutation(num_samples, self._seed)
 
     def samples_at(self, positions: Tensor) -> Tensor:
+        if self._windows is not None:
+            return self._windows.samples_at(positions)
         if self._held is not None:
             return self._held.index_select(0, positions)
         if self._is_shuffled:
             return permute_positions(positions, self._num_samples, self._seed)
         return positions
+
+    def blocks_after(self, position: int) -> tuple[int, list[int]] | None:
+        """Return the number of the window after that of `position`, and its blocks; None if there is none."""
+        return None if self._windows is None else self._windows.blocks_after(position)
+
+
+class _Windows:
+    """The order of samples in blocks: blocks are permuted, then the samples of each window of blocks."""
+
+    def __init__(self, layout: BlockLayout, seed: int) -> None:
+        self._seed = seed
+        self._blocks = _permutation(len(layout.sizes), seed)
+        self._sizes = layout.sizes.index_select(0, self._blocks)
+        self._starts = (layout.sizes.cumsum(0) - layout.sizes).index_select(0, self._blocks)  # in the source
+        bounds, filled = [0], 0
+        for at, size in enumerate(self._sizes.tolist()):
+            if filled and filled + size > layout.window:
+                bounds.append(at)
+                filled = 0
+            filled += size
+        self._bounds = [*bounds, len(self._sizes)]
+        before = self._sizes.cumsum(0) - self._sizes
+        self._first_positions = before[torch.tensor(bounds)]
+        self._drawn: dict[int, Tensor] = {}  # the permutations of the windows used last
+
+    def samples_at(self, positions: Tensor) -> Tensor:
+        windows = torch.searchsorted(self._first_positions, positions, right=True) - 1
+        samples = torch.empty_like(positions)
+        for window in sorted(set(windows.tolist())):
+            is_inside = windows == window
+            samples[is_inside] = self._samples_in(window, positions[is_inside] - self._first_positions[window])
+        return samples
+
+    def blocks_after(self, position: int) -> tuple[int, list[int]] | None:
+        after = int(torch.searchsorted(self._first_positions, position, right=True))
+        if after >= len(self._first_positions):
+            return None
+        return after, self._blocks[self._bounds[after] : self._bounds[after + 1]].tolist()
+
+    def _samples_in(self, window: int, places: Tensor) -> Tensor:
+        first, stop = self._bounds[window], self._bounds[window + 1]
+        ends = self._sizes[first:stop].cumsum(0)
+        rows = self._permute(window, int(ends[-1]), places)
+        block = torch.searchsorted(ends, rows, right=True)
+        return self._starts[first:stop][block] + rows - (ends - self._sizes[first:stop])[block]
+
+    def _permute(self, window: int, size: int, places: Tensor) -> Tensor:
+        seed = derive_seed(self._seed, "window", window)
+        if size > LARGEST_HELD_ORDER:
+            return permute_positions(places, size, seed)
+        if window not in self._drawn:
+            if len(self._drawn) > 1:  # a batch has positions of two windows at most, unless windows are tiny
+                del self._drawn[next(iter(self._drawn))]
+            self._drawn[window] = _permutation(size, seed)
+        return self._drawn[window].index_select(0, places)
+
+
+def _permutation(length: int, seed: int) -> Tensor:
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
 
 
 def count_batches(num_samples: int, batch_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Reading user datasets, in the calling thread or in processes of their own.
+"""Reading samples one by one, in the calling thread or in processes of their own.
 
 Processes are those of torch's DataLoader, which are given our index lists, so that order, cut and random
 draws are the same with any number of them. They end when the generator is closed, and when this process dies.
@@ -11,7 +11,7 @@ import traceback
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,8 +21,20 @@ from cordee.core.batch import Batch
 from cordee.core.errors import DataError
 from cordee.core.seeds import derive_seed
 from cordee.core.shards import Shards
-from cordee.data.datasets import DatasetSource, IterableSource, stacked
+from cordee.data.datasets import IterableSource, stacked
 from cordee.data.order import part_of, preserved_generators, seed_generators
+from cordee.data.source import Source
+
+
+@runtime_checkable
+class SampleSource(Source, Protocol):
+    """A source whose samples can be read by other processes."""
+
+    reads_at_once: bool  # samples that are read together are drawn from one seed: reading them apart gives others
+
+    def read(self, indices: Tensor, positions: Tensor, seed: int) -> Batch:
+        """Return the samples with these indices, random changes drawn from (seed, position)."""
+        ...
 
 
 class ReadJob(NamedTuple):
@@ -54,7 +66,7 @@ class StreamPlan(NamedTuple):
 
 
 def read_batches(
-    source: DatasetSource, jobs: Iterable[ReadJob], seed: int, *, processes: int, ahead: int
+    source: SampleSource, jobs: Iterable[ReadJob], seed: int, *, processes: int, ahead: int
 ) -> Generator[PlacedBatch, None, None]:
     """Yield one batch per job, in order. Raises DataError as soon as a sample cannot be read."""
     if processes == 0:
@@ -73,7 +85,7 @@ def read_stream(
     return _from_processes(_StreamReader(source, plan), None, num_processes=1, ahead=max(1, ahead))
 
 
-def _read(source: DatasetSource, job: ReadJob, seed: int) -> PlacedBatch:
+def _read(source: SampleSource, job: ReadJob, seed: int) -> PlacedBatch:
     positions = torch.arange(job.first, job.first + len(job.indices))
     return PlacedBatch(job.first, *source.read(job.indices, positions, seed))
 
@@ -110,7 +122,7 @@ class _Failure(NamedTuple):
 
 
 class _JobReader(Dataset[Any]):
-    def __init__(self, source: DatasetSource, seed: int) -> None:
+    def __init__(self, source: SampleSource, seed: int) -> None:
         self._source = source
         self._seed = seed
 
@@ -124,7 +136,7 @@ class _JobReader(Dataset[Any]):
 class OnDemandReader:
     """Processes that read what is asked for when it is asked for, and stay until `close`."""
 
-    def __init__(self, source: DatasetSource, seed: int, *, processes: int, ahead: int) -> None:
+    def __init__(self, source: SampleSource, seed: int, *, processes: int, ahead: int) -> None:
         per_process = max(1, -(-ahead // processes))
         # Torch's DataLoader always wants to know this many jobs ahead: it is given empty ones where there is no other.
         self._num_empty = processes * per_process

@@ -37,6 +37,7 @@ class Splits:
     num_classes: int | None  # None: regression
     name: str
     warnings: tuple[str, ...] = ()  # what the user should know of it
+    class_names: tuple[str, ...] | None = None  # in the order of the classes, where they have names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +107,8 @@ NUM_LOOKED_AT = 16  # samples of each set, spread over it
 def fingerprint(splits: Splits) -> str:
     """Return how many samples there are and a hash of some of them, in words.
 
-    Samples that are read differently each time (a data set's own augmentation), and data that grows or has no length,
-    are not compared.
+    A source that has a `digest` of all its files, and not "", says it instead. Samples that are read differently each
+    time (a data set's own augmentation), and data that grows or has no length, are not compared.
     """
     parts = [f"train: {_describe(splits.train)}"]
     if splits.test is not None:
@@ -129,6 +130,9 @@ def _describe(source: Source) -> str:
     count = source.num_samples
     if count is None:
         return "samples that are not counted"
+    digest = getattr(source, "digest", str)()
+    if digest:
+        return f"{count} samples ({digest})"
     positions = torch.linspace(0, count - 1, min(count, NUM_LOOKED_AT), dtype=torch.float64).round().long()
     first, second = _hash(source.gather(positions)), _hash(source.gather(positions))
     return f"{count} samples" + (f" ({first})" if first == second else "")

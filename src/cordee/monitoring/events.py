@@ -41,6 +41,7 @@ class RunStarted(EventRecord, frozen=True, kw_only=True, tag="run_started"):
     trainable_parameters: int | None = None
     train_samples: int | None = None
     test_samples: int | None = None
+    classes: tuple[str, ...] | None = None  # their names, where they have names
     batch_size: int | None = None
     total_steps: int | None = None
     stop_steps: int | None = None  # where the rule `stop.steps` ends the run

@@ -139,6 +139,7 @@ class Components:
             trainable_parameters=self.num_trainable,
             train_samples=splits.train.num_samples,
             test_samples=splits.test.num_samples if splits.test else None,
+            classes=splits.class_names,
             batch_size=job.training.batch_size,
             total_steps=self.total_steps,
             stop_steps=job.stop.steps,
