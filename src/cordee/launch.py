@@ -21,7 +21,7 @@ from rich.console import Console
 from cordee import checkpoint
 from cordee.cluster import Team
 from cordee.cluster.engine import Engine
-from cordee.cluster.engines import check_settings, open_engine
+from cordee.cluster.engines import check_settings, lead_launch, open_engine, place_run, work_as_agent
 from cordee.communication.this_host import find_listening
 from cordee.compute.devices import MemoryWatch
 from cordee.core import Job
@@ -29,7 +29,7 @@ from cordee.core.env import runs_folder
 from cordee.core.errors import CheckpointError, JobError, RunDirectoryError, StorageError
 from cordee.core.fault_points import identify, reach
 from cordee.core.importing import refuse_what_workers_miss, stop_import
-from cordee.core.interrupts import InterruptFlag
+from cordee.core.interrupts import INTERRUPTED, InterruptFlag
 from cordee.core.job import changed_keys
 from cordee.core.module_changes import refuse_changed_modules
 from cordee.core.references import LIVE_PREFIX
@@ -81,6 +81,19 @@ def train(
     overrides = [*overrides, *([f"cluster.engine={engine}"] if engine is not None else [])]
     asked = _as_job(job, overrides)
     check_settings(asked)
+    if (code := work_as_agent(asked.cluster.engine, asked)) is not None:
+        raise SystemExit(code)  # the program runs in every process that a scheduler started, and trains in one
+    with lead_launch(asked.cluster.engine) as set_code:
+        placed, resume = place_run(asked, Path(run_dir) if run_dir is not None else None, resume)
+        run = _train(asked, overrides, placed, resume, quiet, memory)
+        set_code(INTERRUPTED if run.status == "interrupted" else 0)
+    return run
+
+
+def _train(
+    asked: Job, overrides: list[str], run_dir: Path | None, resume: bool, quiet: bool, memory: MemoryWatch
+) -> Run:
+    """Train in this process, and in those that the engine starts."""
     name = choose_strategy(asked)
     path = _run_path(asked, run_dir, resume)
     asked, note = fit_to_run(asked, path, overrides) if resume else (asked, "")

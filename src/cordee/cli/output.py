@@ -8,11 +8,10 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cordee.core.env import wants_colour
+from cordee.core.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C
 
 
 def print_text(text: str) -> None:

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from cordee.cli.output import INTERRUPTED, print_text
+from cordee.cli.output import print_text
+from cordee.core.interrupts import INTERRUPTED
 
 
 def run(

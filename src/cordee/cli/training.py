@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from cordee.cli.output import INTERRUPTED, print_json, print_table, print_text
+from cordee.cli.output import print_json, print_table, print_text
+from cordee.core.interrupts import INTERRUPTED
 
 
 def train(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hmac
 import os
 import stat
 from abc import ABC, abstractmethod
@@ -77,18 +78,7 @@ class Keys(ABC):
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read what `save` wrote. Refuses a file that is not the user's own or that others can read."""
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
-                _check_private(path, os.fstat(descriptor))
-                text = os.read(descriptor, _MAX_FILE_BYTES).decode()
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise CommunicationError(f"the keys could not be read from {path}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise CommunicationError(f"{path} holds no keys: {error.reason}") from error
-        return cls.from_text(text)
+        return cls.from_text(read_private(path, "keys"))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -135,6 +125,41 @@ class ServerKeys(Keys):
         return cls(public=public, secret=secret, admitted=tuple(admitted))
 
 
+def read_private(path: Path, what: str) -> str:
+    """Return the text of a file of secrets. Refuses a file that is not the user's own or that others can read.
+
+    `what` is in it, in the plural, for the error.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            _check_private(path, os.fstat(descriptor), what)
+            return os.read(descriptor, _MAX_FILE_BYTES).decode()
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise CommunicationError(f"the {what} could not be read from {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CommunicationError(f"{path} holds no {what}: {error.reason}") from error
+
+
+def derive_keys(secret: str, purpose: str, num_clients: int) -> tuple[ServerKeys, tuple[ClientKeys, ...]]:
+    """Return the keys that everybody who has the secret derives for this purpose: the server's, and each client's own.
+
+    HKDF-SHA256 (RFC 5869). Another purpose has other keys, and none of them tells anything of the secret.
+    """
+    pseudorandom = hmac.digest(b"cordee keys of a shared secret, 1", secret.encode(), "sha256")
+
+    def derive_pair(role: str) -> tuple[bytes, bytes]:
+        private = hmac.digest(pseudorandom, f"{role} {purpose}".encode() + b"\x01", "sha256")
+        return z85.decode(zmq.curve_public(z85.encode(private))), private
+
+    public, private = derive_pair("server")
+    pairs = [derive_pair(f"client {number}") for number in range(num_clients)]
+    clients = tuple(ClientKeys(server_public=public, public=pair[0], secret=pair[1]) for pair in pairs)
+    return ServerKeys(public=public, secret=private, admitted=tuple(pair[0] for pair in pairs)), clients
+
+
 def make_keys(num_clients: int = 1) -> tuple[ServerKeys, tuple[ClientKeys, ...]]:
     """Return new keys for the servers of a run and for its members: one pair for all of them, or one each."""
     public, secret = _make_pair()
@@ -150,13 +175,13 @@ def _make_pair() -> tuple[bytes, bytes]:
     return z85.decode(public), z85.decode(secret)
 
 
-def _check_private(path: Path, status: os.stat_result) -> None:
+def _check_private(path: Path, status: os.stat_result, what: str) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise CommunicationError(f"{path} holds no keys: it is not a file")
+        raise CommunicationError(f"{path} holds no {what}: it is not a file")
     if status.st_uid not in (os.geteuid(), 0):
-        raise CommunicationError(f"the keys in {path} belong to user {status.st_uid}: they must be one's own")
+        raise CommunicationError(f"the {what} in {path} belong to user {status.st_uid}: they must be one's own")
     if status.st_mode & 0o077:
         raise CommunicationError(
-            f"the keys in {path} can be read or changed by others (mode {stat.S_IMODE(status.st_mode):04o}): "
+            f"the {what} in {path} can be read or changed by others (mode {stat.S_IMODE(status.st_mode):04o}): "
             f"chmod 600 {path}, and start the run again if others may have done so"
         )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from cordee.core.errors import JobError
+from cordee.core.launchers import LaunchedTask, recognise
 
 
 class Place(NamedTuple):
@@ -133,6 +135,30 @@ def place(environ: Mapping[str, str] = os.environ) -> Place | None:
     if numbers["WORLD_SIZE"] > 1 and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
         raise JobError("the environment has RANK and WORLD_SIZE but no MASTER_ADDR and MASTER_PORT: where to meet?")
     return Place(*numbers.values())
+
+
+def launched_task(environ: Mapping[str, str] = os.environ) -> LaunchedTask:
+    """Return what started this process together with others. Raises JobError if nothing did: see `launchers`."""
+    return recognise(environ, host=socket.gethostname())
+
+
+def shared_secret(environ: Mapping[str, str] = os.environ) -> str | Path:
+    """Return the secret that the processes of a launch share, `CORDEE_SECRET`, or the file that it is in.
+
+    The file is `CORDEE_SECRET_FILE`. Empty if neither is set.
+    """
+    secret, file = environ.get("CORDEE_SECRET", ""), environ.get("CORDEE_SECRET_FILE", "")
+    if secret and file:
+        raise JobError("CORDEE_SECRET and CORDEE_SECRET_FILE are both set: which is meant? Unset one of them")
+    return Path(file).expanduser() if file else secret.strip()
+
+
+def listening_port(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the port at which rank 0 of a launch listens for the others, `CORDEE_PORT`; 0 if it is not set."""
+    text = environ.get("CORDEE_PORT") or "0"
+    if not text.isdecimal() or not (text == "0" or 1024 <= int(text) < 65536):
+        raise JobError(f"the environment says CORDEE_PORT={text!r}: it must be a port from 1024 to 65535")
+    return int(text)
 
 
 def script_environment(place: Place, master_port: int) -> dict[str, str]:

@@ -7,7 +7,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
+
+INTERRUPTED = 130  # the exit code of a program that was ended by Ctrl-C
 
 
 class InterruptFlag:
@@ -15,6 +17,8 @@ class InterruptFlag:
 
     Signals reach only the main thread: elsewhere this does nothing and the flag stays down.
     """
+
+    any_raised: ClassVar[bool] = False  # whether the flag of this process that was entered last has been raised
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self._on_first = on_first
@@ -25,6 +29,7 @@ class InterruptFlag:
         return self._is_raised
 
     def __enter__(self) -> InterruptFlag:
+        InterruptFlag.any_raised = False
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._receive)
@@ -41,6 +46,7 @@ class InterruptFlag:
         if self._is_raised:
             raise KeyboardInterrupt
         self._is_raised = True
+        InterruptFlag.any_raised = True
         self._on_first()
 
 

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import msgspec
 
 from cordee.core.errors import RunDirectoryError
+from cordee.core.findings import Finding
 from cordee.monitoring import read_lines
 from cordee.monitoring.run_directory import CHECKPOINTS, EVENTS_FILE
-from cordee.tools.doctor import Finding
 
 Event = Mapping[str, Any]
 CONCLUSIONS = ("the run is sound", "wrong with this run")

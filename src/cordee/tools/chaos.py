@@ -27,10 +27,10 @@ from cordee.cluster.control import scale_run
 from cordee.cluster.processes import is_alive
 from cordee.core import Job, env, fault_points
 from cordee.core.errors import CordeeError, JobError, TrainingError, nearest
+from cordee.core.findings import Finding
 from cordee.monitoring import AnyEvent, UnreadableLine, events, follow
 from cordee.monitoring.run_directory import JOB_FILE
 from cordee.tools.audit import audit_run
-from cordee.tools.doctor import Finding
 
 START_TIMEOUT_S = 180.0
 STEP_TIMEOUT_S = 180.0  # for the next step that is reported, after a fault

@@ -8,25 +8,16 @@ import socket
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from cordee.core.env import cache_folder, runs_folder
 from cordee.core.errors import CommunicationError, DataError
+from cordee.core.findings import Finding
 
 GIB = 2**30
 LEAST_DISK_BYTES = 1 * GIB
 LEAST_MEMORY_BYTES = 1 * GIB
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at. `note` is worth knowing, `problem` keeps training from working."""
-
-    subject: str
-    state: Literal["ok", "note", "problem"]
-    detail: str
-    remedy: str = ""
 
 
 def examine() -> list[Finding]:

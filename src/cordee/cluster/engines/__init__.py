@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cordee.cluster.engine import GRACE_S, Engine, stop_processes
 from cordee.core.errors import JobError, nearest
 
 if TYPE_CHECKING:
     from cordee.core import Job
+    from cordee.core.findings import Finding
 
 
 class EngineEntry(NamedTuple):
@@ -26,6 +28,10 @@ ENGINES: dict[str, EngineEntry] = {
     "local": EngineEntry("processes on this host"),
     "agents": EngineEntry(
         "hosts on which somebody runs `cordee agent`: the run prints the commands", "cordee.cluster.engines.by_hand"
+    ),
+    "env": EngineEntry(
+        "the processes that torchrun, srun, mpirun, Kubernetes or SkyPilot has started",
+        "cordee.cluster.engines.environment",
     ),
     "ray": EngineEntry("actors of a Ray cluster", "cordee.cluster.engines.ray", connects=True),
     "spark": EngineEntry("tasks of a Spark cluster", "cordee.cluster.engines.spark", connects=True),
@@ -59,11 +65,45 @@ def work_as_agent(name: str, job: Job) -> int | None:
 
     Returns None in the launcher. Raises CordeeError.
     """
-    entry = find_engine(name)
-    module = importlib.import_module(entry.source) if entry.source else None
-    work = getattr(module, "work_as_agent", None)  # of engines that run the same command on every host
+    work = _function(name, "work_as_agent")  # of engines that run the same command on every host
     code: int | None = work(job) if work is not None else None
     return code
+
+
+def place_run(job: Job, run_dir: Path | None, resume: bool) -> tuple[Path | None, bool]:
+    """Return the run directory, and whether to resume: what the user says, or else what the engine knows of it.
+
+    A scheduler may have started the job again. Raises JobError if the run to continue cannot be known.
+    """
+    place = _function(job.cluster.engine, "place_run")
+    placed: tuple[Path | None, bool] = (run_dir, resume) if place is None else place(job, run_dir, resume)
+    return placed
+
+
+@contextlib.contextmanager
+def lead_launch(name: str) -> Iterator[Callable[[int], None]]:
+    """Inside, processes that are agents by `work_as_agent` are heard; leaving has them exit.
+
+    They exit with the code of the error that ends the block, or with what the function is given that this yields.
+    """
+    lead = _function(name, "lead_launch")
+    with contextlib.nullcontext(lambda code: None) if lead is None else lead() as set_code:
+        yield set_code
+
+
+def check_engine(name: str) -> list[Finding]:
+    """Say what is wrong with a cluster, before a run."""
+    check = _function(name, "check")
+    return list(check()) if check is not None else []
+
+
+def _function(engine: str, name: str) -> Callable[..., Any] | None:
+    """Return what an engine does that not every engine has to."""
+    entry = find_engine(engine)
+    function: Callable[..., Any] | None = None
+    if entry.source:
+        function = getattr(importlib.import_module(entry.source), name, None)
+    return function
 
 
 @contextlib.contextmanager

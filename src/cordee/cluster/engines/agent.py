@@ -89,7 +89,10 @@ def run_agent_process(order: AgentOrder, *, should_stop: Callable[[], bool] = la
     When `should_stop()` becomes true the agent is asked to leave.
     """
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "cordee.cluster.engines.agent"], stdin=subprocess.PIPE, env=env.child_environment()
+        [sys.executable, "-P", "-m", "cordee.cluster.engines.agent"],
+        stdin=subprocess.PIPE,
+        env=env.child_environment(),
+        start_new_session=True,  # what signals the calling process and its group leaves it to that process to decide
     )
     try:
         assert child.stdin is not None
