@@ -13,18 +13,26 @@ class PushLog:
 
     below: int = 0
     above: set[tuple[int, int]] = field(default_factory=set)
+    _newest: int = -1  # the largest number in `above`, or a larger one
+
+    def __post_init__(self) -> None:
+        self._newest = max((number for number, _ in self.above), default=-1)
 
     def has(self, number: int, start: int = 0) -> bool:
         return number < self.below or (number, start) in self.above
 
     def add(self, number: int, start: int = 0) -> None:
         self.above.add((number, start))
+        if number > self._newest:
+            self._newest = number
 
     def forget_below(self, floor: int) -> None:
         """No push below `floor` will count any more: it has, or its sender has gone past it."""
         if floor > self.below:
             self.below = floor
-            if self.above:
+            if self._newest < floor:  # as with each push of a store: a set that is built again takes 0.4 µs
+                self.above.clear()
+            else:
                 self.above = {piece for piece in self.above if piece[0] >= floor}
 
     def dump(self) -> tuple[int, list[tuple[int, int]]]:

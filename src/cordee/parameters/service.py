@@ -147,8 +147,9 @@ class StoreService(ReplicatedService):
     # Of a shard.
 
     def _push(self, call: Call, push: Push) -> Answer:
-        shard, number = self._shard(), push.number
-        client, incarnation = _sender(call, push)
+        shard, number = self.shard, push.number
+        assert shard is not None
+        client, incarnation = (push.client, push.incarnation) if push.client else (call.caller, call.incarnation)
         if push.encoding is None:
             (pushed,) = call.buffers
             values = pushed.torch()
@@ -171,11 +172,13 @@ class StoreService(ReplicatedService):
             return Done(part.version), ()
         if not shard.is_whole(part, client):
             return Value(part.version), ()
-        return _value(part, push.start, push.start + values.numel(), push.memory)
+        start, stop = push.start, push.start + values.numel()
+        value = part.locate(push.memory, start, stop)
+        return value, part.parcel(start, stop) if value.stamp < 0 else ()
 
     def _push_rows(self, call: Call, push: PushRows) -> Answer:
         rows, values = call.buffers
-        client, incarnation = _sender(call, push)
+        client, incarnation = (push.client, push.incarnation) if push.client else (call.caller, call.incarnation)
 
         def act() -> Done:
             shard = self._shard()
@@ -386,11 +389,6 @@ class StoreService(ReplicatedService):
     def _directory(self) -> Directory:
         assert self.directory is not None
         return self.directory
-
-
-def _sender(call: Call, push: Push | PushRows) -> tuple[str, int]:
-    """Return whose push it is: the caller's, unless a server passes it on."""
-    return (push.client, push.incarnation) if push.client else (call.caller, call.incarnation)
 
 
 def _value(part: Part, start: int, stop: int, memory: int) -> Answer:
