@@ -148,6 +148,7 @@ class MemberStarter:
             role=record.role,
             index=record.index,
             replica=record.replica,
+            serial=record.serial,
             run_dir=spec.run_dir,
             run_id=spec.run_id,
             address=self._addresses.local,

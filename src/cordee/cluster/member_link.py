@@ -17,13 +17,13 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from cordee.cluster.members import member_name
+from cordee.cluster.members import REPLACED, incarnation_of, member_name
 from cordee.cluster.messages import Event, Numbered
 from cordee.cluster.processes import is_alive
 from cordee.communication.channel import ClientChannel, RefusedError
-from cordee.communication.endpoint import Speaker
+from cordee.communication.endpoint import Admission, Speaker
 from cordee.communication.keys import ClientKeys
-from cordee.communication.messages import Bye, Failure, Join, Joined, Message
+from cordee.communication.messages import Bye, Failure, Join, Joined, Message, Refused
 from cordee.communication.this_host import host_id, own_address
 from cordee.communication.wire import Codec
 from cordee.core import Job, env
@@ -44,6 +44,7 @@ class MemberSpec(msgspec.Struct, frozen=True, kw_only=True):
     role: str  # "worker", "server", "evaluator"
     index: int  # among those of its role; the place of a worker in a team may be another
     replica: int = 0  # of a server: 0 is the first to serve, the others can take its place
+    serial: int = 1  # among all processes of the run: that of one which takes the place of another is larger
     run_dir: str  # on the run's host
     log_dir: str = ""  # where this process keeps its log; empty is the run directory
     run_id: str
@@ -106,10 +107,11 @@ class MemberLink(abc.ABC):
     when the coordinator is out of reach for long.
     """
 
-    def __init__(self, spec: MemberSpec, codec: Codec) -> None:
+    def __init__(self, spec: MemberSpec, codec: Codec, num_returns: int = 0) -> None:
+        """`num_returns` is how often this process was given up and has come back."""
         self._spec = spec
         self._keys = ClientKeys.from_text(spec.client_keys)
-        speaker = Speaker(run=spec.run_id, name=spec.name, incarnation=time.time_ns())
+        speaker = Speaker(run=spec.run_id, name=spec.name, incarnation=incarnation_of(spec.serial, num_returns))
         self._is_remote = spec.is_remote
         silence_s = spec.failure_timeout_s if self._is_remote else 0.0  # a broken connection is told by nothing else
         self._channel = ClientChannel(spec.coordinator_address, speaker, codec, self._keys, silence_s=silence_s)
@@ -173,7 +175,13 @@ class MemberLink(abc.ABC):
     def _join(self, patience_s: float | None = None, **server: Any) -> Joined:
         """Have this process registered; a server says where it listens, and what it has."""
         join = Join(os.getpid(), socket.gethostname(), host_id(), **server)
-        reply = self.ask(join, patience_s=patience_s)
+        try:
+            reply = self.ask(join, patience_s=patience_s)
+        except RefusedError as error:
+            if error.reason != Admission.STALE_INCARNATION:
+                raise
+            refused = Refused(REPLACED, f"another process is {self._spec.name} now")
+            raise RefusedError(self._channel.address, refused) from error
         assert isinstance(reply, Joined), reply
         return reply
 

@@ -19,6 +19,7 @@ REPLACED = "replaced"  # why a process that was taken for lost is not let in aga
 NOT_JOINED, UNKNOWN = "not-joined", "unknown-member"  # why messages of others than members are refused
 GIVEN_UP = ("stale-incarnation", NOT_JOINED, UNKNOWN)  # what a member that was given up hears
 
+MOST_RETURNS = 1 << 20  # of one process: its incarnations are below those of the process that takes its place
 MOST_TIMEOUTS = 4  # that a process of another host may be silent while its agent says that it works
 
 # starting: a process was asked for, or is expected. joined: the process has said so. In a team, ready: it waits for a
@@ -33,6 +34,7 @@ class MemberRecord(msgspec.Struct, kw_only=True):
     role: str = "worker"
     index: int  # among those of its role
     replica: int = 0  # of a server: those of one index have the same parameters
+    serial: int = 0  # counts the processes that were expected, in the order in which they were
     # Its process.
     number: int = -1  # at the engine; -1 for an external worker, which somebody else started
     started: int = 0  # incarnation at the engine; 0 when the process has ended
@@ -106,6 +108,7 @@ class Members(msgspec.Struct, kw_only=True):
     failure_timeout_s: float
     startup_timeout_s: float = STARTUP_TIMEOUT_S
     num_started: int = 0  # processes that were asked for
+    num_expected: int = 0  # these, and those that came by themselves
     records: dict[str, MemberRecord] = {}
 
     def expect(self, record: MemberRecord, now_s: float) -> MemberRecord:
@@ -114,8 +117,10 @@ class Members(msgspec.Struct, kw_only=True):
         What the earlier one still says is refused.
         """
         earlier = self.records.get(record.name)
-        if earlier is not None:
-            record.step, record.fenced = earlier.step, max(earlier.fenced, earlier.incarnation)
+        self.num_expected += 1
+        record.serial = self.num_expected
+        if earlier is not None:  # its process may still live: on a host that cannot be reached
+            record.step, record.fenced = earlier.step, incarnation_of(record.serial, 0) - 1
         record.heard_s = now_s
         self.records[record.name] = record
         return record
@@ -208,6 +213,11 @@ class Members(msgspec.Struct, kw_only=True):
                 continue
             silent.append(record)
         return silent
+
+
+def incarnation_of(serial: int, num_returns: int) -> int:
+    """Return the incarnation of a process that was given up and has come back so often."""
+    return serial * MOST_RETURNS + num_returns
 
 
 def member_name(role: str, index: int, replica: int = 0) -> str:

@@ -13,7 +13,7 @@ from cordee.cluster.coordinator import Addresses, CoordinatorSpec, MemberStarter
 from cordee.cluster.engine import ProcessSpec
 from cordee.cluster.launcher_link import LauncherSpec
 from cordee.cluster.member_link import MemberSpec
-from cordee.cluster.members import Members
+from cordee.cluster.members import Members, incarnation_of
 from cordee.communication.keys import make_keys
 from cordee.communication.messages import COORDINATION, JoinRequest
 from cordee.communication.this_host import host_id
@@ -156,7 +156,8 @@ def test_members_are_told_the_same_whoever_has_started_them(tmp_path: Path) -> N
     own = msgspec.structs.replace(told, role="worker", index=2, replica=0, has_state=True, launcher_pid=1)
     for host in (host_id(), "another"):
         joined = msgspec.json.decode(starter.admit(2, JoinRequest(77, "host", host, "1", "2")), type=MemberSpec)
-        assert joined == own and joined.is_external and not joined.is_remote
+        assert msgspec.structs.replace(joined, serial=own.serial) == own and joined.serial > own.serial
+        assert joined.is_external and not joined.is_remote
         record = members.records["worker-2"]
         assert record.is_external and record.is_remote == (host == "another") and record.pid == 77
     assert msgspec.structs.replace(told, run_host="another").is_remote
@@ -170,4 +171,4 @@ def test_the_process_that_is_replaced_is_not_listened_to(tmp_path: Path) -> None
     members.join(starter.start("worker", 0), 40, 1.0)
     assert fenced == {}
     starter.start("worker", 0)
-    assert fenced == {"worker-0": 40} and [spec.index for spec in launcher.specs] == [1, 2]
+    assert fenced == {"worker-0": incarnation_of(2, 0) - 1} and [spec.index for spec in launcher.specs] == [1, 2]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cordee.cluster.engine import Exited, Started
-from cordee.cluster.members import MemberRecord, Members, check_join_request
+from cordee.cluster.members import MOST_RETURNS, MemberRecord, Members, check_join_request, incarnation_of
 from cordee.cluster.policies import RemainingWorkers, Shortage
 from cordee.communication.messages import JoinRequest
 from cordee.communication.this_host import host_id
@@ -40,9 +40,12 @@ def test_a_name_that_is_used_again_is_the_new_process_s_and_nobody_else_speaks_f
     assert earlier.may_send and not earlier.may_join
     later = members.expect(MemberRecord(index=2, pid=12), 2.0)
     assert members.records["worker-2"] is later and later.may_join and not later.may_send
-    assert (later.fenced, later.step, later.heard_s) == (40, 7, 2.0)
-    members.join(later, 41, 3.0)
-    assert later.may_send and later.fenced == 40
+    own = incarnation_of(later.serial, 0)
+    assert (later.fenced, later.step, later.heard_s) == (own - 1, 7, 2.0) and later.serial > earlier.serial
+    # The process before it may live where nobody can end it, and come back as often as it likes.
+    assert incarnation_of(earlier.serial, MOST_RETURNS - 1) <= later.fenced
+    members.join(later, own, 3.0)
+    assert later.may_send and later.fenced == own - 1
 
 
 def test_who_was_given_up_may_come_back_as_another_incarnation() -> None:

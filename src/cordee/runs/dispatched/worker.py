@@ -66,14 +66,16 @@ def work(spec: MemberSpec) -> Exception | None:
     interrupted = (lambda number, frame: leave_asked.set()) if spec.is_external else signal.SIG_IGN
     signal.signal(signal.SIGINT, interrupted)
     with setup_logging(spec.log_file):
-        while isinstance(problem := _work(spec, leave_asked, memory), _GivenUpError):
+        num_returns = 0
+        while isinstance(problem := _work(spec, leave_asked, memory, num_returns), _GivenUpError):
             log.warning("this worker was given up because it could not be heard; it joins again")
+            num_returns += 1
     return problem
 
 
-def _work(spec: MemberSpec, leave_asked: threading.Event, memory: MemoryWatch) -> Exception | None:
+def _work(spec: MemberSpec, leave_asked: threading.Event, memory: MemoryWatch, num_returns: int) -> Exception | None:
     """Join and work; return why this worker could not continue, or that it was given up and may join again."""
-    with DispatchLink(spec) as link, contextlib.ExitStack() as stack:
+    with DispatchLink(spec, num_returns) as link, contextlib.ExitStack() as stack:
         try:
             job = spec.load_job()
             team = Team(

@@ -182,7 +182,8 @@ class TeamLink(MemberLink):
         with self._outbox_changed:  # what it had to say is of the past
             self._outbox.clear()
             self._num_sent, self._last_beat, self._num_asked = 0, (0, 0), 1
-            self._channel.speaker = msgspec.structs.replace(self._channel.speaker, incarnation=time.time_ns())
+            incarnation = self._channel.speaker.incarnation + 1
+            self._channel.speaker = msgspec.structs.replace(self._channel.speaker, incarnation=incarnation)
             if self._ready is not None:
                 self._ready = msgspec.structs.replace(self._ready, step=-1, has_dropped=False, number=1, num_sent=0)
             self.num_returns += 1

@@ -102,8 +102,8 @@ def test_a_frozen_agent_is_given_up_and_ends_when_it_wakes_up(job: Path, weights
             process.resume()
         summary = agents.finish()
         assert summary["recoveries"] == 1, agents.describe()
-        assert not psutil.wait_procs(family, timeout=10)[1]
-        assert agents.agents[1].wait(5) == 1
+        assert agents.agents[1].wait(10) == 1
+        assert not psutil.wait_procs(family[1:], timeout=10)[1]
         assert "given this agent up" in (tmp_path / "agent-1.txt").read_text()
 
 

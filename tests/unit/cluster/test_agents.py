@@ -1,0 +1,142 @@
+"""The agents of a run: whom the launcher believes, where processes go, and what follows when one is lost."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from cordee.cluster.engine import Exited, ProcessSpec, Started, Working
+from cordee.cluster.engines import ENGINES, find_engine, is_of_this_host
+from cordee.cluster.engines.agent_messages import Activity, AgentOrder, AgentStatus, Enrol, Versions
+from cordee.cluster.engines.agents import MOST_FAILURES, Agents
+from cordee.core.errors import JobError
+
+TIMEOUT_S = 5.0
+
+
+def order(number: int, ticket: str = "") -> AgentOrder:
+    return AgentOrder(
+        number=number,
+        run="run",
+        address="tcp://127.0.0.1:1",
+        server_key="00",
+        ticket=ticket or f"ticket {number}",
+        failure_timeout_s=TIMEOUT_S,
+    )
+
+
+def enrol(number: int, host: str = "a", ticket: str = "", versions: Versions | None = None) -> Enrol:
+    return Enrol(number, ticket or f"ticket {number}", 100 + number, host, host, versions or Versions.here())
+
+
+def team(*hosts: str) -> Agents:
+    """Agents that are there, one for each of these hosts."""
+    agents = Agents(TIMEOUT_S)
+    for number, host in enumerate(hosts):
+        agents.order(order(number))
+        assert agents.enrol(enrol(number, host), f"key {number}", 0.0) == ""
+    return agents
+
+
+def spec(index: int, incarnation: int = 1) -> ProcessSpec:
+    return ProcessSpec(index=index, incarnation=incarnation, target="a:b", argument={})
+
+
+def test_a_ticket_is_good_for_one_key() -> None:
+    agents = Agents(TIMEOUT_S)
+    agents.order(order(0))
+    assert "not one of this run" in agents.enrol(enrol(0, ticket="another"), "key", 0.0)
+    assert "not one of this run" in agents.enrol(enrol(1), "key", 0.0)
+    assert agents.present == []
+    assert agents.enrol(enrol(0), "key", 0.0) == "" == agents.enrol(enrol(0), "key", 1.0), "an answer may be lost"
+    assert "used by another agent" in agents.enrol(enrol(0), "another key", 2.0)
+    assert agents.of_key("key") is agents.records[0] and agents.of_key("another key") is None
+
+
+def test_an_agent_of_another_version_is_refused_with_both() -> None:
+    agents = Agents(TIMEOUT_S)
+    agents.order(order(0))
+    other = msgspec.structs.replace(Versions.here(), torch="1.0", python="2.7")
+    problem = agents.enrol(enrol(0, "far", versions=other), "key", 0.0)
+    assert "far has" in problem and "torch 1.0" in problem and "Python 2.7" in problem
+    assert Versions.here().describe() in problem and "install the same versions" in problem
+
+
+def test_orders_survive_being_copied_and_are_refused_when_cut() -> None:
+    text = order(3).to_text()
+    assert AgentOrder.from_text(f" {text}\n") == order(3)
+    for damaged in ("", text[:-8], text[:20] + "!" + text[21:], "e30="):
+        with pytest.raises(JobError, match="ticket is damaged"):
+            AgentOrder.from_text(damaged)
+
+
+def test_processes_go_to_agents_that_have_none_neighbours_first() -> None:
+    agents = team("a", "b", "b")
+    for index in range(4):
+        agents.ask(spec(index))
+    placed = [(record.order.number, process.index) for record, process in agents.place()]
+    assert placed == [(1, 0), (0, 1), (2, 2)] and list(agents.queue) == [3]
+    assert agents.find_lacking(0.0) == 1, "one more agent is needed"
+    agents.order(order(3))
+    assert agents.find_lacking(0.0) == 0, "it is on its way"
+    assert agents.enrol(enrol(3, "c"), "key 3", 0.0) == ""
+    assert [(record.order.number, process.index) for record, process in agents.place()] == [(3, 3)]
+
+
+def test_reports_of_what_an_agent_does_not_have_are_passed_over() -> None:
+    agents = team("a", "b")
+    agents.ask(spec(0))
+    ((record, _),) = agents.place()
+    other = agents.records[1]
+    assert agents.take(other, Exited(0, 1, 7, -9)) is None and agents.take(record, Exited(0, 2, 7, -9)) is None
+    assert agents.take(record, Started(0, 1, 7, "a")) == Started(0, 1, 7, "a")
+    assert agents.take(record, Exited(0, 1, 7, 3)) == Exited(0, 1, 7, 3) and not record.processes
+    assert agents.take(record, Exited(0, 1, 7, 3)) is None
+
+
+def test_the_processes_of_a_silent_agent_are_lost_with_it() -> None:
+    agents = team("a", "b")
+    agents.ask(spec(0))
+    agents.ask(spec(1))
+    placed = {process.index: record for record, process in agents.place()}
+    placed[1].heard_s = 3.0
+    assert agents.silent(TIMEOUT_S) == [] and agents.silent(TIMEOUT_S + 0.1) == [placed[0]]
+    (lost,) = agents.lose(placed[0], "it is silent", 6.0)
+    assert (lost.index, lost.status, lost.describe()) == (0, -9, "it is silent")
+    assert agents.lose(placed[0], "again", 7.0) == [] and agents.present == [placed[1]]
+    assert "was given up: it is silent" in agents.enrol(enrol(placed[0].order.number), placed[0].key, 8.0)
+
+
+def test_activity_tells_the_busy_from_the_stopped() -> None:
+    agents = team("a")
+    agents.ask(spec(0))
+    ((record, _),) = agents.place()
+
+    def look(processor_s: float, is_stopped: bool = False) -> list[Working]:
+        return agents.take_activity(record, AgentStatus(0, 1, (), (Activity(0, 1, processor_s, is_stopped),)))
+
+    assert look(1.0) == [Working(0, 1, True, False)]
+    assert look(1.0, True) == [Working(0, 1, False, True)]
+    assert agents.take_activity(record, AgentStatus(0, 1, (), (Activity(9, 1, 1.0, False),))) == []
+
+
+def test_agents_that_do_not_come_are_asked_for_ever_more_seldom() -> None:
+    agents = Agents(TIMEOUT_S)
+    agents.ask(spec(0))
+    now_s = 0.0
+    for attempt in range(MOST_FAILURES):
+        assert agents.find_lacking(now_s) == 1 and not agents.is_hopeless
+        agents.order(order(attempt))
+        agents.lose(agents.records[attempt], "no room", now_s)
+        assert agents.find_lacking(now_s) == 0, "not at once"
+        now_s += 2.0**attempt
+    assert agents.is_hopeless, "nothing runs"
+    agents.order(order(9))
+    assert agents.enrol(enrol(9), "key", now_s) == "" and not agents.is_hopeless
+
+
+def test_engines_by_name() -> None:
+    assert is_of_this_host("local") and not is_of_this_host("agents")
+    assert all(entry.summary for entry in ENGINES.values())
+    with pytest.raises(JobError, match=r"there is no engine 'locl'.*'local'"):
+        find_engine("locl")
