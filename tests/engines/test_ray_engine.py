@@ -156,6 +156,66 @@ except cordee.CordeeError as error:
     assert "this process is connected to the Ray at" in done.stdout
 
 
+def test_a_submitted_job_trains(tmp_path: Path) -> None:
+    """The driver is on a node; Ray says to it where it is."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "job.toml").write_text(runs.JOB)
+    settings = (*runs.settings_of("data_parallel"), "cluster.engine=ray")
+    train = ["train", "job.toml", "--run-dir", str(tmp_path / "run")]
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    cluster = RayCluster(num_nodes=2, has_dashboard=True)
+    try:
+        submit = ["job", "submit", "--address", cluster.jobs_address, "--working-dir", str(tmp_path / "work"), "--"]
+        command = [
+            str(Path(sys.executable).parent / "ray"),
+            *submit,
+            sys.executable,
+            "-m",
+            "cordee",
+            *train,
+            *overrides,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=runs.TIMEOUT_S)
+    finally:
+        cluster.close()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert runs.Outcome(0, "", tmp_path / "run").summary["status"] == "completed"
+
+
+def test_a_trial_trains_on_the_cpus_of_its_placement_group(tmp_path: Path) -> None:
+    """As Ray Tune runs a trial: in a group with a CPU for itself, and one for each worker."""
+    program = """
+import sys, ray, cordee
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+@ray.remote(num_cpus=1)
+def trial(workers, folder):
+    try:
+        return cordee.train({"model": {"use": "mlp", "hidden": [8]},
+            "data": {"use": "synthetic", "shape": [6], "num_classes": 3, "size": 64, "test_size": 16},
+            "training": {"batch_size": 8, "threads": 1}, "strategy": {"name": "data_parallel", "workers": workers}},
+            engine="ray", run_dir=folder, quiet=True).status
+    except cordee.CordeeError as error:
+        return str(error)
+
+ray.init(sys.argv[1], log_to_driver=False)
+group = placement_group([{"CPU": 1}] * 3)
+inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+for workers in (2, 3):
+    print(ray.get(trial.options(scheduling_strategy=inside).remote(workers, f"{sys.argv[2]}/{workers}")))
+"""
+    (tmp_path / "program.py").write_text(program)
+    cluster = RayCluster(num_nodes=3)
+    try:
+        command = [sys.executable, "program.py", cluster.connect, str(tmp_path)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=runs.TIMEOUT_S)
+    finally:
+        cluster.close()
+    assert done.stdout.splitlines()[0] == "completed", done.stdout + done.stderr
+    assert "2 free slots (placement group: 2)" in done.stdout
+
+
 def test_errors_are_those_of_users() -> None:
     from cordee.cluster.engines.ray import _reach
 

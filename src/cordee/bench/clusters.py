@@ -117,9 +117,12 @@ class _Nodes:
 class RayCluster:
     """A head node and others, each with a raylet of its own."""
 
-    def __init__(self, num_nodes: int = 2) -> None:
+    def __init__(self, num_nodes: int = 2, *, has_dashboard: bool = False) -> None:
+        """With a dashboard jobs can be submitted, at `jobs_address`."""
         self._port = free_port()
         self.connect = f"{HOST}:{self._port}"
+        self._dashboard_port = free_port() if has_dashboard else 0
+        self.jobs_address = f"http://{HOST}:{self._dashboard_port}"
         self._nodes = _Nodes("ray-")
         try:
             for _ in range(num_nodes):
@@ -135,7 +138,8 @@ class RayCluster:
                 "--head",
                 f"--port={self._port}",
                 f"--temp-dir={self._nodes.folder}",
-                "--include-dashboard=false",
+                f"--include-dashboard={'true' if self._dashboard_port else 'false'}",
+                *([f"--dashboard-port={self._dashboard_port}"] if self._dashboard_port else []),
             ]
             if is_head
             else [f"--address={self.connect}"]
