@@ -130,7 +130,8 @@ def _make(preload: Sequence[str], job: Job | None) -> Engine:
     entry = ENGINES["local"] if job is None else find_engine(job.cluster.engine)
     if job is None or not entry.source:
         return LocalEngine(preload)
-    from cordee.cluster.engines.agents import AgentEngine, EngineRequest
+    from cordee.cluster.engines.agent_engine import AgentEngine
+    from cordee.cluster.engines.agents import EngineRequest
 
     request = EngineRequest(job=job, num_slots=job.strategy.workers)
     return AgentEngine(importlib.import_module(entry.source).make_source(request), preload, request)
