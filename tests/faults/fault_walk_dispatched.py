@@ -163,7 +163,7 @@ TURNS = (
     of("server lost", "coordinator", 15, 20, 25),
     of("follower dropped", "coordinator", 20, 25),
     of("evaluator lost", "coordinator", 20, 25),
-    of("leave", "coordinator", 15, 20),
+    of("leave", "coordinator", 12, 18),
     of("server leaves", "coordinator", 20, 25),
     of("scale out", "coordinator", 20, 25),
     of("coordinator", "coordinator", 25),

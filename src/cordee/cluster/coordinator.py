@@ -7,6 +7,7 @@ do, and does it. Killed at any moment, another continues from there (`cluster/jo
 
 from __future__ import annotations
 
+import functools
 import logging
 import signal
 import time
@@ -207,7 +208,7 @@ class Leader(Protocol):
 
     @property
     def has_pending(self) -> bool:
-        """Whether there is something to write down and to send."""
+        """Whether there is something to write down before anything is sent."""
 
     def encode(self) -> bytes:
         """Return what another coordinator must know to take up here."""
@@ -242,14 +243,7 @@ def _lead(spec: CoordinatorSpec, leader: Leader, launcher: LauncherLink) -> Summ
     if is_new and spec.resume and (ended := leader.find_ended()) is not None:
         return ended
 
-    def commit() -> None:
-        """Write down what is known and what follows, then do it."""
-        if launcher.has_pending or leader.has_pending:
-            reach("coordinator.decided")
-            launcher.commit(leader.encode())
-            reach("coordinator.committed")
-            leader.flush()
-
+    commit = functools.partial(commit_turn, leader, launcher)
     with open_channel(leader.addresses, spec.run_id, leader.codec, ServerKeys.from_text(spec.server_keys)) as channel:
         leader.addresses.local, leader.addresses.public = channel.address, channel.public
         leader.open(channel)
@@ -277,6 +271,15 @@ def _lead(spec: CoordinatorSpec, leader: Leader, launcher: LauncherLink) -> Summ
             leader.receive(TICK_S)
         commit()
     return leader.summarise()
+
+
+def commit_turn(leader: Leader, launcher: LauncherLink) -> None:
+    """Write down what is known and what follows, if anything does; then do it."""
+    if launcher.has_pending or leader.has_pending:
+        reach("coordinator.decided")
+        launcher.commit(leader.encode())
+        reach("coordinator.committed")
+    leader.flush()
 
 
 def open_channel(addresses: Addresses, run_id: str, codec: Codec, keys: ServerKeys) -> ServerChannel:

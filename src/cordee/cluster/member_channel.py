@@ -3,6 +3,9 @@
 Nothing is sent before `flush`, so that what it follows from can be written down first. A coordinator that comes back
 has the registry of the one before; members send again what was not acknowledged, and ask again for what they did
 not hear.
+
+A heartbeat has nothing written down: when a member was last heard, and how far it was, it says again to the next
+coordinator. What its answer acknowledges is in the journal before the answer is sent.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ class MemberChannel(abc.ABC):
 
     def __post_init__(self) -> None:
         self._replies: list[tuple[Received, Message]] = []
+        self._has_decided = False  # some of the replies follow from what is not written down yet
         self.members.resume(time.monotonic(), self.channel.fence)
 
     @abc.abstractmethod
@@ -90,18 +94,23 @@ class MemberChannel(abc.ABC):
 
     @property
     def has_pending(self) -> bool:
-        """Whether anything waits to be sent."""
-        return bool(self._replies)
+        """Whether anything waits to be sent that follows from what must be written down first."""
+        return self._has_decided
 
     def flush(self) -> None:
         """Send what is to be sent. One that is gone is passed over: its exit will be heard of, or it asks again."""
-        replies, self._replies = self._replies, []
+        replies, self._replies, self._has_decided = self._replies, [], False
         for received, message in replies:
             with contextlib.suppress(CommunicationError):
                 self._reach(message)
                 self.channel.reply(received, message)
 
     def _reply(self, received: Received, message: Message) -> None:
+        self._replies.append((received, message))
+        self._has_decided = True
+
+    def _reply_unwritten(self, received: Received, message: Message) -> None:
+        """Reply with what is not for the journal, or is in it: the answer alone has nothing written down."""
         self._replies.append((received, message))
 
     def _handle(self, received: Received) -> None:
@@ -120,7 +129,7 @@ class MemberChannel(abc.ABC):
             match message:
                 case Heartbeat(step=step):
                     self._take_heartbeat(record, step)
-                    self._reply(received, Acknowledged(record.num_acknowledged))
+                    self._reply_unwritten(received, Acknowledged(record.num_acknowledged))
                 case Event() | Failure() | Bye() | FirstStep() | DataFingerprint() | WorkerSummary():
                     self._take_numbered(record, message)
                     self._reply(received, Acknowledged(record.num_acknowledged))

@@ -112,7 +112,7 @@ def lead(folder: Path, restored: bytes | None = None, *, resume: bool = False, e
 
 
 DONE = ["write state", "do"]
-TURNS = [*("receive", *DONE, "decide") * 2, "shut_down", *DONE, "receive", "shut_down", *DONE, "summary"]
+TURNS = [*("receive", *DONE, "decide", "do") * 2, "shut_down", *DONE, "receive", "shut_down", *DONE, "summary"]
 
 
 def test_nothing_is_done_before_it_is_written_down(tmp_path: Path) -> None:

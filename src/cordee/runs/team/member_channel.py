@@ -109,7 +109,7 @@ class TeamChannel(MemberChannel):
         if isinstance(received.message, StoreSet | StoreGet):
             self._pass_on(received, received.message)
         elif isinstance(received.message, CheckpointRequest):
-            self._reply(received, self.checkpoints.handle(received.message))
+            self._reply_unwritten(received, self.checkpoints.handle(received.message))
         else:
             super()._handle_unknown(received)
 
@@ -160,12 +160,13 @@ class TeamChannel(MemberChannel):
     def _pass_on(self, received: Received, message: StoreSet | StoreGet) -> None:
         """Let members of the generation that meets find each other. Not written down: they say it again if need be."""
         if message.generation != self.members.generation:
-            self._reply(received, Refused("stale-generation", f"generation {message.generation} is over"))
+            refused = Refused("stale-generation", f"generation {message.generation} is over")
+            self._reply_unwritten(received, refused)
         elif isinstance(message, StoreGet):
-            self._reply(received, StoreValue(self._stored.get(message.key)))
+            self._reply_unwritten(received, StoreValue(self._stored.get(message.key)))
         else:
             self._stored[message.key] = message.value
-            self._reply(received, Accepted())
+            self._reply_unwritten(received, Accepted())
 
 
 def _describe(record: MemberRecord) -> Member:
