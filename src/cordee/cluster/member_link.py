@@ -20,10 +20,10 @@ import msgspec
 from cordee.cluster.members import REPLACED, incarnation_of, member_name
 from cordee.cluster.messages import Event, Numbered
 from cordee.cluster.processes import is_alive
-from cordee.communication.channel import ClientChannel, RefusedError
+from cordee.communication.channel import ClientChannel, Received, RefusedError
 from cordee.communication.endpoint import Admission, Speaker
 from cordee.communication.keys import ClientKeys
-from cordee.communication.messages import Bye, Failure, Join, Joined, Message, Refused
+from cordee.communication.messages import Bye, Failure, Heartbeat, Join, Joined, Message, Refused
 from cordee.communication.this_host import host_id, own_address
 from cordee.communication.wire import Codec
 from cordee.core import Job, env
@@ -33,6 +33,7 @@ from cordee.monitoring.events import AnyEvent
 log = logging.getLogger("cordee.link")
 
 AGAIN_S = 0.01  # between two attempts to ask
+RETRY_S = 0.05  # between two attempts to send a heartbeat
 LONGEST_REQUEST_S = 5.0  # of one that is not to wait for ever, before it is made again
 LONGEST_ABSENCE_S = 30.0  # of the coordinator, before a process that cannot look at the launcher ends
 
@@ -119,6 +120,7 @@ class MemberLink(abc.ABC):
         self._outbox_changed = threading.Condition()
         self._num_sent = 0
         self._heard_s = time.monotonic()  # when the coordinator last said something
+        self._beat_by_s = 0.0  # when the next heartbeat is due
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
         self.step = 0  # told with each heartbeat
@@ -137,8 +139,15 @@ class MemberLink(abc.ABC):
         """Have the coordinator hear a numbered message. Called by one thread at a time."""
 
     @abc.abstractmethod
-    def _keep_alive(self, heartbeat_s: float) -> None:
-        """Send a heartbeat every `heartbeat_s`, until `_is_closing` is set."""
+    def _await_message(self, timeout_s: float) -> Received | None:
+        """Return the next message that answers no request, or None after `timeout_s` or earlier.
+
+        Called by the thread of the heartbeats.
+        """
+
+    @abc.abstractmethod
+    def _take(self, received: Received) -> None:
+        """Take a message that answers no request. Called by the thread of the heartbeats."""
 
     def ask(self, message: Message, *, patience_s: float | None = None) -> Message:
         """Make a request and wait for its answer, for as long as it takes or at most `patience_s`. Any thread may ask.
@@ -201,6 +210,29 @@ class MemberLink(abc.ABC):
         with self._outbox_changed:
             self._num_sent += 1
             self._deliver(msgspec.structs.replace(message, number=self._num_sent))
+
+    def _beat(self) -> None:
+        """Show that this process lives."""
+        self._channel.send(Heartbeat(self.step), timeout_s=0.0)
+
+    def _keep_alive(self, heartbeat_s: float) -> None:
+        """Send a heartbeat every `heartbeat_s`, and take what the coordinator says, until `_is_closing` is set."""
+        while not self._is_closing.is_set():
+            try:
+                if time.monotonic() >= self._beat_by_s:
+                    self._end_with_the_run()
+                    self._beat_by_s = (
+                        time.monotonic() + heartbeat_s
+                    )  # first: what happens meanwhile may ask for another
+                    self._beat()
+                received = self._await_message(max(0.0, self._beat_by_s - time.monotonic()))
+            except CommunicationError:  # the coordinator is busy, or gone, and may come back
+                self._beat_by_s = 0.0
+                self._is_closing.wait(min(heartbeat_s, RETRY_S))
+                continue
+            if received is not None:
+                self._heard_s = time.monotonic()
+                self._take(received)
 
     def _start_heartbeats(self, heartbeat_s: float) -> None:
         self._thread = threading.Thread(

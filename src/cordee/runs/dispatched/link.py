@@ -12,8 +12,8 @@ from cordee.cluster.member_link import MemberLink, MemberSpec
 from cordee.cluster.members import GIVEN_UP
 from cordee.cluster.messages import Numbered
 from cordee.communication.calls import Connection
-from cordee.communication.channel import RefusedError
-from cordee.communication.messages import Heartbeat, Message
+from cordee.communication.channel import Received, RefusedError
+from cordee.communication.messages import Message
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import reach
@@ -87,20 +87,17 @@ class DispatchLink(MemberLink):
             pass
         return False
 
-    def _keep_alive(self, heartbeat_s: float) -> None:
-        while not self._is_closing.wait(heartbeat_s):
-            self._end_with_the_run()
-            with contextlib.suppress(CommunicationError):  # the coordinator is busy, or gone, and may come back
-                self._channel.send(Heartbeat(self.step), timeout_s=heartbeat_s)
-                self._take_replies()
-
-    def _take_replies(self) -> None:
-        """Take the answers to heartbeats, which say nothing but that the coordinator lives."""
-        while self._channel.kept() is not None:
-            self._heard_s = time.monotonic()
-        if self._asking.acquire(blocking=False):  # who asks takes what comes in
+    def _await_message(self, timeout_s: float) -> Received | None:
+        # Does not wait at the socket: whoever asks meanwhile would wait for it.
+        received = self._channel.kept()
+        if received is None and self._asking.acquire(blocking=False):  # who asks takes what comes in
             try:
-                while self._channel.receive(0.0) is not None:
-                    self._heard_s = time.monotonic()
+                received = self._channel.receive(0.0)
             finally:
                 self._asking.release()
+        if received is None:
+            self._is_closing.wait(timeout_s)
+        return received
+
+    def _take(self, received: Received) -> None:
+        """Take the answer to a heartbeat, which says nothing but that the coordinator lives."""

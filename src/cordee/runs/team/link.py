@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
@@ -15,7 +14,7 @@ import msgspec
 from cordee.cluster.member_link import LONGEST_ABSENCE_S, MemberLink, MemberSpec
 from cordee.cluster.members import GIVEN_UP
 from cordee.cluster.messages import TEAM, Numbered, StepReached, StepTime, TeamReport
-from cordee.communication.channel import RefusedError
+from cordee.communication.channel import Received, RefusedError
 from cordee.communication.messages import (
     Acknowledged,
     Bye,
@@ -34,7 +33,6 @@ from cordee.core.fault_points import reach
 log = logging.getLogger("cordee.worker")
 
 LONGEST_NAP_S = 0.25  # between two looks at whether this worker wants to leave
-RETRY_S = 0.05
 
 
 class Answer(NamedTuple):
@@ -119,7 +117,7 @@ class TeamLink(MemberLink):
 
     def ask_to_leave(self) -> None:
         """Have the coordinator told that this worker must go. For signal handlers: returns at once."""
-        self._wants_to_leave = True
+        self._wants_to_leave, self._beat_by_s = True, 0.0
 
     def report(self, report: TeamReport) -> None:
         """Tell the coordinator how training goes: now or when it is back, or not at all if that is soon out of date."""
@@ -153,27 +151,17 @@ class TeamLink(MemberLink):
         with self._outbox_changed:
             self._outbox_changed.wait_for(lambda: not self._outbox, timeout_s)
 
-    def _keep_alive(self, heartbeat_s: float) -> None:
-        next_s, has_asked = 0.0, False
-        while not self._is_closing.is_set():
-            try:
-                if time.monotonic() >= next_s or self._wants_to_leave > has_asked:
-                    has_asked = self._wants_to_leave
-                    self._beat()
-                    next_s = time.monotonic() + heartbeat_s
-                received = self._channel.receive(min(heartbeat_s / 2, LONGEST_NAP_S))
-            except CommunicationError:
-                if self._is_closing.wait(min(heartbeat_s, RETRY_S)):
-                    return
-                continue  # the coordinator may come back; if the launcher died, so do we
-            if received is not None:
-                self._heard_s = time.monotonic()
-            if received is not None and isinstance(received.message, Directive):
-                self._handle_request(received.message, received.envelope.generation)
-            elif received is not None and isinstance(received.message, Acknowledged):
-                self._take_acknowledgement(received.message.number, received.envelope.reply_to)
-            elif received is not None and isinstance(received.message, Refused) and not self._refusal:
-                self._rejoin(received.message, received.envelope.reply_to)
+    def _await_message(self, timeout_s: float) -> Received | None:
+        return self._channel.receive(min(timeout_s, LONGEST_NAP_S))  # no other thread asks
+
+    def _take(self, received: Received) -> None:
+        match received.message:
+            case Directive() as directive:
+                self._handle_request(directive, received.envelope.generation)
+            case Acknowledged(number=number):
+                self._take_acknowledgement(number, received.envelope.reply_to)
+            case Refused() as refused if not self._refusal:
+                self._rejoin(refused, received.envelope.reply_to)
 
     def _rejoin(self, refused: Refused, reply_to: int) -> None:
         """This worker was given up while it could not speak: join again, or learn that another has its place."""
@@ -201,7 +189,6 @@ class TeamLink(MemberLink):
 
     def _beat(self) -> None:
         """Show that this worker lives, and say again what was not answered."""
-        self._end_with_the_run()
         with self._outbox_changed:
             num_sent = self._num_sent
             sequence = self._channel.send(Heartbeat(self.step), timeout_s=0.0)
