@@ -362,7 +362,7 @@ def test_a_woken_worker_joins_again_where_nobody_has_its_place(tmp_path: Path, u
         wait_for_members(run, 2)
         (tmp_path / "slowly").unlink()
         check_held(run, undisturbed, recoveries=1)
-        assert any("if it wakes up it joins again" in event["message"] for event in run.of("warning"))
+        assert any("if it is heard again it joins again" in event["message"] for event in run.of("warning"))
         pids = [event["pid"] for event in run.of("worker_started") if event["worker"] == 1]
         assert len(pids) == 2 and len(set(pids)) == 1, "the same process, as a new member"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cordee.core.settings import Cluster
 
+JOINS_AGAIN = "if it is heard again it joins again"  # what is said of a worker that is given up and not replaced
 MOST_LOSSES_IN_ONE_STEP = 3  # as many recoveries in a row without a step in between are no accident
 
 

@@ -10,7 +10,7 @@ from cordee import checkpoint
 from cordee.cluster.engine import Exited
 from cordee.cluster.launcher_link import LauncherLink
 from cordee.cluster.members import MemberRecord, Members
-from cordee.cluster.policies import MOST_LOSSES_IN_ONE_STEP, RemainingWorkers, Shortage
+from cordee.cluster.policies import JOINS_AGAIN, MOST_LOSSES_IN_ONE_STEP, RemainingWorkers, Shortage
 from cordee.cluster.processes import ProcessorWatch, is_alive, is_stopped
 from cordee.core.errors import TrainingError
 from cordee.core.fault_points import reach
@@ -77,8 +77,7 @@ class Losses:
                 raise TrainingError(f"{silent.name} did not start within {limit_s:g} s")
             self._launcher.emit(events.Warned(message=f"{silent.name} {silent.loss_reason}"))
         if silent.is_external or (silent.role == "worker" and not self.can_replace):
-            back = "it can be heard again" if silent.is_remote else "it wakes up"
-            self.give_up(silent, f"{silent.loss_reason.partition(':')[0]}; if {back} it joins again", is_away=True)
+            self.give_up(silent, f"{silent.loss_reason.partition(':')[0]}; {JOINS_AGAIN}", is_away=True)
         else:
             self._launcher.signal(silent.number, "kill")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from cordee.cluster.launcher_link import LauncherLink
+from cordee.cluster.members import MemberRecord
 from cordee.cluster.rendezvous import COULD_NOT_FORM
 from cordee.core.errors import TrainingError
 from cordee.core.fault_points import reach
@@ -103,9 +104,11 @@ class Generations:
     def _form(self, members: list[int]) -> bool:
         """Begin the next generation, or end the run if that is what the members halted for."""
         membership, recoveries = self._membership, self._recoveries
-        first = membership.of(members[0])
+        furthest = max(
+            (membership.of(i) for i in members), key=lambda record: record.ready_step
+        )  # the others get its state
         is_halt = all(
-            (r := membership.of(i)).ready_step == first.ready_step >= 0 and not r.has_dropped for i in members
+            (r := membership.of(i)).ready_step == furthest.ready_step >= 0 and not r.has_dropped for i in members
         )
         has_losses = recoveries.last_loss is not None
         if self._state.is_stop_sent and is_halt and not has_losses and not recoveries.is_under_way:
@@ -115,13 +118,13 @@ class Generations:
                 membership.of(index).phase = "member"
             return False
         reason = next((r.reason for i in members if (r := membership.of(i)).reason), "")
-        if COULD_NOT_FORM in reason and membership.has_remote_beside(first.index) and not has_losses:
+        if COULD_NOT_FORM in reason and membership.has_other_hosts(members[0]) and not has_losses:
             self._expel_unreachable(members[0])
             for index in members:
                 membership.of(index).reason = ""
             return False
         if has_losses or reason:
-            self._recover(members[0], reason)
+            self._recover(furthest, reason)
         self._channel.form(members, self._workers.threads)
         reach("generations.formed")
         self._workers.record_formed()
@@ -130,26 +133,23 @@ class Generations:
             events.Generation(
                 generation=membership.generation,
                 members=members,
-                step=first.ready_step if first.ready_step >= 0 else None,
+                step=furthest.ready_step if furthest.ready_step >= 0 else None,
             )
         )
         return True
 
-    def _recover(self, first: int, reason: str) -> None:
-        membership, last = self._membership, self._recoveries.last_loss
-        problem = self._recoveries.begin(membership.of(first), reason, membership.step, time.monotonic())
+    def _recover(self, furthest: MemberRecord, reason: str) -> None:
+        last = self._recoveries.last_loss
+        problem = self._recoveries.begin(furthest, reason, self._membership.step, time.monotonic())
         if problem is not None:
             where = f"; its log is {self._workers.log_file(last.worker_index)}" if last is not None else ""
             raise TrainingError(f"{problem}{where}")
 
     def _expel_unreachable(self, first: int) -> None:
-        """Continue without workers of other hosts that the others cannot connect to: they would keep them for ever.
-
-        The first stays: where all are on other hosts, it continues alone.
-        """
+        """Continue without workers of other hosts than the first's: they would keep the others waiting for ever."""
         membership = self._membership
-        far = [i for i in membership.active if membership.of(i).is_remote and i != first]
-        late = [i for i in far if i not in self._recoveries.trained] or far
+        others = [i for i in membership.active if membership.of(i).host_id != membership.of(first).host_id]
+        late = [i for i in others if i not in self._recoveries.trained] or others
         if not late:
             return
         where = ", ".join(f"{membership.of(i).host} (worker {i})" for i in late)

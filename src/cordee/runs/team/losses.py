@@ -7,7 +7,7 @@ import time
 
 from cordee.cluster.engine import Exited
 from cordee.cluster.launcher_link import LauncherLink
-from cordee.cluster.policies import FailureReport, RemainingWorkers, Shortage
+from cordee.cluster.policies import JOINS_AGAIN, FailureReport, RemainingWorkers, Shortage
 from cordee.cluster.processes import ProcessorWatch, is_alive, is_stopped
 from cordee.core.errors import TrainingError
 from cordee.core.fault_points import reach
@@ -111,9 +111,7 @@ class Losses:
         else:
             what = f"no replacement is left (cluster.max_restarts = {self._recoveries.restarts.max_restarts})"
         if record.is_away:
-            what += (
-                "; if it can be heard again it joins again" if record.is_remote else "; if it wakes up it joins again"
-            )
+            what += f"; {JOINS_AGAIN}"
         self._launcher.emit(events.Warned(message=f"{loss.describe()}; {what}"))
         reach("losses.replaced")
 

@@ -107,9 +107,9 @@ class Membership(Members, kw_only=True):
         """Those who train in the present generation."""
         return self._in("member")
 
-    def has_remote_beside(self, index: int) -> bool:
-        """Whether another worker than this one is of another host and takes part, or has just been lost."""
-        return any(record.is_remote and record.index != index for record in self.records.values())
+    def has_other_hosts(self, index: int) -> bool:
+        """Whether a worker of another host than this one's takes part, or has just been lost."""
+        return not {record.host_id for record in self.records.values()} <= {self.of(index).host_id, ""}
 
     @property
     def is_complete(self) -> bool:
@@ -156,7 +156,8 @@ class Membership(Members, kw_only=True):
     def next_members(self) -> list[int] | None:
         """Return who forms the next generation; None while it is too early for one.
 
-        Those of the run's own host come first, since the first saves, and of those the ones that are furthest.
+        Members of one host are side by side; the host of the lowest number comes first. That is the run's own host as a
+        rule, and the first member saves. On a host those that are furthest come first.
         """
         leaves = self.dispensable
         ready = [i for i in self._in("ready") if i not in leaves]
@@ -168,7 +169,10 @@ class Membership(Members, kw_only=True):
             return None
         if not self.is_elastic and len(ready) != self.num_workers:
             return None
-        return sorted(ready, key=lambda i: (self.of(i).is_remote, -self.of(i).ready_step, i))
+        lowest: dict[str, int] = {}
+        for index in sorted(ready):
+            lowest.setdefault(self.of(index).host_id, index)
+        return sorted(ready, key=lambda i: (lowest[self.of(i).host_id], -self.of(i).ready_step, i))
 
     @property
     def is_too_small(self) -> bool:

@@ -49,17 +49,17 @@ class Recoveries:
         if loss.worker_index in self._state.trained or not is_external:
             self._state.lost.append(loss)
 
-    def begin(self, first: MemberRecord, reason: str, team_step: int, now_s: float) -> str | None:
+    def begin(self, furthest: MemberRecord, reason: str, team_step: int, now_s: float) -> str | None:
         """Record that a generation is formed after losses, or for another `reason`.
 
-        `first` is the member whose state the others get. Returns why the run must end, if that happens again and
+        `furthest` is the member whose state the others get. Returns why the run must end, if that happens again and
         again in one step.
         """
         state = self._state
-        problem = state.restarts.recover(first.ready_step, state.lost, reason)
+        problem = state.restarts.recover(furthest.ready_step, state.lost, reason)
         if problem is not None:
             return problem
-        reached = first.ready_step + first.has_dropped if first.ready_step >= 0 else team_step
+        reached = furthest.ready_step + furthest.has_dropped if furthest.ready_step >= 0 else team_step
         lost = [loss.worker_index for loss in state.lost]
         started_s = min([now_s, *(loss.at_s for loss in state.lost)])
         if (earlier := state.under_way) is not None:  # nobody has taken a step since

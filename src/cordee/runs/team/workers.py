@@ -98,7 +98,7 @@ class Workers:
         self._check_size(num_workers)
         self._starter.check_room(num_workers)
         before = membership.staying_workers
-        for record in sorted(before, key=lambda record: (record.is_remote, record.index))[num_workers:]:
+        for record in before[num_workers:]:
             record.is_leaving = True
         for _ in range(num_workers - len(before)):
             self.start(self._unused_number())

@@ -246,7 +246,7 @@ def test_external_workers_are_given_up_and_not_replaced(monkeypatch: pytest.Monk
     alive, stopped = {11}, {11}
     monkeypatch.setattr("cordee.runs.dispatched.losses.is_alive", lambda pid: pid in alive)
     monkeypatch.setattr("cordee.runs.dispatched.losses.is_stopped", lambda pid: pid in stopped)
-    for is_remote, why in ((False, "is frozen; if it wakes up"), (True, "is out of reach; if it can be heard again")):
+    for is_remote, why in ((False, "is frozen; if it is heard again"), (True, "is out of reach; if it is heard again")):
         scene = Scene()
         process = scene.take(pid=11, is_remote=is_remote)
         scene.losses.check_members(scene.now_s + TIMEOUT_S)

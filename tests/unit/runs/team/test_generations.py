@@ -16,14 +16,14 @@ from cordee.runs.team.recoveries import Recoveries
 from cordee.runs.team.state import DirectiveState, RecoveryState
 
 
-@pytest.mark.parametrize("remote", [[False, True, True], [True, True, True]])
-def test_workers_that_cannot_connect_to_each_other_leave_and_one_goes_on(remote: list[bool]) -> None:
+@pytest.mark.parametrize(("hosts", "left"), [("abb", [1, 2]), ("abc", [1, 2]), ("aab", [2])])
+def test_hosts_that_cannot_connect_to_each_other_leave_and_one_goes_on(hosts: str, left: list[int]) -> None:
     membership = Membership(num_workers=1, failure_timeout_s=5.0, is_elastic=True)
-    for index, is_remote in enumerate(remote):
-        record = membership.expect(MemberRecord(index=index, host="a", is_remote=is_remote), 0.0)
+    for index, host in enumerate(hosts):
+        record = membership.expect(MemberRecord(index=index, host=host, host_id=host), 0.0)
         membership.join(record, 1, 0.0)
         membership.form([index])
-    for index in range(len(remote)):
+    for index in range(len(hosts)):
         membership.wait(index, 7, has_dropped=False, reason=f"generation-2 {COULD_NOT_FORM}")
     told: list[Any] = []
     generations = Generations(
@@ -35,5 +35,6 @@ def test_workers_that_cannot_connect_to_each_other_leave_and_one_goes_on(remote:
         DirectiveState(),
     )
     assert not generations.direct()
-    assert membership.active == [0] and membership.next_members() == [0]
-    assert [directive[:2] for directive in told if directive[0] == "leave"] == [("leave", list(range(1, len(remote))))]
+    stays = [index for index in range(len(hosts)) if index not in left]
+    assert membership.active == stays and membership.next_members() == stays
+    assert [directive[:2] for directive in told if directive[0] == "leave"] == [("leave", left)]

@@ -218,7 +218,7 @@ def test_too_few_do_not_go_on() -> None:
 def test_workers_of_other_hosts_go_on_when_none_of_the_runs_own_is_left() -> None:
     membership = team(2)
     membership.is_elastic = True
-    membership.expect(MemberRecord(index=2, is_remote=True), 0.0)
+    membership.expect(MemberRecord(index=2, is_remote=True, host_id="another"), 0.0)
     join(membership, 2, 0.0)
     membership.form([0, 1, 2])
     for index in (0, 1):
@@ -234,17 +234,26 @@ def test_workers_of_other_hosts_go_on_when_none_of_the_runs_own_is_left() -> Non
 def test_a_worker_of_the_runs_own_host_leads_one_of_another_that_is_further() -> None:
     membership = team(1)
     membership.is_elastic = True
-    membership.expect(MemberRecord(index=1, is_remote=True), 0.0)
+    membership.expect(MemberRecord(index=1, is_remote=True, host_id="another"), 0.0)
     join(membership, 1, 0.0)
     membership.wait(0, 6, has_dropped=False)
     membership.wait(1, 7, has_dropped=False)
     assert membership.next_members() == [0, 1]
 
 
+def test_members_of_one_host_are_side_by_side() -> None:
+    membership = team(5)
+    for index, host in enumerate("abbac"):
+        membership.of(index).host_id = host
+        membership.wait(index, 7 if index == 3 else 6, has_dropped=False)
+    assert membership.next_members() == [3, 0, 1, 2, 4]
+    assert membership.has_other_hosts(4) and not team(2).has_other_hosts(0)
+
+
 def test_too_few_of_other_hosts_do_not_go_on() -> None:
     membership = team(1)
     membership.is_elastic, membership.min_workers = True, 2
-    membership.expect(MemberRecord(index=1, is_remote=True), 0.0)
+    membership.expect(MemberRecord(index=1, is_remote=True, host_id="another"), 0.0)
     join(membership, 1, 0.0)
     membership.form([0, 1])
     membership.exit(0, "was killed by SIGKILL", 1.0, is_killed=True)
