@@ -16,10 +16,9 @@ class ServerSlot:
 
 @dataclass
 class ServerSlots:
-    """The places of all servers. `version` grows with each change of who serves."""
+    """The places of all servers."""
 
     slots: list[ServerSlot] = field(default_factory=list)
-    version: int = 0
     has_been_ready: bool = False
 
     @property
@@ -41,7 +40,6 @@ class ServerSlots:
             slot.follower, slot.is_following = name, False
         else:
             slot.serving = name
-            self.version += 1
 
     def lose(self, name: str) -> None:
         """Forget a process; where it served and somebody has everything, that one serves."""
@@ -52,7 +50,6 @@ class ServerSlots:
                 slot.serving = slot.follower if slot.is_following else ""
                 if slot.serving:
                     slot.follower, slot.is_following = "", False
-                self.version += 1
 
     def can_leave(self, name: str, *, has_retired: bool) -> bool:
         """Whether nothing is lost with a server that leaves: it does not serve, or its follower has everything."""

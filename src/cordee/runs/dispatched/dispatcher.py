@@ -139,8 +139,8 @@ class Dispatcher(MemberChannel):
     def _handle_own(self, received: Received, record: MemberRecord) -> None:
         name = record.name
         match received.message:
-            case AskServers() as question:
-                self.servers.ask(received, question)
+            case AskServers():
+                self.servers.ask(received)
             case FollowerLost(address=address, reason=reason):
                 if self.servers.drop_follower(name, address):
                     self.emit(events.Warned(message=f"{reason}: continuing alone until there is another"))

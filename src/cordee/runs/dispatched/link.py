@@ -14,6 +14,7 @@ from cordee.cluster.messages import Numbered
 from cordee.communication.calls import Connection
 from cordee.communication.channel import Received, RefusedError
 from cordee.communication.messages import Message
+from cordee.communication.this_host import host_id
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import reach
@@ -55,12 +56,11 @@ class DispatchLink(MemberLink):
     def connect(self, server: int) -> Connection:
         """Return a connection to a server. Raises CommunicationError if it is not up in time."""
         deadline = time.monotonic() + 4 * self._spec.failure_timeout_s
-        known = 0
         while True:
-            servers = self.ask(AskServers(known, self._is_remote))
+            servers = self.ask(AskServers())
             assert isinstance(servers, Servers)
             try:
-                return self.connect_to(servers.addresses[server])
+                return self.connect_to(servers.addresses[server].seen_from(host_id()))
             except CommunicationError as error:
                 if time.monotonic() > deadline:
                     raise CommunicationError(f"server {server} is gone: {error}") from error

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from cordee.cluster.messages import COMMON
 from cordee.communication.messages import Count, Message, Name, Text
 from cordee.communication.wire import Limits
+from cordee.core.errors import CommunicationError
 from cordee.parameters.messages import FollowerLost, Number
 
 
 class AskServers(Message, frozen=True):
-    """Where are the servers? Answered by `Servers` once there is a newer list than `known`."""
+    """Where are the servers? Answered by `Servers` once all of them serve."""
 
     is_generational = False
 
-    known: Count = 0
-    is_remote: bool = False  # the sender is on another host
+
+class ServerAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a server listens."""
+
+    host_id: Name
+    local: Name  # for processes of its host
+    public: Annotated[str, Meta(max_length=256)] = ""  # for those of other hosts; empty if they cannot reach it
+
+    def seen_from(self, host_id: str) -> str:
+        """Return the address for processes of a host. Raises CommunicationError if they cannot reach the server."""
+        address = self.local if host_id == self.host_id else self.public
+        if not address:
+            raise CommunicationError("the server listens for its own host only: cluster.address is not set")
+        return address
 
 
 class Servers(Message, frozen=True):
@@ -26,8 +40,7 @@ class Servers(Message, frozen=True):
 
     is_generational = False
 
-    version: Count
-    addresses: Annotated[tuple[Name, ...], Meta(max_length=4096)]
+    addresses: Annotated[tuple[ServerAddress, ...], Meta(max_length=4096)]
 
 
 class HandOver(Message, frozen=True):

@@ -86,7 +86,7 @@ class _Handover(threading.Thread):
         self.serving, self.follower = serving, follower
         self.problem: str | None = "not done"
         self._calls = calls
-        self._addresses = servers.address_of(serving), servers.address_of(follower)
+        self._addresses = servers.address_of(serving), servers.address_of(follower, serving)
 
     def run(self) -> None:
         serving, follower = self._addresses

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from cordee.cluster.members import MemberRecord
 from cordee.communication.channel import Received
 from cordee.communication.messages import Message
+from cordee.communication.this_host import host_id
 from cordee.parameters.server_slots import ServerSlots
-from cordee.runs.dispatched.messages import AskServers, Servers
+from cordee.runs.dispatched.messages import ServerAddress, Servers
 
 
 class ServerRegistry:
@@ -26,12 +27,12 @@ class ServerRegistry:
         self._records = records
         self._reply = reply
         self._wants_followers = wants_followers
-        self._asking: list[tuple[Received, AskServers]] = []
+        self._asking: list[Received] = []
 
     @property
     def addresses(self) -> list[str]:
-        """Of those that serve, in the order of the servers."""
-        return [self._records[name].address for name in self._slots.serving]
+        """Of those that serve, in the order of the servers, for the coordinator."""
+        return [self.address_of(name) for name in self._slots.serving]
 
     @property
     def is_ready(self) -> bool:
@@ -53,8 +54,13 @@ class ServerRegistry:
         """Return the servers whose followers wait to be given everything: index, name, the follower's name."""
         return self._slots.unfollowed()
 
-    def address_of(self, name: str) -> str:
-        return self._records[name].address
+    def address_of(self, name: str, caller: str = "") -> str:
+        """Return the address of a server for another, or for the coordinator."""
+        return self._describe(name).seen_from(self._records[caller].host_id if caller else host_id())
+
+    def _describe(self, name: str) -> ServerAddress:
+        record = self._records[name]
+        return ServerAddress(record.host_id, record.address, record.public)
 
     def record_following(self, index: int, serving: str, follower: str) -> None:
         """Record that the follower of a server has everything, if it is still the follower."""
@@ -72,7 +78,7 @@ class ServerRegistry:
     def drop_follower(self, serving: str, address: str) -> str:
         """Have the follower at `address` not take over from `serving`; return its name, "" if it does not follow."""
         for slot in self._slots.slots:
-            if slot.serving == serving and slot.follower and self._records[slot.follower].address == address:
+            if slot.serving == serving and slot.follower and self.address_of(slot.follower, serving) == address:
                 name = slot.follower
                 self._slots.lose(name)
                 return name
@@ -91,16 +97,16 @@ class ServerRegistry:
         """Forget a process, whatever it was."""
         self._slots.lose(name)
 
-    def ask(self, received: Received, question: AskServers) -> None:
+    def ask(self, received: Received) -> None:
         """Take a request for the list, and answer it if that can be."""
-        self._asking.append((received, question))
+        self._asking.append(received)
         self.answer_waiting()
 
     def answer_waiting(self) -> None:
         """Answer those who ask, if there is an answer."""
         if not self.is_ready:
             return
-        near, far = tuple(self.addresses), tuple(self._records[name].public for name in self._slots.serving)
+        servers = Servers(tuple(self._describe(name) for name in self._slots.serving))
         asking, self._asking = self._asking, []
-        for received, question in asking:
-            self._reply(received, Servers(self._slots.version, far if question.is_remote else near))
+        for received in asking:
+            self._reply(received, servers)

@@ -13,6 +13,7 @@ from cordee.cluster.engine import Exited, ProcessSpec, Started
 from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S, LauncherSpec
 from cordee.cluster.members import MemberRecord
 from cordee.communication.messages import Join
+from cordee.communication.this_host import host_id
 from cordee.core.errors import TrainingError
 from cordee.core.settings import Cluster
 from cordee.monitoring.events import AnyEvent, Warned, WorkerLeft
@@ -137,7 +138,7 @@ def test_a_server_told_to_leave_stays_until_another_has_everything() -> None:
     for _ in range(2):  # the second time one is on its way
         scene.losses.start_followers()
         assert scene.launcher.started == ["server-0"]
-    play.say("server-0.1", Join(2, "host", address="elsewhere", has_state=False))
+    play.say("server-0.1", Join(2, "host", host_id(), address="elsewhere", has_state=False))
     assert servers.unfollowed() == [(0, "server-0", "server-0.1")]
     assert ("server-0", Leave()) not in play.say("server-0", HandOver(has_retired=False)), (
         "not before it has everything"

@@ -10,6 +10,7 @@ import pytest
 from cordee.cluster.members import MemberRecord, Members
 from cordee.cluster.messages import Event
 from cordee.communication.messages import Acknowledged, Heartbeat, Join, Joined, Message, Refused
+from cordee.communication.this_host import host_id
 from cordee.core import Job
 from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger
@@ -81,7 +82,7 @@ class Play:
     def join(self, record: MemberRecord, address: str = "", **more: Any) -> list[tuple[str, Message]]:
         """Have a process that was asked for say that it is there."""
         self.members.expect(record, 0.0)
-        return self.say(record.name, Join(1, "host", address=address, **more))
+        return self.say(record.name, Join(1, "host", host_id(), address=address, **more))
 
     def say(self, sender: str, message: Message) -> list[tuple[str, Message]]:
         """Let a process speak; return what the dispatcher says to anybody after it."""

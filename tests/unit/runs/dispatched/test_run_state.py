@@ -44,7 +44,7 @@ from cordee.training.progress import Progress
 def test_what_a_coordinator_knows_survives_being_written_down() -> None:
     dispatcher = DispatcherState(
         progress=Progress(step=3),
-        slots=ServerSlots([ServerSlot("server-0", "server-0.1", is_following=True)], version=1),
+        slots=ServerSlots([ServerSlot("server-0", "server-0.1", is_following=True)]),
         metrics=StepMetricsState(counted=3, sums={4: StepSum(loss_sum=1.5, count=2)}, to_apply=(2, 0.5)),
         snapshots=SnapshotState(num_tasks=1, task_place=(3, 0, 3, 12), is_task_open=True, is_reading=True),
         barrier=4,

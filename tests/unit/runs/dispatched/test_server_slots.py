@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from test_dispatcher import Play
 
 from cordee.cluster.members import MemberRecord
+from cordee.communication.this_host import host_id
+from cordee.core.errors import CommunicationError
 from cordee.monitoring.events import Warned
 from cordee.parameters.messages import FollowerLost
 from cordee.parameters.server_slots import ServerSlot, ServerSlots
+from cordee.runs.dispatched.messages import AskServers, ServerAddress, Servers
 
 
 def test_a_replacement_without_the_parameters_does_not_serve() -> None:
@@ -22,7 +26,7 @@ def test_a_replacement_without_the_parameters_does_not_serve() -> None:
     assert slots.unfollowed() == [(0, "server-0.3", "server-0.2")]
 
 
-def test_a_second_that_was_dropped_does_not_take_over() -> None:
+def test_a_follower_that_was_dropped_does_not_take_over() -> None:
     """The first server could not reach it for a moment, and has continued alone."""
     play = Play()
     play.join(MemberRecord(role="server", index=0, replica=1, number=0), "follower")
@@ -44,3 +48,16 @@ def test_a_server_that_was_given_everything_too_late_does_not_follow() -> None:
     assert not slots.slots[0].is_following
     slots.record_following(0, "server-0", "server-0.2")
     assert slots.slots[0].is_following
+
+
+def test_every_member_hears_both_addresses_of_a_server_and_chooses_by_its_host() -> None:
+    play = Play(servers=2)
+    assert play.say("worker-0", AskServers()) == [], "one server is not there"
+    server = ServerAddress(host_id(), "tcp://here", "tcp://there")
+    answers = play.join(MemberRecord(role="server", index=1, number=0), server.local, public=server.public)
+    (servers,) = [message for name, message in answers if name == "worker-0"]
+    assert servers == Servers((ServerAddress(host_id(), "address"), server))
+    assert [server.seen_from(host) for host in (host_id(), "another")] == ["tcp://here", "tcp://there"]
+    assert play.dispatcher.servers.addresses == ["address", "tcp://here"], "for the coordinator"
+    with pytest.raises(CommunicationError, match=r"listens for its own host only: cluster\.address is not set"):
+        servers.addresses[0].seen_from("another")

@@ -318,7 +318,7 @@ class World:
         ledger = _make_ledger(self.num_steps)
         ledger.restore(self.ledger.state)
         post = self.slots.slots[0]
-        slots = ServerSlots([replace(post)], self.slots.version, self.slots.has_been_ready)
+        slots = ServerSlots([replace(post)], self.slots.has_been_ready)
         workers = [replace(worker) for worker in self.workers]
         other = World(self.num_steps, workers, {}, slots, ledger, self.faults_left, self.to_apply, list(self.unnoticed))
         other.num_workers_lost, other.newest = self.num_workers_lost, self.newest
