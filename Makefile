@@ -7,14 +7,18 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Two files at a time, where tests do not start workers of their own.
 TWO_FILES := $(BIN)/pytest -n 2 --dist loadfile
 
+# Where `make test-faults` keeps its results; empty is a folder in fault-walks/ for each state of the code.
+FAULT_RESULTS ?=
+
 # How long `make test-long` compares random jobs of fresh seeds with the single run.
 DIFFERENCE_MINUTES ?= 60
 
-.PHONY: help quickstart test test-long test-ray test-spark unit lint types bench docs fuzz clean
+.PHONY: help quickstart test test-long test-faults test-ray test-spark unit lint types bench docs fuzz clean
 help:
 	@echo "make quickstart  set up, train a first model, show the result"
 	@echo "make test        set up, run the tests"
 	@echo "make test-long   also those that take minutes, and an hour of random jobs (DIFFERENCE_MINUTES=60)"
+	@echo "make test-faults every kind of fault at every fault point; continues where it was ended (hours)"
 	@echo "make test-ray    the engine 'ray' on a Ray of two nodes, in an environment of its own (.venv-ray)"
 	@echo "make test-spark  the engine 'spark' on a Spark of two workers (.venv-spark; needs Java 17)"
 	@echo "make unit        only the unit tests (about a minute)"
@@ -52,6 +56,9 @@ test: $(VENV)/.dev
 test-long: $(VENV)/.dev
 	CORDEE_LONG_TESTS=1 CORDEE_DIFFERENCE_MINUTES=$(DIFFERENCE_MINUTES) $(BIN)/pytest
 
+test-faults: $(VENV)/.dev
+	PYTHONPATH=tests:tests/faults $(BIN)/python -m walking --at-once 2 $(if $(FAULT_RESULTS),--results $(FAULT_RESULTS))
+
 # Ray and Spark are large, and have requirements of their own.
 .venv-ray/.engine .venv-spark/.engine: .venv-%/.engine: pyproject.toml constraints.txt
 	@test -x .venv-$*/bin/python || { echo "creating .venv-$* ..."; "$(PYTHON)" -m venv .venv-$*; }
@@ -85,5 +92,5 @@ docs: $(VENV)/.cordee
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) .venv-ray .venv-spark site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-ray .venv-spark site build dist fault-walks .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 
@@ -20,3 +21,12 @@ def walked(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
         yield walked
     writer = request.config.get_terminal_writer()
     writer.line(f"\n{len(walked.results)} faults at fault points in {time.monotonic() - started_s:.0f} s")
+
+
+@pytest.fixture(scope="session")
+def walk_seed(request: pytest.FixtureRequest) -> int:
+    """Draws the trials of `make test-long`: another seed each time, printed, or that of CORDEE_WALK_SEED."""
+    seed = int(os.environ.get("CORDEE_WALK_SEED", "0")) or time.time_ns() // 1_000_000_000
+    writer = request.config.get_terminal_writer()
+    writer.line(f"\nthe seed of the fault walks is {seed}: CORDEE_WALK_SEED={seed} repeats them")
+    return seed

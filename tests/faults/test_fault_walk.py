@@ -9,7 +9,7 @@ from fault_walk import AGENT_WALK, WALK, make_walker
 from fault_walk_dispatched import WALK as DISPATCHED_WALK
 from fault_walk_split import STRATEGIES, choose
 from fault_walk_split import make_walker as make_split_walker
-from walking import Walked, cases, sample
+from walking import Walked, cases, draw, sample
 
 from cordee.core.fault_points import POINTS
 from warm_launch import WarmServer
@@ -25,22 +25,20 @@ def test_every_point_is_walked() -> None:
 
 @pytest.mark.timeout(900)
 def test_killed_at_some_points(walked: Walked) -> None:
-    """Every fourth point, for it to take a minute; `make test-long` walks all of them."""
+    """Every fourth point, for it to take a minute; `make test-long` has one trial at each, `make test-faults` all."""
     walked.check(sample(cases(WALK))[::4])
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("point", WALK)
-def test_a_fault_point(walked: Walked, point: str) -> None:
-    """Every process that passes it, several visits, killed and frozen there, and an error where one can happen."""
-    walked.check(cases({point: WALK[point]}))
+def test_one_trial_at_every_point(walked: Walked, walk_seed: int) -> None:
+    walked.check(draw(cases(WALK), walk_seed))
 
 
 @pytest.mark.long
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_points_of_a_split_model(tmp_path: Path, strategy: str) -> None:
+def test_one_trial_at_every_point_of_a_split_model(tmp_path: Path, strategy: str, walk_seed: int) -> None:
     with WarmServer() as server:
         walker = make_split_walker(server, tmp_path, strategy)
-        Walked(walker).check(choose(walker))
+        Walked(walker).check(draw(choose(walker), walk_seed))

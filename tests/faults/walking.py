@@ -1,9 +1,17 @@
-"""The trials of a fault walk: where each point is passed, what is tried there, in which order; and its command line."""
+"""The trials of a fault walk: where each point is passed, what is tried there, in which order; and its command line.
+
+    PYTHONPATH=tests:tests/faults python -m walking [--results FOLDER] [...]    # all walks, one after the other
+
+An option that this command does not know is for the walks. Called again for the same code, it continues where it was.
+"""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -37,6 +45,8 @@ class Walk(NamedTuple):
 
 
 DEATHS: tuple[Action, ...] = ("kill", "freeze")
+WALKS = ("fault_walk", "fault_walk_dispatched", "fault_walk_split")
+ROOT = Path(__file__).parents[2]
 
 
 def of(scenario: str, process: str, *visits: int) -> Place:
@@ -78,6 +88,14 @@ def sample(chosen: Iterable[Case]) -> list[Case]:
         if case.fault.action == "kill":
             first.setdefault(case.fault.point, case)
     return list(first.values())
+
+
+def draw(chosen: Iterable[Case], seed: int) -> list[Case]:
+    """Return one of the trials for each point: of any place, visit and action, as `seed` has it."""
+    by_point: dict[str, list[Case]] = {}
+    for case in chosen:
+        by_point.setdefault(case.fault.point, []).append(case)
+    return [random.Random(f"{seed} {point}").choice(trials) for point, trials in by_point.items()]
 
 
 def spread(chosen: Iterable[Case]) -> list[Case]:
@@ -137,6 +155,7 @@ def main(
     parser.add_argument("--action", action="append")
     parser.add_argument("--process", action="append")
     parser.add_argument("--sample", action="store_true", help="one trial for each point")
+    parser.add_argument("--draw", type=int, help="one trial for each point, which this seed draws")
     parser.add_argument("--shuffle", type=int, help="try them in the random order of this seed")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=2)
@@ -161,22 +180,68 @@ def main(
 
 def _select(strategy: str, chosen: Iterable[Case], options: argparse.Namespace) -> list[Case]:
     """Return the trials that the command line asks for and that have not held before, in their order."""
+    if options.sample or options.draw is not None:
+        chosen = sample(chosen) if options.sample else draw(chosen, options.draw)
     selected = [
         case
-        for case in (sample(chosen) if options.sample else chosen)
+        for case in chosen
         if (not options.point or case.fault.point in options.point)
         and (not options.scenario or case.scenario in options.scenario)
         and (not options.action or case.fault.action in options.action)
         and (not options.process or case.fault.process in options.process)
     ] * options.repeat
-    if options.results and options.results.exists():
-        lines = options.results.read_bytes().splitlines()
+    if options.results:
+        lines = _lines(options.results)
         known = [result for line in lines if not (result := msgspec.json.decode(line, type=Result)).problem]
         done = {(result.scenario, result.fault) for result in known if result.strategy == strategy}
         selected = [case for case in selected if (case.scenario, case.fault) not in done]
     if options.shuffle is not None:
         random.Random(options.shuffle).shuffle(selected)
     return spread(selected)
+
+
+def walk_everything() -> int:
+    """Run every walk; return the exit code: 1 if a trial of this call failed, or a walk broke off."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    help_text = (
+        "where results and failed trials are kept (default: a folder in fault-walks/ for each state of the code)"
+    )
+    parser.add_argument("--results", type=Path, help=help_text)
+    options, for_walks = parser.parse_known_args()
+    folder = options.results or ROOT / "fault-walks" / _revision()
+    folder.mkdir(parents=True, exist_ok=True)
+    started_s, broken = time.monotonic(), []
+    for walk in WALKS:
+        print(f"{walk}: results in {folder / walk}.jsonl", flush=True)
+        files = ["--results", str(folder / f"{walk}.jsonl"), "--folder", str(folder / walk)]
+        if subprocess.run([sys.executable, "-m", walk, *files, *for_walks], check=False).returncode:
+            broken.append(walk)
+    for walk in WALKS:
+        results = [msgspec.json.decode(line, type=Result) for line in _lines(folder / f"{walk}.jsonl")]
+        failed = [result for result in results if result.problem]
+        held = {(result.strategy, result.scenario, result.fault) for result in results if not result.problem}
+        again = sum((result.strategy, result.scenario, result.fault) in held for result in failed)
+        print(f"{walk}: {len(held)} trials held, {len(failed)} failed, of which {again} held when they were repeated")
+        for result in failed:
+            print(f"  {result.strategy}, {result.scenario}: {result.fault}: {result.problem} ({result.folder})")
+    print(f"{time.monotonic() - started_s:.0f} s" + (f"; failed or broken off: {', '.join(broken)}" if broken else ""))
+    return 1 if broken else 0
+
+
+def _revision() -> str:
+    """Return a name of the code as it is: what held for other code is tried again."""
+
+    def git(*arguments: str) -> bytes:
+        return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True).stdout
+
+    untracked = [ROOT / name.decode() for name in git("ls-files", "-zo", "--exclude-standard").split(b"\0") if name]
+    changes = git("diff", "HEAD") + b"".join(path.read_bytes() for path in untracked)
+    head = git("rev-parse", "--short=12", "HEAD").decode().strip()
+    return f"{head}-{hashlib.sha256(changes).hexdigest()[:8]}" if changes else head
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else []
 
 
 def _report(case: Case, result: Result, results: Path | None) -> None:
@@ -187,3 +252,7 @@ def _report(case: Case, result: Result, results: Path | None) -> None:
     if results:
         with results.open("ab") as file:
             file.write(msgspec.json.encode(result) + b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(walk_everything())
