@@ -25,7 +25,7 @@ from cordee.parameters.shared_values import BLOCK_BYTES, SMALLEST_BYTES, ValuesV
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = BLOCK_BYTES  # through shared memory
-FAR_PIECE_BYTES = 1 << 18  # through channels, where encrypting takes most of the time, at both ends at once
+CHANNEL_PIECE_BYTES = 1 << 18  # through channels, where encrypting takes most of the time, at both ends at once
 DIRECTORY = -1  # in the place of a server's number
 WINDOW = 4  # calls under way at each server
 _RETRY_S = 0.02
@@ -213,12 +213,12 @@ class StoreCalls(ServerCalls):
     def piece_bytes(self, cuts: Sequence[Cut]) -> int:
         """Return in how large pieces an array with these parts should travel."""
         try:
-            is_near = all(self.connection(cut.server).is_shared for cut in cuts)
+            is_shared = all(self.connection(cut.server).is_shared for cut in cuts)
         except CommunicationError:
             if not self._is_replaced:
                 raise
-            is_near = False
-        return PIECE_BYTES if is_near else FAR_PIECE_BYTES
+            is_shared = False
+        return PIECE_BYTES if is_shared else CHANNEL_PIECE_BYTES
 
     def leave(self, connection: Connection) -> None:
         with contextlib.suppress(CommunicationError):

@@ -110,7 +110,7 @@ class Largest(Plain):
         return whole
 
 
-class Feedback:
+class ErrorFeedback:
     """The sender's side of gradients: what was left out of one is added to the next."""
 
     def __init__(self, codec: Codec) -> None:
@@ -129,7 +129,7 @@ class Feedback:
         return sent
 
 
-class Tracker:
+class DeltaSender:
     """The sender's side of parameters: knows what the receiver has, and sends the difference to what it should have."""
 
     def __init__(self, codec: Codec) -> None:
@@ -150,7 +150,7 @@ class Tracker:
         return sent
 
 
-class Follower:
+class DeltaReceiver:
     """The receiver's side of parameters."""
 
     def __init__(self, codec: Codec, length: int) -> None:

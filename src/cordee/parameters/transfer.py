@@ -20,7 +20,7 @@ from cordee.communication.wire import ITEM_BYTES, Buffer, BufferSpec, Parcel, ou
 from cordee.core.errors import CommunicationError, StoreError
 from cordee.parameters.arrays import Origin, Taken, make_target, take
 from cordee.parameters.calls import PIECE_BYTES, MappedValues, StoreCalls, Task
-from cordee.parameters.compression import Compression, Feedback, make_codec
+from cordee.parameters.compression import Compression, ErrorFeedback, make_codec
 from cordee.parameters.messages import Cut, Done, Encoding, Fill, Pull, PullRows, Push, PushRows, Value
 from cordee.parameters.placement import is_cut_at_rows
 from cordee.parameters.shared_values import SMALLEST_BYTES, ValuesView
@@ -62,7 +62,7 @@ class Entry:
     memories: list[MappedValues | None] | None = None  # of the parts, of large ones; None: there was no transfer yet
     compression: Compression = "none"  # of pushes
     _chosen: tuple[Compression, float] = ("none", 0.0)
-    feedback: list[Feedback] = field(default_factory=list)  # of the pieces, once pushes are compressed
+    feedback: list[ErrorFeedback] = field(default_factory=list)  # of the pieces, once pushes are compressed
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while a push is under way: keeps their order
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Entry:
         dtype = getattr(torch, self.kind)
         codecs = [make_codec(compression, topk, piece.stop - piece.start, dtype) for piece in self.pieces]
         if not self.feedback:
-            self.feedback = [Feedback(codec) for codec in codecs]
+            self.feedback = [ErrorFeedback(codec) for codec in codecs]
         for feedback, codec in zip(self.feedback, codecs, strict=True):
             feedback.codec = codec
 

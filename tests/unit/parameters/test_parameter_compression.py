@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cordee.core.errors import CommunicationError
-from cordee.parameters.compression import Feedback, Follower, Tracker, make_codec
+from cordee.parameters.compression import DeltaReceiver, DeltaSender, ErrorFeedback, make_codec
 
 LENGTH = 3000
 KINDS = ["none", "fp16", "int8", "topk"]
@@ -26,7 +26,7 @@ def test_fewer_bytes_travel(kind: str, share: float) -> None:
 def test_what_a_gradient_lacks_the_next_ones_bring(kind: str) -> None:
     """The sum of what arrives stays within one gradient's rounding of the sum of what was meant."""
     generator = torch.Generator().manual_seed(0)
-    sender, receiver = Feedback(codec(kind)), codec(kind)
+    sender, receiver = ErrorFeedback(codec(kind)), codec(kind)
     meant, arrived = torch.zeros(LENGTH), torch.zeros(LENGTH)
     steady = torch.randn(LENGTH, generator=generator)
     for _ in range(200):
@@ -41,19 +41,19 @@ def test_what_a_gradient_lacks_the_next_ones_bring(kind: str) -> None:
 def test_parameters_are_followed_and_lost_messages_noticed(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(LENGTH, generator=generator)
-    tracker, follower, copy = Tracker(codec(kind)), Follower(codec(kind), LENGTH), torch.zeros(LENGTH)
+    sender, receiver, copy = DeltaSender(codec(kind)), DeltaReceiver(codec(kind), LENGTH), torch.zeros(LENGTH)
     for turn in range(60):
         if turn < 40:
             values += 0.01 * torch.randn(LENGTH, generator=generator)
-        sent = tracker.compress(values, follower.stamp)
+        sent = sender.compress(values, receiver.stamp)
         if turn % 7 != 3:  # every seventh is lost: the next one is whole
-            follower.take(copy, sent, tracker.stamp)
+            receiver.take(copy, sent, sender.stamp)
     torch.testing.assert_close(copy, values, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_arrives_as_such_and_is_not_kept(kind: str) -> None:
-    sender, receiver = Feedback(codec(kind)), codec(kind)
+    sender, receiver = ErrorFeedback(codec(kind)), codec(kind)
     bad = torch.ones(LENGTH)
     bad[5] = float("inf")
     assert not bool(torch.isfinite(receiver.decode(sender.compress(bad))).all())

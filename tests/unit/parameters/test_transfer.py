@@ -11,7 +11,7 @@ import torch
 from cordee.communication.wire import ARRAY_KINDS, Parcel
 from cordee.core.errors import CommunicationError, StoreError
 from cordee.parameters import transfer
-from cordee.parameters.calls import FAR_PIECE_BYTES, StoreCalls, Task
+from cordee.parameters.calls import CHANNEL_PIECE_BYTES, StoreCalls, Task
 from cordee.parameters.messages import Cut, Done, Push
 from cordee.parameters.shard import Shard
 from cordee.parameters.transfer import Entry
@@ -53,7 +53,7 @@ class Wire(StoreCalls):
 
 def made(kind: str = "float32") -> Entry:
     cuts = (Cut(0, 0, LENGTH // 2), Cut(1, LENGTH // 2, LENGTH))
-    return Entry("w", 0, kind, (LENGTH,), cuts, FAR_PIECE_BYTES)
+    return Entry("w", 0, kind, (LENGTH,), cuts, CHANNEL_PIECE_BYTES)
 
 
 def push(wire: Wire, entry: Entry, values: torch.Tensor, sequence: int) -> int:

@@ -14,7 +14,7 @@ from cordee.checkpoint import State
 from cordee.communication.messages import Message
 from cordee.communication.wire import Buffer
 from cordee.parameters.calls import MappedValues, ServerCalls
-from cordee.parameters.compression import Feedback, Follower, make_codec
+from cordee.parameters.compression import DeltaReceiver, ErrorFeedback, make_codec
 from cordee.parameters.placement import Layout, Piece
 from cordee.parameters.replication import decode_state
 from cordee.strategies.parameter_server.messages import (
@@ -42,8 +42,10 @@ class ParameterClient:
         codecs = [
             make_codec(settings.compression, settings.topk, piece.length, layout.dtype) for piece in layout.pieces
         ]
-        self._feedback = [Feedback(codec) for codec in codecs]
-        self._followers = [Follower(codec, piece.length) for codec, piece in zip(codecs, layout.pieces, strict=True)]
+        self._feedback = [ErrorFeedback(codec) for codec in codecs]
+        self._receivers = [
+            DeltaReceiver(codec, piece.length) for codec, piece in zip(codecs, layout.pieces, strict=True)
+        ]
         # What is compressed is not in memory that could be mapped.
         sizes = [piece.length * layout.dtype.itemsize * (settings.compression == "none") for piece in layout.pieces]
         self._memories = [
@@ -122,7 +124,7 @@ class ParameterClient:
         return reply
 
     def _pull_piece(self, piece: Piece, flat: Tensor, apply_step: int, scale: float) -> None:
-        follower, mapped = self._followers[piece.index], self._memories[piece.index]
+        receiver, mapped = self._receivers[piece.index], self._memories[piece.index]
         target = flat[piece.start : piece.stop]
         room = piece.length * flat.element_size() + 4096
         view = mapped.view
@@ -135,12 +137,12 @@ class ParameterClient:
                     return False
             else:
                 with torch.no_grad():
-                    follower.take(target, [buffer.torch() for buffer in buffers], message.sent)
+                    receiver.take(target, [buffer.torch() for buffer in buffers], message.sent)
                 mapped.map(message.memory)
             self._versions[piece.index] = message.version
             return True
 
         for memory in (mapped.number(view), -1):  # where they have changed since the server answered: sent
-            pull = Pull(piece.index, follower.stamp, apply_step, scale, memory)
+            pull = Pull(piece.index, receiver.stamp, apply_step, scale, memory)
             if self._calls.call(piece.server, pull, receive=receive, reply_bytes=room):
                 return

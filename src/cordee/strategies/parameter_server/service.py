@@ -11,7 +11,7 @@ from cordee.checkpoint import State
 from cordee.communication.calls import Call, UnavailableError
 from cordee.communication.messages import Message
 from cordee.core.fault_points import reach
-from cordee.parameters.compression import Tracker, make_codec
+from cordee.parameters.compression import DeltaSender, make_codec
 from cordee.parameters.messages import Done, Load
 from cordee.parameters.placement import Layout
 from cordee.parameters.replication import Answer, ReplicatedService, decode_state, encode_state
@@ -47,7 +47,7 @@ class ParameterService(ReplicatedService):
             for index, state in shard.pieces.items()
         }
         self._settings = settings
-        self._trackers: dict[tuple[str, int], Tracker] = {}
+        self._senders: dict[tuple[str, int], DeltaSender] = {}
         self.fence: Callable[[str, int], None] = lambda worker, incarnation: None
         self.step = 0  # of the job, that its parameters were of when it started
         self.handlers |= {
@@ -87,9 +87,9 @@ class ParameterService(ReplicatedService):
         where = state.locate(pull.memory, 0, state.length)
         if where.stamp >= 0:
             return Pulled(where.version, where.stamp), ()
-        tracker = self._trackers.setdefault((call.caller, pull.piece), Tracker(self._codecs[pull.piece]))
-        sent = tracker.compress(values, pull.has)
-        return Pulled(where.version, memory=where.memory, sent=tracker.stamp), sent
+        sender = self._senders.setdefault((call.caller, pull.piece), DeltaSender(self._codecs[pull.piece]))
+        sent = sender.compress(values, pull.has)
+        return Pulled(where.version, memory=where.memory, sent=sender.stamp), sent
 
     def _snapshot(self, call: Call, snapshot: Snapshot) -> Answer:
         state = self._shard.piece(snapshot.piece)
@@ -112,8 +112,8 @@ class ParameterService(ReplicatedService):
         self.pass_on(fence)
         self.fence(fence.worker, fence.incarnation)
         self._shard.forget(fence.worker)
-        for key in [key for key in self._trackers if key[0] == fence.worker]:
-            del self._trackers[key]
+        for key in [key for key in self._senders if key[0] == fence.worker]:
+            del self._senders[key]
         return Done(), ()
 
     def _push_extras(self, call: Call, pushed: PushExtras) -> Answer:
