@@ -6,7 +6,7 @@ import multiprocessing as mp
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ class CaseError(AssertionError):
 class ProcessPool:
     """`size` members. One that fails a case ends them all, and the next case gets new ones."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, hosts: Sequence[str] = ()) -> None:
+        """Each member takes itself to be on the host that `hosts` names, and encrypts what goes to others."""
         self.size = size
+        self._hosts = hosts or [None] * size
         self._folder = tempfile.TemporaryDirectory()
         self._num_starts = 0
         self._pipes: list[Connection] = []
@@ -47,9 +49,9 @@ class ProcessPool:
             return
         self._num_starts += 1
         rendezvous = str(Path(self._folder.name) / f"rendezvous-{self._num_starts}")
-        for index in range(self.size):
+        for index, host in enumerate(self._hosts):
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(index, self.size, theirs, rendezvous), daemon=True)
+            process = _context.Process(target=_serve, args=(index, self.size, theirs, rendezvous, host), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -85,15 +87,18 @@ class ProcessPool:
         self._processes, self._pipes = [], []
 
 
-def _serve(index: int, size: int, pipe: Connection, rendezvous: str) -> None:
+def _serve(index: int, size: int, pipe: Connection, rendezvous: str, host: str | None) -> None:
     import torch
     import torch.distributed as dist
 
-    from cordee.communication.shared_memory import register
+    from cordee.communication.shared_memory import BackendSettings, register
 
     torch.set_num_threads(1)
     register()
-    dist.init_process_group("cordee", init_method=f"file://{rendezvous}", rank=index, world_size=size)
+    settings = BackendSettings(host_id=host, encrypt=host is not None)
+    dist.init_process_group(
+        "cordee", init_method=f"file://{rendezvous}", rank=index, world_size=size, pg_options=settings
+    )
     pipe.send((True, None))
     while True:
         try:

@@ -1,13 +1,14 @@
 """Forming the group of a generation. Whoever waits for a member that is lost gives up as soon as that is known.
 
 Members on several hosts find each other through the coordinator, which passes on what they say: through its channel,
-which is encrypted and lets only members in. What is said is small: each member's place, and the addresses at which gloo
-then connects.
+which is encrypted and lets only members in. What is said is small: each member's place, the addresses at which members
+then connect, and the secret by which they know each other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +22,19 @@ import torch.distributed as dist
 from cordee.communication.channel import ClientChannel, RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ClientKeys
-from cordee.communication.messages import COORDINATION, Message, StoreGet, StoreSet, StoreValue
+from cordee.communication.messages import (
+    COORDINATION,
+    Accepted,
+    Message,
+    StoreAdd,
+    StoreCount,
+    StoreDelete,
+    StoreGet,
+    StoreRequest,
+    StoreSet,
+    StoreSwap,
+    StoreValue,
+)
 from cordee.communication.shared_memory import BackendSettings, register
 from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
@@ -32,41 +45,112 @@ PATIENCE_S = 2.0  # for one answer of the coordinator, which may be busy
 LONGEST_ABSENCE_S = 10.0  # of a coordinator that was killed and comes back
 
 
+class GenerationStore:
+    """What the members of one generation have stored, at the coordinator: pure, and not written down."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._added: dict[str, dict[str, int]] = {}  # to each number, by each member
+
+    def handle(self, sender: str, message: StoreRequest) -> Message:
+        """Do what a member asks, which it may ask again; return the answer."""
+        match message:
+            case StoreSet(key=key, value=value):
+                self._values[key] = value
+                return Accepted()
+            case StoreGet(key=key):
+                return StoreValue(self._find(key))
+            case StoreAdd(key=key, amount=amount):
+                self._added.setdefault(key, {})[sender] = amount
+                return StoreValue(self._find(key))
+            case StoreSwap(key=key, expected=expected, wanted=wanted):
+                found = self._find(key)
+                if (found or b"") == expected:
+                    self._values[key] = found = wanted
+                return StoreValue(expected if found is None else found)
+            case StoreDelete(key=key):
+                found = self._find(key)
+                self._values.pop(key, None)
+                self._added.pop(key, None)
+                return StoreValue(found)
+            case StoreCount():
+                return StoreValue(str(len(self._values.keys() | self._added.keys())).encode())
+
+    def _find(self, key: str) -> bytes | None:
+        if key in self._added:
+            return str(sum(self._added[key].values())).encode()
+        return self._values.get(key)
+
+
 class CoordinatorStore:
-    """What the members of one generation have said. Raises CommunicationError when the generation is over."""
+    """What the members of one generation have said. Raises CommunicationError when the generation is over.
+
+    Has what torch's stores have, so that groups can be formed in it as long as the generation lasts. Any thread may
+    call.
+    """
 
     def __init__(self, address: str, run: str, worker_index: int, keys: ClientKeys, generation: int) -> None:
         speaker = Speaker(run=run, name=f"{STORE_PREFIX}{worker_index}", incarnation=time.time_ns())
         self._channel = ClientChannel(address, speaker, Codec(COORDINATION), keys)
         self._generation = generation
-        self._stored: dict[str, bytes] = {}  # to be said again to a coordinator that has come back
-        self._found: dict[str, bytes] = {}
+        self._using = threading.RLock()
+        # To be said again to a coordinator that has come back.
+        self._stored: dict[str, bytes] = {}
+        self._added: dict[str, int] = {}
+        self._found: dict[str, bytes] = {}  # by `check`, for the `get` that follows
 
     def set(self, key: str, value: str | bytes) -> None:
-        content = value.encode() if isinstance(value, str) else bytes(value)
-        self._stored[key] = content
-        self._request(StoreSet(self._generation, key, content))
+        with self._using:
+            content = self._stored[key] = _as_bytes(value)
+            self._request(StoreSet(self._generation, key, content))
 
     def get(self, key: str) -> bytes:
         """Return what `check` has found."""
-        return self._found[key]
+        with self._using:
+            if key not in self._found and not self.check([key]):
+                raise KeyError(key)
+            return self._found.pop(key)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all of it was said."""
-        for key in keys:
-            if key not in self._found:
-                reply = self._request(StoreGet(self._generation, key))
-                assert isinstance(reply, StoreValue), reply
-                if reply.value is None:
+        with self._using:
+            for key in keys:
+                value = self._request(StoreGet(self._generation, key))
+                if value is None:
                     return False
-                self._found[key] = reply.value
-        return True
+                self._found[key] = value
+            return True
 
-    def _request(self, message: Message) -> Message:
+    def add(self, key: str, amount: int) -> int:
+        with self._using:
+            total = self._added[key] = self._added.get(key, 0) + amount
+            return int(self._request(StoreAdd(self._generation, key, total)) or 0)
+
+    def compare_set(self, key: str, expected: str | bytes, wanted: str | bytes) -> bytes:
+        with self._using:
+            content = _as_bytes(wanted)
+            found = self._request(StoreSwap(self._generation, key, _as_bytes(expected), content)) or b""
+            if found == content:
+                self._stored[key] = content
+            return found
+
+    def delete_key(self, key: str) -> bool:
+        with self._using:
+            for known in (self._stored, self._added, self._found):
+                known.pop(key, None)
+            return self._request(StoreDelete(self._generation, key)) is not None
+
+    def num_keys(self) -> int:
+        with self._using:
+            return int(self._request(StoreCount(self._generation)) or 0)
+
+    def _request(self, message: Message) -> bytes | None:
+        """Return the value of the answer, if it has one."""
         deadline_s = time.monotonic() + LONGEST_ABSENCE_S
         while True:
             try:
-                return self._channel.request(message, timeout_s=PATIENCE_S).message
+                reply = self._channel.request(message, timeout_s=PATIENCE_S).message
+                return reply.value if isinstance(reply, StoreValue) else None
             except RefusedError as error:
                 raise CommunicationError(error.detail or str(error)) from error
             except CommunicationError:
@@ -79,6 +163,8 @@ class CoordinatorStore:
         try:
             for key, value in self._stored.items():
                 self._channel.request(StoreSet(self._generation, key, value), timeout_s=PATIENCE_S)
+            for key, total in self._added.items():
+                self._channel.request(StoreAdd(self._generation, key, total), timeout_s=PATIENCE_S)
         except CommunicationError:
             return  # what is to be said next finds out why
 
@@ -89,6 +175,10 @@ class CoordinatorStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._channel.close()
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 # Collectives end by the loss of a peer long before; this is the limit for one that is only slow.
@@ -157,6 +247,7 @@ class BetweenHosts(NamedTuple):
 
     store: CoordinatorStore
     address: str  # of this host
+    encrypt: bool
 
 
 @contextlib.contextmanager
@@ -181,7 +272,9 @@ def meet(
     settings = BackendSettings(failure_timeout_s=failure_timeout_s)
     if between:
         connecting_s = max(LEAST_CONNECTING_S, 2 * failure_timeout_s)
-        settings = replace(settings, address=between.address, meeting_timeout_s=connecting_s)
+        settings = replace(
+            settings, address=between.address or None, encrypt=between.encrypt, meeting_timeout_s=connecting_s
+        )
     try:
         reach("rendezvous.begin")
         dist.init_process_group(

@@ -152,12 +152,57 @@ class StoreGet(Message, frozen=True):
     key: Annotated[str, Meta(max_length=1024)]
 
 
+class StoreAdd(Message, frozen=True):
+    """All that the sender has added to a number so far, so that saying it again adds nothing.
+
+    Answered by `StoreValue` with the sum over all senders, in digits, or `Refused` when the generation is over.
+    """
+
+    is_generational = False
+
+    generation: Count
+    key: Annotated[str, Meta(max_length=1024)]
+    amount: Annotated[int, Meta(ge=-(2**62), le=2**62)]
+
+
+class StoreSwap(Message, frozen=True):
+    """Store `wanted` if `expected` is stored, or if that is empty and nothing is. Answered by `StoreValue`: what is."""
+
+    is_generational = False
+
+    generation: Count
+    key: Annotated[str, Meta(max_length=1024)]
+    expected: Annotated[bytes, Meta(max_length=65536)]
+    wanted: Annotated[bytes, Meta(max_length=65536)]
+
+
+class StoreDelete(Message, frozen=True):
+    """Forget a key. Answered by `StoreValue` with what was stored, or `Refused` when the generation is over."""
+
+    is_generational = False
+
+    generation: Count
+    key: Annotated[str, Meta(max_length=1024)]
+
+
+class StoreCount(Message, frozen=True):
+    """How many keys are stored? Answered by `StoreValue`, in digits, or `Refused` when the generation is over."""
+
+    is_generational = False
+
+    generation: Count
+
+
 class StoreValue(Message, frozen=True):
     """The value of a key; None while nobody has set it."""
 
     is_generational = False
 
     value: Annotated[bytes, Meta(max_length=65536)] | None = None
+
+
+# What members of a generation that meets ask of the store.
+StoreRequest: TypeAlias = StoreSet | StoreGet | StoreAdd | StoreSwap | StoreDelete | StoreCount
 
 
 class Scale(Message, frozen=True):
@@ -219,4 +264,16 @@ MEMBERSHIP: tuple[type[Message], ...] = (
     Accepted,
     Refused,
 )
-COORDINATION: tuple[type[Message], ...] = (*MEMBERSHIP, Ready, Leaving, Directive, StoreSet, StoreGet, StoreValue)
+COORDINATION: tuple[type[Message], ...] = (
+    *MEMBERSHIP,
+    Ready,
+    Leaving,
+    Directive,
+    StoreSet,
+    StoreGet,
+    StoreAdd,
+    StoreSwap,
+    StoreDelete,
+    StoreCount,
+    StoreValue,
+)

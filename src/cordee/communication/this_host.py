@@ -40,6 +40,11 @@ def host_id() -> str:
     return f"{boot}/{spaces}"
 
 
+def can_share_memory() -> bool:
+    """Whether processes of this host can share memory: the backend relies on the store order of x86 (rounds.py)."""
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+
+
 def own_host_id(settings: BackendSettings, rank: int) -> str:
     """Return an id that is equal for processes that can share memory, and unique where that is impossible.
 
@@ -50,8 +55,7 @@ def own_host_id(settings: BackendSettings, rank: int) -> str:
         return alone
     if settings.host_id is not None:
         return settings.host_id
-    if not (sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")):
-        # Shared memory relies on the store order of x86 (see rounds.py).
+    if not can_share_memory():
         warnings.warn(
             f"the cordee backend uses shared memory on Linux on x86-64 only, this is {sys.platform} on "
             f"{platform.machine()}: gloo is used instead",

@@ -113,6 +113,8 @@ class Cluster(Section, frozen=True, kw_only=True):
     wait_for_workers: str | float = "30s"  # for how long they wait
     address: str = ""  # HOST or HOST:PORT of this host at which workers of other hosts may join; else none can
     connect: str = ""  # where the cluster of the engine is: HOST:PORT of a Ray, spark://HOST:PORT of a Spark master
+    # What goes between workers of different hosts. auto: encrypted (docs/decisions/0037).
+    encrypt: bool | Literal["auto"] = "auto"
     autoscale: bool = False  # change the number of workers, and of their threads, by what is measured
     max_workers: int | None = None  # to which autoscaling goes; as many as there are cores where it is not set
     autoscale_every: str | float = "10s"  # for how long a size is measured before the next is decided on
@@ -130,6 +132,11 @@ class Cluster(Section, frozen=True, kw_only=True):
             raise JobError(f"cluster.wait_for_workers = {self.wait_for_workers!r} must not be negative")
         if self.failure_timeout_s < 0.5:
             raise JobError(f"cluster.failure_timeout = {self.failure_timeout!r} must be at least 0.5 s")
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether what goes between workers of different hosts is encrypted."""
+        return self.encrypt is not False
 
     @property
     def failure_timeout_s(self) -> float:

@@ -35,7 +35,8 @@ class Role(NamedTuple):
 class RunKind(Protocol):
     """How a run is led."""
 
-    is_encrypted: bool  # what goes between hosts: gradients and weights
+    def encrypts(self, job: Job) -> bool:
+        """Return whether what goes between hosts, gradients and weights, is encrypted."""
 
     def check(self, components: Components) -> None:
         """Raise JobError for a job that cannot be run this way, before anything is started."""
@@ -55,7 +56,8 @@ class RunKind(Protocol):
 class _Team:
     """Workers that train in lockstep, generation by generation."""
 
-    is_encrypted = False
+    def encrypts(self, job: Job) -> bool:
+        return job.cluster.encrypts
 
     def check(self, components: Components) -> None:
         pass
@@ -76,7 +78,8 @@ class _Team:
 class _Dispatched:
     """Workers that get work on demand, servers of parameters, and an evaluator."""
 
-    is_encrypted = True
+    def encrypts(self, job: Job) -> bool:
+        return True
 
     def check(self, components: Components) -> None:
         check_dispatched(components)

@@ -34,7 +34,7 @@ def join_run(place: Path, control: Control, data_root: Path | None, say: Callabl
     kind = KINDS[spec.kind]
     if control.is_remote:
         spec = _adapt_to_host(spec, control, data_root)
-        plain = "" if kind.is_encrypted else "; gradients and weights cross the network without encryption"
+        plain = "" if kind.encrypts(spec.load_job()) else "; gradients and weights cross the network without encryption"
         say(f"joining the run on {control.host} as worker {spec.index}{plain}; Ctrl-C leaves after the step")
     else:
         say(f"joining {place} as worker {spec.index}; Ctrl-C leaves after the step")

@@ -30,9 +30,24 @@ cases = st.builds(
 )
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+def on_hosts(*names: str, encrypt: bool) -> list[BackendSettings]:
+    return [BackendSettings(host_id=name, slot_bytes=8192, encrypt=encrypt) for name in names]
+
+
+# Members of one host, and of several: with the same number on each or not, in order or mixed up.
+PLACES = {
+    "2 members": SMALL_SLOTS,
+    "3 members": SMALL_SLOTS,
+    "1 + 1, encrypted": on_hosts("left", "right", encrypt=True),
+    "2 + 1": on_hosts("left", "right", "left", encrypt=False),
+    "1 + 1 + 1, encrypted": on_hosts("left", "middle", "right", encrypt=True),
+}
+
+
+@pytest.fixture(scope="module", params=PLACES)
 def pool(request: pytest.FixtureRequest) -> Iterator[ProcessPool]:
-    with ProcessPool(request.param, SMALL_SLOTS) as made:
+    places = PLACES[request.param]
+    with ProcessPool(len(places) if isinstance(places, list) else int(request.param[0]), places) as made:
         yield made
         made.leave()
 
@@ -53,7 +68,7 @@ def is_meaningful(case: Case) -> bool:
     return case.dtype != "bool" or case.reduction in ("MIN", "MAX")
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases)
 def test_results_equal_those_of_gloo(pool: ProcessPool, case: Case) -> None:
     assume(is_meaningful(case))

@@ -1,20 +1,26 @@
-"""Groups across hosts: shared memory inside each, gloo between one member of each."""
+"""Groups across hosts: shared memory inside each, connections of the group's own between them."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from backend_pool import ProcessPool
 
 from cordee.communication.shared_memory import BackendSettings
+from cordee.communication.shared_memory.two_level import TwoLevel
 
 TWO_HOSTS = [BackendSettings(host_id=name, slot_bytes=8192) for name in ("left", "right", "left", "right", "right")]
 
@@ -56,28 +62,148 @@ def use_ddp(rank: int) -> None:
 
 
 def count_hosts(rank: int) -> tuple[int, int]:
-    group = dist.group.WORLD
-    two_level = getattr(group, "_two_level", None)
-    return (0, 0) if two_level is None else (len(two_level.hosts), two_level.host.num_members)
+    operations = getattr(dist.group.WORLD, "_operations", None)
+    return (len(operations.hosts), operations.host.num_members) if isinstance(operations, TwoLevel) else (0, 0)
 
 
-def test_two_hosts_with_two_and_three_members() -> None:
-    with ProcessPool(5, TWO_HOSTS) as pool:
+def listening_ports(rank: int) -> list[int]:
+    """Return the TCP ports at which this process listens."""
+    own = psutil.Process().net_connections("tcp")
+    return [connection.laddr.port for connection in own if connection.status == psutil.CONN_LISTEN]
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_two_hosts_with_two_and_three_members(encrypt: bool) -> None:
+    with ProcessPool(5, [replace(settings, encrypt=encrypt) for settings in TWO_HOSTS]) as pool:
         assert pool.run(count_hosts) == [(2, 2), (2, 3), (2, 2), (2, 3), (2, 3)]
+        assert pool.run(listening_ports) == [[]] * 5
         pool.run(use_all)
         pool.run(use_ddp)
+        assert pool.run(listening_ports) == [[]] * 5
         pool.leave()
 
 
-def test_one_member_per_host_and_no_shared_memory_go_to_gloo() -> None:
-    for settings in (
-        [BackendSettings(host_id="left"), BackendSettings(host_id="right")],
-        BackendSettings(shared_memory=False),
-    ):
-        with ProcessPool(2, settings) as pool:
-            assert pool.run(count_hosts) == [(0, 0), (0, 0)]
-            pool.run(use_all)
-            pool.leave()
+def test_without_shared_memory_everything_goes_to_gloo() -> None:
+    with ProcessPool(2, BackendSettings(shared_memory=False)) as pool:
+        assert pool.run(count_hosts) == [(0, 0), (0, 0)]
+        pool.run(use_all)
+        pool.leave()
+
+
+def use_sub_groups(rank: int) -> None:
+    """Rows and columns of a mesh: groups inside a host, and across."""
+    for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [3, 0, 1]):
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            data = torch.full((1000,), float(rank))
+            dist.all_reduce(data, group=group)
+            assert data.eq(sum(ranks)).all()
+            told: list[Any] = [None] * len(ranks)
+            dist.all_gather_object(told, {"rank": rank}, group=group)
+            assert told == [{"rank": dist.get_global_rank(group, place)} for place in range(len(ranks))]
+
+
+def pass_around(rank: int) -> None:
+    """Messages between all, of all sizes, with tags out of order, and from whoever is first."""
+    size = dist.get_world_size()
+    for length in (0, 1, 1000, 700_001):
+        others = [other for other in range(size) if other != rank]
+        received = {(other, tag): torch.zeros(length) for other in others for tag in (2, 1)}
+        works = [
+            dist.isend(torch.full((length,), 100.0 * rank + tag), other, tag=tag) for other in others for tag in (1, 2)
+        ]
+        works += [dist.irecv(data, other, tag=tag) for (other, tag), data in received.items()]
+        for work in works:
+            assert work is not None
+            work.wait()
+        for (other, tag), data in received.items():
+            assert data.eq(100 * other + tag).all()
+    if rank == 0:
+        data = torch.zeros(10)
+        sources = sorted(dist.recv(data) for _ in range(size - 1))
+        assert sources == list(range(1, size))
+    else:
+        dist.send(torch.full((10,), float(rank)), 0)
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_sub_groups_and_messages(encrypt: bool) -> None:
+    places = [BackendSettings(host_id=name, encrypt=encrypt) for name in ("left", "right", "left", "right")]
+    with ProcessPool(4, places) as pool:
+        pool.run(use_sub_groups)
+        pool.run(pass_around)
+        pool.leave()
+
+
+def send_sparse(rank: int) -> None:
+    dist.all_reduce(torch.eye(3).to_sparse())
+
+
+def test_what_only_gloo_does_is_refused_where_gloo_would_not_encrypt() -> None:
+    with ProcessPool(2, [BackendSettings(host_id=name, encrypt=True) for name in ("left", "right")]) as pool:
+        pool.post(send_sparse)
+        for rank in range(2):
+            answer = pool.answer(rank)
+            assert answer[0] == "error"
+            assert "left to gloo, which does not encrypt" in answer[1]
+
+
+def form_unlike(rank: int) -> None:
+    dist.new_group(pg_options=BackendSettings(host_id=str(rank), encrypt=rank == 0))
+
+
+def test_members_that_differ_in_what_must_be_the_same_are_refused() -> None:
+    with ProcessPool(2, [BackendSettings(host_id=str(rank)) for rank in range(2)]) as pool:
+        pool.post(form_unlike)
+        said = [pool.answer(rank)[1] for rank in range(2)]
+        assert all("encrypt of BackendSettings is True on rank 0" in text for text in said), said
+
+
+def disagree(rank: int) -> None:
+    dist.all_reduce(torch.zeros(4 + rank))
+
+
+def test_a_peer_on_another_host_that_calls_something_else_is_named() -> None:
+    with ProcessPool(2, [BackendSettings(host_id=name) for name in ("left", "right")]) as pool:
+        pool.post(disagree)
+        said = [pool.answer(rank)[1] for rank in range(2)]
+        assert any("is in all_reduce(" in text and "while this rank is in all_reduce(" in text for text in said), said
+
+
+def wait_long(rank: int) -> None:
+    dist.all_reduce(torch.zeros(10))
+
+
+LOST = [BackendSettings(host_id=name, failure_timeout_s=2.0) for name in ("left", "right", "left", "right")]
+
+
+@pytest.mark.parametrize("lost", [1, 3])
+@pytest.mark.parametrize(("signal_number", "within_s"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 6.0)])
+def test_a_member_of_another_host_that_dies_or_freezes_ends_the_wait(
+    lost: int, signal_number: signal.Signals, within_s: float
+) -> None:
+    with ProcessPool(4, LOST) as pool:
+        waiting = [rank for rank in range(4) if rank != lost]
+        pool.post(wait_long, ranks=waiting)
+        time.sleep(0.3)
+        began_s = time.monotonic()
+        os.kill(pool.pids[lost], signal_number)
+        said = [pool.answer(rank, 15)[1] for rank in waiting]
+        assert time.monotonic() - began_s < within_s, said
+        assert all("CommunicationError" in text for text in said), said
+        assert any(f"rank {lost} " in text for text in said), said
+
+
+def receive_from(rank: int, source: int) -> None:
+    dist.recv(torch.zeros(10), source)
+
+
+def test_a_message_of_a_peer_that_dies_on_another_host_never_comes() -> None:
+    with ProcessPool(2, [BackendSettings(host_id=name) for name in ("left", "right")]) as pool:
+        pool.post(receive_from, 1, ranks=[0])
+        time.sleep(0.2)
+        os.kill(pool.pids[1], signal.SIGKILL)
+        assert "died or was cut off" in pool.answer(0, 5)[1]
 
 
 WORKER = """
@@ -85,14 +211,17 @@ import sys
 sys.path.insert(0, {folder!r})
 import torch
 import torch.distributed as dist
-from cordee.communication.shared_memory import register
-from test_hosts import count_hosts, use_all
+from cordee.communication.shared_memory import BackendSettings, register
+from test_frameworks import run_pipeline, run_tensor_parallel, train_fsdp
+from test_hosts import count_hosts, pass_around, use_all, use_ddp, use_sub_groups
 torch.set_num_threads(1)
 register()
 rank = int(sys.argv[1])
-dist.init_process_group("cordee", init_method="file://" + sys.argv[2], rank=rank, world_size=4)
+settings = BackendSettings(encrypt=sys.argv[3] == "encrypt")
+dist.init_process_group("cordee", init_method="file://" + sys.argv[2], rank=rank, world_size=4, pg_options=settings)
 assert count_hosts(rank) == (2, 2), count_hosts(rank)
-use_all(rank)
+for use in (use_all, use_ddp, use_sub_groups, pass_around, train_fsdp, run_tensor_parallel, run_pipeline):
+    use(rank)
 dist.destroy_process_group()
 print("done")
 """
@@ -124,8 +253,9 @@ def two_networks() -> Iterator[list[str]]:
                 ip("netns", "delete", name)
 
 
-@pytest.mark.timeout(100)
-def test_two_network_namespaces_are_two_hosts(two_networks: list[str], tmp_path: Path) -> None:
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("how", ["plain", "encrypt"])
+def test_two_network_namespaces_are_two_hosts(two_networks: list[str], tmp_path: Path, how: str) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER.format(folder=str(Path(__file__).parent)))
     processes = [
@@ -139,8 +269,8 @@ def test_two_network_namespaces_are_two_hosts(two_networks: list[str], tmp_path:
                 str(script),
                 str(rank),
                 str(tmp_path / "meet"),
+                how,
             ],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "rope0"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -149,7 +279,7 @@ def test_two_network_namespaces_are_two_hosts(two_networks: list[str], tmp_path:
     ]
     try:
         for process in processes:
-            output, _ = process.communicate(timeout=80)
+            output, _ = process.communicate(timeout=130)
             assert output.strip().endswith("done"), output
     finally:
         for process in processes:

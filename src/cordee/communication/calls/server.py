@@ -40,7 +40,7 @@ from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
 from cordee.communication.messages import Message, Refused
 from cordee.communication.shared_memory.futex import Patience
-from cordee.communication.shared_memory.liveness import HEARTBEAT, read_stat
+from cordee.communication.shared_memory.liveness import HEARTBEAT, counter, read_stat
 from cordee.communication.shared_memory.registration import BackendSettings
 from cordee.communication.shared_memory.segment import Address, attach_segment
 from cordee.communication.this_host import own_host_id
@@ -136,7 +136,7 @@ class CallServer:
         self._fenced: dict[str, int] = {}
         self._is_closing = False
         self._has_shm_channels = threading.Event()
-        self._beat = HEARTBEAT.add(self._board.words, LIFE, 0.5)
+        self._beat = HEARTBEAT.add(counter(self._board.words, LIFE), 0.5)
         self._thread: threading.Thread | None = None
 
     def fence(self, caller: str, incarnation: int) -> None:

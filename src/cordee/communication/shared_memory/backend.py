@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,26 +12,18 @@ from typing import Any
 
 import msgspec
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import (
-    AllreduceOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    PrefixStore,
-    ProcessGroupGloo,
-    Store,
-)
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from cordee.communication.shared_memory import collectives
-from cordee.communication.shared_memory.collectives import Host, Reduction, as_bytes
+from cordee.communication.shared_memory.collectives import Host
 from cordee.communication.shared_memory.execution import CollectiveExecutor
 from cordee.communication.shared_memory.gloo_sockets import recording_gloo_sockets
-from cordee.communication.shared_memory.liveness import FAILED, HEARTBEAT, Identity, PeerWatch
+from cordee.communication.shared_memory.handshake import LinkSettings
+from cordee.communication.shared_memory.links import Links
+from cordee.communication.shared_memory.liveness import FAILED, HEARTBEAT, Identity, PeerWatch, counter
 from cordee.communication.shared_memory.mailbox import Mailbox
-from cordee.communication.shared_memory.process_group import CordeeProcessGroup
+from cordee.communication.shared_memory.process_group import CordeeProcessGroup, Membership
 from cordee.communication.shared_memory.registration import BackendSettings
-from cordee.communication.shared_memory.rounds import Rounds, Steps
+from cordee.communication.shared_memory.rounds import Rounds
 from cordee.communication.shared_memory.segment import (
     STATE,
     Address,
@@ -41,7 +34,8 @@ from cordee.communication.shared_memory.segment import (
     choose_slot_bytes,
     create_segment,
 )
-from cordee.communication.this_host import own_host_id
+from cordee.communication.shared_memory.two_level import OneHost, TwoLevel
+from cordee.communication.this_host import can_share_memory, own_host_id
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import reach
 
@@ -51,7 +45,7 @@ _inherited = BackendSettings()
 def create_group(options: Any, settings: BackendSettings | None) -> CordeeProcessGroup:
     """Form a process group. Collective over its members; torch calls it.
 
-    Members on one host share memory. With several hosts, one member of each forms a gloo group with the others.
+    Members on one host share memory. Members on different hosts have connections.
     Raises CommunicationError when shared memory can not be had, on every member of that host.
     """
     global _inherited
@@ -69,41 +63,78 @@ def create_group(options: Any, settings: BackendSettings | None) -> CordeeProces
 
     identity = Identity.own(job_ranks[rank])
     num_cores = len(os.sched_getaffinity(0))
-    record = MemberRecord(own_host_id(settings, identity.rank), identity, settings.slot_bytes, num_cores)
+    host_id, name = own_host_id(settings, identity.rank), socket.gethostname()
+    has_memory = settings.shared_memory and can_share_memory()
+    record = MemberRecord(host_id, identity, settings.slot_bytes, num_cores, has_memory, settings.encrypt, name)
+    if settings.encrypt and not has_memory:
+        raise CommunicationError("encrypt = True works on Linux on x86-64 only: elsewhere gloo is used, in plain text")
     records = exchange_records(store, rank, size, record)
+    _compare_settings(records)
     hosts = group_by_host([other.host_id for other in records])
-    wide = _form_wide(PrefixStore("gloo", store), rank, size, timeout, settings) if len(hosts) > 1 else None
+    is_wide = len(hosts) > 1
 
     def gloo() -> ProcessGroupGloo:
-        return wide if wide is not None else _form_near(PrefixStore("gloo", store), rank, size, timeout)
+        if is_wide and settings.encrypt:
+            raise CommunicationError(
+                "this operation, or this kind of tensor, is left to gloo, which does not encrypt, and the group is "
+                "encrypted: use dense CPU tensors of ordinary types, or set encrypt = False (cluster.encrypt = false)"
+            )
+        gloo_store = PrefixStore("gloo", store)
+        if is_wide:
+            return _form_wide(gloo_store, rank, size, timeout, settings)
+        return _form_near(gloo_store, rank, size, timeout)
 
-    if len(hosts) == size and not (size == 1 and settings.shared_memory):
-        return CordeeProcessGroup(rank, size, gloo, None, None, None, None)
+    if not has_memory:
+        return CordeeProcessGroup(rank, size, gloo)
 
-    host_index = next(index for index, ranks in enumerate(hosts) if rank in ranks)
-    team = form_host_team(store, rank, hosts[host_index], records, settings)
+    ranks = next(ranks for ranks in hosts if rank in ranks)
+    team = form_host_team(store, rank, ranks, records, settings)
     executor = CollectiveExecutor(team.host.rounds, timeout.total_seconds(), settings.patience_s, options.group_id)
-    if len(hosts) > 1:
-        leaders = _form_leaders(PrefixStore("leaders", store), hosts, rank, timeout, settings)
-        two_level = TwoLevel(team.host, hosts, host_index, leaders)
-        return CordeeProcessGroup(rank, size, gloo, team, executor, None, two_level)
-    ranks = tuple(range(size))
-    mailbox = Mailbox(team.segment, team.layout, team.host.member, team.watch, ranks, timeout.total_seconds())
-    return CordeeProcessGroup(rank, size, gloo, team, executor, mailbox, None)
+    links = _connect(PrefixStore("hosts", store), rank, hosts, records, settings, timeout) if is_wide else None
+    timeout_s, ranks_here = timeout.total_seconds(), tuple(ranks)
+    mailbox = Mailbox(team.segment, team.layout, team.host.member, team.watch, ranks_here, timeout_s, links)
+    operations: OneHost | TwoLevel = OneHost(team.host)
+    if links is not None:
+        operations = TwoLevel(team.host, hosts, rank, job_ranks, links, mailbox, timeout_s)
+        executor.on_failure = operations.fail
+    return CordeeProcessGroup(rank, size, gloo, Membership(team, executor, mailbox, operations, links))
 
 
-def _form_leaders(
-    store: Any, hosts: Sequence[Sequence[int]], rank: int, timeout: timedelta, settings: BackendSettings
-) -> ProcessGroupGloo | None:
-    """Collective over the leaders: return their gloo group; None on the other ranks, which need not call."""
-    leading = [ranks[_LEADER] for ranks in hosts]
-    if rank not in leading:
-        return None
-    return _form_wide(store, leading.index(rank), len(leading), timeout, settings)
+def _connect(
+    store: Any,
+    rank: int,
+    hosts: Sequence[Sequence[int]],
+    records: Sequence[MemberRecord],
+    settings: BackendSettings,
+    timeout: timedelta,
+) -> Links:
+    """Connect with the members on other hosts. Collective over the group."""
+    ranks = next(ranks for ranks in hosts if rank in ranks)
+    names = [f"{record.identity} on {record.host}" for record in records]
+    connecting_s = settings.meeting_timeout_s or timeout.total_seconds()
+    links = Links(
+        rank, names, LinkSettings(settings.encrypt, settings.failure_timeout_s, connecting_s, settings.address)
+    )
+    remote = [other for other in range(len(records)) if other not in ranks]
+    links.connect(store, remote, [others[0] for others in hosts if rank == ranks[0] and others is not ranks])
+    return links
+
+
+def _compare_settings(records: Sequence[MemberRecord]) -> None:
+    """Raise CommunicationError, on every member, if members differ in what must be the same."""
+    first = records[0]
+    for record in records[1:]:
+        for key in ("shared_memory", "encrypt"):
+            ours, theirs = getattr(first, key), getattr(record, key)
+            if ours != theirs:
+                raise CommunicationError(
+                    f"{key} of BackendSettings is {ours} on {first.identity} and {theirs} on {record.identity}: all "
+                    "members of a group need the same"
+                )
 
 
 def _form_wide(store: Any, rank: int, size: int, timeout: timedelta, settings: BackendSettings) -> ProcessGroupGloo:
-    """Form a gloo group across hosts."""
+    """Form a gloo group across hosts, for what is not done here."""
     connecting = timedelta(seconds=settings.meeting_timeout_s) if settings.meeting_timeout_s else timeout
     with recording_gloo_sockets(settings.address):
         if settings.address is None:
@@ -142,6 +173,9 @@ class MemberRecord:
     identity: Identity
     slot_bytes: int | None
     num_cores: int
+    shared_memory: bool = True
+    encrypt: bool = False
+    host: str = ""  # its name, for messages
 
 
 def group_by_host(host_ids: Sequence[str]) -> list[list[int]]:
@@ -162,7 +196,7 @@ class HostTeam:
         self.watch = PeerWatch(words, layout, member, identities, timeout_s)
         rounds = Rounds(segment, layout, member, self.watch, group_key=identities[0].pid)
         self.host = Host(rounds, Slots(segment, layout), member, layout.num_members)
-        self._beat = HEARTBEAT.add(words, self.watch.life_word, min(timeout_s / 5, 1.0))
+        self._beat = HEARTBEAT.add(counter(words, self.watch.life_word), min(timeout_s / 5, 1.0))
 
     def close(self) -> None:
         """Announce to the others that this member has left, and stop watching them."""
@@ -235,74 +269,3 @@ def form_host_team(
     assert segment is not None
     identities = [records[other].identity for other in ranks]
     return HostTeam(segment, layout, list(ranks).index(rank), identities, settings.failure_timeout_s)
-
-
-# Collectives across hosts: shared memory inside each host, gloo between one member of each.
-#
-# Fewer bytes cross the network than in a flat group: what the members of a host have to say is added up before it
-# leaves, and what comes in is handed out in shared memory. As in `collectives`, functions return steps.
-
-_LEADER = 0  # the member of each host that talks to the other hosts
-
-_GLOO_OPS = {
-    Reduction.SUM: ReduceOp.SUM,
-    Reduction.AVG: ReduceOp.SUM,  # divided afterwards: gloo has no average
-    Reduction.PRODUCT: ReduceOp.PRODUCT,
-    Reduction.MIN: ReduceOp.MIN,
-    Reduction.MAX: ReduceOp.MAX,
-    Reduction.BAND: ReduceOp.BAND,
-    Reduction.BOR: ReduceOp.BOR,
-    Reduction.BXOR: ReduceOp.BXOR,
-}
-
-
-@dataclass(frozen=True)
-class TwoLevel:
-    """A group that spans several hosts, as one of its members sees it."""
-
-    host: Host
-    hosts: Sequence[Sequence[int]]  # group ranks of each host
-    host_index: int
-    leaders: ProcessGroupGloo | None  # the group of the leaders, on a leader
-
-    @property
-    def num_ranks(self) -> int:
-        return sum(len(ranks) for ranks in self.hosts)
-
-    def barrier(self) -> Steps:
-        yield from collectives.barrier(self.host)
-        if self.leaders is not None:
-            _wait(self.leaders.barrier(BarrierOptions()))  # type: ignore[attr-defined]
-        yield from collectives.barrier(self.host)
-
-    def all_reduce(self, data: Tensor, reduction: Reduction) -> Steps:
-        """Replace `data` by its reduction over all ranks; the same bits everywhere."""
-        inside = Reduction.SUM if reduction is Reduction.AVG else reduction
-        yield from collectives.reduce(self.host, data, inside, _LEADER)
-        if self.leaders is not None:
-            options: Any = AllreduceOptions()
-            options.reduceOp = _GLOO_OPS[reduction]
-            _wait(self.leaders.allreduce([data], options))  # type: ignore[attr-defined]
-            if reduction is Reduction.AVG:
-                data.div_(self.num_ranks)
-        yield from collectives.broadcast(self.host, as_bytes(data), _LEADER)
-
-    def broadcast(self, data: Tensor, root: int) -> Steps:
-        """Replace `data` (bytes) by that of the group rank `root`."""
-        root_host = next(index for index, ranks in enumerate(self.hosts) if root in ranks)
-        if self.host_index == root_host:
-            yield from collectives.broadcast(self.host, data, self.hosts[root_host].index(root))
-        if self.leaders is not None and data.numel():
-            options = BroadcastOptions()
-            options.rootRank = root_host
-            options.rootTensor = 0
-            _wait(self.leaders.broadcast([data], options))  # type: ignore[attr-defined]
-        if self.host_index != root_host:
-            yield from collectives.broadcast(self.host, data, _LEADER)
-
-
-def _wait(work: Any) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise CommunicationError(f"the exchange with the other hosts failed: {error}") from error

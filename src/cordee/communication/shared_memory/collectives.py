@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -411,6 +412,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
     if flat.stride(0) != 1:  # possible with none or one element, and refused by `view`
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
+
+
+def as_buffer(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, as `as_bytes` does, for what is not torch."""
+    rows: Any = as_bytes(tensor).numpy()
+    return memoryview(rows)
 
 
 def write_back(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> Callable[[], None] | None:

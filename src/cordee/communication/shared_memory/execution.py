@@ -96,6 +96,7 @@ class CollectiveExecutor(QueueThread[_Job]):
         self._turn = threading.Lock()  # held by the caller that runs or queues a collective
         self._broken: str | None = None
         self._callbacks = Callbacks(name)
+        self.on_failure: Callable[[BaseException], None] = lambda _: None  # tells those who do not share memory
 
     def run(self, steps: Steps, timeout_s: float | None = None) -> None:
         """Run a collective to its end in the caller.
@@ -166,7 +167,7 @@ class CollectiveExecutor(QueueThread[_Job]):
                 return need
             assert need is not None
             error = self._late(need, timeout_s)
-            self._broken = str(error)
+            self._fail(error)
             raise error from None
         except BaseException as error:
             self._fail(error)
@@ -203,7 +204,7 @@ class CollectiveExecutor(QueueThread[_Job]):
                 raise CommunicationError("the process group was destroyed before the operation was done")
             if left_s <= 0:
                 error = self._late(need, job.timeout_s)
-                self._broken = str(error)
+                self._fail(error)
                 raise error
 
     def _late(self, need: Need, timeout_s: float) -> CommunicationError:
@@ -219,6 +220,7 @@ class CollectiveExecutor(QueueThread[_Job]):
 
     def _fail(self, error: BaseException) -> None:
         self._broken = str(error) or repr(error)
+        self.on_failure(error)
         self._rounds.watch.give_up()
 
     def _refusal(self) -> CommunicationError:

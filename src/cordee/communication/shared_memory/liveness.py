@@ -14,9 +14,10 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from cordee.communication.shared_memory.segment import CULPRIT, LIFE, STATE, Layout
 from cordee.core.errors import CommunicationError
@@ -127,7 +128,7 @@ class PeerWatch:
                     raise CommunicationError(f"{identity} died while the process group was formed")
                 self._poll.register(pidfd, select.POLLIN)
                 self._peers[pidfd] = _Peer(identity, layout.member_word(index), pidfd)
-        _watches.add(self)
+        watch_waits(self)
 
     def rank_of(self, word: int) -> int:
         """Return the rank of the peer whose control words start at `word`."""
@@ -163,7 +164,7 @@ class PeerWatch:
 
     def close(self) -> None:
         """Stop watching, and announce to the peers that this member has left in order unless it failed."""
-        _watches.discard(self)
+        forget_waits(self)
         if self._words[self._own + STATE] == ACTIVE:
             self._words[self._own + STATE] = LEFT
         with self._lock:
@@ -212,38 +213,62 @@ class PeerWatch:
         return None
 
 
-_watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
+class Abandonable(Protocol):
+    """What waits for peers, of this host or of others, and can be told that it waits in vain."""
+
+    def abandon(self, reason: str) -> None: ...
+
+
+_waiting: weakref.WeakSet[Abandonable] = weakref.WeakSet()
+
+
+def watch_waits(one: Abandonable) -> None:
+    """Have `abandon_groups` end the waits of `one`."""
+    _waiting.add(one)
+
+
+def forget_waits(one: Abandonable) -> None:
+    _waiting.discard(one)
 
 
 def abandon_groups(reason: str) -> None:
-    """Have everything that waits for peers of this host fail. For when somebody else knows that it waits in vain."""
-    for watch in list(_watches):
-        watch.abandon(reason)
+    """Have everything that waits for peers fail. For when somebody else knows that it waits in vain."""
+    for one in list(_waiting):
+        one.abandon(reason)
+
+
+def counter(words: memoryview, word: int) -> Callable[[], None]:
+    """Return what moves a life counter by one."""
+
+    def move() -> None:
+        words[word] += 1
+
+    return move
 
 
 class Heartbeat:
-    """One daemon thread per process that moves the life counters of all its segments."""
+    """One daemon thread per process that shows its peers, of this host and of others, that it lives."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._targets: dict[int, tuple[memoryview, int, float]] = {}
+        self._targets: dict[int, tuple[Callable[[], None], float]] = {}
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._next_key = 0
 
-    def add(self, words: memoryview, word: int, interval_s: float) -> int:
-        """Move `words[word]` every `interval_s` from now on; return the key to stop it with."""
+    def add(self, beat: Callable[[], None], interval_s: float) -> int:
+        """Call `beat` at least every `interval_s` from now on; return the key to stop it with."""
         with self._lock:
             if self._thread is None or not self._thread.is_alive():  # not alive: we are a forked child
                 self._thread = threading.Thread(target=self._beat, name="cordee-heartbeat", daemon=True)
                 self._thread.start()
             self._next_key += 1
-            self._targets[self._next_key] = (words, word, interval_s)
+            self._targets[self._next_key] = (beat, interval_s)
             self._wake.set()
             return self._next_key
 
     def remove(self, key: int) -> None:
-        """Stop moving a counter; the thread ends with the last one."""
+        """Stop calling; the thread ends with the last one."""
         with self._lock:
             self._targets.pop(key, None)
             thread = self._thread if not self._targets else None
@@ -258,9 +283,9 @@ class Heartbeat:
                     self._thread = None
                     return
                 self._wake.clear()
-                interval_s = min(interval for _, _, interval in self._targets.values())
-                for words, word, _ in self._targets.values():
-                    words[word] += 1
+                interval_s = min(interval for _, interval in self._targets.values())
+                for beat, _ in self._targets.values():
+                    beat()
             self._wake.wait(interval_s)
 
 

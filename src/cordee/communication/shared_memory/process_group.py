@@ -1,14 +1,15 @@
 """The `torch.distributed` process group of the `cordee` backend.
 
-Operations of members that share a host go through shared memory. What is not done here — other devices, sparse
-tensors, element types without a meaning for the operation, the less common operations between hosts — goes to a gloo
-group of the same members: formed along with it between hosts, and inside one host when it is first needed.
+Operations of members that share a host go through shared memory, between hosts over connections of the group's own.
+What is not done here — other devices, sparse tensors, element types without a meaning for the operation — goes to a
+gloo group of the same members, which is formed when it is first needed.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,11 +30,13 @@ from cordee.communication.shared_memory.collectives import (
     write_back,
 )
 from cordee.communication.shared_memory.execution import CollectiveExecutor, CordeeWork
+from cordee.communication.shared_memory.links import Links
 from cordee.communication.shared_memory.mailbox import Mailbox
 from cordee.communication.shared_memory.rounds import Steps
+from cordee.communication.shared_memory.two_level import OneHost, TwoLevel
 
 if TYPE_CHECKING:
-    from cordee.communication.shared_memory.backend import HostTeam, TwoLevel
+    from cordee.communication.shared_memory.backend import HostTeam
 
 _REDUCTIONS: dict[int, Reduction] = {int(getattr(ReduceOp, reduction.name).value): reduction for reduction in Reduction}
 _MAX_PLANS = 1024
@@ -45,6 +48,17 @@ c10d: Any = torch_c10d  # the options classes are not in its stubs
 
 # Torch's stubs give every operation two overloads, of which only one is ever called on a group.
 _Base: Any = ProcessGroup
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a member does its part with, where it does not leave everything to gloo."""
+
+    team: HostTeam
+    executor: CollectiveExecutor
+    mailbox: Mailbox
+    operations: OneHost | TwoLevel
+    links: Links | None = None  # to the members on other hosts
 
 
 class CordeeProcessGroup(_Base):  # type: ignore[misc]
@@ -59,28 +73,26 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         rank: int,
         size: int,
         form_gloo: Callable[[], ProcessGroupGloo],
-        team: HostTeam | None,
-        executor: CollectiveExecutor | None,
-        mailbox: Mailbox | None,
-        two_level: TwoLevel | None,
+        membership: Membership | None = None,
     ) -> None:
+        """Without a membership everything is left to gloo."""
         super().__init__(rank, size)
         self._form_gloo = form_gloo
         self._forming_gloo = threading.RLock()
         self._formed_gloo: ProcessGroupGloo | None = None
         self._name = self._description = ""
-        if team is None or two_level is not None:
-            self._gloo  # noqa: B018 - between hosts it is needed, and formed already
         self._num_ranks = size
         self._own_rank = rank
-        self._team = team
-        self._two_level = two_level
-        self._executor = executor
-        self._mailbox = mailbox
+        self._membership = membership
+        self._operations = membership.operations if membership else None
+        self._executor = membership.executor if membership else None
+        self._mailbox = membership.mailbox if membership else None
         # The host, if all members are on it: member numbers are group ranks then.
-        self._host = team.host if team is not None and two_level is None else None
+        self._host = self._operations.host if isinstance(self._operations, OneHost) else None
         self._plans: dict[tuple[int, torch.dtype, int], AllReducePlan | None] = {}
         self._done = CordeeWork([], done=True)
+        if membership is None:
+            self._gloo  # noqa: B018 - needed, and better formed where a failure is expected
 
     @property
     def _gloo(self) -> ProcessGroup:
@@ -168,15 +180,14 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         opts = c10d.AllreduceCoalescedOptions() if opts is None else opts
         reduction = self._reduction(opts, tensors)
-        host = self._host
-        if host is None or reduction is None:
+        operations = self._operations
+        if operations is None or reduction is None:
             return self._gloo.allreduce_coalesced(tensors, opts)
         flats = [flatten(tensor) for tensor in tensors]
 
         def steps() -> Steps:
             for flat in flats:
-                plan = collectives.plan_all_reduce(host, flat.dtype, flat.numel(), reduction)
-                yield from collectives.all_reduce(host, flat, plan)
+                yield from operations.all_reduce(flat, reduction)
 
         return self._submit(steps(), tensors, opts, write_back(tensors, flats))
 
@@ -184,31 +195,27 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         if isinstance(tensors, Tensor):  # the form broadcast(tensor, root, timeout)
             tensors, opts = [tensors], _options(c10d.BroadcastOptions, timeout, rootRank=opts or 0)
         opts = c10d.BroadcastOptions() if opts is None else opts
-        if self._executor is None or len(tensors) != 1 or not is_plain(tensors[0]):
+        if self._operations is None or len(tensors) != 1 or not is_plain(tensors[0]):
             return self._gloo.broadcast(tensors, opts)
         data = as_bytes(tensors[0])
-        if self._host is not None:
-            steps = collectives.broadcast(self._host, data, opts.rootRank)
-        else:
-            assert self._two_level is not None
-            steps = self._two_level.broadcast(data, opts.rootRank)
+        steps = self._operations.broadcast(data, opts.rootRank)
         return self._submit(steps, tensors, opts, write_back(tensors, (data,)))
 
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
         reduction = self._reduction(opts, tensors)
-        if self._host is None or reduction is None or len(tensors) != 1:
+        if self._operations is None or reduction is None or len(tensors) != 1:
             return self._gloo.reduce(tensors, opts)
         flat = flatten(tensors[0])
         after = write_back(tensors, (flat,)) if opts.rootRank == self._own_rank else None
-        return self._submit(collectives.reduce(self._host, flat, reduction, opts.rootRank), tensors, opts, after)
+        return self._submit(self._operations.reduce(flat, reduction, opts.rootRank), tensors, opts, after)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         opts = c10d.AllgatherOptions() if opts is None else opts
-        if self._host is None or len(inputs) != 1 or not _all_plain(outputs[0], inputs):
+        if self._operations is None or len(inputs) != 1 or not _all_plain(outputs[0], inputs):
             return self._gloo.allgather(outputs, inputs, opts)
         flats = [as_bytes(output) for output in outputs[0]]
         _check_sizes("all_gather", [inputs[0].nbytes], [flats[self._own_rank]])
-        steps = collectives.all_gather(self._host, flats, as_bytes(inputs[0]))
+        steps = self._operations.all_gather(flats, as_bytes(inputs[0]))
         return self._submit(steps, outputs, opts, write_back(outputs[0], flats))
 
     def all_gather_single(self, output: Tensor, data: Tensor, opts: Any = None) -> Work:
@@ -216,8 +223,8 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         opts = c10d.AllgatherOptions() if opts is None else opts
-        host, num_ranks = self._host, self._num_ranks
-        if host is None or not _all_plain(outputs, inputs):
+        operations, num_ranks = self._operations, self._num_ranks
+        if operations is None or not _all_plain(outputs, inputs):
             return _combine(
                 [self._gloo._allgather_base(out, data, opts) for out, data in zip(outputs, inputs, strict=True)]
             )
@@ -228,7 +235,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         def steps() -> Steps:
             for flat, data in pairs:
                 if data.numel():
-                    yield from collectives.all_gather(host, flat.chunk(num_ranks), data)
+                    yield from operations.all_gather(flat.chunk(num_ranks), data)
 
         return self._submit(steps(), outputs, opts, write_back(outputs, flats))
 
@@ -238,32 +245,32 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         is_root = opts.rootRank == self._own_rank
-        if self._host is None or len(inputs) != 1 or not _all_plain(inputs, outputs[0] if is_root else ()):
+        if self._operations is None or len(inputs) != 1 or not _all_plain(inputs, outputs[0] if is_root else ()):
             return self._gloo.gather(outputs, inputs, opts)
         targets = outputs[0] if is_root else []
         flats = [as_bytes(target) for target in targets]
         _check_sizes("gather", [inputs[0].nbytes] * len(flats), flats)
-        steps = collectives.gather(self._host, flats, as_bytes(inputs[0]), opts.rootRank)
+        steps = self._operations.gather(flats, as_bytes(inputs[0]), opts.rootRank)
         return self._submit(steps, outputs, opts, write_back(targets, flats))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         is_root = opts.rootRank == self._own_rank
-        if self._host is None or len(outputs) != 1 or not _all_plain(outputs, inputs[0] if is_root else ()):
+        if self._operations is None or len(outputs) != 1 or not _all_plain(outputs, inputs[0] if is_root else ()):
             return self._gloo.scatter(outputs, inputs, opts)
         parts = [as_bytes(part) for part in inputs[0]] if is_root else []
         output = as_bytes(outputs[0])
         _check_sizes("scatter", [output.numel()] * len(parts), parts)
-        steps = collectives.scatter(self._host, output, parts, opts.rootRank)
+        steps = self._operations.scatter(output, parts, opts.rootRank)
         return self._submit(steps, outputs, opts, write_back(outputs, (output,)))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         reduction = self._reduction(opts, outputs)
-        if self._host is None or reduction is None or len(outputs) != 1 or not _all_plain(inputs[0]):
+        if self._operations is None or reduction is None or len(outputs) != 1 or not _all_plain(inputs[0]):
             return self._gloo.reduce_scatter(outputs, inputs, opts)
         output = flatten(outputs[0])
         parts = [flatten(part) for part in inputs[0]]
         _check_sizes("reduce_scatter", [output.numel()], [parts[self._own_rank]])
-        steps = collectives.reduce_scatter(self._host, output, parts, reduction)
+        steps = self._operations.reduce_scatter(output, parts, reduction)
         return self._submit(steps, outputs, opts, write_back(outputs, (output,)))
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any = None) -> Work:
@@ -272,8 +279,8 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         opts = c10d.ReduceScatterOptions() if opts is None else opts
         reduction = self._reduction(opts, outputs)
-        host = self._host
-        if host is None or reduction is None or not _all_plain(inputs):
+        operations = self._operations
+        if operations is None or reduction is None or not _all_plain(inputs):
             return _combine(
                 [self._gloo._reduce_scatter_base(out, data, opts) for out, data in zip(outputs, inputs, strict=True)]
             )
@@ -286,38 +293,35 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         def steps() -> Steps:
             for flat, parts in zip(flats, split, strict=True):
                 if flat.numel():
-                    yield from collectives.reduce_scatter(host, flat, parts, reduction)
+                    yield from operations.reduce_scatter(flat, parts, reduction)
 
         return self._submit(steps(), outputs, opts, write_back(outputs, flats))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         opts = c10d.AllToAllOptions() if opts is None else opts
-        if self._host is None or not _all_plain(outputs, inputs):
+        if self._operations is None or not _all_plain(outputs, inputs):
             return self._gloo.alltoall(outputs, inputs, opts)
         flats = [as_bytes(output) for output in outputs]
-        steps = collectives.all_to_all(self._host, flats, [as_bytes(data) for data in inputs])
+        steps = self._operations.all_to_all(flats, [as_bytes(data) for data in inputs])
         return self._submit(steps, outputs, opts, write_back(outputs, flats))
 
     def all_to_all_single(
         self, output: Tensor, data: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Work:
         opts = c10d.AllToAllOptions() if opts is None else opts
-        if self._host is None or not _all_plain((output, data)):
+        if self._operations is None or not _all_plain((output, data)):
             return self._gloo.alltoall_base(output, data, output_splits, input_splits, opts)
         flat = flatten(output)
         parts = [as_bytes(part) for part in _split_rows(flatten(data), data, input_splits, self._num_ranks)]
         targets = [as_bytes(part) for part in _split_rows(flat, output, output_splits, self._num_ranks)]
-        steps = collectives.all_to_all(self._host, targets, parts)
+        steps = self._operations.all_to_all(targets, parts)
         return self._submit(steps, [output], opts, write_back((output,), (flat,)))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         opts = _options(c10d.BarrierOptions, timeout) if opts is None else opts
-        if self._executor is None:
+        if self._operations is None:
             return self._gloo.barrier(opts)
-        if self._host is not None:
-            return self._submit(collectives.barrier(self._host), [], opts, None)
-        assert self._two_level is not None
-        return self._submit(self._two_level.barrier(), [], opts, None)
+        return self._submit(self._operations.barrier(), [], opts, None)
 
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> Work:
         if self._mailbox is None:
@@ -344,12 +348,14 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the group: local; peers that still wait for this rank get an error that names it."""
-        if self._executor is not None:
-            self._executor.close()
-        if self._mailbox is not None:
-            self._mailbox.close()
-        if self._team is not None:
-            self._team.close()
+        if (own := self._membership) is not None:
+            if own.links is not None:
+                own.links.abandon("the process group was destroyed before the operation was done")
+            own.executor.close()
+            own.mailbox.close()
+            if own.links is not None:
+                own.links.close()
+            own.team.close()
         if self._formed_gloo is not None:
             self._formed_gloo.shutdown()
 
@@ -363,10 +369,10 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         if self._host is not None and len(tensors) == 1:
             return self.allreduce(tensors, opts)
         reduction = self._reduction(opts, tensors)
-        if self._two_level is None or reduction is None or len(tensors) != 1:
+        if self._operations is None or reduction is None or len(tensors) != 1:
             return self._gloo.allreduce(tensors, opts)
         flat = flatten(tensors[0])
-        return self._submit(self._two_level.all_reduce(flat, reduction), tensors, opts, write_back(tensors, (flat,)))
+        return self._submit(self._operations.all_reduce(flat, reduction), tensors, opts, write_back(tensors, (flat,)))
 
     def _plan(self, key: tuple[int, torch.dtype, int]) -> AllReducePlan | None:
         value, dtype, count = key
@@ -391,7 +397,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         executor = self._executor
         assert executor is not None
         if opts.asyncOp:
-            return executor.start(steps, result, after, _limit_s(opts), inline=self._two_level is None)
+            return executor.start(steps, result, after, _limit_s(opts), inline=self._host is not None)
         executor.run(steps, _limit_s(opts))
         if after is not None:
             after()

@@ -41,8 +41,9 @@ class BackendSettings:
     slot_bytes: int | None = None  # chunk of a collective; each member has two; None chooses by members and cores
     failure_timeout_s: float = 5.0  # a member without a sign of life for this long is called frozen
     host_id: str | None = None  # members with equal ids share memory; None finds out by itself
-    shared_memory: bool = True  # False sends everything through gloo
-    address: str | None = None  # of this host, through which gloo reaches other hosts; None leaves it to gloo
+    shared_memory: bool = True  # False sends everything through gloo, without encryption
+    address: str | None = None  # of this host, at which other hosts reach it; None tries all that it has
+    encrypt: bool = False  # what goes between hosts, with a secret that is exchanged through the group's store
     meeting_timeout_s: float | None = None  # for connecting to other hosts; None: as long as a collective may take
     patience_s: float = 0.002  # how long an asynchronous call may wait for peers before a thread takes it over
 
@@ -53,3 +54,7 @@ class BackendSettings:
             )
         if self.failure_timeout_s <= 0:
             raise CommunicationError(f"failure_timeout_s is {self.failure_timeout_s}: it must be above 0")
+        if self.encrypt and not self.shared_memory:
+            raise CommunicationError(
+                "encrypt = True needs shared_memory = True: without it everything goes through gloo, in plain text"
+            )

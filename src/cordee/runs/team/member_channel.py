@@ -12,9 +12,9 @@ from cordee.cluster.member_channel import MemberChannel
 from cordee.cluster.members import MemberRecord
 from cordee.cluster.messages import CheckpointRequest, StepReached, StepTime, TeamReport
 from cordee.cluster.policies import FailureReport
+from cordee.cluster.rendezvous import GenerationStore
 from cordee.communication.channel import Peer, Received
 from cordee.communication.messages import (
-    Accepted,
     Directive,
     Failure,
     Join,
@@ -22,9 +22,7 @@ from cordee.communication.messages import (
     Member,
     Ready,
     Refused,
-    StoreGet,
-    StoreSet,
-    StoreValue,
+    StoreRequest,
 )
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import reach
@@ -46,7 +44,7 @@ class TeamChannel(MemberChannel):
         self._peers: dict[int, Peer] = {}
         self._directives: list[tuple[int, Directive]] = []
         self._standing: dict[int, Directive] = {}  # to members, which do not ask for it: said until they halt
-        self._stored: dict[str, bytes] = {}  # by the members of the generation that meets, if they are on several hosts
+        self._stored = GenerationStore()  # by the members of the generation, if they are on several hosts
         self.channel.generation = self.members.generation
 
     @property
@@ -83,7 +81,7 @@ class TeamChannel(MemberChannel):
         """Begin the next generation with these workers, in this order. Refuse what belongs to an earlier one."""
         self.members.form(members)
         generation = self.channel.generation = self.members.generation
-        self._stored, self._standing = {}, {}
+        self._stored, self._standing = GenerationStore(), {}
         team = tuple(_describe(self.members.of(index)) for index in members)
         for index in members:
             directive = self._answer(index, Directive("new_generation", team, "", generation, threads=threads))
@@ -106,7 +104,7 @@ class TeamChannel(MemberChannel):
         super()._handle(received)
 
     def _handle_unknown(self, received: Received) -> None:
-        if isinstance(received.message, StoreSet | StoreGet):
+        if isinstance(received.message, StoreRequest):
             self._pass_on(received, received.message)
         elif isinstance(received.message, CheckpointRequest):
             self._reply_unwritten(received, self.checkpoints.handle(received.message))
@@ -157,16 +155,13 @@ class TeamChannel(MemberChannel):
         has_dropped, reason = (False, "") if is_new else (ready.has_dropped, ready.reason)
         self.members.wait(known.index, ready.step, has_dropped=has_dropped, reason=reason)
 
-    def _pass_on(self, received: Received, message: StoreSet | StoreGet) -> None:
+    def _pass_on(self, received: Received, message: StoreRequest) -> None:
         """Let members of the generation that meets find each other. Not written down: they say it again if need be."""
         if message.generation != self.members.generation:
             refused = Refused("stale-generation", f"generation {message.generation} is over")
             self._reply_unwritten(received, refused)
-        elif isinstance(message, StoreGet):
-            self._reply_unwritten(received, StoreValue(self._stored.get(message.key)))
         else:
-            self._stored[message.key] = message.value
-            self._reply_unwritten(received, Accepted())
+            self._reply_unwritten(received, self._stored.handle(received.envelope.sender, message))
 
 
 def _describe(record: MemberRecord) -> Member:

@@ -211,7 +211,10 @@ def _group(spec: MemberSpec, answer: Answer, link: TeamLink) -> Iterator[Team]:
         if is_wide:
             keys = ClientKeys.from_text(spec.client_keys)
             store = CoordinatorStore(spec.coordinator_address, spec.run_id, spec.index, keys, generation)
-            between = BetweenHosts(stack.enter_context(store), spec.host_address)
+            encrypt = spec.load_job().cluster.encrypts
+            between = BetweenHosts(stack.enter_context(store), spec.host_address, encrypt)
+            how = "encrypted" if encrypt else "not encrypted: cluster.encrypt = false"
+            log.info("generation %d has members on another host; what goes between hosts is %s", generation, how)
         meeting = meet(
             Path(spec.store) / f"generation-{generation}",
             rank,

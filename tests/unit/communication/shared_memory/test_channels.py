@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from segment_members import make_segment, make_teams
 
-from cordee.communication.shared_memory.mailbox import Inbox, Mailbox, Message, Outbox
+from cordee.communication.shared_memory.channels import Inbox, Message, Outbox
+from cordee.communication.shared_memory.mailbox import Mailbox
 from cordee.core.errors import CommunicationError
 
 
@@ -30,7 +31,7 @@ SEGMENT, LAYOUT = make_segment(3)
 def test_messages_arrive_by_tag_in_the_order_sent(messages: list[tuple[int, int]], chance: random.Random) -> None:
     SEGMENT.memory[: LAYOUT.slots_at] = bytes(LAYOUT.slots_at)
     outbox = Outbox(SEGMENT, LAYOUT, 0, 2)
-    inbox = Inbox(SEGMENT, LAYOUT, 0, 2, [])
+    inbox = Inbox(SEGMENT, LAYOUT, 0, 2, 0, [])
     sent = [(tag, some_bytes(length, seed)) for seed, (tag, length) in enumerate(messages)]
     for tag, data in sent:
         outbox.queue.append(Message(data, tag))
@@ -57,7 +58,7 @@ def test_messages_arrive_by_tag_in_the_order_sent(messages: list[tuple[int, int]
 
 def test_a_message_of_another_size_is_an_error_of_that_request_alone() -> None:
     SEGMENT.memory[: LAYOUT.slots_at] = bytes(LAYOUT.slots_at)
-    outbox, inbox = Outbox(SEGMENT, LAYOUT, 0, 1), Inbox(SEGMENT, LAYOUT, 0, 1, [])
+    outbox, inbox = Outbox(SEGMENT, LAYOUT, 0, 1), Inbox(SEGMENT, LAYOUT, 0, 1, 0, [])
     outbox.queue.extend([Message(some_bytes(10, 0), 0), Message(some_bytes(4, 1), 0)])
     bad, good = Message(torch.zeros(8, dtype=torch.uint8), 0), Message(torch.zeros(4, dtype=torch.uint8), 0)
     inbox.ask(bad)

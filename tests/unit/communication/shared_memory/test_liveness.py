@@ -23,6 +23,7 @@ from cordee.communication.shared_memory.liveness import (
     PeerWatch,
     Silence,
     abandon_groups,
+    counter,
     read_stat,
 )
 from cordee.communication.shared_memory.registration import BackendSettings
@@ -112,7 +113,7 @@ def test_the_heartbeat_moves_counters_and_ends_with_the_last_one() -> None:
     segment, _ = make_segment(1)
     words = segment.words()
     heart = Heartbeat()
-    key = heart.add(words, LIFE, 0.01)
+    key = heart.add(counter(words, LIFE), 0.01)
     started = time.monotonic()
     while words[LIFE] < 3 and time.monotonic() - started < 10:
         time.sleep(0.01)
