@@ -272,7 +272,7 @@ def test_the_commands(tmp_path: Path) -> None:
     [
         (
             ["server", "--workers", "1", "--require-all", "--failure-timeout", "1s"],
-            "1 of 1 workers did not come within 1 s",
+            "1 of 1 worker did not come within 1 s",
         ),
         (["server", "--require-all"], "--require-all needs --workers or --servers"),
         (["server", "--join", "nowhere"], "--join nowhere: give the address"),

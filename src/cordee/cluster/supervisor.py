@@ -86,11 +86,6 @@ class Supervisor:
         self._heard_s = 0.0
         self._ended: Ended | None = None
 
-    @property
-    def num_deaths(self) -> int:
-        """How often the coordinator was killed."""
-        return self._num_deaths
-
     def run(self, target: str, run_dir: Path, *, kind: str, facts: dict[str, Any], resume: bool) -> Summary:
         """Have `target` lead a run of this kind; return its summary.
 

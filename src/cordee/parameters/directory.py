@@ -306,3 +306,16 @@ class Directory:
 
 def join(participants: Iterable[Participant]) -> str:
     return ", ".join(str(participant) for participant in participants)
+
+
+def describe_missing(servers_missing: int, num_servers: int, workers_present: int, num_workers: int) -> str:
+    """Return who has not come yet, for people; empty if everybody has."""
+    parts = []
+    workers_missing = max(0, num_workers - workers_present)
+    for missing, expected, name in (
+        (servers_missing, num_servers, "server"),
+        (workers_missing, num_workers, "worker"),
+    ):
+        if missing:
+            parts.append(f"{missing} of {expected} {name}{'s' if expected > 1 else ''}")
+    return " and ".join(parts)

@@ -19,6 +19,7 @@ from cordee.communication.sockets import check_address
 from cordee.communication.this_host import host_id
 from cordee.core.errors import CommunicationError, CordeeError, StoreError
 from cordee.parameters.calls import DIRECTORY, DirectoryGoneError, StoreCalls, as_store_error
+from cordee.parameters.directory import describe_missing
 from cordee.parameters.keys import StoreKey, find_key
 from cordee.parameters.messages import LIMITS, STORE, Alive, Bye, JoinRequest, Registered, Role, StoreStatus
 
@@ -83,7 +84,8 @@ class Link:
             except RefusedError as error:
                 raise as_store_error(error) from error
             assert isinstance(joined, Registered)
-            missing = describe_missing(joined)
+            num_servers = joined.num_servers * joined.replicas
+            missing = describe_missing(joined.servers_missing, num_servers, joined.workers_present, joined.num_workers)
             if not missing or not until_complete:
                 return joined
             waited_s = time.monotonic() - started
@@ -107,18 +109,6 @@ class Link:
         with contextlib.suppress(CordeeError):
             self.connection.call(Bye(), timeout_s=1.0)
         self.connection.close()
-
-
-def describe_missing(joined: Registered) -> str:
-    """Return who has not come yet, for people; empty if everybody has."""
-    parts = []
-    for missing, expected, name in (
-        (joined.servers_missing, joined.num_servers * joined.replicas, "server"),
-        (max(0, joined.num_workers - joined.workers_present), joined.num_workers, "worker"),
-    ):
-        if missing:
-            parts.append(f"{missing} of {expected} {name}{'s' if expected > 1 else ''}")
-    return " and ".join(parts)
 
 
 class Heartbeats:

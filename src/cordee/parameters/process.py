@@ -16,7 +16,7 @@ from cordee.communication.endpoint import Speaker
 from cordee.communication.shared_memory.liveness import read_stat
 from cordee.communication.this_host import host_id
 from cordee.core.errors import CommunicationError, StoreError
-from cordee.parameters.directory import Directory, Participant
+from cordee.parameters.directory import Directory, Participant, describe_missing
 from cordee.parameters.keys import StoreKey
 from cordee.parameters.membership import Heartbeats, Link
 from cordee.parameters.messages import LIMITS, STORE, Adopt, Following, Registered
@@ -130,18 +130,13 @@ class _RootWatch:
 
     def _await_everybody(self, now_s: float) -> None:
         directory = self._directory
-        num_workers, num_expected = len(directory.present("worker")), directory.num_servers * directory.replicas
         if directory.is_complete:
             self._was_complete = True
             if self._has_said:
                 self._say("everybody is there")
             return
-        missing = []
-        if directory.num_missing_servers:
-            missing.append(f"{directory.num_missing_servers} of {num_expected} servers")
-        if num_workers < directory.num_workers:
-            missing.append(f"{directory.num_workers - num_workers} of {directory.num_workers} workers")
-        text = " and ".join(missing)
+        num_servers, num_present = directory.num_servers * directory.replicas, len(directory.present("worker"))
+        text = describe_missing(directory.num_missing_servers, num_servers, num_present, directory.num_workers)
         if not self._has_said:
             self._has_said = True
             limit = f", at most {directory.failure_timeout_s:g} s" if self._settings.must_complete else ""

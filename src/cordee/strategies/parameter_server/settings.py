@@ -9,7 +9,6 @@ from cordee.core.errors import JobError
 from cordee.core.settings import Section
 from cordee.parameters.compression import Compression
 
-UNBOUNDED = "unbounded"
 MAX_SERVERS = 64
 DEFAULT_TOPK = 0.01
 
