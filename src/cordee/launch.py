@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 
 from cordee import checkpoint
+from cordee.checkpoint.storage import Storage
 from cordee.cluster import Team
 from cordee.cluster.engine import Engine
 from cordee.cluster.engines import check_settings, lead_launch, open_engine, place_run, work_as_agent
@@ -52,6 +53,7 @@ from cordee.planner.auto import Decision, Replanner, decide, plans_first
 from cordee.run import Run
 from cordee.runs import PROCESS_MODULES
 from cordee.runs.kind import KINDS, kind_of, lead_run, needs_engine
+from cordee.runs.storage import Claim, RunStorage, bring_run, claimed, find_stored, open_storage, storing
 from cordee.strategies.choice import choose_strategy, foreign_settings, refuse_others_settings
 from cordee.training.components import Components, assemble
 from cordee.training.progress import Progress, summarise
@@ -95,7 +97,10 @@ def _train(
 ) -> Run:
     """Train in this process, and in those that the engine starts."""
     name = choose_strategy(asked)
-    path = _run_path(asked, run_dir, resume)
+    storage = open_storage(asked)
+    path = _run_path(asked, run_dir, resume, storage)
+    if resume and storage is not None:
+        bring_run(storage, path)
     asked, note = fit_to_run(asked, path, overrides) if resume else (asked, "")
     refuse_others_settings(asked)
     strategy = msgspec.structs.replace(asked.strategy, name=name)
@@ -128,6 +133,7 @@ def _train(
             directory = RunDirectory.create(path, job.to_toml())
         else:
             directory = RunDirectory.create_in(runs_folder(), job.name, job.to_toml())
+        claim = stack.enter_context(_claimed(storage, job, directory, resume, quiet))
         stack.enter_context(_printing_how_to_resume(directory, quiet))
         with directory, setup_logging(directory.launcher_log if opened else directory.worker_log(), is_required=True):
             if resume:
@@ -144,14 +150,15 @@ def _train(
                 flag = InterruptFlag(
                     lambda: monitor.emit(events.Warned(message="stopping after this step; Ctrl-C again stops at once"))
                 )
-                with flag:
+                with flag, storing(claim, job, directory, monitor, flag, resume=resume) as stored:
                     if opened is None:
-                        summary = _run_alone(parts, directory, monitor, flag, resume, decision, memory)
+                        summary = _run_alone(parts, directory, monitor, flag, resume, decision, memory, stored)
                     else:
-                        with _reporting_failure(parts, directory, monitor):
-                            summary = lead_run(parts, directory, monitor, flag, opened, resume=resume)
+                        marker = stored.marker if stored is not None else ""
+                        with _reporting_failure(parts, directory, monitor, stored):
+                            summary = lead_run(parts, directory, monitor, flag, opened, resume=resume, marker=marker)
                             summary = _with_prediction(summary, decision)
-                        _close_run(directory, monitor, summary)
+                        summary = _close_run(directory, monitor, summary, stored)
                         reach("launch.closed")
                         _load_weights(parts, directory)
     run = Run(directory.path, summary, parts.model)
@@ -168,6 +175,7 @@ def _run_alone(
     resume: bool,
     decision: Decision,
     memory: MemoryWatch,
+    stored: RunStorage | None,
 ) -> Summary:
     """Train in this process."""
     session = Session(parts, monitor, directory.path, should_stop=flag, memory=memory)
@@ -183,7 +191,7 @@ def _run_alone(
         raise
     finally:
         summary = _with_prediction(session.summarise(error), decision)
-        _close_run(directory, monitor, summary)
+        summary = _close_run(directory, monitor, summary, stored, error)
     return summary
 
 
@@ -201,14 +209,17 @@ def _progress_by_events(events_file: Path, elapsed_s: float) -> Progress:
 
 
 @contextlib.contextmanager
-def _reporting_failure(parts: Components, directory: RunDirectory, monitor: Monitor) -> Iterator[None]:
+def _reporting_failure(
+    parts: Components, directory: RunDirectory, monitor: Monitor, stored: RunStorage | None = None
+) -> Iterator[None]:
     """Write how far a run with worker processes came, if it ends with an error or a second Ctrl-C."""
     started = time.time()
     try:
         yield
     except BaseException as error:
         progress = _progress_by_events(directory.events_file, time.time() - started)
-        _close_run(directory, monitor, summarise(parts.describe(), progress, None, started=started, error=error))
+        summary = summarise(parts.describe(), progress, None, started=started, error=error)
+        _close_run(directory, monitor, summary, stored, error)
         raise
 
 
@@ -240,8 +251,19 @@ def _log_decision(asked: Job, decision: Decision) -> None:
         )
 
 
-def _close_run(directory: RunDirectory, monitor: Monitor, summary: Summary) -> None:
-    """Write how the run ended. Raises StorageError if that fails, but not in place of what the run failed with."""
+def _close_run(
+    directory: RunDirectory,
+    monitor: Monitor,
+    summary: Summary,
+    stored: RunStorage | None,
+    error: BaseException | None = None,
+) -> Summary:
+    """Write how the run ended, when its checkpoints are in the storage; return that.
+
+    Raises StorageError if it cannot be written, but not in place of what the run failed with.
+    """
+    if stored is not None:
+        summary = stored.finish(summary, at_once=isinstance(error, KeyboardInterrupt))
     problem: StorageError | None = None
     try:
         reach("launch.summary", StorageError)
@@ -252,6 +274,7 @@ def _close_run(directory: RunDirectory, monitor: Monitor, summary: Summary) -> N
     monitor.emit(events.RunEnded.of(summary))
     if problem is not None and summary.status in ("completed", "stopped"):
         raise problem
+    return summary
 
 
 def _sinks(job: Job, directory: RunDirectory, quiet: bool) -> list[Sink]:
@@ -278,17 +301,47 @@ def _program_folders() -> list[str]:
     return [str(folder.resolve()) for folder in folders]
 
 
-def _run_path(job: Job, run_dir: str | Path | None, resume: bool) -> Path:
+@contextlib.contextmanager
+def _claimed(
+    storage: Storage | None, job: Job, directory: RunDirectory, resume: bool, quiet: bool
+) -> Iterator[Claim | None]:
+    """Inside, the run has its place in the storage. A new directory is removed if it cannot have that."""
+    is_claimed = False
+    try:
+        with claimed(storage, job, directory, is_new=not resume, say=_silent if quiet else _say) as claim:
+            is_claimed = True
+            yield claim
+    finally:
+        if not is_claimed and not resume:
+            directory.discard()
+        elif not is_claimed:
+            directory.release()
+
+
+def _silent(message: str) -> None:
+    log.info("%s", message)
+
+
+def _say(message: str) -> None:
+    _console().print(message, soft_wrap=True)
+
+
+def _run_path(job: Job, run_dir: str | Path | None, resume: bool, storage: Storage | None) -> Path:
     if run_dir is not None:
         return Path(run_dir)
     if not resume:
         return new_run_path(runs_folder(), job.name)
     candidates = [info for info in list_runs(runs_folder()) if info.name == job.name]
-    if not candidates:
+    newest = max(candidates, key=lambda info: info.started or 0.0, default=None)
+    stored = find_stored(storage, job.name) if storage is not None else None
+    if stored is not None and (newest is None or stored.started > (newest.started or 0.0)):
+        return runs_folder() / stored.name
+    if newest is None:
+        where = f"{runs_folder()}" + (f" or in {storage.url}" if storage is not None else "")
         raise RunDirectoryError(
-            f"no run of '{job.name}' in {runs_folder()} to resume: name one with --run-dir, or start without --resume"
+            f"no run of '{job.name}' in {where} to resume: name one with --run-dir, or start without --resume"
         )
-    return max(candidates, key=lambda info: info.started or 0.0).path
+    return newest.path
 
 
 def _refuse_live_parts(job: Job) -> None:

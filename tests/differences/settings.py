@@ -165,6 +165,7 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "evaluation.every_steps": Changes(2, evaluations),
     # Sums are made in another order.
     "evaluation.batch_size": Elsewhere("unit/test_trainer.py"),
+    "checkpoint.storage": Elsewhere("faults/test_storage_faults.py"),
     "checkpoint.every_steps": Changes(2, saved),
     "checkpoint.keep": Changes(1, saved, base={"checkpoint.every_steps": 1}),
     "checkpoint.keep_best": Changes(

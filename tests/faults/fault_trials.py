@@ -337,6 +337,7 @@ class Walker:
         assert summary["status"] == "completed", summary
         assert summary["steps"] == expected.steps, f"{summary['steps']} steps instead of {expected.steps}"
         assert summary["samples"] == expected.samples, f"{summary['samples']} samples instead of {expected.samples}"
+        assert not summary["not_in_storage"], f"not in the storage: {summary['not_in_storage']}"
         problems = {finding.subject: finding.detail for finding in audit_run(trial.run_dir) if finding.state != "ok"}
         if loses_updates:
             assert summary["updates_lost"] > 0 and problems.keys() == {"updates"}, f"lost without a report: {problems}"

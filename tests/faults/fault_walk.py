@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from signal import SIGCONT, SIGINT, SIGKILL
@@ -108,6 +109,27 @@ def _hide_directory(folder: Path) -> None:
     (folder / "run" / TOKEN_FILE).mkdir(parents=True, exist_ok=True)
 
 
+STORAGE = "storage"
+STORED = (f"checkpoint.storage='{STORAGE}'",)
+
+
+def _make_storage(folder: Path) -> None:
+    (folder / STORAGE).mkdir()
+
+
+def _put_two(trial: Trial) -> None:
+    """The first checkpoint is in the storage before the next is saved: then there is one to remove."""
+    trial.until_held(HOLD_0)
+    trial.until(lambda: trial.num_visits("storage.put_done", "launcher"))
+    trial.release(HOLD_0)
+
+
+def _lose_directory(folder: Path) -> None:
+    """Another machine, which has what was put into the storage and no run directory."""
+    shutil.copytree(folder.parent / "saved-stored and interrupted" / STORAGE, folder / STORAGE)
+    shutil.rmtree(folder / "run")
+
+
 # The model of the job, and a mistake in it that shows when the first checkpoint is there.
 FAILING = """
 import os
@@ -144,6 +166,9 @@ SCENARIOS = {
     "resume over a damaged one": Scenario(resumes="interrupt", prepare=_leave_damaged),
     "remote": Scenario(prepare=_hide_directory),
     "remote resume": Scenario(resumes="interrupt", prepare=_hide_directory),
+    "stored": Scenario(_put_two, (HOLD_0,), STORED, prepare=_make_storage),
+    "stored and interrupted": Scenario(_interrupt, (HOLD_0,), STORED, ends_early=True, prepare=_make_storage),
+    "resume from the storage": Scenario(settings=STORED, resumes="stored and interrupted", prepare=_lose_directory),
     "woken": Scenario(_wake, (Fault(STEP, "worker-1", "freeze", 4), HOLD_0_LATE), settings=("cluster.max_restarts=0",)),
 }
 
@@ -329,6 +354,14 @@ WALK: dict[str, Walk] = {
     "remote_save.saved": Walk((of("remote", "coordinator", 1, 3), of("remote resume", "coordinator", 1)), DEATHS),
     "remote_save.heard": Walk((of("remote", "worker-0", 1, 3), of("remote resume", "worker-0", 1)), DEATHS),
     "remote_load.ask": Walk((of("remote", "worker-0", 1), of("remote resume", "worker-0", 1, 2, 4))),
+    "storage.claimed": Walk((of("stored", "launcher"), of("resume from the storage", "launcher"))),
+    "storage.put_file": Walk((of("stored", "launcher", 1, 2, 4),)),
+    "storage.put_manifest": Walk((of("stored", "launcher", 1, 2),)),
+    "storage.put_done": Walk((of("stored", "launcher", 1, 2),)),
+    "storage.remove": Walk((of("stored", "launcher", 1),)),
+    "storage.removing": Walk((of("stored", "launcher", 1),)),
+    "storage.fetch": Walk((of("resume from the storage", "launcher", 1, 2),)),
+    "storage.fetched": Walk((of("resume from the storage", "launcher"),), DEATHS),
     "launcher_link.listen": Walk((of("plain", "coordinator"), of("coordinator", "coordinator", 2))),
     "launcher_link.again": Walk((of("coordinator", "coordinator", 1),), DEATHS),
     "coordinator.back": Walk((of("coordinator", "coordinator", 1),), DEATHS),

@@ -50,7 +50,7 @@ def load(path: Path, read: Reader | None = None) -> State:
     own their memory.
     """
     read = read or _read
-    manifest = _read_manifest(path, read)
+    manifest = read_manifest(path, read)
     num_bytes = sum(file.num_bytes for file in manifest.files.values())
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_bytes > memory_bytes:
@@ -120,7 +120,7 @@ def refuse_link(root: Path) -> None:
 def looks_whole(path: Path) -> bool:
     """Return whether the manifest is right and every file has its size: cheap, and blind to flipped bits."""
     try:
-        manifest = _read_manifest(path, _read)
+        manifest = read_manifest(path)
         return all((path / name).stat().st_size == file.num_bytes for name, file in manifest.files.items())
     except (CheckpointError, OSError):
         return False
@@ -135,8 +135,9 @@ def damage_of(path: Path) -> str | None:
     return None
 
 
-def _read_manifest(path: Path, read: Reader) -> Manifest:
-    content = read(path / MANIFEST, MAX_MANIFEST_BYTES)
+def read_manifest(path: Path, read: Reader | None = None) -> Manifest:
+    """Return the manifest of a checkpoint, read by `read` if it is given; CheckpointError if it is wrong."""
+    content = (read or _read)(path / MANIFEST, MAX_MANIFEST_BYTES)
     try:
         manifest = decode_manifest(content)
     except CheckpointError as error:

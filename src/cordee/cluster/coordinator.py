@@ -48,6 +48,7 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     client_keys: str
     control_keys: str
     resume: bool
+    marker: str = ""  # what the launcher wrote into `checkpoint.storage`; empty where there is none
     launcher_pid: int
     num_slots: int  # processes that have a core of their own
     most_workers: int | None = None  # that the engine can start
@@ -157,6 +158,7 @@ class MemberStarter:
             client_keys=spec.client_keys,
             store=spec.launcher.folder,
             resume=spec.resume,
+            marker=spec.marker,
             failure_timeout_s=self._members.failure_timeout_s,
             startup_timeout_s=self._members.startup_timeout_s,
             num_local=self._job.strategy.workers,

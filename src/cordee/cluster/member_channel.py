@@ -35,7 +35,7 @@ from cordee.communication.messages import (
 )
 from cordee.core.errors import CommunicationError, JobError
 from cordee.core.fault_points import reach
-from cordee.monitoring.events import AnyEvent, WorkerStarted
+from cordee.monitoring.events import AnyEvent, Warned, WorkerStarted
 
 
 @dataclass
@@ -161,7 +161,10 @@ class MemberChannel(abc.ABC):
         if has_joined:
             return
         self.members.join(record, incarnation, time.monotonic())
-        record.host, record.host_id = join.host, join.host_id
+        record.host, record.host_id, record.storage_problem = join.host, join.host_id, join.storage_problem
+        if record.storage_problem and self.members.is_staffed:  # too late to refuse the run for it
+            note = f"{record.name} on host {join.host} cannot read the storage: {record.storage_problem}"
+            self.emit(Warned(message=f"{note}; training continues"))
         self._take_join(record, join)
         self.emit(WorkerStarted(worker=record.index, pid=join.pid, host=join.host, role=record.role))
 

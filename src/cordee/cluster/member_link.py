@@ -17,13 +17,23 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from cordee.checkpoint.stored_run import run_name, why_not_shared
 from cordee.cluster.members import REPLACED, incarnation_of, member_name
 from cordee.cluster.messages import Event, Numbered
 from cordee.cluster.processes import is_alive
 from cordee.communication.channel import ClientChannel, Received, RefusedError
 from cordee.communication.endpoint import Admission, Speaker
 from cordee.communication.keys import ClientKeys
-from cordee.communication.messages import Bye, Failure, Heartbeat, Join, Joined, Message, Refused
+from cordee.communication.messages import (
+    MOST_PROBLEM_CHARACTERS,
+    Bye,
+    Failure,
+    Heartbeat,
+    Join,
+    Joined,
+    Message,
+    Refused,
+)
 from cordee.communication.this_host import host_id, own_address
 from cordee.communication.wire import Codec
 from cordee.core import Job, env
@@ -57,6 +67,7 @@ class MemberSpec(msgspec.Struct, frozen=True, kw_only=True):
     failure_timeout_s: float
     startup_timeout_s: float
     resume: bool = False
+    marker: str = ""  # what the launcher wrote into the job's `checkpoint.storage`, for members to find; empty for none
     has_state: bool = True  # a server: what it starts with, or reads, is what the run has; else it is given everything
     launcher_pid: int = 0  # for one that the launcher did not start; on the launcher's host it ends with this process
     run_host: str  # id of the host that the run is on
@@ -123,6 +134,7 @@ class MemberLink(abc.ABC):
         self._beat_by_s = 0.0  # when the next heartbeat is due
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._storage_problem: str | None = None  # why this process cannot read the storage; None: not looked yet
         self.step = 0  # told with each heartbeat
 
     @property
@@ -183,7 +195,9 @@ class MemberLink(abc.ABC):
 
     def _join(self, patience_s: float | None = None, **server: Any) -> Joined:
         """Have this process registered; a server says where it listens, and what it has."""
-        join = Join(os.getpid(), socket.gethostname(), host_id(), **server)
+        if self._storage_problem is None:  # once: one that comes back is waited for
+            self._storage_problem = self._find_storage_problem()
+        join = Join(os.getpid(), socket.gethostname(), host_id(), storage_problem=self._storage_problem, **server)
         try:
             reply = self.ask(join, patience_s=patience_s)
         except RefusedError as error:
@@ -193,6 +207,13 @@ class MemberLink(abc.ABC):
             raise RefusedError(self._channel.address, refused) from error
         assert isinstance(reply, Joined), reply
         return reply
+
+    def _find_storage_problem(self) -> str:
+        """Return why this process cannot read what the launcher wrote into the storage of the run, if it cannot."""
+        if not self._spec.marker:
+            return ""
+        url = self._spec.load_job().checkpoint.storage
+        return why_not_shared(url, run_name(self._spec.run_dir), self._spec.marker)[:MOST_PROBLEM_CHARACTERS]
 
     def emit(self, event: AnyEvent) -> None:
         """Pass an event on. It reaches the coordinator, now or when it is back."""

@@ -13,6 +13,7 @@ from cordee.cluster.engine import Exited, ProcessReport, Started, Working
 from cordee.cluster.launcher_link import STARTUP_TIMEOUT_S
 from cordee.communication.messages import Directive, JoinRequest
 from cordee.communication.this_host import host_id
+from cordee.core.errors import StorageError
 
 WORKER_PREFIX = "worker-"
 REPLACED = "replaced"  # why a process that was taken for lost is not let in again
@@ -48,6 +49,7 @@ class MemberRecord(msgspec.Struct, kw_only=True):
     fenced: int = 0  # incarnations up to this one are refused
     host: str = ""
     host_id: str = ""
+    storage_problem: str = ""  # why it cannot read the storage of the run
     address: str = ""  # of a server
     public: str = ""  # the same, for workers of other hosts
     heard_s: float = 0.0  # the last sign of life, or when it was asked for
@@ -109,6 +111,7 @@ class Members(msgspec.Struct, kw_only=True):
     startup_timeout_s: float = STARTUP_TIMEOUT_S
     num_started: int = 0  # processes that were asked for
     num_expected: int = 0  # these, and those that came by themselves
+    is_staffed: bool = False  # all that the run begins with have joined
     records: dict[str, MemberRecord] = {}
 
     def expect(self, record: MemberRecord, now_s: float) -> MemberRecord:
@@ -130,6 +133,20 @@ class Members(msgspec.Struct, kw_only=True):
         record.phase, record.heard_s, record.is_away, record.loss_reason = "joined", now_s, False, ""
         record.incarnation, record.fenced = incarnation, max(record.fenced, incarnation - 1)
         record.num_acknowledged, record.ready, record.answer = 0, 0, None
+
+    def check_storage(self, url: str) -> None:
+        """Raise StorageError when all that the run begins with have joined, and some cannot read its storage."""
+        if self.is_staffed or any(record.phase == "starting" for record in self.records.values()):
+            return
+        self.is_staffed = True
+        unable = [record for record in self.records.values() if record.storage_problem and not record.is_external]
+        if unable:
+            told = "; ".join(f"{record.name} on host {record.host}: {record.storage_problem}" for record in unable)
+            raise StorageError(
+                f"checkpoint.storage = {url!r} must be readable for every member of the run, and {len(unable)} of "
+                f"{len(self.records)} cannot read it: {told}. Mount the folder on that host, or give its processes the "
+                "credentials"
+            )
 
     def lose(self, record: MemberRecord, *, is_away: bool = False) -> None:
         """Continue without a member: nothing that it said counts any more. One that is away may join again."""

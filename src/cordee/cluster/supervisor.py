@@ -86,8 +86,10 @@ class Supervisor:
         self._heard_s = 0.0
         self._ended: Ended | None = None
 
-    def run(self, target: str, run_dir: Path, *, kind: str, facts: dict[str, Any], resume: bool) -> Summary:
-        """Have `target` lead a run of this kind; return its summary.
+    def run(
+        self, target: str, run_dir: Path, *, kind: str, facts: dict[str, Any], resume: bool, marker: str = ""
+    ) -> Summary:
+        """Have `target` lead a run of this kind; return its summary. `marker` is what members look for in the storage.
 
         Raises the error that it ends with, and TrainingError if it cannot be kept alive.
         """
@@ -107,6 +109,7 @@ class Supervisor:
                 client_keys=client_keys.to_text(),
                 control_keys=control_keys.to_text(),
                 resume=resume,
+                marker=marker,
                 launcher_pid=os.getpid(),
                 num_slots=capacity.num_slots,
                 most_workers=capacity.num_slots if capacity.is_limit and not capacity.may_grow else None,

@@ -15,6 +15,7 @@ from msgspec import Meta
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=128)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Text: TypeAlias = Annotated[str, Meta(max_length=65536)]
+MOST_PROBLEM_CHARACTERS = 4000
 
 # JSON to a fixed depth: typed to the leaves, so that nothing of the peer's choosing gets through.
 Scalar: TypeAlias = bool | int | float | str | None
@@ -56,6 +57,7 @@ class Join(Message, frozen=True):
     public: Annotated[str, Meta(max_length=256)] = ""  # the same, for workers of other hosts
     step: Count = 0  # a server: of the job, that its parameters are of
     has_state: bool = True  # a server: it has the parameters of the run and may serve; else it can only follow
+    storage_problem: Annotated[str, Meta(max_length=MOST_PROBLEM_CHARACTERS)] = ""  # why it cannot read the storage
 
 
 class Joined(Message, frozen=True):

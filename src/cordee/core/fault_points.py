@@ -158,6 +158,15 @@ POINTS: dict[str, str] = {
     "remote_save.saved": "coordinator: has saved a checkpoint that it was sent, or could not, and has not said so",
     "remote_save.heard": "worker: has heard what became of a checkpoint",
     "remote_load.ask": "worker: about to ask which checkpoints there are, or for a piece of one",
+    # checkpoints in a storage (checkpoint/stored_run.py): the launcher puts and brings them
+    "storage.claimed": "launcher: the run has its place in the storage, it is not known to members",
+    "storage.put_file": "launcher: about to put a file of a checkpoint into the storage",
+    "storage.put_manifest": "launcher: all files of a checkpoint but the manifest are in the storage",
+    "storage.put_done": "launcher: a checkpoint is complete in the storage, nobody knows yet",
+    "storage.remove": "launcher: about to remove an old checkpoint from the storage",
+    "storage.removing": "launcher: has removed the manifest of an old checkpoint, its files are in the storage",
+    "storage.fetch": "launcher: about to bring a file of a checkpoint from the storage",
+    "storage.fetched": "launcher: has brought a checkpoint into the run directory, nobody knows yet",
     # the coordinator
     "launcher_link.listen": "coordinator: about to listen",
     "launcher_link.again": "coordinator: has come back, about to send a command of its last journal entry again",

@@ -5,6 +5,8 @@ Sections that name a part of the user's choice (model, loss, optimizer, schedule
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -202,9 +204,13 @@ class Checkpoint(Section, frozen=True, kw_only=True):
     keep: int = 3
     keep_best: bool = False  # also save and keep the one that was best when it was evaluated
     asynchronous: bool = True  # write a copy while training continues; needs memory for it
+    storage: str = (
+        ""  # fsspec URL or shared folder that checkpoints are put into as well; "" is the run directory alone
+    )
 
     def __post_init__(self) -> None:
         _at_least("checkpoint", self, every_steps=0, keep=1)
+        msgspec.structs.force_setattr(self, "storage", _checked_storage(self.storage))
 
 
 class Monitoring(Section, frozen=True, kw_only=True):
@@ -215,6 +221,51 @@ class Monitoring(Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _at_least("monitoring", self, every_steps=1)
+
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*", re.ASCII)
+_WITH_USER = ("hdfs", "webhdfs", "sftp", "ssh", "smb", "ftp")  # where the name of a user is part of the address
+
+
+def _checked_storage(storage: Any) -> str:
+    """Return `checkpoint.storage`, a folder as an absolute path. Raises JobError, without repeating credentials."""
+    if not isinstance(storage, str):
+        raise JobError(f"checkpoint.storage = {storage!r} must be a text: a URL or a folder")
+    if any(ord(character) < 32 for character in storage):
+        raise JobError("checkpoint.storage has a control character")
+    scheme, separator, rest = storage.partition("://")
+    if not separator:
+        if found := re.match(r"([a-z0-9]{2,}):/", storage):
+            raise JobError(f"checkpoint.storage begins with '{found[0]}': a URL begins with '{found[1]}://'")
+        return str(Path(storage).expanduser().absolute()) if storage else ""
+    if "::" in scheme or "::" in rest:
+        raise JobError(
+            "checkpoint.storage is a chain of URLs ('::'): name the place itself, as in 's3://bucket/folder'"
+        )
+    if not _SCHEME.fullmatch(scheme):
+        raise JobError(f"checkpoint.storage begins with {scheme!r}, which is no name of a protocol, such as 's3'")
+    host = rest.partition("/")[0]
+    user, at, name = host.rpartition("@")
+    port = name.rpartition("]")[2].partition(":")[2]  # after an IPv6 address in brackets
+    # Secret keys may contain '/': what follows the colon is then no port.
+    if ":" in user or (at and scheme not in _WITH_USER) or (port and not port.isdecimal()):
+        raise JobError(
+            f"checkpoint.storage = '{scheme}://***' has credentials in the URL, which would be written into job.toml "
+            "and logs: leave them out, and give them as the driver expects (for s3:// AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, ~/.aws, or a role)"
+        )
+    if "?" in rest or "#" in rest:
+        where = re.split("[?#]", rest)[0]
+        raise JobError(f"checkpoint.storage = '{scheme}://{where}…' has a query ('?' or '#'): leave it out")
+    if scheme in ("file", "local") and not rest.startswith("/"):
+        raise JobError(
+            f"checkpoint.storage = {storage!r} is not absolute: write {scheme}:///folder, or the folder alone"
+        )
+    if scheme == "memory":
+        raise JobError("checkpoint.storage = 'memory://…' is gone with the process: name a place that stays")
+    if not rest.strip("/") and scheme not in ("file", "local"):
+        raise JobError(f"checkpoint.storage = {storage!r} names no bucket, host or folder")
+    return storage.rstrip("/") if rest.strip("/") else storage
 
 
 def _at_least(section: str, settings: msgspec.Struct, **lowest: int) -> None:

@@ -97,6 +97,33 @@ class Checkpoint(EventRecord, frozen=True, kw_only=True, tag="checkpoint"):
     stall_s: float  # for which training stood still
 
 
+class Stored(EventRecord, frozen=True, kw_only=True, tag="stored"):
+    """a checkpoint is complete in `checkpoint.storage`"""
+
+    step: int
+    path: str
+    seconds: float  # that putting it there took
+    num_bytes: int
+
+
+class Fetched(EventRecord, frozen=True, kw_only=True, tag="fetched"):
+    """a checkpoint was brought from `checkpoint.storage` into the run directory, to continue from, or as the best"""
+
+    step: int
+    path: str
+    seconds: float
+
+
+class Uploading(EventRecord, frozen=True, kw_only=True, tag="uploading"):
+    """training is over, and the run waits for checkpoints that are put into `checkpoint.storage`"""
+
+    steps: list[int]  # that are not there yet
+    path: str
+    step: int | None = None  # that is being put there
+    done_bytes: int = 0  # of it
+    total_bytes: int = 0
+
+
 class Commit(EventRecord, frozen=True, kw_only=True, tag="commit"):
     """at each generation and checkpoint: the state of a worker, which is that of the other members; with parameter
     servers at each snapshot"""
@@ -253,6 +280,9 @@ AnyEvent: TypeAlias = (
     | Step
     | Evaluation
     | Checkpoint
+    | Stored
+    | Fetched
+    | Uploading
     | Commit
     | Warned
     | Straggler

@@ -18,10 +18,12 @@ from cordee.monitoring.events import (
     Checkpoint,
     EngineOpened,
     Evaluation,
+    Fetched,
     Plan,
     RunEnded,
     RunStarted,
     Step,
+    Uploading,
     Warned,
 )
 from cordee.monitoring.files import reason
@@ -72,6 +74,10 @@ class ProgressSink:
             self._screen.line(f"engine: {event.description}")
         elif isinstance(event, Plan):
             self._screen.line(wording.plan_line(event))
+        elif isinstance(event, Fetched):
+            self._screen.line(f"step-{event.step} was brought from {event.path}")
+        elif isinstance(event, Uploading):
+            self._screen.line(wording.uploading_line(event))
         elif isinstance(event, RunEnded):
             self.close()
         elif tracker is None:

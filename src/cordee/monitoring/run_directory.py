@@ -5,6 +5,7 @@ job.toml  events.jsonl  checkpoints/  logs/  summary.json  .lock
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import os
@@ -19,6 +20,7 @@ from cordee.monitoring.files import reason, write_atomically
 from cordee.monitoring.summary import Summary
 
 JOB_FILE, EVENTS_FILE, SUMMARY_FILE, LOCK_FILE = "job.toml", "events.jsonl", "summary.json", ".lock"
+STORAGE_FILE = ".storage"  # which run of `checkpoint.storage` this is
 CHECKPOINTS = "checkpoints"
 _SIGNS_OF_A_RUN = (JOB_FILE, EVENTS_FILE, SUMMARY_FILE, CHECKPOINTS)
 _PROBE_BYTES = 16384  # less room than this is no room for a run
@@ -117,6 +119,16 @@ class RunDirectory:
     def read_summary(self) -> Summary | None:
         """Return the last summary written, if any. Raises `RunDirectoryError` when the file is damaged."""
         return summaries.read_summary(self.summary_file)
+
+    def discard(self) -> None:
+        """Remove what `create` made, in a directory in which nothing has begun, and release it."""
+        with contextlib.suppress(OSError):
+            for file in (self.job_file, self.path / STORAGE_FILE):
+                file.unlink(missing_ok=True)
+            for folder in (self.checkpoints, self.logs):
+                folder.rmdir()
+            _remove_unused(self.path, self._lock)
+        self.release()
 
     def release(self) -> None:
         """Let others use the directory. May be called again."""

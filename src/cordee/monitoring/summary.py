@@ -32,6 +32,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     predicted_step_seconds: float | None = None  # where the planner knew the model
     checkpoint_stall_seconds: float | None = None  # that training stood still for checkpoints
     best_step: int | None = None  # of the best evaluation
+    not_in_storage: list[int] | None = None  # steps of kept checkpoints that are not in `checkpoint.storage`
     peak_memory_bytes: int | None = None  # of the worker that took most, what it shares with others not counted
     predicted_memory_bytes: int | None = None
     prediction_is_sure: bool | None = None  # False: from measurements beside other programs

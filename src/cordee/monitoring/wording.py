@@ -9,7 +9,7 @@ import msgspec
 from rich.text import Text
 
 from cordee.core.durations import format_duration
-from cordee.monitoring.events import Evaluation, Plan, RunStarted
+from cordee.monitoring.events import Evaluation, Plan, RunStarted, Uploading
 
 _DONE, _LEFT = "cyan", "bright_black"
 _WIDEST_BAR = 40
@@ -110,6 +110,16 @@ def plan_line(plan: Plan) -> str:
     if plan.predicted_step_seconds is None:
         return f"{team}; nothing is predicted: {plan.reason}"
     return f"{team}: {plan.strategy} is predicted to take {1e3 * plan.predicted_step_seconds:.3g} ms a step"
+
+
+def uploading_line(event: Uploading) -> str:
+    """Return what a run whose training is over waits for."""
+    names = ", ".join(f"step-{step}" for step in event.steps) or "what was removed"
+    place = ""
+    if event.step is not None and event.total_bytes:
+        done, total = event.done_bytes / 1e6, event.total_bytes / 1e6
+        place = f" (step-{event.step}: {done:.1f} of {total:.1f} MB)"
+    return f"training is over; waiting for {event.path} to have {names}{place}; Ctrl-C leaves without"
 
 
 def header_lines(run: RunStarted) -> list[str]:

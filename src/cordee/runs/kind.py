@@ -122,8 +122,9 @@ def lead_run(
     engine: Engine,
     *,
     resume: bool,
+    marker: str = "",
 ) -> Summary:
-    """Train on the engine's processes and return the summary.
+    """Train on the engine's processes and return the summary. `marker` is what members look for in the storage.
 
     Raises TrainingError that names the process that failed first, its step and its error. Ending the processes that are
     left is the engine's part.
@@ -133,7 +134,7 @@ def lead_run(
     supervisor = Supervisor(engine, monitor, should_stop, failure_timeout_s=timeout_s)
     has_other_hosts = bool(components.job.cluster.address or engine.capacity().address)
     facts = KINDS[kind].facts(components, has_other_hosts=has_other_hosts)
-    return supervisor.run("cordee.runs.kind:main", directory.path, kind=kind, facts=facts, resume=resume)
+    return supervisor.run("cordee.runs.kind:main", directory.path, kind=kind, facts=facts, resume=resume, marker=marker)
 
 
 def main(argument: dict[str, Any]) -> int:

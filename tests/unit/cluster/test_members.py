@@ -11,7 +11,7 @@ from cordee.cluster.members import MOST_RETURNS, MemberRecord, Members, check_jo
 from cordee.cluster.policies import RemainingWorkers, Shortage
 from cordee.communication.messages import JoinRequest
 from cordee.communication.this_host import host_id
-from cordee.core.errors import JobError
+from cordee.core.errors import JobError, StorageError
 from cordee.core.settings import Cluster
 
 
@@ -133,3 +133,31 @@ def test_a_shortage_says_what_is_missing_and_how_to_mend_it() -> None:
         "(cluster.max_restarts)"
     )
     assert [shortage.is_past(now_s) for now_s in (11.4, 11.5)] == [False, True]
+
+
+def test_all_members_that_cannot_read_the_storage_are_named_once_all_have_joined() -> None:
+    records = [MemberRecord(index=index, number=index + 1, host=f"node{index}") for index in range(3)]
+    members = registry(*records)
+    for record in records[:2]:
+        members.join(record, 1, 0.0)
+    records[1].storage_problem = "/mnt/x/run/run.json is not there"
+    members.check_storage("/mnt/x")  # the third may not read it either
+    members.join(records[2], 1, 0.0)
+    records[2].storage_problem = "permission denied"
+    with pytest.raises(StorageError) as caught:
+        members.check_storage("/mnt/x")
+    assert "checkpoint.storage = '/mnt/x'" in str(caught.value) and "2 of 3 cannot read it" in str(caught.value)
+    assert "worker-1 on host node1: /mnt/x/run/run.json is not there; worker-2 on host node2: perm" in str(caught.value)
+    assert "worker-0" not in str(caught.value)
+
+
+def test_a_run_that_has_begun_is_not_ended_for_a_member_that_cannot_read_the_storage() -> None:
+    first, external = MemberRecord(index=0, number=1), MemberRecord(index=1)
+    external.storage_problem = "not shared"
+    members = registry(first, external)
+    for record in (first, external):
+        members.join(record, 1, 0.0)
+    members.check_storage("/mnt/x")
+    assert members.is_staffed, "somebody else's worker is that user's to look after"
+    first.storage_problem = "not shared"
+    members.check_storage("/mnt/x")

@@ -115,6 +115,7 @@ class DispatchedLeader:
     def decide(self) -> None:
         dispatcher, losses, stop_s = self._dispatcher, self._losses, self._job.stop.time_s
         losses.check_members(time.monotonic())
+        self._state.members.check_storage(self._job.checkpoint.storage)
         losses.check_failures()
         losses.start_followers()
         if self._servers.pair(dispatcher.servers):

@@ -107,6 +107,7 @@ class TeamLeader:
 
     def decide(self) -> None:
         self._losses.check_members()
+        self._membership.check_storage(self._job.checkpoint.storage)
         if self._generations.direct():
             self._stragglers.forget()
             if self._scaling is not None:
