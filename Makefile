@@ -13,12 +13,13 @@ FAULT_RESULTS ?=
 # How long `make test-long` compares random jobs of fresh seeds with the single run.
 DIFFERENCE_MINUTES ?= 60
 
-.PHONY: help quickstart test test-long test-faults test-ray test-spark unit lint types bench docs fuzz clean
+.PHONY: help quickstart test test-long test-faults test-env test-ray test-spark unit lint types bench docs fuzz clean
 help:
 	@echo "make quickstart  set up, train a first model, show the result"
 	@echo "make test        set up, run the tests"
 	@echo "make test-long   also those that take minutes, and an hour of random jobs (DIFFERENCE_MINUTES=60)"
 	@echo "make test-faults every kind of fault at every fault point; continues where it was ended (hours)"
+	@echo "make test-env    the engine 'env' under torchrun, mpirun (openmpi-bin) and Slurm (slurm-wlm munge)"
 	@echo "make test-ray    the engine 'ray' on a Ray of two nodes, in an environment of its own (.venv-ray)"
 	@echo "make test-spark  the engine 'spark' on a Spark of two workers (.venv-spark; needs Java 17)"
 	@echo "make unit        only the unit tests (about a minute)"
@@ -68,6 +69,10 @@ test-faults: $(VENV)/.dev
 
 test-ray test-spark: test-%: .venv-%/.engine
 	.venv-$*/bin/pytest tests/engines/test_$*_*.py
+
+# Under torchrun, and under mpirun and Slurm where they are installed.
+test-env: $(VENV)/.dev
+	$(BIN)/pytest tests/engines/test_env_*.py
 
 unit: $(VENV)/.dev
 	$(TWO_FILES) tests/unit

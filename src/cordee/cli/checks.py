@@ -91,6 +91,14 @@ def chaos(
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of lines.")] = False,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="E",
+            help="Check a cluster: this engine, as `cordee train --engine E` would use it.",
+            show_default=False,
+        ),
+    ] = None,
     run: Annotated[
         Path | None,
         typer.Option(
@@ -101,11 +109,18 @@ def doctor(
     """Check this machine: Python, torch, devices, cores, memory, disk, ports, data; say what to fix.
 
     With --run, check a run from its own events: every sample counted once per epoch, generations that do not
-    overlap, steps that only grow, members that agree on the weights. Exit code 1 if something is wrong.
+    overlap, steps that only grow, members that agree on the weights. With --engine, check a cluster before a run;
+    `env` is checked in all processes of a launch, for example `srun cordee doctor --engine env`. Exit code 1 if
+    something is wrong.
     """
-    from cordee.tools.doctor import can_train, examine, render_findings
+    from cordee.tools.doctor import can_train, examine, examine_engine, render_findings
 
-    if run is not None:
+    if run is not None and engine is not None:
+        raise typer.BadParameter("--run and --engine are two different checks: give one of them")
+    if engine is not None:
+        findings = examine_engine(engine)
+        print_text(render_findings(findings, as_json=as_json))
+    elif run is not None:
         from cordee.tools.audit import CONCLUSIONS, audit_run
 
         findings = audit_run(run)

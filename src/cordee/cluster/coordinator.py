@@ -225,7 +225,8 @@ class Leader(Protocol):
 def run_coordinator(spec: CoordinatorSpec, make_leader: Callable[[CoordinatorSpec, LauncherLink], Leader]) -> int:
     """Lead a run, tell the launcher how it ended, return the exit code. For the process of a coordinator."""
     identify("coordinator")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher says when the user wants an end
+    for number in (signal.SIGINT, signal.SIGTERM):  # Slurm signals every process of a job, not only those it started
+        signal.signal(number, signal.SIG_IGN)  # the launcher says when the user wants an end
     with setup_logging(Path(spec.run_dir) / "logs" / "coordinator.log"), LauncherLink(spec.launcher) as launcher:
         try:
             summary = _lead(spec, make_leader(spec, launcher), launcher)

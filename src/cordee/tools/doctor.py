@@ -36,6 +36,14 @@ def examine() -> list[Finding]:
     return [finding for check in checks for finding in check()]
 
 
+def examine_engine(name: str) -> list[Finding]:
+    """Look at the cluster that an engine would use, and at what this machine needs for any. Raises JobError."""
+    from cordee.cluster.engines import check_engine
+
+    found = check_engine(name)
+    return [*check_python(), *check_torch(), *check_shared_memory(), *check_disk(), *found]
+
+
 def check_python() -> Iterable[Finding]:
     yield Finding("Python", "ok", f"{platform.python_version()} ({sys.executable})")
 

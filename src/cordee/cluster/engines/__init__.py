@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cordee.cluster.engine import GRACE_S, Engine, stop_processes
 from cordee.core.errors import JobError, nearest
+from cordee.core.findings import Finding
 
 if TYPE_CHECKING:
     from cordee.core import Job
-    from cordee.core.findings import Finding
 
 
 class EngineEntry(NamedTuple):
@@ -94,7 +94,9 @@ def lead_launch(name: str) -> Iterator[Callable[[int], None]]:
 def check_engine(name: str) -> list[Finding]:
     """Say what is wrong with a cluster, before a run."""
     check = _function(name, "check")
-    return list(check()) if check is not None else []
+    if check is None:
+        return [Finding(name, "note", "has no checks of its own: `cordee train` says what is wrong before it starts")]
+    return list(check())
 
 
 def _function(engine: str, name: str) -> Callable[..., Any] | None:

@@ -86,19 +86,20 @@ def run_agent_process(order: AgentOrder, *, should_stop: Callable[[], bool] = la
     """Start an agent as a child process, wait for its end, return its exit code. For actors and tasks of engines.
 
     The order goes through the child's standard input. The agent, and what it has started, die with the calling thread.
-    When `should_stop()` becomes true the agent is asked to leave.
+    When `should_stop()` becomes true the agent is asked to leave, by the end of that input: signals of a scheduler,
+    which may go to every process of a job, are for the calling process to decide on.
     """
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", "cordee.cluster.engines.agent"],
         stdin=subprocess.PIPE,
         env=env.child_environment(),
-        start_new_session=True,  # what signals the calling process and its group leaves it to that process to decide
+        start_new_session=True,
     )
     try:
         assert child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(f"{os.getpid()} {order.to_text()}\n".encode())
-            child.stdin.close()
+            child.stdin.flush()
         is_told = False
         while True:
             try:
@@ -106,11 +107,14 @@ def run_agent_process(order: AgentOrder, *, should_stop: Callable[[], bool] = la
             except subprocess.TimeoutExpired:
                 if not is_told and should_stop():
                     is_told = True
-                    child.terminate()
+                    child.stdin.close()
     finally:
         if child.poll() is None:
             child.kill()
             child.wait()
+        if child.stdin is not None:
+            with contextlib.suppress(OSError):
+                child.stdin.close()
 
 
 class _Agent:
@@ -331,11 +335,21 @@ def _look_at(started: Started) -> Activity:
 
 def main() -> int:
     """Be the agent that standard input orders; return the exit code."""
-    parent, _, text = sys.stdin.readline().partition(" ")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the launcher asks, when it is time, or who started this process
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(0, 1)):  # no more than the line: the end is waited for below
+        line += byte
+    parent, _, text = line.decode().partition(" ")
     die_with_parent(int(parent))
     is_asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: is_asked.set())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
+
+    def await_end() -> None:
+        while os.read(0, 1024):
+            pass
+        is_asked.set()
+
+    threading.Thread(target=await_end, name="cordee-agent-input", daemon=True).start()
     try:
         return run_agent(AgentOrder.from_text(text), should_stop=is_asked.is_set)
     except CordeeError as error:

@@ -42,7 +42,7 @@ from cordee.core.launchers import LaunchedTask
 
 HOLD_S = 0.25  # that a slot waits for an answer, if there is nothing to do
 TICK_S = 0.02
-SILENT_S = 10.0  # without a word of a slot, after which its agent counts as ended
+SILENT_S = 10.0  # without a message of a slot, after which its agent counts as ended
 MISSING_S = 120.0  # for a slot to be there for an agent
 LEAVE_AFTER_S = 2.0  # that a slot which was asked to end stays: rank 0, asked as well, ends the run
 CLOSE_S = 5.0  # for all slots to hear that the run is over
@@ -201,7 +201,7 @@ class Slots:
         if not missing:
             return "all processes of the launch have an agent"
         listed = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
-        return f"no word of rank {listed} within {MISSING_S:g} s: what they print says why"
+        return f"nothing was heard of rank {listed} within {MISSING_S:g} s: what they print says why"
 
     def handle(self, state: SlotState, incarnation: int, now_s: float, *, is_stopping: bool) -> SlotTask | Refused:
         """Return what a slot is to do. `is_stopping`: rank 0 was asked to end as well."""

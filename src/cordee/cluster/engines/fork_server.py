@@ -81,6 +81,7 @@ def _fork(request: Fork, control: socket.socket, launcher_pid: int) -> None:
         between = -1
     if between == 0:
         between = os.getpid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # before it is reported: it may be asked to leave then
         try:
             pid = os.fork()
         except OSError as error:
@@ -200,6 +201,7 @@ def main() -> None:
     launcher_pid = os.getppid()
     die_with_parent(launcher_pid)  # one that is gone already has closed the socket
     control = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm signals every process of a job, not only those it started
     identify("fork-server")
     for name in (*PRELOADED, *sys.argv[2:]):
         importlib.import_module(name)

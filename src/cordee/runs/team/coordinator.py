@@ -205,7 +205,8 @@ class TeamLeader:
         if len(hashes) > 1:
             raise TrainingError(f"the workers ended with different weights: {sorted(map(str, hashes))}")
         summary = next(iter(summaries.values()))
-        if self._losses.end_reason is not None:
+        # A scheduler asks all processes to end at once: the workers leave, and the launcher wants the same.
+        if self._losses.end_reason is not None and not self._launcher.should_stop():
             raise TrainingError(f"{self._losses.end_reason}. Step {summary.steps} is saved: --resume continues from it")
         peaks = [summary.peak_memory_bytes or 0 for summary in summaries.values()]
         return msgspec.structs.replace(
