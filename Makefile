@@ -53,6 +53,7 @@ test: $(VENV)/.dev
 	$(TWO_FILES) tests/unit
 	$(TWO_FILES) tests/e2e
 	$(BIN)/pytest tests/distributed tests/faults tests/differences
+	$(BIN)/pytest tests/engines/test_env_engine.py -k 'says_what_it_is and torchrun'
 
 test-long: $(VENV)/.dev
 	CORDEE_LONG_TESTS=1 CORDEE_DIFFERENCE_MINUTES=$(DIFFERENCE_MINUTES) $(BIN)/pytest
@@ -72,6 +73,7 @@ test-ray test-spark: test-%: .venv-%/.engine
 
 # Under torchrun, and under mpirun and Slurm where they are installed.
 test-env: $(VENV)/.dev
+	@$(PIP) -e '.[manifests]'
 	$(BIN)/pytest tests/engines/test_env_*.py
 
 unit: $(VENV)/.dev

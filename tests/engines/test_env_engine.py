@@ -1,6 +1,6 @@
 """The engine `env` under torchrun, Open MPI and Slurm, as users start it. Run by `make test-env`.
 
-`make test` runs the tests in one launch of torchrun. Those of mpirun and Slurm are skipped where these are missing.
+`make test` runs one of them, under torchrun. Those of mpirun and Slurm are skipped where these are missing.
 """
 
 from __future__ import annotations
@@ -145,10 +145,6 @@ def test_a_killed_agent_is_replaced_by_its_slot(tmp_path: Path) -> None:
     assert outcome.summary["weights_sha256"] == alone.summary["weights_sha256"]
     assert outcome.summary["recoveries"] >= 1 and outcome.summary["steps_redone"] <= 1
     assert [event["worker"] for event in outcome.events("worker_lost")]
-
-
-def interrupt(process: subprocess.Popen[str], number: int) -> None:
-    process.send_signal(number)
 
 
 @each_launcher
