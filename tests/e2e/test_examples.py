@@ -33,7 +33,7 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_nothing_is_left_out() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {*NAMES, "online"}
+    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {*NAMES, "online", "parquet"}
     readme = (EXAMPLES / "README.md").read_text()
     for path in EXAMPLES.glob("*.*"):
         assert path.name in readme or path.name == "README.md", f"{path.name} is not in the README of the examples"
@@ -105,3 +105,12 @@ def test_what_a_script_ran_can_be_run_from_its_files(workspace: Workspace) -> No
     elsewhere.mkdir()
     assert_ended_well(workspace.run("train", first / "job.toml", "--run-dir", "again", cwd=elsewhere))
     assert summary(elsewhere / "again")["weights_sha256"] == summary(first)["weights_sha256"]
+
+
+def test_the_parquet_example_writes_its_files_and_trains_on_them(workspace: Workspace) -> None:
+    assert_ended_well(workspace.execute([sys.executable, EXAMPLES / "parquet_files.py"]))
+    done = workspace.run("train", EXAMPLES / "parquet.toml", "--set", "stop.steps=3")
+    assert_ended_well(done)
+    (run,) = (workspace.path / "runs").iterdir()
+    assert (summary(run)["steps"], summary(run)["status"]) == (3, "stopped")
+    assert "1,438 training and 359 test samples" in done.stdout

@@ -20,6 +20,7 @@ from cordee.core.errors import JobError, StorageError, nearest
 BENCHMARKS = {
     "overhead": "what the training loop costs beside a hand-written one, Accelerate and Lightning",
     "accuracy": "what the shipped job files reach",
+    "data": "Parquet files beside the same data in memory, and the time to resume in the middle of 10 million rows",
     "data_parallel": "two workers beside DDP on gloo, Accelerate, Lightning; FSDP2 on our backend and on gloo",
     "planner": "predicted beside measured step time and memory: every model, strategy and number of workers",
     "pipeline": "two stages beside hand-written torch.distributed.pipelining on gloo, and how much they idle",

@@ -34,7 +34,7 @@ class Data(_Named, frozen=True, kw_only=True):
     test_limit: int | None = None
     test_fraction: float = 0.0  # set this share of the training set aside where the source has no test set
     prefetch: int = 2  # batches made ready in the background; 0 makes them when asked for
-    processes: int = 0  # processes that read a user's Dataset; 0 reads in the training process
+    processes: int = 0  # processes that read samples one by one, or from files; 0 reads in the training process
     online: bool = False  # an IterableDataset keeps delivering: take what is there, wait for more, never start again
     holdout: float = 0.0  # share of growing data that is set aside to be tested on
     holdout_size: int = 1000  # samples of it, the newest, that are tested on
