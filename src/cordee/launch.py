@@ -34,6 +34,7 @@ from cordee.core.interrupts import INTERRUPTED, InterruptFlag
 from cordee.core.job import changed_keys
 from cordee.core.module_changes import refuse_changed_modules
 from cordee.core.references import LIVE_PREFIX
+from cordee.data.dataframes import SOURCE, data_of_frame, is_dataframe
 from cordee.monitoring import (
     JsonlSink,
     Monitor,
@@ -66,6 +67,7 @@ def train(
     job: Job | Mapping[str, Any] | str | Path,
     *,
     overrides: Iterable[str] = (),
+    data: Any = None,
     engine: str | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
@@ -73,7 +75,9 @@ def train(
 ) -> Run:
     """Train `job` (a Job, a table in the shape of the job file, or the path of one) and return the run.
 
-    `engine` is where the processes of the run come from, instead of the job's `cluster.engine`.
+    `data` is what to train on instead of the job's `data.use`: a Spark DataFrame, which Spark writes as Parquet beside
+    the run directory, or anything that `data.use` may be. `engine` is where the processes of the run come from, instead
+    of the job's `cluster.engine`.
     The first Ctrl-C ends the run after the step, saved, with the status 'interrupted'. Raises a CordeeError
     if the job cannot be run or the training fails; what was saved before stays, and `resume` continues from it.
     """
@@ -81,19 +85,30 @@ def train(
     memory = MemoryWatch()
     identify("launcher")
     overrides = [*overrides, *([f"cluster.engine={engine}"] if engine is not None else [])]
+    if isinstance(job, Mapping) and data is not None:
+        section = job.get("data", {})
+        job = {**job, "data": {"use": SOURCE, **section} if isinstance(section, Mapping) else section}
     asked = _as_job(job, overrides)
+    if data is not None and not is_dataframe(data):
+        asked = msgspec.structs.replace(asked, data=msgspec.structs.replace(asked.data, use=data))
     check_settings(asked)
     if (code := work_as_agent(asked.cluster.engine, asked)) is not None:
         raise SystemExit(code)  # the program runs in every process that a scheduler started, and trains in one
     with lead_launch(asked.cluster.engine) as set_code:
         placed, resume = place_run(asked, Path(run_dir) if run_dir is not None else None, resume)
-        run = _train(asked, overrides, placed, resume, quiet, memory)
+        run = _train(asked, overrides, placed, resume, quiet, memory, data if is_dataframe(data) else None)
         set_code(INTERRUPTED if run.status == "interrupted" else 0)
     return run
 
 
 def _train(
-    asked: Job, overrides: list[str], run_dir: Path | None, resume: bool, quiet: bool, memory: MemoryWatch
+    asked: Job,
+    overrides: list[str],
+    run_dir: Path | None,
+    resume: bool,
+    quiet: bool,
+    memory: MemoryWatch,
+    frame: Any = None,
 ) -> Run:
     """Train in this process, and in those that the engine starts."""
     name = choose_strategy(asked)
@@ -101,6 +116,9 @@ def _train(
     path = _run_path(asked, run_dir, resume, storage)
     if resume and storage is not None:
         bring_run(storage, path)
+    if frame is not None:
+        written = data_of_frame(frame, asked.data, path.absolute().with_name(f"{path.name}-data"), resume=resume)
+        asked = msgspec.structs.replace(asked, data=written)
     asked, note = fit_to_run(asked, path, overrides) if resume else (asked, "")
     refuse_others_settings(asked)
     strategy = msgspec.structs.replace(asked.strategy, name=name)

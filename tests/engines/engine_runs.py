@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -146,7 +147,7 @@ def on(engine: str, cluster: Cluster) -> tuple[str, ...]:
     return (f"cluster.engine={engine}", f"cluster.connect={cluster.connect}")
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen in time"
@@ -177,6 +178,20 @@ def assert_same_as_elsewhere(strategy: str, engine: str, cluster: Cluster, folde
     assert outcome.summary["status"] == "completed"
     assert outcome.summary["samples"] == reference.summary["samples"]
     assert outcome.summary["weights_sha256"] == reference.summary["weights_sha256"]
+
+
+def assert_replaced(engine: str, cluster: Cluster, folder: Path, replace: Callable[[], object]) -> None:
+    """Train without end, lose a worker by `replace`, and wait for the worker that takes its place; then Ctrl-C."""
+    settings = (*settings_of("data_parallel"), "training.epochs=1000000", "cluster.wait_for_workers=60s")
+    with training(folder, *settings, *on(engine, cluster)) as (process, run):
+        wait_until(lambda: len(read_events(run, "step")) >= 20 or process.poll() is not None)
+        assert process.poll() is None, process.communicate()[0]
+        assert len(read_events(run, "worker_started")) == 2
+        replace()
+        wait_until(lambda: len(read_events(run, "worker_started")) >= 3 or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 130, output
 
 
 def kill_in_midrun(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,8 +30,8 @@ def cluster() -> Iterator[RayCluster]:
 
 
 @pytest.fixture
-def three_nodes() -> Iterator[RayCluster]:
-    """A Ray that a node can be lost of: head, and two others."""
+def own_cluster() -> Iterator[RayCluster]:
+    """A Ray that a test may damage."""
     cluster = RayCluster(num_nodes=2)
     yield cluster
     cluster.close()
@@ -46,12 +47,13 @@ def test_every_strategy_gives_the_weights_that_it_gives_elsewhere(
 
 def test_what_was_recognised_is_printed(cluster: RayCluster, tmp_path: Path) -> None:
     outcome = runs.train(tmp_path, *runs.settings_of("data_parallel"), *runs.on("ray", cluster))
-    assert f"Ray {ray.__version__} at {cluster.connect}, 2 nodes, 2 CPUs" in outcome.output
+    port = cluster.connect.rpartition(":")[2]  # Ray replaces loopback by the host's own address
+    assert re.search(rf"engine: Ray {ray.__version__} at \S+:{port}, 2 nodes, 2 CPUs", outcome.output)
 
 
-def test_a_killed_node_costs_a_step_and_changes_no_bit(three_nodes: RayCluster, tmp_path: Path) -> None:
+def test_a_killed_node_costs_a_step_and_changes_no_bit(own_cluster: RayCluster, tmp_path: Path) -> None:
     reference = runs.train(tmp_path / "alone", "training.reproducible=true", "training.epochs=1000", "stop.steps=400")
-    outcome, pause_s = runs.kill_in_midrun("ray", three_nodes, tmp_path / "ray", lambda: three_nodes.kill_node(1))
+    outcome, pause_s = runs.kill_in_midrun("ray", own_cluster, tmp_path / "ray", lambda: own_cluster.kill_node(1))
     assert outcome.code == 0, outcome.output
     assert outcome.summary["weights_sha256"] == reference.summary["weights_sha256"]
     assert outcome.summary["recoveries"] >= 1 and outcome.summary["steps_redone"] <= 1
@@ -59,17 +61,14 @@ def test_a_killed_node_costs_a_step_and_changes_no_bit(three_nodes: RayCluster, 
     assert len(outcome.events("worker_lost")) >= 1
 
 
-def test_a_node_that_comes_is_used(three_nodes: RayCluster, tmp_path: Path) -> None:
+def test_a_node_that_comes_is_used(own_cluster: RayCluster, tmp_path: Path) -> None:
     """A lost worker comes back on a node that is added later."""
 
-    def replace_node() -> float:
-        killed_s = three_nodes.kill_node(1)
-        three_nodes.add_node()
-        return killed_s
+    def replace_node() -> None:
+        own_cluster.kill_node(1)
+        own_cluster.add_node()
 
-    outcome, _ = runs.kill_in_midrun("ray", three_nodes, tmp_path, replace_node, steps=3000)
-    assert outcome.code == 0, outcome.output
-    assert len(outcome.events("worker_started")) >= 3, "the worker was not replaced"
+    runs.assert_replaced("ray", own_cluster, tmp_path, replace_node)
 
 
 def test_nothing_is_left_when_the_launcher_is_killed(cluster: RayCluster, tmp_path: Path) -> None:

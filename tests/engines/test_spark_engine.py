@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,9 +62,7 @@ def test_a_killed_executor_costs_a_step_and_changes_no_bit(
 
 def test_the_worker_comes_back_on_the_next_executor(own_cluster: SparkCluster, tmp_path: Path) -> None:
     """Spark starts another executor by itself."""
-    outcome, _ = runs.kill_in_midrun("spark", own_cluster, tmp_path, lambda: own_cluster.kill_executor(2), steps=6000)
-    assert outcome.code == 0, outcome.output
-    assert len(outcome.events("worker_started")) >= 3, "the worker was not replaced"
+    runs.assert_replaced("spark", own_cluster, tmp_path, lambda: own_cluster.kill_executor(2))
 
 
 def test_nothing_is_left_when_the_launcher_is_killed(cluster: SparkCluster, tmp_path: Path) -> None:
@@ -137,9 +136,23 @@ except cordee.CordeeError as error:
     assert "this process has a Spark session at" in output
 
 
+def test_executors_without_cordee_are_named(tmp_path: Path) -> None:
+    """The Python of the executors is another one."""
+    settings = (*runs.settings_of("data_parallel"), "cluster.engine=spark")
+    bare = str(Path(sys.base_prefix) / "bin" / "python3")
+    outcome = runs.train(tmp_path, *settings, PYSPARK_PYTHON=bare)
+    assert outcome.code == 1
+    assert "cordee is not installed for the Python of the Spark executors" in outcome.output
+
+
 def run_program(program: str, folder: Path) -> str:
     (folder / "program.py").write_text(program)
     done = subprocess.run(
-        [sys.executable, "program.py"], cwd=folder, capture_output=True, text=True, timeout=runs.TIMEOUT_S
+        [sys.executable, "program.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=runs.TIMEOUT_S,
+        env={**os.environ, "PYSPARK_PYTHON": sys.executable},
     )
     return done.stdout + done.stderr

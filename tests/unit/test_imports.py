@@ -23,7 +23,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("planner",),
     ("run", "launch"),
     ("loop",),
-    ("tools", "bench"),
+    ("tools", "bench", "spark"),
     ("cli",),
     ("__init__", "__main__"),
 )

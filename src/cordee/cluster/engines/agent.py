@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -58,9 +58,11 @@ from cordee.communication.wire import Codec
 from cordee.core import env
 from cordee.core.errors import CommunicationError, CordeeError, JobError
 from cordee.core.fault_points import identify, reach
+from cordee.core.findings import Finding
 
 log = logging.getLogger("cordee.agent")
 
+LOOK_S = 5.0  # that a host has to reach the launcher's, when clusters are checked
 CONNECT_S = 60.0  # that an agent tries to reach the launcher
 LONGEST_ABSENCE_S = 30.0  # of the launcher, before an agent ends with its processes
 LEAVE_S = 20.0  # that processes have to hand over, when the agent is asked to leave
@@ -115,6 +117,31 @@ def run_agent_process(order: AgentOrder, *, should_stop: Callable[[], bool] = la
         if child.stdin is not None:
             with contextlib.suppress(OSError):
                 child.stdin.close()
+
+
+def look_from_here(host: str, port: int) -> tuple[str, str, str]:
+    """Return this host's name, its versions, and why it cannot reach `host`, if so. Run where agents would be."""
+    problem = ""
+    try:
+        with socket.create_connection((host, port), timeout=LOOK_S):
+            pass
+    except OSError as error:
+        problem = f"no connection to {host}: {error}"
+    return socket.gethostname(), Versions.here().describe(), problem
+
+
+def findings_of(looks: Iterable[tuple[str, str, str]]) -> Iterator[Finding]:
+    """Say what is wrong with hosts that were looked at by `look_from_here`."""
+    own = Versions.here().describe()
+    for host, versions, problem in sorted(set(looks)):
+        if versions != own:
+            yield Finding(
+                host, "problem", f"it has {versions}, this host {own}", "install the same versions everywhere"
+            )
+        elif problem:
+            yield Finding(host, "problem", problem, "open the ports between the hosts, or set cluster.address")
+        else:
+            yield Finding(host, "ok", f"{versions}; reaches this host")
 
 
 class _Agent:

@@ -12,22 +12,24 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from cordee.cluster.engine import GRACE_S, Capacity
-from cordee.cluster.engines.agent import run_agent_process
+from cordee.cluster.engines.agent import findings_of, look_from_here, run_agent_process
 from cordee.cluster.engines.agent_messages import AgentOrder
 from cordee.cluster.engines.agents import AgentEnded, AgentSource, EngineRequest
 from cordee.cluster.processes import describe_status
 from cordee.communication.this_host import split_address
 from cordee.core import env
-from cordee.core.errors import JobError, MissingExtraError
+from cordee.core.errors import CordeeError, JobError, MissingExtraError
+from cordee.core.findings import Finding
 from cordee.core.interrupts import keep_handlers
 
 CONNECT_S = 3.0  # for a connection to the head node, before Ray itself tries, which takes a minute to give up
+CHECK_S = 30.0  # that nodes have to answer, when the cluster is checked
 CLIENT_PREFIX = "ray://"
 
 
@@ -43,6 +45,52 @@ def make_source(request: EngineRequest) -> RaySource:
     # Ray hides the GPUs of a node from actors that have asked for none.
     num_gpus = 1 if request.job.training.device == "cuda" else 0
     return RaySource(ray, num_gpus=num_gpus, is_ours=is_ours, is_new=is_new)
+
+
+def check() -> Iterable[Finding]:
+    """Say what is wrong with the Ray of `RAY_ADDRESS`, or of this host, before a run. Starts no Ray."""
+    address = env.ray_address()
+    try:
+        _refuse_client(address)
+        ray = _import_ray()
+        is_ours, _ = _connect(ray, address, may_start=False)
+    except CordeeError as error:
+        yield Finding("Ray", "problem", str(error))
+        return
+    source = RaySource(ray, num_gpus=0, is_ours=is_ours, is_new=False)
+    try:
+        free = source.capacity()
+        growing = ", and an autoscaler that may add nodes" if free.may_grow else ""
+        yield Finding("Ray", "ok", f"{source.describe()}; {_count(free.num_slots, 'CPU')} free{growing}")
+        yield from _check_nodes(ray)
+    finally:
+        source.close()
+
+
+def _check_nodes(ray: Any) -> Iterable[Finding]:
+    """Look at this host from every node."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.util.get_node_ip_address()
+    with socket.create_server((here, 0)) as listener:
+        port = listener.getsockname()[1]
+        looks = {}
+        for node in _living_nodes(ray):
+            only_there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            look = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=only_there)(look_from_here)
+            looks[look.remote(here, port)] = f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})"
+        done, waiting = ray.wait(list(looks), num_returns=len(looks), timeout=CHECK_S)
+        found = []
+        for reference in done:
+            try:
+                found.append(ray.get(reference))
+            except ray.exceptions.RayError as error:
+                yield Finding(looks[reference], "problem", _reason(error))
+    for reference in waiting:
+        yield Finding(
+            looks[reference], "problem", f"no answer within {CHECK_S:g} s", "look at `ray status` and its logs"
+        )
+    yield from findings_of(found)
 
 
 class RayAgent:
@@ -233,7 +281,7 @@ def _refuse_client(address: str) -> None:
         )
 
 
-def _connect(ray: Any, address: str) -> tuple[bool, bool]:
+def _connect(ray: Any, address: str, *, may_start: bool = True) -> tuple[bool, bool]:
     """Connect this process to Ray; return whether it was not connected before, and whether that Ray was started here.
 
     Raises JobError.
@@ -264,6 +312,8 @@ def _connect(ray: Any, address: str) -> tuple[bool, bool]:
                     ) from None
             else:
                 return True, False
+        if not may_start:
+            raise JobError("no Ray runs on this host: start one with `ray start --head`, or set RAY_ADDRESS")
         ray.init("local", include_dashboard=False, **options)
     return True, True
 

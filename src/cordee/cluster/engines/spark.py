@@ -9,6 +9,7 @@ The engine of agents asks for another agent, with another ticket.
 from __future__ import annotations
 
 import re
+import socket
 import sys
 import threading
 import time
@@ -19,16 +20,18 @@ from typing import Any
 import msgspec
 
 from cordee.cluster.engine import GRACE_S, Capacity
-from cordee.cluster.engines.agent import run_agent_process
+from cordee.cluster.engines.agent import findings_of, look_from_here, run_agent_process
 from cordee.cluster.engines.agent_messages import AgentOrder
 from cordee.cluster.engines.agents import AgentEnded, AgentSource, EngineRequest
 from cordee.cluster.processes import describe_status
 from cordee.core import env
-from cordee.core.errors import JobError, MissingExtraError
+from cordee.core.errors import CordeeError, JobError, MissingExtraError
+from cordee.core.findings import Finding
 from cordee.core.interrupts import keep_handlers
 
 EXECUTORS_S = 30.0  # that executors have to register, once there is a session
 QUIET_S = 8.0  # after which no further executors are expected
+RETRY_S = 1.0  # after which a lost task has no slot for its second attempt
 LOOK_EVERY_S = 0.3  # at the stages of agents
 CONNECT_PREFIX = "sc://"
 LOST = "its Spark executor was lost"
@@ -52,15 +55,56 @@ def make_source(request: EngineRequest) -> SparkSource:
     return source
 
 
-def run_agent_task(order: str, rows: Iterable[Any]) -> Iterator[int | None]:
-    """Be an agent until its end, and give its exit code; None at once where this is not the first attempt."""
+def check() -> Iterable[Finding]:
+    """Say what is wrong with the Spark of the Spark configuration before a run: opens a session, and closes it."""
+    try:
+        _refuse_connect(env.spark_remote())
+        context, is_ours = open_context("", "cordee doctor")
+    except CordeeError as error:
+        yield Finding("Spark", "problem", str(error))
+        return
+    source = SparkSource(context, is_ours=is_ours)
+    try:
+        _refuse_speculation(context)
+        source.await_slots(1)
+        capacity = source.capacity()
+        if capacity.num_slots == 0 and not capacity.may_grow:
+            yield Finding("Spark", "problem", f"{source.describe()}: no slot is free", "end other jobs, or add workers")
+            return
+        growing = ", and dynamic allocation" if capacity.may_grow else ""
+        yield Finding("Spark", "ok", f"{source.describe()}; {capacity.num_slots} free{growing}")
+        here = _setting(context, "spark.driver.host")
+        with socket.create_server((here, 0)) as listener:
+            port = listener.getsockname()[1]
+            tasks = context.parallelize(range(capacity.num_slots), max(1, capacity.num_slots))
+            yield from findings_of(tasks.map(partial(_look, here, port)).collect())
+    except CordeeError as error:
+        yield Finding("Spark", "problem", str(error))
+    except Exception as error:  # noqa: BLE001 - Py4J passes on whatever the JVM throws
+        yield Finding("Spark", "problem", _reason(error))
+    finally:
+        source.close()
+
+
+def _look(host: str, port: int, _: int) -> tuple[str, str, str]:
+    return look_from_here(host, port)
+
+
+def run_agent_task(order: str, rows: Iterable[Any]) -> Iterator[int | str | None]:
+    """Be an agent until its end, and give its exit code, or why it could not start.
+
+    Gives None at once where this is not the first attempt.
+    """
     from pyspark import TaskContext
 
     task = TaskContext.get()
     if task is not None and task.attemptNumber() > 0:
         yield None
         return
-    yield run_agent_process(AgentOrder.from_text(order))
+    try:
+        yield run_agent_process(AgentOrder.from_text(order))
+    except Exception as error:  # noqa: BLE001 - an attempt that fails is made again, and then hides why
+        yield f"{type(error).__name__}: {error}"
 
 
 class _Task(msgspec.Struct):
@@ -70,6 +114,7 @@ class _Task(msgspec.Struct):
     thread: threading.Thread | None = None
     how: str | None = None  # how it ended; None while it runs or waits for a slot
     is_stopped: bool = False
+    idle_since_s: float | None = None  # when a failed task was first seen that is not run again
 
 
 class SparkSource(AgentSource):
@@ -163,7 +208,7 @@ class SparkSource(AgentSource):
                 task.how = ""
                 return
             (status,) = context.parallelize([0], 1).mapPartitions(partial(run_agent_task, order.to_text())).collect()
-            task.how = LOST if status is None else "" if status == 0 else f"the agent {describe_status(status)}"
+            task.how = _describe(status)
         except Exception as error:  # noqa: BLE001 - Py4J passes on whatever the JVM throws
             task.how = _reason(error)
 
@@ -179,7 +224,12 @@ class SparkSource(AgentSource):
                 continue
             jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(task.group)]
             stages = [tracker.getStageInfo(stage) for job in jobs if job is not None for stage in job.stageIds]
-            if any(stage is not None and stage.numFailedTasks > 0 for stage in stages):
+            known = [stage for stage in stages if stage is not None]
+            if not any(stage.numFailedTasks for stage in known) or any(stage.numActiveTasks for stage in known):
+                task.idle_since_s = None
+            elif task.idle_since_s is None:
+                task.idle_since_s = now_s
+            elif now_s - task.idle_since_s > RETRY_S:
                 self._context.cancelJobGroup(task.group)
                 task.how = LOST
 
@@ -261,6 +311,15 @@ def _executors(context: Any) -> list[_Executor]:
 
 def _setting(context: Any, key: str) -> str:
     return str(context.getConf().get(key) or "")
+
+
+def _describe(status: int | str | None) -> str:
+    """Return how an agent ended, by what its task gave; empty if it left as it was asked to."""
+    if status is None:
+        return LOST
+    if isinstance(status, str):
+        return f"an agent could not start on its Spark executor: {status}"
+    return "" if status == 0 else f"the agent {describe_status(status)}"
 
 
 def _join(tasks: Iterable[_Task], deadline_s: float) -> None:
