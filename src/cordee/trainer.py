@@ -14,7 +14,7 @@ import torch
 from cordee import checkpoint
 from cordee.checkpoint import Digest, State
 from cordee.cluster.messages import FirstStep, StepTime, TeamReport
-from cordee.compute import NO_VOTES, Loss, Votes, evaluate, find_unsound, split_batch
+from cordee.compute import NO_VOTES, Loss, Votes, evaluate, find_unsound
 from cordee.core import Batch
 from cordee.core.errors import DataError, StorageError, TrainingError
 from cordee.core.fault_points import reach
@@ -27,6 +27,7 @@ from cordee.training.checkpointer import Checkpointer, find_not_finite
 from cordee.training.components import Components
 from cordee.training.online_data import NextAction, agree_on_action
 from cordee.training.progress import Outcome, Progress
+from cordee.training.shares import Balance, cut
 
 PACE_EVERY_S = 0.02  # at most so often a worker tells how long its own computing takes: about 0.2 % of the time
 LOOK_EVERY_S = 0.05  # for data that keeps arriving
@@ -56,6 +57,7 @@ class Trainer:
         self._agreed_s: float | None = None  # when this worker last had what the others computed, on its own clock
         self._own_s = 0.0  # what it computed since took
         self._next_pace_s = 0.0
+        self._balance = Balance.of(parts)
         self._policy = StopPolicy(parts.job.stop)
         self._comparison = checkpoint.Comparison()
         self._compared: Digest | None = None  # the last that was compared
@@ -81,7 +83,7 @@ class Trainer:
         if state is not None:
             self.resume(state)
         self._votes, self._is_stopping, self.is_stepping, self._is_new_team = NO_VOTES, False, False, True
-        self._agreed_s = None
+        self._agreed_s, self._balance = None, Balance.of(parts)
         reach("enter.resumed")
         self._comparison.begin()
         self._compare()
@@ -221,7 +223,7 @@ class Trainer:
                     self._take_step(batch)
                     if (reason := self._after_step()) is not None:
                         return reason
-                    if self._is_done():
+                    if self._is_done() or self._change_shares():
                         break
                 else:
                     is_exhausted = True
@@ -275,8 +277,9 @@ class Trainer:
         self._seed_step(progress.step)
         self.is_stepping = True
         reach("step.begun")
-        loss = strategy.forward_backward(self._cut(batch), measure=measure, vote=self._vote)
+        loss = strategy.forward_backward(cut(batch, self._parts), measure=measure, vote=self._vote)
         self._record_step_time()
+        self._balance.record(self._own_s, batch.num_samples)
         if not math.isfinite(loss.mean):
             advice = self._blame_sample(batch)
             how = f"is {loss.mean}"
@@ -313,10 +316,11 @@ class Trainer:
             self._next_pace_s = now_s + PACE_EVERY_S
             self._report(StepTime(self._progress.step + 1, self._own_s))
 
-    def _cut(self, batch: Batch) -> list[Batch]:
-        """Return the parts to compute one after the other: those of the first shard, then of the next."""
-        shards = split_batch(batch, self._parts.shards.num_held)
-        return [part for shard in shards for part in split_batch(shard, self._job.training.accumulate)]
+    def _change_shares(self) -> bool:
+        """Return whether batches are cut in another way from here on. Collective."""
+        parts = self._balance.change(self._parts, self._progress.step, self._monitor)
+        self._parts = parts or self._parts
+        return parts is not None
 
     def _after_step(self) -> str | None:
         """Evaluate and save where it is time to, in this order; return why to stop, if there is a reason."""

@@ -152,6 +152,7 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "cluster.engine": Elsewhere("engines/engine_runs.py"),
     "cluster.connect": Elsewhere("engines/engine_runs.py"),
     "cluster.encrypt": Elsewhere("distributed/test_between_hosts.py"),
+    "cluster.balance": Elsewhere("distributed/test_balance.py"),
     "cluster.autoscale": AUTOSCALE,
     "cluster.max_workers": AUTOSCALE,
     "cluster.autoscale_every": AUTOSCALE,

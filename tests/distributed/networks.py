@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -294,3 +295,15 @@ class WithMeans(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.last(torch.relu(self.two(torch.relu(self.one(torch.relu(self.first(inputs)))))))
+
+
+class SlowSecond(nn.Linear):
+    """A linear model that takes the second worker 3 ms more for each sample."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__(input_shape[0], num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and dist.is_initialized() and dist.get_rank() == 1:
+            time.sleep(0.003 * len(inputs))
+        return super().forward(inputs)

@@ -117,6 +117,7 @@ class Cluster(Section, frozen=True, kw_only=True):
     connect: str = ""  # where the cluster of the engine is: HOST:PORT of a Ray, spark://HOST:PORT of a Spark master
     # What goes between workers of different hosts. auto: encrypted (docs/decisions/0037).
     encrypt: bool | Literal["auto"] = "auto"
+    balance: bool = False  # give each worker a share of the batch by its measured speed
     autoscale: bool = False  # change the number of workers, and of their threads, by what is measured
     max_workers: int | None = None  # to which autoscaling goes; as many as there are cores where it is not set
     autoscale_every: str | float = "10s"  # for how long a size is measured before the next is decided on

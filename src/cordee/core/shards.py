@@ -45,6 +45,17 @@ def shard_part(length: int, shard: int, num_shards: int) -> tuple[int, int]:
     return start, start + size + (shard < extra)
 
 
+def share_by_speed(total: int, speeds: Sequence[float]) -> list[int]:
+    """Return how many of `total` things each gets, in proportion to the speeds, and one at least."""
+    assert total >= len(speeds) and min(speeds) > 0, (total, speeds)
+    exact = [(total - len(speeds)) * speed / sum(speeds) for speed in speeds]  # beside the one that each has
+    shares = [1 + int(share) for share in exact]
+    by_fraction = sorted(range(len(exact)), key=lambda place: (int(exact[place]) - exact[place], place))
+    for place in by_fraction[: total - sum(shares)]:
+        shares[place] += 1
+    return shares
+
+
 def whole_blocks(shards: Shards) -> list[Block]:
     """Return the largest blocks of the tree that lie within a worker's shards, in order."""
 

@@ -9,6 +9,7 @@ four times the memory.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import math
 import queue
@@ -99,6 +100,12 @@ class Loader:
         self._expected: tuple[int, int] | None = None  # the epoch and the window whose blocks are read ahead
         self._read_order: tuple[int, EpochOrder] | None = None  # of the epoch that was read last
         self._on_demand: tuple[int, OnDemandReader] | None = None  # the same, where processes read
+
+    def with_shards(self, shards: Shards) -> Loader:
+        """Return what reads the parts of other shards of the same batches."""
+        other = copy.copy(self)
+        other._shards, other._read_order, other._on_demand = shards, None, None
+        return other
 
     @property
     def num_batches(self) -> int | None:

@@ -263,6 +263,14 @@ class Scale(EventRecord, frozen=True, kw_only=True, tag="scale"):
     reason: str | None = None  # of autoscaling
 
 
+class Balance(EventRecord, frozen=True, kw_only=True, tag="balance"):
+    """workers get other shares of the batch, by their measured speed"""
+
+    step: int
+    shares: list[int]  # samples of a batch, by worker in the order of the team
+    samples_per_second: list[float]  # of each worker, without waiting for others
+
+
 class Plan(EventRecord, frozen=True, kw_only=True, tag="plan"):
     """with `auto`: a team of another size was formed, and the [plan](planner.md#auto) was made again"""
 
@@ -299,6 +307,7 @@ AnyEvent: TypeAlias = (
     | UpdatesLost
     | Staleness
     | Scale
+    | Balance
     | Plan
 )
 EVENT_TYPES: dict[str, type[AnyEvent]] = {str(kind.__struct_config__.tag): kind for kind in AnyEvent.__args__}

@@ -15,6 +15,7 @@ from cordee.core.errors import StorageError
 from cordee.monitoring import wording
 from cordee.monitoring.events import (
     AnyEvent,
+    Balance,
     Checkpoint,
     EngineOpened,
     Evaluation,
@@ -70,6 +71,8 @@ class ProgressSink:
                 self._screen.line(line)
         elif isinstance(event, Warned):
             self._screen.line(f"warning: {event.message}", "yellow")
+        elif isinstance(event, Balance):
+            self._screen.line(f"shares of the batch by speed: {', '.join(map(str, event.shares))} samples")
         elif isinstance(event, EngineOpened):
             self._screen.line(f"engine: {event.description}")
         elif isinstance(event, Plan):

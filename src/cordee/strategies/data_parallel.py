@@ -56,6 +56,11 @@ class DataParallel(Replica):
             raise JobError("strategy.compression works with strategy.reducer = 'ddp' (or 'auto'), not 'flat'")
         if self._num_shards is not None:
             self._check_reproducible(workers, self._num_shards)
+        if job.cluster.balance and (self._uses_ddp() or self._settings.batch_norm == "sync"):
+            raise JobError(
+                "cluster.balance = true measures what each worker computes without waiting for others, and they wait "
+                "within the passes with strategy.reducer = 'ddp', compression and batch_norm = 'sync': leave these out"
+            )
         return Requirements(num_workers=workers, num_data_shards=workers)
 
     def setup(self, model: nn.Module, recipe: OptimizerRecipe, team: Team, example: Batch) -> None:

@@ -33,6 +33,7 @@ class Entry:
     # Every worker has all that is needed to continue, so that a team may lose and gain members. Teams of other
     # strategies start again from the last checkpoint, with as many workers.
     is_elastic: bool = False
+    can_balance: bool = False  # its workers may have shares of the batch of different sizes (cluster.balance)
     is_automatic: bool = True  # 'auto' may choose it; others have to be asked for by name
 
     @property
@@ -71,6 +72,7 @@ STRATEGIES: Mapping[str, Entry] = {
         overhead_grows_with=("step_s", "byte_s"),
         can_reproduce=True,
         is_elastic=True,
+        can_balance=True,
     ),
     "sharded": Entry(
         maker="cordee.strategies.sharded:Sharded",

@@ -43,6 +43,7 @@ from cordee.monitoring.events import SCHEMA_VERSION, RunStarted
 from cordee.strategies.choice import entry_of, make_strategy
 from cordee.strategies.strategy import Requirements, Strategy
 from cordee.strategies.table import elastic_teams, quote_names, strategies_where
+from cordee.training.shares import check_balance
 from cordee.version import __version__
 
 
@@ -180,6 +181,7 @@ def assemble(job: Job, team: Team) -> Components:
     strategy = make_strategy(job, computation)
     needs = strategy.requirements(job)
     _check_autoscale(job)
+    check_balance(job, splits)
     _check_address(job)
     _check_lr_scale(job, needs)
     shards, test_shards = _shards(job, needs, team)
