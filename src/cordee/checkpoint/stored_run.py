@@ -305,6 +305,14 @@ def run_name(path: str | Path) -> str:
     return Path(os.path.abspath(path)).name  # noqa: PTH100 - a link keeps its own name
 
 
+def is_stored(url: str, path: Path) -> bool:
+    """Return whether a storage, if there is one, has the run of this directory. Raises CordeeError if it cannot say."""
+    if not url:
+        return False
+    run = StoredRun(Storage(url), run_name(path))
+    return within(WITHIN_S, url, lambda: Retries(num_attempts=3)(run.read_owner)) is not None
+
+
 def find_runs(storage: Storage) -> dict[str, Owner]:
     """Return the runs in a storage, by name. What is no run, or damaged, is passed over."""
     found = {}

@@ -17,7 +17,15 @@ from cordee import checkpoint
 from cordee.checkpoint import State, stored_run
 from cordee.checkpoint.reading import damage_of
 from cordee.checkpoint.storage import RefusedByStorageError, Retries, Storage, conceal, describe, within
-from cordee.checkpoint.stored_run import Owner, StoredRun, TakenOverError, find_runs, run_name, why_not_shared
+from cordee.checkpoint.stored_run import (
+    Owner,
+    StoredRun,
+    TakenOverError,
+    find_runs,
+    is_stored,
+    run_name,
+    why_not_shared,
+)
 from cordee.checkpoint.uploading import Heartbeat, Uploaded, Uploader
 from cordee.core.errors import (
     CheckpointError,
@@ -476,6 +484,8 @@ def test_runs_are_found_by_name(place: Storage, tmp_path: Path) -> None:
         claim(StoredRun(place, name), make_owner())
     place.write("stranger/file", b"")
     assert find_runs(place).keys() == {"a b", "ü", "100%"}
+    assert is_stored(place.url, tmp_path / "a b") and not is_stored(place.url, tmp_path / "c")
+    assert not is_stored("", tmp_path / "a b")
     assert run_name(tmp_path / "x" / ".." / "y") == "y"
     for name in ("", ".", ".."):
         with pytest.raises(RunDirectoryError, match="choose another"):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from cordee.cluster.engines import ENGINES, check_settings, find_engine, ray, spark
+from cordee.checkpoint.storage import Storage
+from cordee.cluster.engines import ENGINES, check_settings, environment, find_engine, ray, spark
 from cordee.cluster.engines.agents import EngineRequest
-from cordee.core import Job
+from cordee.core import Job, env
 from cordee.core.errors import JobError, MissingExtraError
+from cordee.core.launchers import LaunchedTask
 
 
 def job(**cluster: Any) -> Job:
@@ -53,3 +57,20 @@ def test_an_unknown_engine_is_refused_with_the_nearest() -> None:
     with pytest.raises(JobError, match="did you mean 'spark'"):
         find_engine("sparc")
     assert {"local", "ray", "spark"} <= ENGINES.keys()
+
+
+def test_a_job_that_is_started_again_on_another_host_continues_from_its_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shared").mkdir()
+    stored = Job.from_dict({"model": "mlp", "data": "iris", "checkpoint": {"storage": str(tmp_path / "shared")}})
+    task = LaunchedTask(
+        launcher="Slurm", rank=0, world_size=1, local_rank=0, num_hosts=1, tasks_per_host=1, host="b", restart_count=1
+    )
+    monkeypatch.setattr(env, "launched_task", lambda: task)
+    assert environment.place_run(stored, tmp_path / "run", False) == (tmp_path / "run", False), "it never got that far"
+    owner = {"run": "r", "attempt": "a", "job": "x", "host": "a", "host_id": "h", "pid": 1, "started": 1.0}
+    Storage(stored.checkpoint.storage).write("run/run.json", msgspec.json.encode(owner))
+    assert environment.place_run(stored, tmp_path / "run", False) == (tmp_path / "run", True)
+    monkeypatch.setattr(env, "launched_task", lambda: msgspec.structs.replace(task, restart_count=0))
+    assert environment.place_run(stored, tmp_path / "run", False) == (tmp_path / "run", False), "a first start is none"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from cordee.checkpoint.stored_run import is_stored
 from cordee.cluster.engine import Capacity
 from cordee.cluster.engines.agent_messages import AgentOrder, Versions
 from cordee.cluster.engines.agents import AgentEnded, AgentSource, EngineRequest
@@ -127,7 +128,7 @@ def place_run(job: Job, run_dir: Path | None, resume: bool) -> tuple[Path | None
     if run_dir is None and task.job_id:
         run_dir = env.runs_folder() / f"{job.name}-{task.job_id}"
         # Where starts are not counted, the directory is there at the second.
-        is_again = is_again or (task.restart_count is None and (run_dir / "job.toml").is_file())
+        is_again = is_again or task.restart_count is None
     if run_dir is None:
         if is_again:
             raise JobError(
@@ -135,7 +136,8 @@ def place_run(job: Job, run_dir: Path | None, resume: bool) -> tuple[Path | None
                 "which run to continue: give --run-dir, or set CORDEE_JOB_ID to an id of the job"
             )
         return None, False
-    return run_dir, is_again and (run_dir / "job.toml").is_file()
+    # On another host the directory is not there, and the storage has the run.
+    return run_dir, is_again and ((run_dir / "job.toml").is_file() or is_stored(job.checkpoint.storage, run_dir))
 
 
 class _SlotRecord(msgspec.Struct):
