@@ -230,7 +230,8 @@ class Uploader:
             self._retries(self._check_owner)  # what another attempt puts there is not this one's to remove
             stored = [(Path(f"step-{found}"), found in self._stored) for found in self._retries(self._run.steps)]
             kept = {found.step for found in self._local()}
-            for path in superfluous(stored, step, self._keep, kept):
+            # Counted from where the run is: an older one may have been put after a newer one.
+            for path in superfluous(stored, max({step, *kept}), self._keep, kept):
                 old = step_of(path)
                 assert old is not None
                 self._stored.pop(old, None)

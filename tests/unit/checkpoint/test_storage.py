@@ -275,6 +275,16 @@ def test_keep_holds_in_the_storage_and_the_best_stays(run: StoredRun, root: Path
     assert run.steps() == [2, 4, 5]
 
 
+def test_keep_holds_where_an_older_one_is_put_after_a_newer_one(run: StoredRun, root: Path) -> None:
+    claim(run, make_owner())
+    checkpoint.save(root, 1, make_state(1), keep=2)
+    upload(run, root, keep=2)
+    for step in (2, 3):
+        checkpoint.save(root, step, make_state(step), keep=2)
+    assert upload(run, root, keep=2).uploaded == [3, 2]
+    assert run.steps() == [2, 3]
+
+
 def test_what_is_not_kept_any_more_is_passed_over(run: StoredRun, root: Path) -> None:
     claim(run, make_owner())
     for step in (1, 2, 3):
