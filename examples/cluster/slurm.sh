@@ -108,7 +108,7 @@ cat > "$folder/job.sh" <<SCRIPT
 #!/usr/bin/env bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --requeue --output=$folder/job.log --open-mode=append
 srun --kill-on-bad-exit=0 cordee train "$here/job.toml" --engine env \
-    --set training.epochs=200 --set checkpoint.every_steps=20
+    --set training.epochs=100 --set checkpoint.every_steps=20
 SCRIPT
 job=$(sbatch --parsable "$folder/job.sh")
 echo "job $job trains; it is requeued when it has a checkpoint"

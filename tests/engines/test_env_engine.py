@@ -233,3 +233,15 @@ def test_no_launcher_says_what_to_use(tmp_path: Path) -> None:
     outcome = train(tmp_path, (CORDEE,), *runs.settings_of("data_parallel"))
     assert outcome.code == 2
     assert "cordee: --engine env: no launcher is recognised" in outcome.output
+
+
+@each_launcher
+def test_doctor_says_whether_all_processes_meet(launcher: str, tmp_path: Path) -> None:
+    command = [*LAUNCHERS[launcher][0], "doctor", "--engine", "env"]
+    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "CORDEE_RUNS": str(tmp_path / "runs")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("ok    rank 1 ")]
+    assert line.endswith("sees the folder of runs")
+    assert sum("reached" in line for line in done.stdout.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()

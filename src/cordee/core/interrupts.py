@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request: the first asks to stop after the step, the second stops at once."""
+"""Ctrl-C and SIGTERM as a request: the first asks to stop after the step, a second Ctrl-C stops at once."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ class InterruptFlag:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._is_raised:
+            if number == signal.SIGTERM:
+                return  # schedulers send it more than once: to a job, and to each of its steps
             raise KeyboardInterrupt
         self._is_raised = True
         InterruptFlag.any_raised = True

@@ -47,7 +47,7 @@ SILENT_S = 10.0  # without a message of a slot, after which its agent counts as 
 MISSING_S = 120.0  # for a slot to be there for an agent
 LEAVE_AFTER_S = 2.0  # that a slot which was asked to end stays: rank 0, asked as well, ends the run
 CLOSE_S = 5.0  # for all slots to hear that the run is over
-CHECK_S = 20.0  # that `cordee doctor` waits for all processes
+CHECK_S = 60.0  # that `cordee doctor` waits for all processes
 FAILED = 1  # exit code of ranks above 0 when rank 0 was lost, or failed
 
 
@@ -442,6 +442,7 @@ def _check_as_other(meeting: Rendezvous) -> Iterable[Finding]:
 
 def _check_as_first(meeting: Rendezvous) -> Iterable[Finding]:
     folder = env.runs_folder()
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     marker, content = folder / f".cordee-doctor-{secrets.token_hex(8)}", secrets.token_hex(16)
     marker.write_text(content)
@@ -458,6 +459,8 @@ def _check_as_first(meeting: Rendezvous) -> Iterable[Finding]:
             server.close()
     finally:
         marker.unlink(missing_ok=True)
+        if is_new:
+            folder.rmdir()
     for rank in range(1, task.world_size):
         state, subject = found.states.get(rank), f"rank {rank}"
         if state is None:
