@@ -174,6 +174,23 @@ def test_everybody_exits_with_the_code_of_the_run() -> None:
     assert trial.slots.is_everybody_told
 
 
+def test_a_process_that_was_not_there_yet_is_waited_for_and_a_lost_one_is_not() -> None:
+    trial = Trial()
+    trial.says(0)
+    trial.slots.finish(2)
+    trial.says(0)
+    assert not trial.slots.is_everybody_told, "rank 1 is still starting"
+    trial = Trial()
+    trial.says(0)
+    trial.says(1)
+    trial.now_s += SILENT_S + 1
+    trial.says(0)
+    trial.ended()
+    trial.slots.finish(0)
+    trial.says(0)
+    assert trial.slots.is_everybody_told, "rank 1 was lost"
+
+
 def test_another_version_is_refused_and_both_are_named() -> None:
     other = Versions("0.0.1", "2.0", "3.9")
     told = Slots(2).handle(state(1, versions=other), 1, 0.0, is_stopping=False)

@@ -46,7 +46,8 @@ TICK_S = 0.02
 SILENT_S = 10.0  # without a message of a slot, after which its agent counts as ended
 MISSING_S = 120.0  # for a slot to be there for an agent
 LEAVE_AFTER_S = 2.0  # that a slot which was asked to end stays: rank 0, asked as well, ends the run
-CLOSE_S = 5.0  # for all slots to hear that the run is over
+CLOSE_S = 5.0  # for slots to end their agents
+LAST_S = 20.0  # for all slots to hear that the run is over; rank 0 may have failed before the others were there
 CHECK_S = 60.0  # that `cordee doctor` waits for all processes
 FAILED = 1  # exit code of ranks above 0 when rank 0 was lost, or failed
 
@@ -161,6 +162,7 @@ class Slots:
         self._stopped: set[int] = set()  # agents that are not needed any more
         self._ended: list[AgentEnded] = []
         self._reported: set[int] = set()
+        self._seen: set[int] = set()  # ranks
         self._code: int | None = None  # the run is over: what slots exit with
         self.versions = Versions.here()
 
@@ -182,8 +184,8 @@ class Slots:
 
     @property
     def is_everybody_told(self) -> bool:
-        """Whether each slot that is there knows that the run is over."""
-        return all(record.is_told for record in self._records.values())
+        """Whether each slot knows that the run is over, but for those that were lost before."""
+        return len(self._seen) == self._world_size and all(record.is_told for record in self._records.values())
 
     def take_ended(self, now_s: float) -> list[AgentEnded]:
         """Return the agents that have ended since this was last asked."""
@@ -218,6 +220,7 @@ class Slots:
             if record is not None:
                 self._end(record, f"rank {state.rank} on {record.host} was started again")
             record = self._records[state.rank] = _SlotRecord(incarnation, state.host, now_s)
+            self._seen.add(state.rank)
         record.heard_s = now_s
         if record.order is not None and state.ended == record.order.number:
             self._end(record, state.how)
@@ -342,12 +345,12 @@ class Launch:
         with self.server.lock:
             self.slots.finish(code)
         self._own.join(CLOSE_S)
-        self.wait_until(lambda: self.slots.is_everybody_told)
+        self.wait_until(lambda: self.slots.is_everybody_told, LAST_S)
         self.server.close()
 
-    def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Wait until slots have done something, or `CLOSE_S`."""
-        deadline_s = time.monotonic() + CLOSE_S
+    def wait_until(self, is_done: Callable[[], bool], timeout_s: float = CLOSE_S) -> None:
+        """Wait until slots have done something, or the timeout."""
+        deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             with self.server.lock:
                 if is_done():
