@@ -17,6 +17,7 @@ pids=()
 stop() {
     trap - EXIT INT TERM
     scancel --user="$(id -un)" --quiet 2>/dev/null || true
+    for _ in $(seq 100); do [ -z "$(squeue --noheader 2>/dev/null)" ] && break; sleep 0.1; done
     for pid in "${pids[@]}"; do kill "$pid" 2>/dev/null || true; done
     for _ in $(seq 50); do
         alive=0
@@ -25,6 +26,11 @@ stop() {
         sleep 0.1
     done
     for pid in "${pids[@]}"; do kill -9 "$pid" 2>/dev/null || true; done
+    for process in /proc/[0-9]*; do # what looks after a job outlives the daemons
+        if [[ $(cat "$process/comm" 2>/dev/null) = slurmstepd ]] && grep -qa "SLURM_CONF=$folder/" "$process/environ" 2>/dev/null; then
+            kill -9 "${process#/proc/}" 2>/dev/null || true
+        fi
+    done
     rm -rf "$folder"
 }
 trap stop EXIT
@@ -108,7 +114,7 @@ cat > "$folder/job.sh" <<SCRIPT
 #!/usr/bin/env bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --requeue --output=$folder/job.log --open-mode=append
 srun --kill-on-bad-exit=0 cordee train "$here/job.toml" --engine env \
-    --set training.epochs=100 --set checkpoint.every_steps=20
+    --set checkpoint.every_steps=20
 SCRIPT
 job=$(sbatch --parsable "$folder/job.sh")
 echo "job $job trains; it is requeued when it has a checkpoint"
