@@ -30,7 +30,7 @@ until ray status --address="127.0.0.1:$port" >/dev/null 2>&1; do sleep 0.5; done
 node --address="127.0.0.1:$port"
 until [ "$(ray status --address="127.0.0.1:$port" 2>/dev/null | grep -c '1 node_')" -ge 2 ]; do sleep 0.5; done
 
-cordee train "$here/job.toml" --engine ray --set cluster.connect="127.0.0.1:$port" --run-dir "$run" &
+cordee train "$here/job.toml" --engine ray --set cluster.connect="127.0.0.1:$port" --run-dir "$run" --set training.epochs=400 &
 training=$!
 until grep -qs '"type":"step"' "$run/events.jsonl"; do
     kill -0 "$training" || { echo "the run did not start"; exit 1; }

@@ -38,7 +38,7 @@ for number in 1 2; do
     until grep -qs "Successfully registered" "$temporary/daemon-$number.log"; do sleep 0.5; done
 done
 
-cordee train "$here/job.toml" --engine spark --set cluster.connect="spark://127.0.0.1:$port" --run-dir "$run" &
+cordee train "$here/job.toml" --engine spark --set cluster.connect="spark://127.0.0.1:$port" --run-dir "$run" --set training.epochs=400 &
 training=$!
 until grep -qs '"type":"step"' "$run/events.jsonl"; do
     kill -0 "$training" || { echo "the run did not start"; exit 1; }
