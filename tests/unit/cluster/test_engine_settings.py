@@ -74,3 +74,31 @@ def test_a_job_that_is_started_again_on_another_host_continues_from_its_storage(
     assert environment.place_run(stored, tmp_path / "run", False) == (tmp_path / "run", True)
     monkeypatch.setattr(env, "launched_task", lambda: msgspec.structs.replace(task, restart_count=0))
     assert environment.place_run(stored, tmp_path / "run", False) == (tmp_path / "run", False), "a first start is none"
+
+
+def test_how_an_agent_of_spark_ended_is_said_in_words() -> None:
+    assert spark._describe(0) == ""
+    assert spark._describe(None) == "its Spark executor was lost"
+    assert "OSError: no memory" in spark._describe("OSError: no memory")
+    assert "killed" in spark._describe(-9) or "SIGKILL" in spark._describe(-9)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "x\nExecutorLostFailure (executor 0 exited caused by one of the running tasks)",
+            "its Spark executor was lost",
+        ),
+        ("Traceback\nModuleNotFoundError: No module named 'cordee'", "cordee is not installed for the Python"),
+        (
+            "An error occurred\n: org.apache.spark.SparkException: Could not parse Master URL: 'x'",
+            "Could not parse Master",
+        ),
+        ("", "ValueError"),
+    ],
+)
+def test_what_spark_says_is_cut_to_one_line(text: str, reason: str) -> None:
+    said = spark._reason(ValueError(text))
+    assert reason in said
+    assert "\n" not in said

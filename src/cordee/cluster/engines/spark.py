@@ -335,7 +335,7 @@ def _reason(error: BaseException) -> str:
         return LOST
     if "No module named 'cordee" in text:
         return "cordee is not installed for the Python of the Spark executors: install it there, or set PYSPARK_PYTHON"
-    for pattern in (r"^\S*(?:Error|Exception): (.+)$", r"^(.+)$"):
+    for pattern in (r"^(?:: )?\S*(?:Error|Exception): (.+)$", r"^(.+)$"):
         if found := re.search(pattern, text.strip(), re.MULTILINE):
             return found[1].strip()
     return type(error).__name__
