@@ -240,7 +240,7 @@ def values_of(pa: Any, array: Any, name: str, where: str, first_row: int) -> Any
         inner = values_of(pa, array.flatten(), name, f"lists of {where}", first_row)
         return inner.reshape(len(array), kind.list_size, *inner.shape[1:])
     if types.is_list(kind) or types.is_large_list(kind):
-        length = _one_length(array.offsets.to_numpy(), name, where, first_row)
+        length = _one_length(_plain_values(array.offsets), name, where, first_row)
         inner = values_of(pa, array.flatten(), name, f"lists of {where}", first_row)
         return inner.reshape(len(array), length, *inner.shape[1:])
     if types.is_fixed_size_binary(kind):
@@ -255,7 +255,18 @@ def values_of(pa: Any, array: Any, name: str, where: str, first_row: int) -> Any
         return held[int(offsets[0]) : int(offsets[-1])].reshape(len(array), length)
     if types.is_decimal(kind):
         array = array.cast(pa.float64())
-    return array.to_numpy(zero_copy_only=False)
+    if types.is_boolean(kind):
+        array = array.cast(pa.uint8())
+    return _plain_values(array)
+
+
+def _plain_values(array: Any) -> Any:
+    """Return the values of an array of numbers without nulls, as they are in memory."""
+    # Not `to_numpy`, which imports pandas where that is installed: half of the time to the first batch.
+    dtype = np.dtype(array.type.to_pandas_dtype())
+    if len(array) == 0:
+        return np.empty(0, dtype=dtype)
+    return np.frombuffer(array.buffers()[1], dtype=dtype)[array.offset : array.offset + len(array)]
 
 
 def _one_length(offsets: Any, name: str, where: str, first_row: int) -> int:

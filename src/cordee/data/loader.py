@@ -272,8 +272,8 @@ class Loader:
         order = self._order(epoch)
         for batch in range(first_batch, num_batches):
             start, stop = self._part(batch)
-            self._expect(order, epoch, start)
             yield ReadJob(start, order.samples_at(torch.arange(start, stop)))
+            self._expect(order, epoch, start)  # after what is needed now
 
     def _finished(self, placed: Generator[PlacedBatch, None, None], epoch: int) -> Generator[Batch, None, None]:
         seed = derive_seed(self._seed, "augment", epoch)
@@ -303,8 +303,8 @@ class Loader:
             parts = [self._part(batch) for batch in range(first, min(first + at_once, num_batches))]
             positions = positions_of(parts)
             indices = order.samples_at(positions)
-            self._expect(order, epoch, parts[0][0])
             inputs, targets = self._read_array(indices, positions, augment_seed)
+            self._expect(order, epoch, parts[0][0])  # after what is needed now, which is to have the processor
             sizes = [stop - start for start, stop in parts]
             yield map(Batch, inputs.split_with_sizes(sizes), targets.split_with_sizes(sizes))
 
