@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -57,6 +57,7 @@ def targets(loader: Loader, epoch: int = 0, first_batch: int = 0) -> list[int]:
 # The order
 
 
+@settings(deadline=None)  # a busy machine
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=30).filter(any), st.integers(1, 60), st.integers(0, 5))
 def test_every_sample_once_whatever_the_layout(sizes: list[int], window: int, epoch: int) -> None:
     total = sum(sizes)
@@ -217,6 +218,7 @@ def test_a_share_is_set_aside_by_the_seed_without_a_list_of_it() -> None:
     assert everything(again) == tested != everything(data.split_rows(0.25, seed=2)[1])
 
 
+@settings(deadline=None)  # a busy machine
 @given(
     st.lists(st.integers(0, 9), min_size=2, max_size=20).filter(lambda sizes: sum(sizes) > 25), st.floats(0.01, 0.99)
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_files import load
 from test_tables import everything, refused
@@ -70,6 +70,7 @@ def test_whole_numbers_may_become_fractions_later(tmp_path: Path) -> None:
     assert splits.train.gather(torch.tensor([1_100_000])).inputs.item() == 1.5
 
 
+@settings(deadline=None)  # a busy machine
 @given(
     st.lists(
         st.lists(st.text(st.sampled_from('ab,"\n\r '), max_size=4), min_size=2, max_size=2), min_size=1, max_size=30
