@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import logging
 import threading
@@ -540,3 +541,13 @@ def test_nothing_is_logged_that_should_not_be(
         watched = upload(run, root)
     assert watched.problems and "***" in watched.problems[0]
     assert "hunter2" not in caplog.text and "hunter2" not in str(watched.problems)
+
+
+def test_runs_without_a_storage_import_no_driver() -> None:
+    """fsspec and drivers cost a second and megabytes in every process: they are imported where a storage is opened."""
+    sources = Path(checkpoint.__file__).parents[1]
+    for path in sources.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not {name.partition(".")[0] for name in names} & {"fsspec", "s3fs", "botocore"}, path
