@@ -147,13 +147,13 @@ class RayCluster:
         options = ["--num-cpus=1", "--num-gpus=0", "--object-store-memory=100000000", f"--node-ip-address={HOST}"]
         ray = str(Path(sys.executable).parent / "ray")
         variables = {"RAY_USAGE_STATS_ENABLED": "0"}
-        expected = self.num_living() + 1 if not is_head else 1
+        before = self.living_nodes()  # a node that was killed counts as alive for a while
         number = self._nodes.spawn([ray, "start", *place, *options, "--disable-usage-stats", "--block"], variables)
-        self._nodes.wait(number, lambda: self.num_living() >= expected)
+        self._nodes.wait(number, lambda: bool(self.living_nodes() - before))
         return number
 
-    def num_living(self) -> int:
-        """Return how many nodes Ray takes for alive."""
+    def living_nodes(self) -> set[str]:
+        """Return the ids of the nodes that Ray takes for alive."""
         import ray
         from ray._raylet import GcsClient
 
@@ -161,8 +161,8 @@ class RayCluster:
             with socket.create_connection((HOST, self._port), timeout=1):
                 nodes = GcsClient(address=self.connect).get_all_node_info()
         except (OSError, RuntimeError, ray.exceptions.RayError):
-            return 0
-        return sum(info.state == 0 for info in nodes.values())  # 0 is ALIVE
+            return set()
+        return {node.hex() for node, info in nodes.items() if info.state == 0}  # 0 is ALIVE
 
     def busy_node(self) -> int:
         return self._nodes.find("ray::RayAgent", "ray::RayTrainWorker")
