@@ -23,7 +23,7 @@ STRATEGIES: dict[str, tuple[str, Table]] = {
     "data_parallel": ("mlp, momentum and clipping", {"name": "data_parallel"}),
     "ddp": ("mlp", {"name": "data_parallel", "reducer": "ddp"}),
     "sharded": ("gpt", {"name": "sharded", "unit_bytes": 10_000}),
-    "pipeline": ("lenet", {"name": "pipeline", "microbatches": 3}),
+    "pipeline": ("lenet", {"name": "pipeline", "microbatches": 4}),
     "tensor": ("gpt", {"name": "tensor"}),
     "sharded slices": ("mlp", {"name": "hybrid", "mesh": {"sharded": 2, "tensor": 2}, "unit_bytes": 1000}),
     "pipeline of slices": ("mlp", {"name": "hybrid", "mesh": {"pipeline": 2, "tensor": 2}, "microbatches": 3}),
