@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -147,8 +146,19 @@ def test_a_killed_agent_is_replaced_by_its_slot(tmp_path: Path) -> None:
     assert [event["worker"] for event in outcome.events("worker_lost")]
 
 
+def terminate(process: subprocess.Popen[str]) -> None:
+    """Send SIGTERM as the scheduler does. srun itself would kill its tasks for it."""
+    srun_process = next((child for child in runs.family_of(process.pid) if child.name() == "srun"), None)
+    if srun_process is None:
+        process.terminate()
+        return
+    environment = {**os.environ, "SLURM_CONF": srun_process.environ()["SLURM_CONF"]}
+    user = psutil.Process().username()
+    subprocess.run(["scancel", "--signal=TERM", f"--user={user}"], env=environment, check=True, timeout=60)
+
+
 @each_launcher
-def test_sigterm_saves_and_a_second_start_continues(launcher: str, tmp_path: Path) -> None:
+def test_sigterm_saves_the_run_and_ends_it(launcher: str, tmp_path: Path) -> None:
     """As a scheduler sends it at a time limit: to all processes."""
     long = ("training.epochs=1000", "stop.steps=3000", "training.reproducible=true", "cluster.engine=env")
     settings = (*runs.settings_of("data_parallel"), *long)
@@ -157,8 +167,7 @@ def test_sigterm_saves_and_a_second_start_continues(launcher: str, tmp_path: Pat
     with runs.training(tmp_path / "env", *settings, command=command, PATH=path) as (process, run):
         runs.wait_until(lambda: len(runs.read_events(run, "step")) >= 20 or process.poll() is not None, 180.0)
         assert process.poll() is None, process.communicate()[0]
-        target = next((c for c in runs.family_of(process.pid) if c.name() == "srun"), None)
-        (target or process).send_signal(signal.SIGTERM)
+        terminate(process)
         output, _ = process.communicate(timeout=60.0)
     assert process.returncode != 0, output
     summary = json.loads((run / "summary.json").read_text())
