@@ -15,3 +15,8 @@ if "cordee.cluster.engines.fork_server" in sys.orig_argv:
         return f"{here()}/other" if role == "worker" and int(number) % 2 else here()
 
     this_host.host_id = host_id
+
+    from cordee.cluster.member_link import MemberSpec
+
+    # Both hosts are this machine, on which the coordinator has one address.
+    MemberSpec.coordinator_address = property(lambda spec: spec.address)
