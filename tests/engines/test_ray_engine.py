@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -174,7 +175,12 @@ def test_a_submitted_job_trains(tmp_path: Path) -> None:
             *train,
             *overrides,
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=runs.TIMEOUT_S)
+        deadline_s = time.monotonic() + runs.TIMEOUT_S
+        while True:  # a Ray that has just started says: "No available agent to submit job, please try again later"
+            done = subprocess.run(command, capture_output=True, text=True, timeout=runs.TIMEOUT_S)
+            if "No available agent" not in done.stderr or time.monotonic() > deadline_s:
+                break
+            time.sleep(1.0)
     finally:
         cluster.close()
     assert done.returncode == 0, done.stdout + done.stderr
