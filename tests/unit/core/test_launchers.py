@@ -1,4 +1,7 @@
-"""What started a process, by environments that were captured from torchrun, Slurm 22.05, Open MPI 4.1 and others."""
+"""What started a process, by its environment.
+
+Those of torchrun, Slurm and Open MPI were captured; the others are written by the documentation of their launchers.
+"""
 
 from __future__ import annotations
 
