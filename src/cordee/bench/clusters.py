@@ -100,7 +100,10 @@ class _Nodes:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == str(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.as_dict(["environ"])["environ"].get(MARK) == str(self.folder)
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
         return found
 

@@ -242,18 +242,16 @@ class MemberLink(abc.ABC):
             try:
                 if time.monotonic() >= self._beat_by_s:
                     self._end_with_the_run()
-                    self._beat_by_s = (
-                        time.monotonic() + heartbeat_s
-                    )  # first: what happens meanwhile may ask for another
+                    # Before it is sent: what happens meanwhile may ask for another.
+                    self._beat_by_s = time.monotonic() + heartbeat_s
                     self._beat()
                 received = self._await_message(max(0.0, self._beat_by_s - time.monotonic()))
+                if received is not None:
+                    self._heard_s = time.monotonic()
+                    self._take(received)
             except CommunicationError:  # the coordinator is busy, or gone, and may come back
                 self._beat_by_s = 0.0
                 self._is_closing.wait(min(heartbeat_s, RETRY_S))
-                continue
-            if received is not None:
-                self._heard_s = time.monotonic()
-                self._take(received)
 
     def _start_heartbeats(self, heartbeat_s: float) -> None:
         self._thread = threading.Thread(
