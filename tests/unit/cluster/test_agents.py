@@ -102,7 +102,7 @@ def test_the_processes_of_a_silent_agent_are_lost_with_it() -> None:
     placed[1].heard_s = 3.0
     assert agents.silent(TIMEOUT_S) == [] and agents.silent(TIMEOUT_S + 0.1) == [placed[0]]
     (lost,) = agents.lose(placed[0], "it is silent", 6.0)
-    assert (lost.index, lost.status, lost.describe()) == (0, -9, "it is silent")
+    assert (lost.index, lost.status, lost.describe()) == (0, -9, "was lost with its agent: it is silent")
     assert agents.lose(placed[0], "again", 7.0) == [] and agents.present == [placed[1]]
     assert "was given up: it is silent" in agents.enrol(enrol(placed[0].order.number), placed[0].key, 8.0)
 

@@ -234,7 +234,8 @@ class Agents:
         ends = []
         for known in list(record.processes.values()):
             self._forget(record, known)
-            ends.append(Exited(known.index, known.incarnation, known.pid, SIGKILL, how))
+            reason = f"was lost with its agent: {how}"
+            ends.append(Exited(known.index, known.incarnation, known.pid, SIGKILL, reason))
         return ends
 
     def silent(self, now_s: float) -> list[AgentRecord]:

@@ -129,11 +129,13 @@ class Generations:
         reach("generations.formed")
         self._workers.record_formed()
         self._state.is_pause_sent = self._state.is_stop_sent = False
+        # Where a part of the model is lost with its worker, a new team always loads what was saved.
+        continues = membership.is_elastic and furthest.ready_step >= 0
         self._launcher.emit(
             events.Generation(
                 generation=membership.generation,
                 members=members,
-                step=furthest.ready_step if furthest.ready_step >= 0 else None,
+                step=furthest.ready_step if continues else None,
             )
         )
         return True

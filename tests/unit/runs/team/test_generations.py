@@ -10,6 +10,7 @@ import pytest
 from cordee.cluster.members import MemberRecord
 from cordee.cluster.policies import Restarts
 from cordee.cluster.rendezvous import COULD_NOT_FORM
+from cordee.monitoring.events import Generation
 from cordee.runs.team.generations import Generations
 from cordee.runs.team.membership import Membership
 from cordee.runs.team.recoveries import Recoveries
@@ -38,3 +39,25 @@ def test_hosts_that_cannot_connect_to_each_other_leave_and_one_goes_on(hosts: st
     stays = [index for index in range(len(hosts)) if index not in left]
     assert membership.active == stays and membership.next_members() == stays
     assert [directive[:2] for directive in told if directive[0] == "leave"] == [("leave", left)]
+
+
+@pytest.mark.parametrize(("is_elastic", "step"), [(True, 7), (False, None)])
+def test_a_team_whose_model_is_split_loads_what_was_saved(is_elastic: bool, step: int | None) -> None:
+    """After an error that nobody was lost over: its workers have parts that are of no use in another team."""
+    membership = Membership(num_workers=2, failure_timeout_s=5.0, is_elastic=is_elastic)
+    for index in range(2):
+        membership.join(membership.expect(MemberRecord(index=index, host_id="a"), 0.0), 1, 0.0)
+    membership.form([0, 1])
+    for index in range(2):
+        membership.wait(index, 7, has_dropped=True, reason="a connection broke")
+    emitted: list[Any] = []
+    generations = Generations(
+        SimpleNamespace(emit=emitted.append, should_stop=lambda: False),  # type: ignore[arg-type]
+        SimpleNamespace(members=membership, form=lambda members, threads: membership.form(members)),  # type: ignore[arg-type]
+        SimpleNamespace(is_reform_wanted=False, threads=0, record_formed=lambda: None),  # type: ignore[arg-type]
+        SimpleNamespace(check_shortage=lambda: None, end_reason=None),  # type: ignore[arg-type]
+        Recoveries(RecoveryState(restarts=Restarts(3))),
+        DirectiveState(),
+    )
+    assert generations.direct()
+    assert [event.step for event in emitted if isinstance(event, Generation)] == [step]
