@@ -53,7 +53,9 @@ def test_a_team_whose_model_is_split_loads_what_was_saved(is_elastic: bool, step
     emitted: list[Any] = []
     generations = Generations(
         SimpleNamespace(emit=emitted.append, should_stop=lambda: False),  # type: ignore[arg-type]
-        SimpleNamespace(members=membership, form=lambda members, threads: membership.form(members)),  # type: ignore[arg-type]
+        SimpleNamespace(  # type: ignore[arg-type]
+            members=membership, direct=lambda *directive: None, form=lambda members, threads: membership.form(members)
+        ),
         SimpleNamespace(is_reform_wanted=False, threads=0, record_formed=lambda: None),  # type: ignore[arg-type]
         SimpleNamespace(check_shortage=lambda: None, end_reason=None),  # type: ignore[arg-type]
         Recoveries(RecoveryState(restarts=Restarts(3))),
