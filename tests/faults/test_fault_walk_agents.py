@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -9,7 +11,7 @@ import pytest
 from fault_trials import job_text
 from fault_walk import AGENT_WALK, MODEL
 
-from agent_runs import agent_run
+from agent_runs import AgentRun, agent_run
 from cordee.core import fault_points
 from cordee.core.fault_points import Fault
 
@@ -35,6 +37,15 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
         return str(agents.finish()["weights_sha256"])
 
 
+def _await_fault(agents: AgentRun, faults: Path, fault: Fault) -> subprocess.Popen[str]:
+    """Wait until the fault has happened; return the process that it has hit."""
+    deadline_s = time.monotonic() + 60
+    while fault not in fault_points.happened(faults):
+        assert time.monotonic() < deadline_s, agents.describe()
+        time.sleep(0.05)
+    return agents.agents[1]
+
+
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("fault", CASES)
 def test_a_fault_of_an_agent(fault: Fault, expected: str, tmp_path: Path) -> None:
@@ -42,10 +53,16 @@ def test_a_fault_of_an_agent(fault: Fault, expected: str, tmp_path: Path) -> Non
     job.write_text(JOB)
     environment = fault_points.ask_for(faults, (fault,))
     with agent_run(job, tmp_path / "run", environment=environment) as agents:
+        if fault.point == "agent.enrol" and fault.action != "error":
+            # Nobody has heard of it, and its ticket is still good: its user starts it again.
+            lost = _await_fault(agents, faults, fault)
+            lost.kill()
+            lost.wait()
+            agents.start(1)
         summary = agents.finish()
         assert fault in fault_points.happened(faults), agents.describe()
         assert summary["weights_sha256"] == expected, agents.describe()
-        frozen = agents.agents[1] if fault.action == "freeze" else None
+        frozen = agents.agents[1] if fault.action == "freeze" and fault.point != "agent.enrol" else None
         family = psutil.Process(agents.agents[1].pid).children(recursive=True) if frozen else []
         if frozen is not None:
             frozen.kill()
