@@ -287,9 +287,10 @@ def _one_length(offsets: Any, name: str, where: str, first_row: int) -> int:
 def _check_no_null(array: Any, name: str, where: str, first_row: int) -> None:
     if array.null_count:
         row = int(array.is_null().to_numpy(zero_copy_only=False).argmax())
+        others = f", and {array.null_count - 1} more" if array.null_count > 1 else ""
         raise DataError(
-            f"column {name!r} of {where}: row {first_row + row} has no value (null), and {array.null_count - 1} more: "
-            "fill them, or remove these rows"
+            f"column {name!r} of {where}: row {first_row + row} has no value (null){others}: fill in values, or remove "
+            "such rows"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import bisect
 import contextlib
 import hashlib
@@ -44,7 +45,7 @@ def arrow(
     return make_table_data("arrow", sets[0], sets[1], settings, ignored)  # type: ignore[arg-type]
 
 
-class FilesOfOneSchema:
+class FilesOfOneSchema(abc.ABC):
     """Files of one schema whose blocks follow each other. `_schema_of` and `_sizes_of` are asked once for each file."""
 
     def __init__(self, files: Sequence[DataFile]) -> None:
@@ -64,9 +65,9 @@ class FilesOfOneSchema:
         self.sizes = torch.tensor([size for of_file in sizes for size in of_file], dtype=torch.int64)
         self._first_rows = [sum(of_file[:at]) for of_file in sizes for at in range(len(of_file))]
 
+    @abc.abstractmethod
     def _look_at(self, file: DataFile) -> tuple[Any, list[int]]:
         """Return the schema of a file and the sizes of its blocks. Raises DataError that names the file."""
-        raise NotImplementedError
 
     def _check_schema(self, file: DataFile, schema: Any) -> None:
         first = self._files[0].url
@@ -89,8 +90,8 @@ class FilesOfOneSchema:
     def bounds(self, name: str) -> tuple[int, int] | None:
         return None
 
-    def check_no_nulls(self, names: Sequence[str]) -> None:
-        pass
+    def check_no_nulls(self, names: Sequence[str]) -> None:  # noqa: B027 - nothing is known before rows are read
+        """Nulls are found when rows are read."""
 
     @contextlib.contextmanager
     def _reading(self, file: DataFile, what: str) -> Iterator[Any]:
