@@ -99,6 +99,7 @@ class AgentLost(msgspec.Struct, frozen=True, tag=True):
 
     pid: int
     how: str
+    keeps_processes: bool = True  # those that it started continue; else their ends are reported as well
 
 
 Report = Started | Exited | CannotStart | Waiting | Working | AgentLost

@@ -229,7 +229,8 @@ class Supervisor:
     def _take_report(self, report: Report) -> None:
         if isinstance(report, AgentLost):
             self._heard_s = time.monotonic()  # a coordinator that was asked for has to wait for the next agent
-            self._monitor.emit(events.ForkServerLost(pid=report.pid, reason=report.how))
+            if report.keeps_processes:
+                self._monitor.emit(events.ForkServerLost(pid=report.pid, reason=report.how))
             self._monitor.emit(events.Warned(message=report.how))
         elif isinstance(report, CannotStart):
             raise TrainingError(f"a process of the run cannot be started: {report.reason}")

@@ -231,7 +231,7 @@ class AgentEngine:
         self._source.stop(record.order.number)
         if how and not self._is_closing.is_set():
             what = "its processes are lost" if was_there else "it did not come"
-            self._report(AgentLost(record.pid, f"{how}: {what}"))
+            self._report(AgentLost(record.pid, f"{how}: {what}", keeps_processes=False))
 
     def _place(self) -> None:
         for record, spec in self._agents.place():
