@@ -140,3 +140,5 @@ def test_engines_by_name() -> None:
     assert all(entry.summary for entry in ENGINES.values())
     with pytest.raises(JobError, match=r"there is no engine 'locl'.*'local'"):
         find_engine("locl")
+    with pytest.raises(JobError, match=r"there is no engine 'Slurm': use the engine 'env'"):
+        find_engine("Slurm")

@@ -22,6 +22,7 @@ class EngineEntry(NamedTuple):
     summary: str  # one line
     source: str = ""  # module with `make_source`, which starts agents; empty starts processes on this host
     connects: bool = False  # to a cluster that runs: cluster.connect says where
+    other_names: tuple[str, ...] = ()  # by which users may look for it
 
 
 ENGINES: dict[str, EngineEntry] = {
@@ -32,6 +33,7 @@ ENGINES: dict[str, EngineEntry] = {
     "env": EngineEntry(
         "the processes that torchrun, srun, mpirun, Kubernetes or SkyPilot has started",
         "cordee.cluster.engines.environment",
+        other_names=("torchrun", "slurm", "srun", "mpi", "mpirun", "openmpi", "kubernetes", "kubeflow", "skypilot"),
     ),
     "ray": EngineEntry("actors of a Ray cluster", "cordee.cluster.engines.ray", connects=True),
     "spark": EngineEntry("tasks of a Spark cluster", "cordee.cluster.engines.spark", connects=True),
@@ -41,6 +43,9 @@ ENGINES: dict[str, EngineEntry] = {
 def find_engine(name: str) -> EngineEntry:
     """Return the entry of an engine. Raises JobError for a name that is none."""
     if name not in ENGINES:
+        for known, entry in ENGINES.items():
+            if name.lower() in entry.other_names:
+                raise JobError(f"there is no engine {name!r}: use the engine {known!r} for {entry.summary}")
         raise JobError(f"there is no engine {name!r}{nearest(name, ENGINES)}: it is one of {', '.join(ENGINES)}")
     return ENGINES[name]
 
