@@ -32,6 +32,7 @@ class AgentRun:
         launcher_inside: tuple[str, ...] = (),
         starts: Callable[[int], bool] = lambda agent: True,
         environment: Mapping[str, str] | None = None,
+        resume: bool = False,
     ) -> None:
         self.run_dir = run_dir
         self._inside, self._starts = inside, starts
@@ -41,6 +42,7 @@ class AgentRun:
         command = [*launcher_inside, *CORDEE, "train", str(job), "--engine", "agents", "--workers", str(workers)]
         for option in options:
             command += ["--set", option]
+        command += ["--resume"] * resume
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         self.process = subprocess.Popen(
             [*command, "--run-dir", str(run_dir)],

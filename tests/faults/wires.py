@@ -33,6 +33,23 @@ class Wires:
     def mend(self) -> None:
         ip("-n", self.names[1], "link", "set", DEVICE, "up")
 
+    @contextmanager
+    def slowed(self, rate: str) -> Iterator[None]:
+        """Inside, what either end sends has this rate at most, in the words of `tc`."""
+        limit = ("tbf", "rate", rate, "burst", "32kbit", "latency", "400ms")
+        try:
+            for name in self.names:
+                subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", *limit], check=True)
+            yield
+        finally:
+            for name in self.names:
+                subprocess.run(["tc", "-n", name, "qdisc", "del", "dev", DEVICE, "root"], capture_output=True)
+
+    def pids(self, side: int) -> list[int]:
+        """Return the processes at one end."""
+        found = subprocess.run(["ip", "netns", "pids", self.names[side]], check=True, capture_output=True, text=True)
+        return [int(pid) for pid in found.stdout.split()]
+
 
 @contextmanager
 def two_networks() -> Iterator[Wires]:

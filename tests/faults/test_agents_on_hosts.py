@@ -1,0 +1,163 @@
+"""Agents that are started by hand on two hosts (network namespaces): slow and cut links, lost hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from wires import Wires, two_networks
+
+from agent_runs import CORDEE, AgentRun, agent_run
+
+pytestmark = pytest.mark.timeout(240)
+
+STEPS = 300
+JOB = f"""
+name = "hosts"
+[model]
+use = "mlp"
+hidden = [32]
+[data]
+use = "digits"
+[optimizer]
+use = "adam"
+lr = 0.003
+[training]
+batch_size = 64
+steps = {STEPS}
+reproducible = true
+[strategy]
+name = "data_parallel"
+[monitoring]
+every_steps = 1
+[cluster]
+failure_timeout = "2s"
+"""
+
+
+@pytest.fixture(scope="module")
+def wires() -> Iterator[Wires]:
+    with two_networks() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("job") / "job.toml"
+    path.write_text(JOB)
+    return path
+
+
+@pytest.fixture(scope="module")
+def weights(job: Path) -> str:
+    """Of one worker, on one host."""
+    run_dir = job.parent / "alone"
+    subprocess.run([*CORDEE, "train", str(job), "--workers", "1", "--run-dir", str(run_dir), "-q"], check=True)
+    return str(json.loads((run_dir / "summary.json").read_text())["weights_sha256"])
+
+
+@contextlib.contextmanager
+def on_two_hosts(
+    wires: Wires, job: Path, run_dir: Path, *settings: str, side: int = 0, **more: Any
+) -> Iterator[AgentRun]:
+    """A run that is led on one host. Agents with odd numbers are on the second host."""
+    with agent_run(
+        job,
+        run_dir,
+        *settings,
+        address=wires.addresses[side],
+        inside=lambda agent: wires.inside(agent % 2),
+        launcher_inside=tuple(wires.inside(side)),
+        **more,
+    ) as run:
+        yield run
+
+
+def kill_host(wires: Wires, side: int) -> None:
+    """End every process on a host at once."""
+    for pid in wires.pids(side):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
+
+
+def await_event(run: AgentRun, is_there: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not is_there():
+        assert run.process.poll() is None and time.monotonic() < deadline_s, run.describe()
+        time.sleep(0.02)
+
+
+def members(run: AgentRun) -> list[int]:
+    return list(run.events("generation")[-1]["members"])
+
+
+def test_two_hosts_give_the_weights_of_one_worker(wires: Wires, job: Path, weights: str, tmp_path: Path) -> None:
+    with on_two_hosts(wires, job, tmp_path / "run") as run:
+        summary = run.finish()
+        assert (summary["weights_sha256"], summary["workers"], summary["recoveries"]) == (weights, 2, 0), run.describe()
+        assert "another host" in (run.run_dir / "logs" / "worker-1.log").read_text()
+        assert [run.agents[number].wait(20) for number in (0, 1)] == [0, 0]
+
+
+@pytest.mark.long
+def test_a_slow_link_takes_time_and_changes_nothing(wires: Wires, job: Path, weights: str, tmp_path: Path) -> None:
+    with wires.slowed("10mbit"), on_two_hosts(wires, job, tmp_path / "run") as run:
+        summary = run.finish()
+        assert (summary["weights_sha256"], summary["recoveries"]) == (weights, 0), run.describe()
+
+
+@pytest.mark.long
+def test_a_link_that_is_cut_for_a_while_is_trained_around(
+    wires: Wires, job: Path, weights: str, tmp_path: Path
+) -> None:
+    """The worker behind it is given up. It, or another one, is there again once the link is back."""
+    with on_two_hosts(wires, job, tmp_path / "run", "training.steps=1500") as run:
+        run.await_step(20)
+        try:
+            wires.cut()
+            await_event(run, lambda: members(run) == [0])
+            run.await_step(run.events("step")[-1]["step"] + 20)
+        finally:
+            wires.mend()
+        await_event(run, lambda: len(members(run)) == 2)
+        summary = run.finish()
+        assert summary["steps_redone"] <= 1 and summary["steps"] == 1500, run.describe()
+    with agent_run(job, tmp_path / "beside", "training.steps=1500") as undisturbed:
+        assert undisturbed.finish()["weights_sha256"] == summary["weights_sha256"]
+
+
+def test_a_host_that_is_lost_costs_a_step(wires: Wires, job: Path, weights: str, tmp_path: Path) -> None:
+    with on_two_hosts(wires, job, tmp_path / "run") as run:
+        run.await_step(30)
+        kill_host(wires, 1)
+        summary = run.finish()
+        assert summary["weights_sha256"] == weights and summary["steps_redone"] <= 1, run.describe()
+        assert summary["recoveries"] == 1
+
+
+@pytest.mark.long
+def test_the_host_of_the_run_is_lost_and_the_run_resumes_elsewhere(
+    wires: Wires, job: Path, weights: str, tmp_path: Path
+) -> None:
+    """From the storage that both hosts share. The run directory is lost with its host."""
+    (tmp_path / "shared").mkdir()
+    settings = (f"checkpoint.storage={tmp_path / 'shared'}", "checkpoint.every_steps=20")
+    with on_two_hosts(wires, job, tmp_path / "run", *settings) as run:
+        await_event(run, lambda: bool(run.events("stored")))
+        stored = run.events("stored")[-1]["step"]
+        kill_host(wires, 0)
+        assert run.agents[1].wait(90) == 1, run.describe()
+        said = (tmp_path / "agent-1.txt").read_text()
+        assert "out of reach" in said, said
+    (tmp_path / "run").rename(tmp_path / "lost with its host")
+    with on_two_hosts(wires, job, tmp_path / "run", *settings, side=1, resume=True) as run:
+        summary = run.finish()
+        assert summary["weights_sha256"] == weights and summary["steps"] == STEPS, run.describe()
+        assert run.events("run_started")[0]["start_step"] >= stored
