@@ -60,7 +60,7 @@ def weights(job: Path, folder: Path) -> str:
     "settings",
     [
         ("strategy.name=data_parallel",),
-        ("strategy.name=parameter_server", "strategy.staleness=0"),
+        pytest.param(("strategy.name=parameter_server", "strategy.staleness=0"), marks=pytest.mark.long),
     ],
 )
 def test_agents_give_the_weights_of_one_worker(
@@ -87,6 +87,7 @@ def test_a_killed_agent_costs_a_step(job: Path, weights: str, tmp_path: Path) ->
         assert not psutil.wait_procs(family, timeout=5)[1], "processes outlive their agent"
 
 
+@pytest.mark.long
 def test_a_frozen_agent_is_given_up_and_ends_when_it_wakes_up(job: Path, weights: str, tmp_path: Path) -> None:
     with agent_run(job, tmp_path / "run", "strategy.name=data_parallel", "training.steps=600") as agents:
         agents.await_step(30)
@@ -128,6 +129,7 @@ def test_a_ticket_is_good_for_one_agent(job: Path, weights: str, tmp_path: Path)
         assert agents.finish()["weights_sha256"] == weights
 
 
+@pytest.mark.long
 def test_an_agent_that_is_told_to_leave_loses_nothing(job: Path, weights: str, tmp_path: Path) -> None:
     with agent_run(job, tmp_path / "run", "strategy.name=data_parallel") as agents:
         agents.await_step(30)

@@ -16,11 +16,12 @@ from cordee.core import fault_points
 from cordee.core.fault_points import Fault
 
 JOB = job_text(MODEL, 'name = "data_parallel"', steps=12, save_every=4)
+IN_SHORT = (("agent.enrol", "kill", 1), ("agent.command", "kill", 1))
 CASES = [
     pytest.param(
         Fault(point, "agent-1", action, visit),
         id=f"{point}-{visit}-{action}",
-        marks=() if (action, visit) == ("kill", 1) else pytest.mark.long,
+        marks=() if (point, action, visit) in IN_SHORT else pytest.mark.long,
     )
     for point, visits in AGENT_WALK.items()
     for visit in visits

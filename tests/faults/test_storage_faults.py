@@ -140,8 +140,8 @@ def lose_directory(folder: Path, run: str = "run") -> None:
     shutil.rmtree(folder / run)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("kind", ["s3", "folder", "file"])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("kind", ["s3", "folder", pytest.param("file", marks=pytest.mark.long)])
 def test_resumed_from_the_storage_it_ends_with_the_same_weights(
     folder: Path, s3: int, bucket: str, expected: dict[str, Any], kind: str, workers: int
 ) -> None:
