@@ -19,13 +19,13 @@ clean_up() {
 }
 trap clean_up EXIT
 
-node() {  # one CPU each; --block keeps the daemons below this shell
-    ray start "$@" --num-cpus=1 --node-ip-address=127.0.0.1 --disable-usage-stats --block >"$temporary/node-${#pids[@]}.log" 2>&1 &
+node() {  # one CPU and one folder each, as on hosts of their own; --block keeps the daemons below this shell
+    ray start "$@" --temp-dir="$temporary/${#pids[@]}" --num-cpus=1 --node-ip-address=127.0.0.1 --disable-usage-stats --block >"$temporary/node-${#pids[@]}.log" 2>&1 &
     pids+=($!)
 }
 
 echo "starting two nodes ..."
-node --head --port="$port" --temp-dir="$temporary" --include-dashboard=false
+node --head --port="$port" --include-dashboard=false
 until ray status --address="127.0.0.1:$port" >/dev/null 2>&1; do sleep 0.5; done
 node --address="127.0.0.1:$port"
 until [ "$(ray status --address="127.0.0.1:$port" 2>/dev/null | grep -c '1 node_')" -ge 2 ]; do sleep 0.5; done

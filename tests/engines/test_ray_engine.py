@@ -157,24 +157,18 @@ except cordee.CordeeError as error:
 
 
 def test_a_submitted_job_trains(tmp_path: Path) -> None:
-    """The driver is on a node; Ray says to it where it is."""
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "job.toml").write_text(runs.JOB)
-    settings = (*runs.settings_of("data_parallel"), "cluster.engine=ray")
-    train = ["train", "job.toml", "--run-dir", str(tmp_path / "run")]
-    overrides = [word for setting in settings for word in ("--set", setting)]
+    """The driver is on a node, in a copy of the working folder; so are the workers, which find the user's module."""
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "job.toml").write_text(runs.JOB.replace('use = "mlp"\nhidden = [16, 16]', 'use = "mine:build"'))
+    (work / "mine.py").write_text("import torch\n\ndef build():\n    return torch.nn.Linear(6, 3)\n")
+    binaries = Path(sys.executable).parent
+    overrides = [word for setting in runs.settings_of("data_parallel") for word in ("--set", setting)]
+    train = [str(binaries / "cordee"), "train", "job.toml", "--engine", "ray", *overrides]
     cluster = RayCluster(num_nodes=2, has_dashboard=True)
     try:
-        submit = ["job", "submit", "--address", cluster.jobs_address, "--working-dir", str(tmp_path / "work"), "--"]
-        command = [
-            str(Path(sys.executable).parent / "ray"),
-            *submit,
-            sys.executable,
-            "-m",
-            "cordee",
-            *train,
-            *overrides,
-        ]
+        submit = [str(binaries / "ray"), "job", "submit", "--address", cluster.jobs_address, "--working-dir", str(work)]
+        command = [*submit, "--", *train, "--run-dir", str(tmp_path / "run")]
         deadline_s = time.monotonic() + runs.TIMEOUT_S
         while True:  # a Ray that has just started says: "No available agent to submit job, please try again later"
             done = subprocess.run(command, capture_output=True, text=True, timeout=runs.TIMEOUT_S)
@@ -184,6 +178,7 @@ def test_a_submitted_job_trains(tmp_path: Path) -> None:
     finally:
         cluster.close()
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 nodes, 2 CPUs" in done.stdout
     assert runs.Outcome(0, "", tmp_path / "run").summary["status"] == "completed"
 
 

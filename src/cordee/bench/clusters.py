@@ -100,10 +100,8 @@ class _Nodes:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if (
-                    process.as_dict(["environ"])["environ"].get(MARK) == str(self.folder)
-                    and process.status() != psutil.STATUS_ZOMBIE
-                ):
+                variables = process.as_dict(["environ"])["environ"] or {}  # None: a process of somebody else
+                if variables.get(MARK) == str(self.folder) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
@@ -136,11 +134,13 @@ class RayCluster:
 
     def add_node(self) -> int:
         is_head = not self._nodes.daemons
+        # A folder for each node: nodes with one folder between them unpack the working folder of a submitted job over
+        # each other, and remove it while its driver runs in it.
+        folder = self._nodes.folder / str(len(self._nodes.daemons))
         place = (
             [
                 "--head",
                 f"--port={self._port}",
-                f"--temp-dir={self._nodes.folder}",
                 f"--include-dashboard={'true' if self._dashboard_port else 'false'}",
                 *([f"--dashboard-port={self._dashboard_port}"] if self._dashboard_port else []),
             ]
@@ -148,6 +148,7 @@ class RayCluster:
             else [f"--address={self.connect}"]
         )
         options = ["--num-cpus=1", "--num-gpus=0", "--object-store-memory=100000000", f"--node-ip-address={HOST}"]
+        options.append(f"--temp-dir={folder}")
         ray = str(Path(sys.executable).parent / "ray")
         variables = {"RAY_USAGE_STATS_ENABLED": "0"}
         before = self.living_nodes()  # a node that was killed counts as alive for a while

@@ -268,3 +268,13 @@ def test_a_process_that_cannot_be_forked_is_reported(tmp_path: Path, monkeypatch
 
 def test_what_there_is_room_for(engine: LocalEngine) -> None:
     assert engine.capacity().num_slots >= 1 and not engine.capacity().may_grow
+
+
+def test_a_working_folder_that_was_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch itself would end with "Cannot load libtorch_cpu.so" there."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(CordeeError, match="working folder of this process was removed"):
+        LocalEngine()

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -203,6 +204,12 @@ class _ForkServer:
     """The process of a fork server, and this end of the socket to it."""
 
     def __init__(self, environment: Mapping[str, str], preload: Sequence[str]) -> None:
+        try:
+            Path.cwd()
+        except FileNotFoundError:  # torch would end the fork server: "oneMKL FATAL ERROR: Cannot load libtorch_cpu.so"
+            raise CordeeError(
+                "the working folder of this process was removed: start the run again, in a folder that stays"
+            ) from None
         self.control, theirs = socket.socketpair()
         theirs.set_inheritable(True)
         # A session of its own: Ctrl-C in the terminal is for the launcher, which then asks the workers.
