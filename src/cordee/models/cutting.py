@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import logging
@@ -264,8 +265,8 @@ def trace_chain(model: nn.Module, example: Tensor) -> tuple[list[tuple[str, nn.M
     Tried first with torch.fx, which keeps the model's own modules, then with torch.export, which follows what depends
     on shapes. Raises ModelError that names the line that neither can follow.
     """
-    traced = _trace(model, example)
-    cuts = find_cuts(traced, example)
+    traced, why_not_one = _trace(model, example)
+    cuts = find_cuts(traced, repeat_to(example, 2))
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     segments: list[tuple[str, nn.Module]] = []
     start: fx.Node = next(node for node in traced.graph.nodes if node.op == "placeholder")
@@ -277,7 +278,14 @@ def trace_chain(model: nn.Module, example: Tensor) -> tuple[list[tuple[str, nn.M
             end = cuts.get(node, result)
             segments.append((_name(node), _segment(traced, pending, start, end)))
             start, pending = end, []
+    if why_not_one:
+        segments[0][1].register_forward_pre_hook(functools.partial(_refuse_one_sample, why_not_one))
     return segments, _find_bond(traced)
+
+
+def _refuse_one_sample(why: str, segment: nn.Module, inputs: tuple[Tensor]) -> None:
+    if len(inputs[0]) == 1 and torch.is_grad_enabled():
+        raise ValueError(why)
 
 
 def _find_bond(traced: fx.GraphModule) -> str:
@@ -311,8 +319,8 @@ def find_cuts(traced: fx.GraphModule, example: Tensor) -> dict[fx.Node, fx.Node]
     return cuts
 
 
-def _trace(model: nn.Module, example: Tensor) -> fx.GraphModule:
-    """Return a graph that trains as the model does.
+def _trace(model: nn.Module, example: Tensor) -> tuple[fx.GraphModule, str]:
+    """Return a graph that trains as the model does, and why it cannot train on a single sample, if it cannot.
 
     Of torch.fx, else of torch.export, else of torch.fx with what it cannot trace kept whole.
     """
@@ -330,7 +338,7 @@ def _trace(model: nn.Module, example: Tensor) -> fx.GraphModule:
             try:
                 traced = attempt()
                 check_same_training(model, traced, two)
-                return traced
+                return traced, _why_not_one(model, traced, repeat_to(example, 1))
             except Exception as error:  # noqa: BLE001 - torch raises anything it likes, and may export what it cannot trace
                 errors.append(error)
     finally:
@@ -342,6 +350,21 @@ def _trace(model: nn.Module, example: Tensor) -> fx.GraphModule:
         f"the model {type(model).__name__} cannot be traced, so it cannot be cut into stages: "
         f"{said}{place}: {CUT_ADVICE}"
     ) from first
+
+
+def _why_not_one(model: nn.Module, traced: fx.GraphModule, one: Tensor) -> str:
+    """Return why a single sample must not go through the graph, in words.
+
+    torch.export follows the model with two samples or more. What is otherwise for one is not in the graph: other
+    branches, and the check of batch norms, whose variances of one sample are not finite.
+    """
+    try:
+        check_same_training(model, traced, one)
+    except EffectError as error:
+        return f"with a single sample {error}: use fewer micro-batches, or a larger training.batch_size"
+    except Exception as error:  # noqa: BLE001 - whatever the model says about a single sample
+        return str(error)
+    return ""
 
 
 @contextlib.contextmanager

@@ -263,9 +263,9 @@ def _nothing_left(step: int) -> str:
 # What to do about errors of torch whose cause is in the job.
 _ADVICE = {
     "Expected more than 1 value per channel": (
-        "a batch norm cannot train on a single sample, which is a worker's share, or a micro-batch, of the last, "
-        "smaller batch of an epoch: choose a training.batch_size that divides the samples, or fewer micro-batches or "
-        "workers"
+        "a batch norm cannot train on a single sample, which is a worker's share, or a micro-batch, of a small batch, "
+        "as the last one of an epoch may be: choose a larger training.batch_size, or one that divides the samples, or "
+        "fewer micro-batches or workers"
     ),
     "Expected to mark a variable ready only once": (
         "torch's DDP cannot train a layer that is used twice under re-entrant checkpointing: pass "

@@ -150,6 +150,42 @@ def test_traced_models(kind: type[Residual]) -> None:
     assert len(chain.blocks) >= 5  # each layer with its skip, at least
 
 
+class OtherwiseForOne(nn.Module):
+    """torch.export follows what is done with two samples or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        return self.last(hidden * 2 if inputs.shape[0] == 1 else hidden)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (AsksShapes, "Expected more than 1 value per channel"),
+        (OtherwiseForOne, "with a single sample the traced model"),
+    ],
+)
+def test_a_single_sample_that_the_graph_is_not_for_is_refused(kind: type[nn.Module], words: str) -> None:
+    for example in (torch.randn(1, 6), torch.randn(2, 6)):
+        first = make_chain(kind(), example).blocks[0]
+        first(torch.randn(2, 6))
+        with pytest.raises(ValueError, match=words):
+            first(torch.randn(1, 6))
+
+
+def test_a_single_sample_that_is_computed_alike_is_taken() -> None:
+    model = AsksShapes()
+    model.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+    values = inputs = torch.randn(1, 6)
+    for block in make_chain(model, torch.randn(2, 6)).blocks:
+        values = block(values)
+    assert torch.equal(values, model(inputs))
+
+
 def test_what_a_value_decides_cannot_be_cut(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ModelError, match=r"AsksValues cannot be traced.*test_cutting.py:\d+.*if inputs.sum\(\) > 0"):
         make_chain(AsksValues(), torch.randn(2, 6))
