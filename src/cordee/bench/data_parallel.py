@@ -68,7 +68,7 @@ def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
 def _cases(say: Callable[[str], None]) -> list[_Case]:
     images, cifar_like = image_data(), synthetic_images(3, 32, size=10_000, test_size=0)
     lenet: dict[str, Any] = {"model": "lenet", "data": images, "batch_size": BATCH_SIZE}
-    mlp: dict[str, Any] = {**lenet, "model": "mlp"}
+    mlp: dict[str, Any] = {**lenet, "model": "mlp of 40 M"}
     resnet: dict[str, Any] = {"model": "resnet18", "data": cifar_like, "batch_size": BATCH_SIZE}
     peers: dict[str, Loop] = {
         "ddp on gloo": partial(torch_loop, **lenet),
@@ -90,5 +90,5 @@ def _cases(say: Callable[[str], None]) -> list[_Case]:
         _Case("lenet", 300, images, {"cordee": partial(cordee_loop, **lenet), **peers}, dict.fromkeys(peers, 1.4)),
         _Case("resnet18", 2, cifar_like, resnets, {"ddp on gloo": 1.05, "independent": 0.9}),
         _Case("lenet, fsdp2", 40, images, sharded["lenet"], {"gloo": 1.0}),
-        _Case("mlp of 40 M, fsdp2", 3, images, sharded["mlp"], {"gloo": 1.5}),
+        _Case("mlp of 40 M, fsdp2", 3, images, sharded["mlp of 40 M"], {"gloo": 1.5}),
     ]

@@ -1,9 +1,10 @@
-"""All-reduce of float32 between two hosts: the cordee backend, plain and encrypted, beside gloo.
+"""Two hosts: all-reduce of float32, and training with `data_parallel`, plain and encrypted, beside gloo and DDP on it.
 
 The hosts are two network namespaces of this machine with a virtual cable between them, at full speed and with a limit
 of 100 Mbit/s: root and iproute2 are needed. One process on each host. At full speed the cable is as fast as the
-processors that copy and encrypt; between real machines a network comes first. Every figure is the median over several
-calls of the time on rank 0; busy is the processor time of that process, which other programs hardly change.
+processors that copy and encrypt; between real machines a network comes first. A figure of all-reduce is the median over
+several calls of the time on rank 0; busy is the processor time of that process, which other programs hardly change. A
+figure of training is the time of a step, over all steps of a round.
 """
 
 from __future__ import annotations
@@ -17,20 +18,52 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from cordee.bench.harness import Place, Processes, Report, describe_machine, interleave, median_ratio
+from cordee.bench.harness import (
+    Clock,
+    Contestant,
+    Loop,
+    Place,
+    Processes,
+    Report,
+    compete,
+    describe_machine,
+    goal_outcome,
+    interleave,
+    median_ratio,
+)
+from cordee.bench.loops import cordee_loop, image_data, synthetic_images, torch_loop
 from cordee.communication.shared_memory import BackendSettings, register
 from cordee.core import env
 from cordee.core.errors import JobError
+from cordee.core.settings import Data
 
 ROUNDS = 5
 SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 26)
 LIMITS = {"full speed": 0.0, "100 Mbit/s": 100e6}  # bits a second in each direction; 0 is no limit
-CONTESTANTS = ("plain", "encrypted", "gloo")
+CONTESTANTS = ("plain", "encrypted", "gloo")  # in training, gloo is DDP on it
+BATCH_SIZE = 32  # per worker
+TRAINING_GOAL = 1.0  # how many times as fast as DDP on gloo plain should train
+
+
+class Training(NamedTuple):
+    """A model that two workers train, and for how long."""
+
+    model: str
+    get_data: Callable[[], Data]
+    num_steps: int  # of a round at full speed
+    num_limited_steps: int  # of a round at 100 Mbit/s
+
+
+TRAININGS = (
+    Training("lenet", image_data, 200, 50),
+    Training("resnet20", partial(synthetic_images, 3, 32, test_size=0), 6, 6),
+    Training("mlp of 4 M", partial(synthetic_images, 1, 28, test_size=0), 20, 2),
+)
 _FIGURE_S = 1.0  # calls of one figure take about so long
 _FULL_SPEED = 4e9  # bits a second, to choose the number of calls by
 _DEVICE = "cordee-bench"
@@ -43,23 +76,73 @@ def measure(
     say: Callable[[str], None],
     sizes: Sequence[int] = SIZES,
     limits: Sequence[str] = tuple(LIMITS),
+    trainings: Sequence[Training] = TRAININGS,
 ) -> Report:
     """Measure; in the rows, ratios above 1 mean that the encrypted, or the plain, backend is that many times faster."""
     if rounds < 1:
         raise JobError(f"rounds is {rounds}: it must be at least 1")
     raw: dict[str, list[float]] = {}
+    rows: list[dict[str, Any]] = []
     for limit in limits:
-        rate = LIMITS[limit]
-        say(limit)
-        with _two_hosts(rate) as names, contextlib.closing(Processes(partial(_serve, names), 2)) as group:
-            calls = [(size, _repetitions(size, rate or _FULL_SPEED)) for size in sizes]
-            contestants = {name: partial(_ask, group, name, calls) for name in CONTESTANTS}
-            for name, figures in interleave(contestants, rounds, say).items():
-                for size, times in zip(sizes, zip(*figures, strict=True), strict=True):
-                    raw[_key(name, limit, size)] = [elapsed_ms for elapsed_ms, _ in times]
-                    raw[_key(f"{name}, processor", limit, size)] = [busy_ms for _, busy_ms in times]
-    rows = [_row(raw, limit, size) for limit in limits for size in sizes]
-    return Report("hosts", describe_machine(), {"sizes": list(sizes), "rounds": rounds}, raw, "ms", rows)
+        with _two_hosts(LIMITS[limit]) as names:
+            if sizes:
+                say(f"{limit}, all-reduce")
+                raw |= _measure_all_reduce(names, limit, sizes, rounds, say)
+                rows += [_row(raw, limit, _all_reduce_of(size), None) for size in sizes]
+            for training in trainings:
+                say(f"{limit}, {_training_of(training.model)}")
+                raw |= _measure_training(names, limit, training, rounds, say)
+                rows.append(_row(raw, limit, _training_of(training.model), TRAINING_GOAL))
+    settings = {
+        "sizes": list(sizes),
+        "models": [training.model for training in trainings],
+        "batch_size_per_worker": BATCH_SIZE,
+        "threads_per_worker": 1,
+        "rounds": rounds,
+    }
+    return Report("hosts", describe_machine(), settings, raw, "ms", rows)
+
+
+def _measure_all_reduce(
+    names: Sequence[str], limit: str, sizes: Sequence[int], rounds: int, say: Callable[[str], None]
+) -> dict[str, list[float]]:
+    raw: dict[str, list[float]] = {}
+    calls = [(size, _repetitions(size, LIMITS[limit] or _FULL_SPEED)) for size in sizes]
+    with contextlib.closing(Processes(partial(_serve, names), 2)) as group:
+        contestants = {name: partial(_ask, group, name, calls) for name in CONTESTANTS}
+        for name, figures in interleave(contestants, rounds, say).items():
+            for size, times in zip(sizes, zip(*figures, strict=True), strict=True):
+                raw[_key(name, limit, _all_reduce_of(size))] = [elapsed_ms for elapsed_ms, _ in times]
+                raw[_key(f"{name}, processor", limit, _all_reduce_of(size))] = [busy_ms for _, busy_ms in times]
+    return raw
+
+
+def _measure_training(
+    names: Sequence[str], limit: str, training: Training, rounds: int, say: Callable[[str], None]
+) -> dict[str, list[float]]:
+    work: dict[str, Any] = {"model": training.model, "data": training.get_data(), "batch_size": BATCH_SIZE}
+    loops: dict[str, Loop] = {
+        "plain": partial(cordee_loop, **work, encrypt=False),
+        "encrypted": partial(cordee_loop, **work, encrypt=True),
+        "gloo": partial(torch_loop, **work),
+    }
+    num_steps = training.num_limited_steps if LIMITS[limit] else training.num_steps
+    contestants = {
+        name: Contestant(partial(_train, names=names, loop=loops[name]), 2, num_steps, BATCH_SIZE)
+        for name in CONTESTANTS
+    }
+    speeds, _ = compete(contestants, rounds, say)
+    return {
+        _key(name, limit, _training_of(training.model)): [2 * BATCH_SIZE / speed * 1e3 for speed in found]
+        for name, found in speeds.items()
+    }
+
+
+def _train(place: Place, clock: Clock, *, names: Sequence[str], loop: Loop) -> None:
+    """Run a loop as the process of one host."""
+    _enter(names[place.rank])
+    env.adopt({"GLOO_SOCKET_IFNAME": _DEVICE})
+    loop(place, clock)
 
 
 def _ask(group: Processes, name: str, calls: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
@@ -71,25 +154,37 @@ def _repetitions(num_bytes: int, rate: float) -> int:
     return max(1, min(200, round(_FIGURE_S / (0.0005 + 8 * num_bytes / rate))))
 
 
-def _key(contestant: str, limit: str, num_bytes: int) -> str:
-    return f"{contestant}, {limit}, {num_bytes} bytes"
+def _all_reduce_of(num_bytes: int) -> str:
+    return f"all-reduce, {num_bytes} bytes"
 
 
-def _row(raw: dict[str, list[float]], limit: str, num_bytes: int) -> dict[str, Any]:
-    plain, encrypted, gloo = (raw[_key(name, limit, num_bytes)] for name in CONTESTANTS)
-    busy = {
-        f"{name}_busy_ms": statistics.median(raw[_key(f"{name}, processor", limit, num_bytes)]) for name in CONTESTANTS
-    }
+def _training_of(model: str) -> str:
+    return f"training step, {model}"
+
+
+def _key(contestant: str, limit: str, work: str) -> str:
+    return f"{contestant}, {limit}, {work}"
+
+
+def _row(raw: dict[str, list[float]], limit: str, work: str, goal: float | None) -> dict[str, Any]:
+    plain, encrypted, gloo = (raw[_key(name, limit, work)] for name in CONTESTANTS)
+    busy = {}
+    for name in CONTESTANTS:
+        found = raw.get(_key(f"{name}, processor", limit, work))
+        busy[f"{name}_busy_ms"] = statistics.median(found) if found else None
+    plain_times_gloo = median_ratio(gloo, plain)
     return {
         "link": limit,
-        "bytes": num_bytes,
+        "work": work,
         "plain_ms": statistics.median(plain),
         "encrypted_ms": statistics.median(encrypted),
         "gloo_ms": statistics.median(gloo),
-        "plain_times_gloo": median_ratio(gloo, plain),
+        "plain_times_gloo": plain_times_gloo,
         "encrypted_times_gloo": median_ratio(gloo, encrypted),
         "encrypted_times_plain": median_ratio(plain, encrypted),
         **busy,
+        "goal": goal,
+        "outcome": "" if goal is None else goal_outcome(plain_times_gloo >= goal),
     }
 
 

@@ -27,12 +27,12 @@ from torch.utils.data import DataLoader, Dataset
 from cordee import checkpoint
 from cordee.bench.harness import Clock, Place
 from cordee.cluster import Team
-from cordee.communication.shared_memory import register
+from cordee.communication.shared_memory import BackendSettings, register
 from cordee.core import Job
 from cordee.core.errors import DataError
 from cordee.core.settings import Data
 from cordee.data import load_data
-from cordee.models import lenet, mlp, resnet
+from cordee.models import BUILTIN_MODELS
 from cordee.monitoring import JsonlSink, Monitor, ProgressSink, Sink
 from cordee.trainer import Trainer
 from cordee.training.components import assemble
@@ -40,6 +40,8 @@ from cordee.training.components import assemble
 LEARNING_RATE = 0.001
 MODELS: dict[str, dict[str, Any]] = {
     "mlp": {"use": "mlp"},
+    "mlp of 4 M": {"use": "mlp", "hidden": [1024] * 4},
+    "mlp of 40 M": {"use": "mlp", "hidden": [3072] * 5},
     "lenet": {"use": "lenet"},
     "resnet18": {"use": "resnet", "depth": 18},
     "resnet20": {"use": "resnet", "depth": 20},
@@ -72,16 +74,21 @@ def train_tensors(data: Data) -> tuple[Tensor, Tensor]:
 def build(name: str) -> nn.Module:
     """Return a model by name, with the same weights each time."""
     torch.manual_seed(0)
-    if name == "lenet":
-        return lenet(input_shape=(1, 28, 28), num_classes=10)
-    if name == "resnet18":
-        return resnet(input_shape=(3, 32, 32), num_classes=10, depth=18)
-    assert name == "mlp"
-    return mlp(input_shape=(784,), num_classes=10, hidden=(3072,) * 5)  # 40 million parameters
+    arguments = dict(MODELS[name])
+    use = arguments.pop("use")
+    shape = (3, 32, 32) if use == "resnet" else (1, 28, 28)
+    return BUILTIN_MODELS[use](input_shape=shape, num_classes=10, **arguments)
 
 
 def endless_job(
-    model: dict[str, Any], data: Data, batch_size: int, num_workers: int, *, strategy: Any = None, **training: Any
+    model: dict[str, Any],
+    data: Data,
+    batch_size: int,
+    num_workers: int,
+    *,
+    strategy: Any = None,
+    encrypt: bool = True,
+    **training: Any,
 ) -> Job:
     """Return a job that trains for ever and does nothing else; `batch_size` is of all workers together."""
     name = "single" if num_workers == 1 else "data_parallel"
@@ -93,6 +100,7 @@ def endless_job(
         "strategy": {"name": name, "workers": num_workers, **(strategy or {})},
         "evaluation": {"every_epochs": 0},
         "checkpoint": {"every_steps": 0},
+        "cluster": {"encrypt": encrypt},
     }
     return Job(**tables)
 
@@ -101,7 +109,10 @@ def train_for_ever(job: Job, place: Place, clock: Clock) -> None:
     """Train the job as one of its workers, in a group of all the contestant's processes, events included."""
     if place.size > 1:
         register()
-        dist.init_process_group("cordee", init_method=place.rendezvous, rank=place.rank, world_size=place.size)
+        between_hosts = BackendSettings(encrypt=job.cluster.encrypts)
+        dist.init_process_group(
+            "cordee", init_method=place.rendezvous, rank=place.rank, world_size=place.size, pg_options=between_hosts
+        )
     parts = assemble(job, Team(place.rank, place.size, num_local_workers=place.size, local_rank=place.rank))
     parts.setup()
 
@@ -117,9 +128,10 @@ def train_for_ever(job: Job, place: Place, clock: Clock) -> None:
         Trainer(parts, monitor, checkpoint.Folder(folder), should_stop=at_each_step).run()
 
 
-def cordee_loop(place: Place, clock: Clock, *, model: str, data: Data, batch_size: int) -> None:
+def cordee_loop(place: Place, clock: Clock, *, model: str, data: Data, batch_size: int, encrypt: bool = True) -> None:
     """Cordée's trainer as a worker runs it; `batch_size` is a worker's, here and below."""
-    train_for_ever(endless_job(MODELS[model], data, batch_size * place.size, place.size), place, clock)
+    job = endless_job(MODELS[model], data, batch_size * place.size, place.size, encrypt=encrypt)
+    train_for_ever(job, place, clock)
 
 
 def torch_loop(place: Place, clock: Clock, *, model: str, data: Data, batch_size: int, tuned: bool = False) -> None:
@@ -146,7 +158,7 @@ def fsdp_loop(place: Place, clock: Clock, *, model: str, data: Data, batch_size:
             fully_shard(layer, mesh=mesh)
     fully_shard(network, mesh=mesh)
     optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
-    _train_by_hand(place, clock, network, optimizer, data, batch_size, is_flat=model == "mlp")
+    _train_by_hand(place, clock, network, optimizer, data, batch_size)
 
 
 def _train_by_hand(
@@ -156,11 +168,8 @@ def _train_by_hand(
     optimizer: torch.optim.Optimizer,
     data: Data,
     batch_size: int,
-    *,
-    is_flat: bool = False,
 ) -> None:
-    inputs, targets = train_tensors(data)
-    for x, y in own_batches(place, inputs.flatten(1) if is_flat else inputs, targets, batch_size):
+    for x, y in own_batches(place, *train_tensors(data), batch_size):
         clock.tick()
         optimizer.zero_grad()
         loss: Tensor = F.cross_entropy(network(x), y)

@@ -26,7 +26,7 @@ BENCHMARKS = {
     "pipeline": "two stages beside hand-written torch.distributed.pipelining on gloo, and how much they idle",
     "staleness": "parameter servers with unlike workers, and what free-running workers learn",
     "allreduce": "the backend beside gloo and OpenMPI, and what the memory allows",
-    "hosts": "the backend between two hosts, plain and encrypted, beside gloo: at full speed and at 100 Mbit/s",
+    "hosts": "two hosts, plain and encrypted, full speed and 100 Mbit/s: all-reduce beside gloo, training beside DDP",
     "recovery": "a worker is killed: time to the next step, beside torchrun's restart",
     "reproducible": "what reproducible mode costs beside the ordinary one: four models, one and two workers",
     "commit_check": "what comparing the members costs: LeNet and ResNet-20 on two workers, with it and without",
