@@ -18,7 +18,7 @@ import psutil
 from cordee.bench.clusters import Cluster
 from cordee.strategies.table import STRATEGIES
 
-TIMEOUT_S = 240.0  # on a busy machine a JVM takes a minute to start
+TIMEOUT_S = 500.0  # on a busy machine a JVM takes minutes to start
 JOB = """
 name = "small"
 [model]
@@ -164,18 +164,72 @@ def agents(cluster: Cluster) -> list[psutil.Process]:
     return found
 
 
-def assert_same_as_elsewhere(strategy: str, engine: str, cluster: Cluster, folder: Path) -> None:
+class Driver:
+    """A program that is connected to a cluster, and trains jobs one after the other (`driver.py`)."""
+
+    def __init__(self, engine: str, cluster: Cluster, folder: Path) -> None:
+        self.engine = engine
+        self._folder = folder
+        self._errors = (folder / "driver.log").open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "driver.py"), engine, cluster.connect],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYSPARK_PYTHON": sys.executable},
+            cwd=folder,
+        )
+        self._runs: dict[tuple[str, ...], Outcome] = {}
+
+    def train(self, job: str, *settings: str, engine: str) -> Outcome:
+        """Train, unless the same was trained before."""
+        key = (engine, job, *settings)
+        if key not in self._runs:
+            self._runs[key] = self._train(job, settings, engine)
+        return self._runs[key]
+
+    def _train(self, job: str, settings: tuple[str, ...], engine: str) -> Outcome:
+        run = self._folder / f"run-{len(self._runs)}"
+        path = run.with_suffix(".toml")
+        path.write_text(job)
+        request = {"job": str(path), "overrides": settings, "engine": engine, "run_dir": str(run)}
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("answer "):
+                status = json.loads(line.partition(" ")[2])
+                return Outcome(0 if status == "completed" else 1, status, run)
+        raise AssertionError((self._folder / "driver.log").read_text())
+
+    def close(self) -> None:
+        family = family_of(self._process.pid)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30.0)
+        except subprocess.TimeoutExpired:
+            for member in family:
+                with contextlib.suppress(psutil.Error):
+                    member.kill()
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._errors.close()
+
+
+def assert_same_as_elsewhere(strategy: str, driver: Driver) -> None:
     """Run a strategy on the engine and without it: the same weights, every sample once."""
     job = TOKENS_JOB if strategy in ("tensor", "hybrid") else JOB
     if STRATEGIES[strategy].can_reproduce:
-        reference = train(folder / "reference", "training.reproducible=true", job=job)
+        reference = driver.train(job, "training.reproducible=true", engine="local")
     else:
-        reference = train(folder / "reference", *settings_of(strategy), job=job)
+        reference = driver.train(job, *settings_of(strategy), engine="local")
     assert reference.code == 0, reference.output
     calm = "cluster.failure_timeout=30s"  # nobody is lost here because the machine is busy
-    outcome = train(folder / engine, *settings_of(strategy), calm, *on(engine, cluster), job=job)
+    outcome = driver.train(job, *settings_of(strategy), calm, engine=driver.engine)
     assert outcome.code == 0, outcome.output
-    assert outcome.summary["status"] == "completed"
     assert outcome.summary["samples"] == reference.summary["samples"]
     assert outcome.summary["weights_sha256"] == reference.summary["weights_sha256"]
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import engine_runs as runs
-import psutil
 import pytest
 
 ray = pytest.importorskip("ray")
@@ -20,7 +19,7 @@ from cordee.bench.clusters import RayCluster  # noqa: E402
 from cordee.core.errors import JobError  # noqa: E402
 from cordee.strategies.table import STRATEGIES  # noqa: E402
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +37,22 @@ def own_cluster() -> Iterator[RayCluster]:
     cluster.close()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_gives_the_weights_that_it_gives_elsewhere(
-    strategy: str, cluster: RayCluster, tmp_path: Path
-) -> None:
-    runs.assert_same_as_elsewhere(strategy, "ray", cluster, tmp_path)
-    runs.wait_until(lambda: not runs.agents(cluster), 5.0)
+@pytest.fixture(scope="class")
+def driver(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[runs.Driver]:
+    driver = runs.Driver("ray", cluster, tmp_path_factory.mktemp("driver"))
+    yield driver
+    driver.close()
+
+
+class TestStrategies:
+    """One program trains all of them: it holds the cluster until the last is done."""
+
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_every_strategy_gives_the_weights_that_it_gives_elsewhere(
+        self, strategy: str, cluster: RayCluster, driver: runs.Driver
+    ) -> None:
+        runs.assert_same_as_elsewhere(strategy, driver)
+        runs.wait_until(lambda: not runs.agents(cluster), 5.0)
 
 
 def test_what_was_recognised_is_printed(cluster: RayCluster, tmp_path: Path) -> None:
@@ -105,28 +114,6 @@ def test_an_address_of_ray_client_is_refused(where: str, tmp_path: Path) -> None
         outcome = runs.train(tmp_path, *settings, RAY_ADDRESS="ray://127.0.0.1:10001")
     assert outcome.code == 2
     assert "Ray Client" in outcome.output and "ray job submit" in outcome.output
-
-
-def test_without_an_address_a_ray_is_started_and_ended(tmp_path: Path) -> None:
-    """No Ray runs in this environment: TMPDIR hides those of others."""
-    before = {process.pid for process in raylets()}
-    if before:
-        pytest.skip("another Ray runs on this machine, and would be used")
-    outcome = runs.train(tmp_path, *runs.settings_of("data_parallel"), "cluster.engine=ray")
-    assert outcome.code == 0, outcome.output
-    assert "started on this host for this run" in outcome.output
-    runs.wait_until(lambda: {process.pid for process in raylets()} <= before, 10.0)
-
-
-def raylets() -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.name() == "raylet":
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 def test_a_program_that_is_connected_stays_connected(cluster: RayCluster, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ pyspark = pytest.importorskip("pyspark")
 from cordee.bench.clusters import SparkCluster  # noqa: E402
 from cordee.strategies.table import STRATEGIES  # noqa: E402
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +34,22 @@ def own_cluster() -> Iterator[SparkCluster]:
     cluster.close()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_gives_the_weights_that_it_gives_elsewhere(
-    strategy: str, cluster: SparkCluster, tmp_path: Path
-) -> None:
-    runs.assert_same_as_elsewhere(strategy, "spark", cluster, tmp_path)
-    runs.wait_until(lambda: not runs.agents(cluster), 5.0)
+@pytest.fixture(scope="class")
+def driver(cluster: SparkCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[runs.Driver]:
+    driver = runs.Driver("spark", cluster, tmp_path_factory.mktemp("driver"))
+    yield driver
+    driver.close()
+
+
+class TestStrategies:
+    """One program trains all of them: it holds the cluster until the last is done."""
+
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_every_strategy_gives_the_weights_that_it_gives_elsewhere(
+        self, strategy: str, cluster: SparkCluster, driver: runs.Driver
+    ) -> None:
+        runs.assert_same_as_elsewhere(strategy, driver)
+        runs.wait_until(lambda: not runs.agents(cluster), 5.0)
 
 
 def test_what_was_recognised_is_printed(cluster: SparkCluster, tmp_path: Path) -> None:

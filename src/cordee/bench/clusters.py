@@ -24,6 +24,7 @@ from cordee.core.errors import CordeeError
 
 START_S = 300.0  # a busy machine takes minutes
 HOST = "127.0.0.1"
+MOST_TRIES = 3  # to start a node: Ray gives up a node that was not registered within 30 s, as on a busy machine
 MARK = "CORDEE_BENCH_CLUSTER"  # in the environment of all processes of a cluster
 
 
@@ -37,6 +38,9 @@ class Cluster(Protocol):
 
     def kill_node(self, number: int) -> float:
         """Kill all processes of a node; return when that was (time.time)."""
+
+    def forget_dead(self) -> None:
+        """Wait until the cluster takes nodes that were killed for dead, and gives them nothing to do."""
 
     def busy_node(self) -> int:
         """Return a node that runs an agent or a rank, and is not the head."""
@@ -84,6 +88,21 @@ class _Nodes:
                 if any(word in command for word in words):
                     return number
         raise CordeeError(f"no node runs {' or '.join(words)}")
+
+    def discard_last(self) -> None:
+        """Forget the newest node, which did not come up, and end what is left of it."""
+        daemon = self.daemons.pop()
+        mine = str(self.folder / str(len(self.daemons)))
+        family = [*_family(daemon.pid), *(one for one in self.processes() if mine in " ".join(_command(one)))]
+        for process in family:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        daemon.wait()
+        psutil.wait_procs(family, timeout=10)
+        shutil.rmtree(mine, ignore_errors=True)
+
+    def num_running(self) -> int:
+        return sum(daemon.poll() is None for daemon in self.daemons)
 
     def kill(self, number: int) -> float:
         daemon = self.daemons[number]
@@ -133,6 +152,13 @@ class RayCluster:
             raise
 
     def add_node(self) -> int:
+        for _ in range(MOST_TRIES - 1):
+            with contextlib.suppress(CordeeError):
+                return self._add_node()
+            self._nodes.discard_last()
+        return self._add_node()
+
+    def _add_node(self) -> int:
         is_head = not self._nodes.daemons
         # A folder for each node: nodes with one folder between them unpack the working folder of a submitted job over
         # each other, and remove it while its driver runs in it.
@@ -167,6 +193,13 @@ class RayCluster:
         except (OSError, RuntimeError, ray.exceptions.RayError):
             return set()
         return {node.hex() for node, info in nodes.items() if info.state == 0}  # 0 is ALIVE
+
+    def forget_dead(self) -> None:
+        deadline_s = time.monotonic() + START_S
+        while len(self.living_nodes()) > self._nodes.num_running():
+            if time.monotonic() > deadline_s:
+                raise CordeeError(f"the Ray at {self.connect} takes dead nodes for alive after {START_S:g} s")
+            time.sleep(0.2)
 
     def busy_node(self) -> int:
         return self._nodes.find("ray::RayAgent", "ray::RayTrainWorker")
@@ -214,6 +247,9 @@ class SparkCluster:
         number = self._spawn("worker.Worker", [*options, self.connect])
         self._nodes.wait(number, lambda: "Successfully registered with master" in self._log(number))
         return number
+
+    def forget_dead(self) -> None:
+        """The master hears at once that the connection to a worker was closed."""
 
     def busy_node(self) -> int:
         return self._nodes.find("pyspark.daemon")
