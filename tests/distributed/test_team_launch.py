@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +118,10 @@ def test_parts_that_live_in_this_process_need_one_worker(tmp_path: Path) -> None
 def test_what_every_worker_says_is_the_reason(tmp_path: Path) -> None:
     """No worker is the cause where none can form the group: here no segment of shared memory can be made."""
     path = write_job(tmp_path)
-    # Not a warm launch: Python has to start to read `sitecustomize`.
-    command = [sys.executable, "-m", "cordee", "train", str(path), "--workers", "2", "--run-dir", str(tmp_path / "run")]
-    environment = {**os.environ, "PYTHONPATH": f"{HERE}/without_shared_memory"}
-    ended = subprocess.run([*command, "-q"], env=environment, capture_output=True, text=True, timeout=90)
-    assert ended.returncode == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{HERE}/without_shared_memory{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        ended = run("train", str(path), "--workers", "2", "--run-dir", str(tmp_path / "run"), "-q")
+    assert ended.code == 1
     assert "no shared memory today" in ended.stderr
     assert "Traceback" not in ended.stderr and ended.stderr.count("\n") <= 2
     assert summary_of(tmp_path / "run")["status"] == "failed"
