@@ -325,7 +325,7 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
         env: Any,
         *rest: Any,
     ) -> None:  # type: ignore[override]
-        if isinstance(args, str) or FORK_SERVER not in args:
+        if isinstance(args, str) or FORK_SERVER not in args or _has_own_start(os.environ if env is None else env):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)  # type: ignore[misc]
             return
         request = {
@@ -340,6 +340,12 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
             while f"\nPPid:\t{os.getpid()}\n" not in Path(f"/proc/{self.pid}/status").read_text():
                 time.sleep(0.001)
         self._child_created = True
+
+
+def _has_own_start(environment: Mapping[str, str]) -> bool:
+    """Whether Python would read a `sitecustomize` at its start, as it does on a path of the environment."""
+    folders = environment.get("PYTHONPATH", "").split(os.pathsep)
+    return any((Path(folder) / "sitecustomize.py").exists() for folder in folders if folder)
 
 
 def _start_forker() -> socket.socket:
