@@ -253,7 +253,7 @@ def test_a_frozen_worker_is_ended_and_trained_around(tmp_path: Path, undisturbed
         assert "is frozen" in run.of("worker_lost")[0]["reason"]
 
 
-MEETING = """
+FORMING = """
 import os, signal, cordee.cluster.rendezvous
 tell = cordee.cluster.rendezvous.RendezvousStore.set
 def tell_and_go(self, key, value):
@@ -271,11 +271,11 @@ cordee.cluster.rendezvous.RendezvousStore.set = tell_and_go
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("key", "number"),
-    [("/gloo/", "SIGSTOP"), ("/member/", "SIGKILL")],
+    [("/segment/", "SIGSTOP"), ("/member/", "SIGKILL")],
 )
 def test_one_is_lost_while_the_next_group_is_formed(tmp_path: Path, undisturbed: str, key: str, number: str) -> None:
-    """The others do not wait for it: they hear from the coordinator that the meeting is off."""
-    with launch(tmp_path, "--workers", "3", before=MEETING.format(key=key, number=number)) as run:
+    """The others do not wait for it: they hear from the coordinator that the generation is over."""
+    with launch(tmp_path, "--workers", "3", before=FORMING.format(key=key, number=number)) as run:
         run.wait_for_step(5)
         (tmp_path / "now").touch()
         os.kill(run.pids()[1], signal.SIGKILL)
