@@ -75,9 +75,9 @@ def train(
 ) -> Run:
     """Train `job` (a Job, a table in the shape of the job file, or the path of one) and return the run.
 
-    `data` is what to train on instead of the job's `data.use`: a Spark DataFrame, which Spark writes as Parquet beside
-    the run directory, or anything that `data.use` may be. `engine` is where the processes of the run come from, instead
-    of the job's `cluster.engine`.
+    `data` is what to train on instead of the job's `data.use`: a Spark DataFrame, which Spark writes as Parquet to
+    `checkpoint.storage`, or else beside the run directory, or anything that `data.use` may be. `engine` is where the
+    processes of the run come from, instead of the job's `cluster.engine`.
     The first Ctrl-C ends the run after the step, saved, with the status 'interrupted'. Raises a CordeeError
     if the job cannot be run or the training fails; what was saved before stays, and `resume` continues from it.
     """
@@ -117,7 +117,8 @@ def _train(
     if resume and storage is not None:
         bring_run(storage, path)
     if frame is not None:
-        written = data_of_frame(frame, asked.data, path.absolute().with_name(f"{path.name}-data"), resume=resume)
+        beside = storage.url.rstrip("/") if storage is not None else str(path.absolute().parent)
+        written = data_of_frame(frame, asked.data, f"{beside}/{path.absolute().name}-data", resume=resume)
         asked = msgspec.structs.replace(asked, data=written)
     asked, note = fit_to_run(asked, path, overrides) if resume else (asked, "")
     refuse_others_settings(asked)

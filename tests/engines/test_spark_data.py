@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 PROGRAM = """
-import sys
+import shutil, sys
 from pathlib import Path
 import numpy as np
 import cordee
@@ -70,6 +70,16 @@ def with_data(**data):
     return {**job, "data": {**job["data"], **data}}
 
 
+# With a storage the rows are there, and a run without its directory resumes from them.
+Path("storage").mkdir()
+stored = {**job, "checkpoint": {"storage": Path("storage").absolute().as_uri()}}
+half = {**stored, "stop": {"steps": 20}}
+first = cordee.train(half, data=frame, run_dir="stored", quiet=True)
+print("in storage", first.status, len(list(Path("storage/stored-data").glob("part-*"))), Path("stored-data").exists())
+shutil.rmtree("stored")
+whole = cordee.train(stored, data=frame, run_dir="stored", resume=True, quiet=True)
+print("resumed", whole.status, whole.summary.weights_sha256 == run.summary.weights_sha256)
+
 refused("label", lambda: cordee.train(with_data(label="yy"), data=frame, run_dir="a", quiet=True))
 refused("use", lambda: cordee.train(with_data(use="digits"), data=frame, run_dir="b", quiet=True))
 refused("path", lambda: cordee.train(with_data(path="somewhere"), data=frame, run_dir="c", quiet=True))
@@ -97,13 +107,13 @@ EXPECTED = {
 }
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_dataframe_is_trained_on_and_scored(tmp_path: Path) -> None:
     """One program, since a session takes its time: train, compare with a run without Spark, score, bad input."""
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "program.py"]
     environment = {**os.environ, "PYSPARK_PYTHON": sys.executable}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, env=environment)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1100, env=environment)
     output = done.stdout
     assert done.returncode == 0, output + done.stderr
     assert "trained completed" in output
@@ -113,6 +123,8 @@ def test_a_dataframe_is_trained_on_and_scored(tmp_path: Path) -> None:
     assert "same predictions True" in output
     assert "pandas True" in output
     assert "pipeline 400" in output
+    assert "in storage stopped 3 False" in output or "in storage completed 3 False" in output, output
+    assert "resumed completed True" in output, output
     for what, message in EXPECTED.items():
         lines = output.partition(f"refused {what} ")[2] or output.partition(f"failed {what} ")[2]
         assert message in lines, (what, output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,11 @@ import msgspec
 
 from cordee.core.errors import DataError, JobError, nearest
 from cordee.core.settings import Data
+from cordee.data.storage import find_data_files, is_there, is_url
 
 SOURCE = "parquet"  # the source that reads what was written
 DONE = "_SUCCESS"  # the file that Spark writes last
+HADOOP_NAMES = {"s3": "s3a", "gcs": "gs"}  # of storages that Spark calls otherwise than fsspec
 
 
 def is_dataframe(data: object) -> bool:
@@ -20,11 +21,12 @@ def is_dataframe(data: object) -> bool:
     return type(data).__module__.startswith("pyspark.sql.") and type(data).__name__ == "DataFrame"
 
 
-def data_of_frame(frame: Any, data: Data, folder: Path, *, resume: bool) -> Data:
-    """Have Spark write `frame` to `folder`, and return the [data] that reads it; who resumes reads what is there.
+def data_of_frame(frame: Any, data: Data, folder: str, *, resume: bool) -> Data:
+    """Have Spark write `frame` to `folder`, a path or a URL, and return the [data] that reads it.
 
-    `data` says how the columns are used; all but the label are inputs unless it names some. Raises JobError for
-    settings that contradict a DataFrame, DataError for columns that are not there and if Spark cannot write.
+    Who resumes reads what is there. `data` says how the columns are used; all but the label are inputs unless it names
+    some. Raises JobError for settings that contradict a DataFrame, DataError for columns that are not there and if
+    Spark cannot write.
     """
     if data.use != SOURCE:
         raise JobError(
@@ -37,29 +39,38 @@ def data_of_frame(frame: Any, data: Data, folder: Path, *, resume: bool) -> Data
     for name in (label, *columns):
         if name not in names:
             raise DataError(f"the DataFrame has no column {name!r}{nearest(name, names)} (it has: {', '.join(names)})")
-    if resume and not (folder / DONE).exists():
+    folder = folder if is_url(folder) else str(Path(folder).absolute())
+    if resume and not is_there(f"{folder}/{DONE}"):
         raise DataError(f"the rows that the run was trained on are not in {folder} any more: start without resume")
     if not resume:
         _write(frame.select(*columns, label), folder)
-    return msgspec.structs.replace(data, args={**data.args, "columns": columns, "path": str(folder)})
+    return msgspec.structs.replace(data, args={**data.args, "columns": columns, "path": folder})
 
 
-def _write(frame: Any, folder: Path) -> None:
+def _write(frame: Any, folder: str) -> None:
     """Have Spark write the rows: they are computed once, and do not change in a run.
 
     A folder that an interrupted writing has left is replaced; rows of another run are not.
     """
-    if (folder / DONE).exists():
+    if is_there(f"{folder}/{DONE}"):
         raise DataError(f"{folder} has the data of another run: remove it, or choose another run directory")
-    shutil.rmtree(folder, ignore_errors=True)
     try:
-        frame.write.parquet(folder.absolute().as_uri())
+        frame.write.mode("overwrite").parquet(_as_hadoop_url(folder))
     except Exception as error:  # Py4J passes on whatever the JVM throws
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise DataError(f"Spark could not write the DataFrame to {folder}: {reason}") from error
-    if not any(folder.glob("part-*")):
+    try:
+        find_data_files(folder, (".parquet",))
+    except DataError as error:
         raise DataError(
             f"Spark has written the DataFrame to {folder}, and this host does not see it: the executors are on other "
-            "hosts. Give --run-dir (run_dir) in a folder that all hosts share, or write the DataFrame as Parquet "
-            "yourself and set data.path"
-        )
+            "hosts. Set checkpoint.storage, or give --run-dir (run_dir) in a folder that all hosts share, or write the "
+            f"DataFrame as Parquet yourself and set data.path ({error})"
+        ) from error
+
+
+def _as_hadoop_url(folder: str) -> str:
+    if not is_url(folder):
+        return Path(folder).as_uri()
+    scheme, _, rest = folder.partition("://")
+    return f"{HADOOP_NAMES.get(scheme, scheme)}://{rest}"

@@ -69,6 +69,18 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def is_there(path: str) -> bool:
+    """Return whether there is such a file, on this host or behind an fsspec URL. Raises DataError if nobody can say."""
+    if not is_url(path):
+        return Path(path).exists()
+    fsspec = require_package("fsspec", path, "storage")
+    try:
+        files, name = fsspec.core.url_to_fs(path)
+        return bool(files.exists(name))
+    except Exception as error:  # of any storage
+        raise DataError(f"{path} cannot be read: {_reason(error)}") from error
+
+
 def find_data_files(
     path: str, suffixes: Sequence[str], *, key: str = "path", root: str | None = None
 ) -> list[DataFile]:
