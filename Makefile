@@ -13,7 +13,7 @@ FAULT_RESULTS ?=
 # How long `make test-long` compares random jobs of fresh seeds with the single run.
 DIFFERENCE_MINUTES ?= 60
 
-.PHONY: help quickstart test test-long test-faults test-env test-ray test-spark unit lint types bench docs fuzz clean
+.PHONY: help quickstart test test-long test-faults test-env test-ray test-spark bench-engines unit lint types bench docs fuzz clean
 help:
 	@echo "make quickstart  set up, train a first model, show the result"
 	@echo "make test        set up, run the tests"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-env    the engine 'env' under torchrun, mpirun (openmpi-bin) and Slurm (slurm-wlm munge)"
 	@echo "make test-ray    the engine 'ray' on a Ray of two nodes, in an environment of its own (.venv-ray)"
 	@echo "make test-spark  the engine 'spark' on a Spark of two workers (.venv-spark; needs Java 17)"
+	@echo "make bench-engines  the engines 'env', 'ray' and 'spark' beside their peers (in .venv-ray; needs Java 17)"
 	@echo "make unit        only the unit tests (about a minute)"
 	@echo "make lint types  ruff, mypy --strict"
 	@echo "make bench       measure against the peers (installs them; some minutes)"
@@ -89,6 +90,11 @@ types: $(VENV)/.dev
 bench: $(VENV)/.cordee
 	@$(PIP) -e '.[bench]'
 	$(BIN)/cordee bench overhead
+
+# One environment with both, so that all of them take turns.
+bench-engines: .venv-ray/.engine
+	@.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,spark]'
+	.venv-ray/bin/cordee bench engines $(if $(ROUNDS),--rounds $(ROUNDS)) -o benchmarks/results/engines.json
 
 fuzz: $(VENV)/.cordee
 	@$(PIP) -e '.[fuzz]'

@@ -180,7 +180,10 @@ def _attempt(
 
 
 def await_gap(
-    steps: Callable[[], list[tuple[float, int]]], killed_s: float, process: subprocess.Popen[bytes]
+    steps: Callable[[], list[tuple[float, int]]],
+    killed_s: float,
+    process: subprocess.Popen[bytes],
+    timeout_s: float = TIMEOUT_S,
 ) -> tuple[float, int, float]:
     """Return when the last step before the gap was taken, and the number and time of the first after it."""
 
@@ -196,7 +199,7 @@ def await_gap(
         _, at = max(pauses)
         return moments[at][0], moments[at + 1][1], moments[at + 1][0]
 
-    wait_for(lambda: found() is not None, process)
+    wait_for(lambda: found() is not None, process, timeout_s)
     result = found()
     assert result is not None
     return result
@@ -207,8 +210,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float = TIMEOUT_S) -> None:
+    deadline_s = time.monotonic() + timeout_s
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline_s:
             raise CordeeError(f"{process.args!r} did not get on (exit code {process.returncode})")
@@ -216,8 +219,10 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) ->
 
 
 @contextlib.contextmanager
-def running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def running(command: list[str], log: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """Inside, `command` runs; what it prints goes to `log`. It ends with what it has started."""
+    with (log or Path(os.devnull)).open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
         yield process
     finally:

@@ -30,7 +30,7 @@ BENCHMARKS = {
     "recovery": "a worker is killed: time to the next step, beside torchrun's restart",
     "reproducible": "what reproducible mode costs beside the ordinary one: four models, one and two workers",
     "commit_check": "what comparing the members costs: LeNet and ResNet-20 on two workers, with it and without",
-    "engines": "two workers on Ray and Spark beside the local engine, Ray Train and TorchDistributor; a node is lost",
+    "engines": "two workers on torchrun, Ray and Spark beside DDP, Ray Train and TorchDistributor; a node is lost",
     "server": "push_pull of the key-value store beside an echo of the same bytes through ZeroMQ",
 }
 
