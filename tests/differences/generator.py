@@ -89,6 +89,7 @@ OPTIMIZERS: tuple[Table, ...] = (
     {"use": "rprop", "lr": 0.01},
     {"use": "adafactor", "lr": 0.05},
     {"use": "differences.parts:grouped_sgd", "lr": 0.05, "momentum": 0.9},
+    {"use": "differences.parts:layered_sgd", "lr": 0.05, "momentum": 0.9},
 )
 # In single precision a small denominator makes whole steps out of gradients that are nothing but rounding.
 ROUNDING_OPTIMIZERS: tuple[Table, ...] = (*OPTIMIZERS[:3], {"use": "adam", "lr": 0.01, "eps": 1e-2})

@@ -387,6 +387,13 @@ def grouped_sgd(parameters: Iterable[Any], lr: float = 0.1, momentum: float = 0.
     return torch.optim.SGD([group for group in groups if group["params"]], lr=lr, momentum=momentum)
 
 
+def layered_sgd(parameters: Iterable[Any], lr: float = 0.1, momentum: float = 0.0) -> torch.optim.Optimizer:
+    """Rates by place: the last parameter has the highest."""
+    all_of_them = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
+    groups = [{"params": [parameter], "lr": lr * 0.9**depth} for depth, parameter in enumerate(reversed(all_of_them))]
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum)
+
+
 def sawtooth(*, every_steps: int = 3, total_steps: int | None = None) -> Callable[[int], float]:
     """A schedule of the user's own."""
     return lambda step: 1.0 - 0.2 * (step % every_steps)

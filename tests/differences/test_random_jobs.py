@@ -82,6 +82,18 @@ FOUND = {
         "strategy": {"name": "pipeline", "workers": 2},
     },
     # torch looked at the whole parameters of a unit that no pass had used.
+    "groups of servers that hold a part of them": {
+        "blocks": ["frozen", "group_norm"],
+        "optimizer": {"use": "differences.parts:grouped_sgd", "lr": 0.05},
+        "strategy": {"name": "parameter_server", "workers": 2},
+        "before": {"name": "parameter_server", "workers": 3, "servers": 3},
+        "resume_at": 2,
+    },
+    "groups by place": {
+        "blocks": ["linear", "relu"],
+        "optimizer": {"use": "differences.parts:layered_sgd", "lr": 0.05},
+        "strategy": {"name": "parameter_server", "workers": 2, "servers": 3},
+    },
     "unused unit in bf16": {
         "blocks": ["unused"],
         "double": False,

@@ -13,7 +13,14 @@ from cordee.compute.computation import (
 )
 from cordee.compute.devices import choose_device, share_threads, usable_cores
 from cordee.compute.losses import LossFunction, make_loss
-from cordee.compute.optimizers import LR_SCALES, OptimizerRecipe, Schedule, make_optimizer_recipe, make_schedule
+from cordee.compute.optimizers import (
+    LR_SCALES,
+    OptimizerRecipe,
+    Schedule,
+    make_optimizer_recipe,
+    make_schedule,
+    number_groups,
+)
 
 __all__ = [
     "LR_SCALES",
@@ -32,6 +39,7 @@ __all__ = [
     "make_loss",
     "make_optimizer_recipe",
     "make_schedule",
+    "number_groups",
     "share_threads",
     "split_batch",
     "usable_cores",

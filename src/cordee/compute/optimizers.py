@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cordee.core.errors import JobError
@@ -32,7 +32,7 @@ def builtin_optimizers() -> dict[str, Callable[..., Optimizer]]:
     }
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class OptimizerRecipe:
     """Makes optimizers and sets their rate: the strategy decides where one lives and over which parameters."""
 
@@ -46,6 +46,21 @@ class OptimizerRecipe:
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         return optimizer
+
+    def for_parts_of(self, model: nn.Module) -> OptimizerRecipe:
+        """Return a recipe for optimizers of some of the model's parameters, or of slices, by the same names.
+
+        Each parameter has the group, and so the settings, that it has in the optimizer of the whole model: a function
+        of the user's may tell parameters apart by their shape or their place among the others.
+        """
+        of_whole = self.make(model.named_parameters())
+
+        def build(named_parameters: list[tuple[str, Tensor]]) -> Optimizer:
+            optimizer = self.build(named_parameters)
+            _group_as_whole(optimizer, named_parameters, of_whole, model)
+            return optimizer
+
+        return dataclasses.replace(self, build=build)
 
     def set_rate(self, optimizer: Optimizer, step: int) -> float:
         """Set the rate for `step` and return that of the first group."""
@@ -66,6 +81,32 @@ class OptimizerRecipe:
                 f"the schedule gives {factor!r} for step {step}: it must give a finite number, the factor of the rate"
             )
         return factor * self.lr_factor
+
+
+def number_groups(optimizer: Optimizer, model: nn.Module) -> dict[str, int]:
+    """Return the number of each parameter's group, by every name that the parameter has in the model."""
+    group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: group_of[id(p)] for name, p in named if id(p) in group_of}
+
+
+def _group_as_whole(
+    optimizer: Optimizer, held: Iterable[tuple[str, Tensor]], of_whole: Optimizer, model: nn.Module
+) -> None:
+    number_of = number_groups(of_whole, model)
+    taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in held:
+        if (id(parameter) in taken) != (name in number_of):
+            raise JobError(
+                f"the optimizer chooses parameters by their shape or place, and takes '{name}' of the model and not of "
+                "a part of it, or the other way round: freeze what is not to be trained (requires_grad_(False))"
+            )
+    own = [(name, parameter) for name, parameter in held if id(parameter) in taken]
+    optimizer.param_groups[:] = [
+        {**group, "params": members}
+        for number, group in enumerate(of_whole.param_groups)
+        if (members := [parameter for name, parameter in own if number_of[name] == number])
+    ]
 
 
 def make_optimizer_recipe(

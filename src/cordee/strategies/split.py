@@ -72,9 +72,8 @@ class SplitModel(ABC):
         self.model, self._whole, self._held, self._recipe, self._team = whole.model, whole, held, recipe, team
         trained = [parameter for _, parameter in held.named_parameters() if parameter.requires_grad]
         of_whole = recipe.make(whole.model.named_parameters())
-        self._optimizer = recipe.make(held.named_parameters()) if trained else None
-        if self._optimizer is not None:
-            group_as_whole(self._optimizer, held.named_parameters(), of_whole, whole.model)
+        of_parts = recipe.for_parts_of(whole.model)
+        self._optimizer = of_parts.make(held.named_parameters()) if trained else None
         # The rate that is reported is that of the whole model's first group, of which a worker may hold nothing.
         self._first_rate: float = of_whole.param_groups[0]["initial_lr"]
         self._exchange = GradientExchange(trained, 0, replicas) if trained and replicas else None
@@ -225,31 +224,6 @@ class WholeModel:
             self._is_here = True
             for tensor, shape, stride in self._others:
                 tensor.data = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).zero_()
-
-
-def group_as_whole(
-    optimizer: Optimizer, held: Iterable[tuple[str, Tensor]], of_whole: Optimizer, model: nn.Module
-) -> None:
-    """Give each parameter that is held the group, and so the settings, that it has in the optimizer of the model.
-
-    A function of the user's may tell parameters apart by their shape, and slices have another one.
-    """
-    group_of = {id(p): index for index, group in enumerate(of_whole.param_groups) for p in group["params"]}
-    index_of = {name: group_of.get(id(p)) for name, p in model.named_parameters(remove_duplicate=False)}
-    taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    trained = [(name, parameter) for name, parameter in held if parameter.requires_grad]
-    for name, parameter in trained:
-        if (id(parameter) in taken) != (index_of.get(name) is not None):
-            raise JobError(
-                f"the optimizer chooses parameters by their shape, and takes '{name}' of the model and not of its "
-                "slices, or the other way round: freeze what is not to be trained (requires_grad_(False))"
-            )
-    own = [(name, parameter) for name, parameter in trained if id(parameter) in taken]
-    optimizer.param_groups[:] = [
-        {**group, "params": members}
-        for index, group in enumerate(of_whole.param_groups)
-        if (members := [parameter for name, parameter in own if index_of[name] == index])
-    ]
 
 
 # Optimizers that update each element by itself, and so work on slices of parameters as on the whole.

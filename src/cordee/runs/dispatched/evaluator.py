@@ -20,7 +20,7 @@ from cordee.checkpoint import State, model_state
 from cordee.checkpoint.layout import decode_values, encode_values
 from cordee.cluster import Team
 from cordee.cluster.member_link import MemberSpec
-from cordee.compute import Metrics, evaluate
+from cordee.compute import Metrics, evaluate, number_groups
 from cordee.core.errors import StorageError
 from cordee.core.fault_points import identify, reach
 from cordee.core.shards import sum_shards
@@ -77,6 +77,7 @@ class Evaluator:
         self._flat = flatten_parameters(parts.model, self._layout)
         adopt_flat(parts.model, self._layout, self._flat, torch.zeros_like(self._flat))
         self._buffers = dict(parts.model.named_buffers())
+        self._group_of = number_groups(parts.recipe.make(parts.model.named_parameters()), parts.model)
 
     def carry_out(self, task: EvaluatorTask) -> EvaluatorTaskDone:
         started = time.perf_counter()
@@ -119,7 +120,7 @@ class Evaluator:
             for piece in self._layout.pieces
         ]
         self._link.ask(SnapshotTaken(self._client.pull_extras(self._buffers, SnapshotExtras(task.apply_step))))
-        return join_pieces(self._layout, states)
+        return join_pieces(self._layout, states, self._group_of)
 
     def _measure(self) -> Metrics | None:
         parts = self._parts

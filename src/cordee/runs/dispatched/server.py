@@ -117,7 +117,9 @@ def _make_service(spec: MemberSpec, run_dir: Path) -> ParameterService:
         return flat[piece.start : piece.stop].clone()
 
     fixed = fixed_of(job)
-    shard = ParameterShard(layout.of_server(spec.index), values, parts.recipe, settings, fixed)
+    shard = ParameterShard(
+        layout.of_server(spec.index), values, parts.recipe.for_parts_of(parts.model), settings, fixed
+    )
     shard.agreed = {name: value.clone() for name, value in parts.model.named_buffers()}
     if saved is not None:
         for state in shard.pieces.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,18 +31,25 @@ def load_piece(state: PieceState, whole: State) -> None:
     state.optimizer.restore(State({**tensors, **shared}, values))
 
 
-def join_pieces(layout: Layout, states: Sequence[State]) -> State:
-    """Return the optimizer state of the whole model, of those of all pieces in order."""
+def join_pieces(layout: Layout, states: Sequence[State], group_of: Mapping[str, int]) -> State:
+    """Return the optimizer state of the whole model, of those of all pieces in order.
+
+    `group_of` has the number of each parameter's group in the optimizer of the whole model: a piece has parameters of
+    some of them only.
+    """
     tensors: dict[str, Tensor] = {}
     collected: dict[str, list[Tensor]] = {}
     merged_state: dict[str, Any] = {}
-    groups: list[dict[str, Any]] = []
+    groups: dict[int, dict[str, Any]] = {}
     for piece, state in zip(layout.pieces, states, strict=True):
         slices = {one.name: one for one in piece.slices}
-        for position, group in enumerate(state.values["groups"]):
-            if position == len(groups):
-                groups.append({**group, "parameters": {}})
-            groups[position]["parameters"].update({name: list(slices[name].shape) for name in group["parameters"]})
+        for group in state.values["groups"]:
+            number = group_of[next(iter(group["parameters"]))]
+            if number not in groups:  # tensors among its settings are known by its number
+                settings, kept = _moved(group["settings"], f"$groups.{number}.", state.tensors)
+                groups[number] = {"parameters": {}, "settings": settings}
+                tensors |= kept
+            groups[number]["parameters"].update({name: list(slices[name].shape) for name in group["parameters"]})
         merged_state.update(state.values["state"])
         for name, inner in state.values["state"].items():
             for reference in _references(inner):
@@ -52,13 +59,14 @@ def join_pieces(layout: Layout, states: Sequence[State]) -> State:
                     tensors[reference] = torch.cat(collected[reference])
                 else:  # a counter: the same in all slices
                     tensors[reference] = tensor
-        tensors |= {key: tensor for key, tensor in state.tensors.items() if key.startswith("$")}
+        tensors |= {key: tensor for key, tensor in state.tensors.items() if key.startswith("$extra")}
     shapes = {one.name: one.shape for piece in layout.pieces for one in piece.slices}
     for name, inner in merged_state.items():
         for reference in _references(inner):
             if reference in collected:
                 tensors[reference] = tensors[reference].view(shapes[name])
-    return State(tensors, {**states[0].values, "groups": groups, "state": merged_state})
+    in_order = [groups[number] for number in sorted(groups)]
+    return State(tensors, {**states[0].values, "groups": in_order, "state": merged_state})
 
 
 def flatten_parameters(model: nn.Module, layout: Layout) -> Tensor:
@@ -90,6 +98,20 @@ def adopt_flat(model: nn.Module, layout: Layout, flat: Tensor, gradient: Tensor)
         parameter = parameters[name]
         parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
         parameter.grad = gradient[start : start + parameter.numel()].view_as(parameter)
+
+
+def _moved(value: Any, prefix: str, tensors: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    """Return a packed value whose tensors have names that begin with `prefix`, and these tensors."""
+    new_names = {old: f"{prefix}{number}" for number, old in enumerate(_references(value))}
+
+    def renamed(inner: Any) -> Any:
+        if isinstance(inner, dict):
+            if inner.keys() == {"$tensor"}:
+                return {"$tensor": new_names[inner["$tensor"]]}
+            return {key: renamed(one) for key, one in inner.items()}
+        return [renamed(one) for one in inner] if isinstance(inner, list) else inner
+
+    return renamed(value), {new: tensors[old] for old, new in new_names.items()}
 
 
 def _references(value: Any) -> list[str]:

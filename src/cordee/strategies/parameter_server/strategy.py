@@ -55,8 +55,9 @@ class ParameterServer:
         """Raise JobError if the model cannot be cut among the servers, or a server would have no optimizer."""
         layout = make_layout(model, self.settings.servers, can_split=self._can_split)
         parameters = dict(model.named_parameters())
+        of_parts = recipe.for_parts_of(model)
         for piece in layout.pieces:
-            recipe.make((name, parameters[name]) for name in dict.fromkeys(one.name for one in piece.slices))
+            of_parts.make((name, parameters[name]) for name in dict.fromkeys(one.name for one in piece.slices))
 
 
 def can_split(job: Job) -> bool:

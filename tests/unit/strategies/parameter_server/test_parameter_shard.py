@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from cordee.checkpoint import State, load_optimizer_state, optimizer_state
-from cordee.compute import make_optimizer_recipe, make_schedule
-from cordee.core.errors import CommunicationError
+from cordee.compute import OptimizerRecipe, make_optimizer_recipe, make_schedule, number_groups
+from cordee.core.errors import CommunicationError, JobError
 from cordee.core.references import Use
 from cordee.parameters.placement import ELEMENTWISE, Layout, make_layout
 from cordee.strategies.parameter_server.messages import Push
@@ -44,7 +44,17 @@ def recipe_for(optimizer: str, **settings: float):  # type: ignore[no-untyped-de
 class Servers:
     """All servers of a model in one process."""
 
-    def __init__(self, model: nn.Module, optimizer: str = "SGD", num_servers: int = 2, **settings: object) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: str = "SGD",
+        num_servers: int = 2,
+        recipe: OptimizerRecipe | None = None,
+        **settings: object,
+    ) -> None:
+        recipe = recipe or recipe_for(optimizer)
+        self.group_of = number_groups(recipe.make(model.named_parameters()), model)
+        of_parts = recipe.for_parts_of(model)
         self.settings = ParameterServerSettings(servers=num_servers, **settings)  # type: ignore[arg-type]
         self.layout: Layout = make_layout(model, num_servers, can_split=optimizer in ELEMENTWISE)
         flat = flatten_parameters(model, self.layout)
@@ -52,7 +62,7 @@ class Servers:
             ParameterShard(
                 self.layout.of_server(server),
                 lambda piece: flat[piece.start : piece.stop].clone(),
-                recipe_for(optimizer),
+                of_parts,
                 self.settings,
             )
             for server in range(num_servers)
@@ -77,7 +87,7 @@ class Servers:
 
     def optimizer_state(self) -> State:
         states = [self.shards[piece.server].piece(piece.index).optimizer.dump() for piece in self.layout.pieces]
-        return join_pieces(self.layout, states)
+        return join_pieces(self.layout, states, self.group_of)
 
 
 def push_of(piece: int, unit: int, share: int, num_shares: int, count: float, worker: str = "worker-0") -> Push:
@@ -252,6 +262,59 @@ def test_optimizer_state_goes_to_any_number_of_servers_and_back(optimizer: str) 
     assert torch.equal(first.values(), second.values())
     model = make_model()
     load_optimizer_state(recipe_for(optimizer).make(model.named_parameters()), model, second.optimizer_state())
+
+
+def by_place(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """Rates that fall from the last layer to the first, one of them a tensor; biases, by their shape, have no decay."""
+    groups: list[dict[str, object]] = []
+    for depth, parameter in enumerate(reversed(parameters)):
+        rate = lr * 0.5**depth
+        is_matrix = parameter.ndim > 1
+        groups.append({
+            "params": [parameter], "lr": torch.tensor(rate) if depth == 1 else rate, "weight_decay": 0.1 * is_matrix
+        })  # fmt: skip
+    return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 3, 4])
+def test_groups_are_those_of_the_whole_model(num_servers: int) -> None:
+    """Whatever a server holds, a parameter has the settings that it has alone, and checkpoints say so."""
+    recipe = make_optimizer_recipe(
+        Use(by_place, lr=0.05), make_schedule(Use("cosine"), NUM_STEPS), lr_scale="none", num_shares=1
+    )
+    servers = Servers(make_model(), "by place", num_servers, recipe)
+    model = make_model()
+    alone = recipe.make(model.named_parameters())
+    units = [unit for (unit,) in gradients(1, servers.layout.length)]
+    for step in range(2):
+        for piece in servers.layout.pieces:
+            servers.push(units[step], piece.index, unit=step, step=step, share=0, num_shares=1)
+        for (piece,) in zip(servers.layout.pieces):
+            for one in piece.slices:
+                grad = units[step][one.offset : one.offset + one.length].view(one.shape)
+                model.get_parameter(one.name).grad = grad.clone()
+        recipe.set_rate(alone, step)
+        alone.step()
+    assert torch.equal(servers.values(), flatten_parameters(model, servers.layout))
+    expected, found = optimizer_state(alone, model), servers.optimizer_state()
+    assert [list(group["parameters"]) for group in found.values["groups"]] == [
+        list(group["parameters"]) for group in expected.values["groups"]
+    ]
+    again = recipe.make(model.named_parameters())
+    load_optimizer_state(again, model, found)
+    for one, other in zip(again.param_groups, alone.param_groups, strict=True):
+        assert (float(one["lr"]), one["weight_decay"]) == (float(other["lr"]), other["weight_decay"])
+
+
+def test_an_optimizer_that_leaves_out_by_place_is_refused() -> None:
+    recipe = make_optimizer_recipe(
+        Use(lambda parameters: torch.optim.SGD(parameters[1:] or parameters, lr=0.1)),
+        make_schedule(Use("constant"), NUM_STEPS),
+        lr_scale="none",
+        num_shares=1,
+    )
+    with pytest.raises(JobError, match=r"by their shape or place, and takes '0\.weight'"):
+        Servers(make_model(), "by place", 2, recipe)
 
 
 def test_a_gradient_of_another_length_is_refused() -> None:
