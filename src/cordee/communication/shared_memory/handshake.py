@@ -244,11 +244,16 @@ def _listen(address: str | None) -> list[socket.socket]:
 
 
 def _own_addresses() -> list[str]:
-    """Return the addresses of this host, without those that mean something else on every host."""
+    """Return the addresses of this host, without those that mean something else on every host.
+
+    An interface counts once it is switched on. The system says a second later, or more, that it is also running; who
+    left it out until then would be reached by nobody.
+    """
+    flags = {name: stats.flags.split(",") for name, stats in psutil.net_if_stats().items()}
     found = [
         entry.address
         for name, entries in psutil.net_if_addrs().items()
-        if psutil.net_if_stats()[name].isup
+        if "up" in flags.get(name, ())
         for entry in entries
         if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address
     ]

@@ -8,13 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from cordee.communication.shared_memory.connections import RECORD_BYTES, Connection, Pump, drive
-from cordee.communication.shared_memory.handshake import LinkSettings
+from cordee.communication.shared_memory.handshake import LinkSettings, _own_addresses
 from cordee.communication.shared_memory.links import Links
 from cordee.communication.shared_memory.liveness import HEARTBEAT, abandon_groups
 from cordee.core.errors import CommunicationError
@@ -222,3 +224,14 @@ def test_waiting_ends_when_the_group_is_abandoned() -> None:
         with pytest.raises(CommunicationError, match="worker 7 is gone"):
             one.exchange({}, {1: [bytearray(1)]}, 1, 20.0)
         timer.join()
+
+
+def test_an_interface_that_was_just_switched_on_is_an_address_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system says up to a second later that it is running: `isup` is false until then."""
+    found = {"lo": "127.0.0.1", "new": "10.1.0.1", "off": "10.2.0.1", "gone": "10.3.0.1"}
+    flags = {"lo": "up,loopback,running", "new": "up,broadcast", "off": "broadcast"}
+    stats = {name: SimpleNamespace(isup=False, flags=said) for name, said in flags.items()}
+    entries = {name: [SimpleNamespace(family=socket.AF_INET, address=address)] for name, address in found.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
+    assert _own_addresses() == ["10.1.0.1"]
