@@ -260,7 +260,11 @@ def _data_parallel(rng: random.Random, job: Choices) -> Table:
     if not job["training"].get("reproducible"):
         settings |= _batch_norm(rng, job)
         if rng.random() < 0.4:
-            settings["reducer"] = rng.choice(["flat", "ddp"])
+            settings["reducer"] = rng.choice(["flat", "overlapped", "overlapped", "ddp"])
+            if settings["reducer"] == "overlapped":
+                settings["segment_bytes"] = rng.choice([1, 100, 1000])
+                if settings.get("batch_norm") == "sync":
+                    settings["batch_norm"] = "average"
         if rng.random() < 0.05:
             settings["compression"], settings["reducer"] = rng.choice(["fp16", "bf16"]), "ddp"
     return settings

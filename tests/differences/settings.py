@@ -178,6 +178,7 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "data_parallel.batch_norm": Changes("sync", weights, base=NORMED),
     "data_parallel.compression": Changes("fp16", weights, base={"model.double": False}),
     "data_parallel.reducer": Elsewhere("distributed/test_data_parallel.py"),
+    "data_parallel.segment_bytes": Elsewhere("distributed/test_data_parallel.py"),
     "sharded.unit_bytes": Elsewhere("unit/strategies/test_sharded.py"),
     "sharded.keep_gathered": Elsewhere("distributed/test_sharded_training.py"),
     "sharded.offload": Changes(True, exit_code),

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(200)
 MIXED = ("left", "right", "left", "right")
 STRATEGIES: dict[str, tuple[str, Table]] = {
     "data_parallel": ("mlp, momentum and clipping", {"name": "data_parallel"}),
+    "overlapped": ("gpt", {"name": "data_parallel", "segment_bytes": 1000}),  # by itself, between hosts
     "ddp": ("mlp", {"name": "data_parallel", "reducer": "ddp"}),
     "sharded": ("gpt", {"name": "sharded", "unit_bytes": 10_000}),
     "pipeline": ("lenet", {"name": "pipeline", "microbatches": 4}),
@@ -29,7 +30,7 @@ STRATEGIES: dict[str, tuple[str, Table]] = {
     "pipeline of slices": ("mlp", {"name": "hybrid", "mesh": {"pipeline": 2, "tensor": 2}, "microbatches": 3}),
     "copies of a pipeline": ("mlp", {"name": "hybrid", "mesh": {"data": 2, "pipeline": 2}}),
 }
-IN_SHORT = ("sharded", "pipeline of slices")
+IN_SHORT = ("overlapped", "sharded", "pipeline of slices")
 
 
 @pytest.fixture(scope="module")

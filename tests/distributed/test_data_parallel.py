@@ -77,7 +77,10 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def check_equal(pool: ProcessPool, name: str, reducer: str, references: Any, run_dir: Path) -> None:
     alone = references(name)
-    table = {**JOBS[name], "strategy": {**JOBS[name].get("strategy", {}), "reducer": reducer}}
+    strategy = {**JOBS[name].get("strategy", {}), "reducer": reducer}
+    if reducer == "overlapped":
+        strategy |= {"segment_bytes": 500, "batch_norm": "average"}  # several segments of these small models
+    table = {**JOBS[name], "strategy": strategy}
     together = train_together(pool, table, run_dir)
     assert largest_difference(alone, together[0]) <= LARGEST_DIFFERENCE
     assert len(alone.losses()) == 50
@@ -96,6 +99,11 @@ def check_equal(pool: ProcessPool, name: str, reducer: str, references: Any, run
 @pytest.mark.parametrize("name", JOBS)
 def test_two_workers_equal_one(two: ProcessPool, name: str, reducer: str, references: Any, tmp_path: Path) -> None:
     check_equal(two, name, reducer, references, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mlp", "accumulate", "lenet", "gpt", "dtypes and a shared parameter"])
+def test_overlapped_exchange(two: ProcessPool, name: str, references: Any, tmp_path: Path) -> None:
+    check_equal(two, name, "overlapped", references, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["mlp", "accumulate", "lenet", "resnet20", "gpt"])

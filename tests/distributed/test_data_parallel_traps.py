@@ -26,13 +26,13 @@ def falls(outcome: Outcome) -> bool:
 # Gradients that not all workers have ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reducer", ["flat", "ddp"])
+@pytest.mark.parametrize("reducer", ["flat", "overlapped", "ddp"])
 def test_a_parameter_that_one_worker_uses(two: ProcessPool, reducer: str, tmp_path: Path) -> None:
     """It learns from that worker's samples; what nobody uses stays, without decay, and is named."""
     table = job(
         model={"use": "networks:Branching"},
         optimizer={"use": "sgd", "lr": 0.1, "weight_decay": 0.1, "momentum": 0.9},
-        strategy={"reducer": reducer},
+        strategy={"reducer": reducer, "segment_bytes": 100},
         training={"steps": 20},
     )
     before = train_alone({**table, "training": {**table["training"], "steps": 1}}, tmp_path / "a").weights
@@ -47,12 +47,13 @@ def test_a_parameter_that_one_worker_uses(two: ProcessPool, reducer: str, tmp_pa
     assert not outcomes[1].of("warning"), "said once for all"
 
 
-def test_both_reducers_agree_on_it(two: ProcessPool, tmp_path: Path) -> None:
+def test_all_reducers_agree_on_it(two: ProcessPool, tmp_path: Path) -> None:
     table = job(model={"use": "networks:Branching"}, training={"steps": 20})
-    flat, ddp = (
-        train_together(two, {**table, "strategy": {"reducer": reducer}}, tmp_path / reducer)[0]
-        for reducer in ("flat", "ddp")
+    flat, overlapped, ddp = (
+        train_together(two, {**table, "strategy": {"reducer": reducer, "segment_bytes": 100}}, tmp_path / reducer)[0]
+        for reducer in ("flat", "overlapped", "ddp")
     )
+    assert largest_difference(flat, overlapped) == 0
     assert largest_difference(flat, ddp) <= 1e-6
 
 
@@ -246,10 +247,10 @@ def test_a_checkpoint_goes_on_with_any_number_of_workers(
     assert largest_difference(straight, end[0]) <= 1e-4
 
 
-@pytest.mark.parametrize("reducer", ["flat", "ddp"])
+@pytest.mark.parametrize("reducer", ["flat", "overlapped", "ddp"])
 def test_resuming_at_a_batch_too_small_for_all(four: ProcessPool, reducer: str, tmp_path: Path) -> None:
     """The first batch after resuming has 2 samples for 4 workers."""
-    table = job(data={"size": 34}, training={"steps": 4}, strategy={"reducer": reducer})
+    table = job(data={"size": 34}, training={"steps": 4}, strategy={"reducer": reducer, "segment_bytes": 100})
     straight = train_alone(table, tmp_path / "straight")
     train_together(four, {**table, "stop": {"steps": 1}}, tmp_path / "run")
     end = train_together(four, table, tmp_path / "run", resume=True)[0]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from process_pool import ProcessPool
-from torch import nn
+from torch import Tensor, nn
 
-from cordee.communication.exchange import AccumulatingExchange, GradientExchange, broadcast
+from cordee.communication.exchange import AccumulatingExchange, GradientExchange, OverlappedExchange, broadcast
+from cordee.core.errors import TrainingError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -54,6 +57,103 @@ def exchange_with_gaps(index: int, size: int) -> tuple[Any, ...]:
 
 def test_who_has_no_gradient_adds_nothing_and_what_nobody_has_stays_none(three: ProcessPool) -> None:
     assert three.run(exchange_with_gaps) == [(3.0, 5.0, None)] * 3
+
+
+class Layers(nn.Module):
+    """Five layers: one in double precision, one that not every member uses, and one that nobody does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.rare, self.unused = (nn.Linear(8, 8) for _ in range(4))
+        self.exact = nn.Linear(8, 8).double()
+
+    def forward(self, inputs: Tensor, *, uses_rare: bool) -> Tensor:
+        hidden = self.exact(self.first(inputs).double()).float()
+        return self.last(self.rare(hidden) if uses_rare else hidden)  # type: ignore[no-any-return]
+
+
+def train_layers(index: int, overlaps: bool) -> tuple[list[Any], list[int]]:
+    """Return what each step gives, and how many segments were on their way before the gradients were complete.
+
+    Members differ in how many passes they make, and in what they use.
+    """
+    model = Layers()
+    parameters = list(model.parameters())
+    exchange = OverlappedExchange(parameters, 1, 100) if overlaps else GradientExchange(parameters, 1)
+    outcomes, num_early = [], []
+    for step in range(4):
+        model.zero_grad()
+        torch.manual_seed(100 * step + index)
+        uses_rare = index == 0 or step == 3
+        if isinstance(exchange, OverlappedExchange):
+            exchange.begin()
+        num_passes = 0 if (step, index) == (2, 1) else 1 + step % 2
+        for number in range(num_passes):
+            outputs = model(torch.randn(3, 8), uses_rare=uses_rare)
+            if isinstance(exchange, OverlappedExchange) and number == num_passes - 1:
+                used = [model.first, model.exact, model.last, *([model.rare] if uses_rare else [])]
+                exchange.expect([parameter for layer in used for parameter in layer.parameters()])
+            outputs.square().sum().backward()
+        if isinstance(exchange, OverlappedExchange):
+            num_early.append(len(exchange._works))
+        totals = exchange.reduce([1.0], count_at=0, nominal_count=2)
+        outcomes.append((totals, [None if p.grad is None else p.grad.tolist() for p in parameters]))
+    return outcomes, num_early
+
+
+def exchange_both_ways(index: int, size: int) -> tuple[list[Any], list[Any], list[int]]:
+    flat, _ = train_layers(index, overlaps=False)
+    return flat, *train_layers(index, overlaps=True)
+
+
+def test_an_exchange_during_the_backward_pass_has_the_same_bits(three: ProcessPool) -> None:
+    members = three.run(exchange_both_ways)
+    for flat, overlapped, _ in members:
+        assert flat == overlapped == members[0][0]
+    early = [num_early for _, _, num_early in members]
+    assert min(early[0]) > 0, "some are on their way before the backward pass has ended"
+    assert early[1][2] == 0, "none are where there is no pass"
+
+
+def change_late(index: int, size: int) -> str:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    exchange = OverlappedExchange(list(model.parameters()), 0, 100)
+    hidden = model[1](model[0](torch.ones(2, 8)))
+
+    def again(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            model[2](torch.ones(1, 8)).sum().backward()
+
+    hidden.register_hook(again)
+    exchange.begin()
+    outputs = model[2](hidden * 1.0)
+    exchange.expect(model.parameters())
+    with pytest.raises(TrainingError) as caught:
+        outputs.sum().backward()
+    exchange.begin()  # what was on its way arrives
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_gradient_that_changes_after_it_was_sent_is_an_error(three: ProcessPool) -> None:
+    for said in three.run(change_late):
+        assert "a gradient changed after it was sent" in said and "strategy.reducer = 'flat'" in said
+
+
+def let_go(index: int, size: int) -> int:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    exchange = OverlappedExchange(list(model.parameters()), 0, 100)
+    before = sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())  # type: ignore[attr-defined]
+    assert before > 0
+    gc.disable()
+    del exchange
+    gc.enable()
+    return sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())  # type: ignore[attr-defined]
+
+
+def test_an_exchange_that_is_let_go_leaves_no_hooks(three: ProcessPool) -> None:
+    assert three.run(let_go) == [0, 0, 0]
 
 
 def exchange_twice(index: int, size: int) -> list[float]:

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(150)
 STEPS = 20
 STRATEGIES: dict[str, Table] = {
     "flat": {"name": "data_parallel", "reducer": "flat"},
+    "overlapped": {"name": "data_parallel", "reducer": "overlapped", "segment_bytes": 100},
     "ddp": {"name": "data_parallel", "reducer": "ddp"},
     "sharded": {"name": "sharded", "unit_bytes": 100},
     "pipeline": {"name": "pipeline", "microbatches": 2},

@@ -9,14 +9,16 @@ shares. A member without items, or without a gradient for some parameter, adds n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cordee.core.errors import CommunicationError
+from cordee.core.errors import CommunicationError, TrainingError
 from cordee.core.shards import Block, add_up, share_shards, whole_blocks
 
 
@@ -67,6 +69,7 @@ class GradientExchange:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._row = GradientLayout(self._parameters, len(self._parameters) + num_extras).row()
         self._views = self._row.views
+        self._summed = self._row.flats  # at the end of a step
 
     def reduce(
         self, extras: Sequence[float] = (), *, count_at: int | None = None, nominal_count: int = 1
@@ -76,8 +79,7 @@ class GradientExchange:
         `extras[count_at]` is this member's number of items; without it nothing is scaled. A parameter without a
         gradient on any member keeps none; one with a gradient on some members gets their sum.
         """
-        flags = copy_gradients(self._views, [parameter.grad for parameter in self._parameters])
-        users, totals = self._sum(flags, extras)
+        users, totals = self._sum(self._copy_gradients(), extras)
         total_count = nominal_count if count_at is None else totals[count_at]
         if total_count and total_count != nominal_count:
             scale = nominal_count / total_count
@@ -86,14 +88,136 @@ class GradientExchange:
             parameter.grad = view if num_users else None
         return totals
 
+    def _copy_gradients(self) -> list[float]:
+        """Fill the buffers; return which parameters have a gradient."""
+        return copy_gradients(self._views, [parameter.grad for parameter in self._parameters])
+
     def _sum(self, flags: Sequence[float], extras: Sequence[float]) -> tuple[list[float], list[float]]:
         """Sum what is in the buffers over the members; return the sums of the flags and of the extras."""
         tail = self._row.tail
         tail.copy_(torch.tensor([*flags, *extras], device=tail.device))
-        for flat in self._row.flats:
+        for flat in self._summed:
             dist.all_reduce(flat, group=self._group)
         summed = tail.tolist()
         return summed[: len(flags)], summed[len(flags) :]
+
+
+_MAX_SEGMENTS = 8  # each costs a hand-over to a thread and a way through the network
+
+
+class OverlappedExchange(GradientExchange):
+    """Sums over the default group, most of it while the backward pass still computes the gradients of earlier layers.
+
+    The gradients of the type that has most bytes are cut into segments, the last layers first. Each segment has an
+    all-reduce of its own, in the same order on all members. The last segment is summed together with the extras. The
+    sums have the same bits as those of `GradientExchange`.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], num_extras: int, segment_bytes: int) -> None:
+        super().__init__(list(reversed(parameters)), num_extras)
+        place = max(range(len(self._row.flats)), key=lambda place: self._row.flats[place].nbytes)
+        flat = self._row.flats[place]
+        self._segments, stop = _cut(self._parameters, flat.dtype, max(segment_bytes, flat.nbytes // _MAX_SEGMENTS))
+        self._early = [flat[segment.start : segment.stop] for segment in self._segments]
+        self._summed = [flat[stop:] if index == place else other for index, other in enumerate(self._row.flats)]
+        self._segment_of = {i: number for number, segment in enumerate(self._segments) for i in segment.members}
+        self._index_of = {id(self._parameters[i]): i for i in self._segment_of}
+        self._left: list[int] | None = None  # of each segment, how many parameters the backward pass still adds to
+        self._works: list[Any] = []  # of the segments that are on their way
+        self._flags: dict[int, float] = {}
+        hook = partial(_note, weakref.ref(self))
+        handles = [
+            self._parameters[i].register_post_accumulate_grad_hook(partial(hook, i))  # type: ignore[no-untyped-call]
+            for i in self._segment_of
+        ]
+        weakref.finalize(self, _remove, handles)
+
+    def begin(self) -> None:
+        """Begin a step. Waits for what one that failed has left on its way."""
+        works, self._works, self._left, self._flags = self._works, [], None, {}
+        for work in works:
+            work.wait()
+
+    def expect(self, reached: Iterable[Tensor]) -> None:
+        """Exchange gradients during the next backward pass, the last of this step, which adds to those `reached`."""
+        self._left = [0] * len(self._segments)
+        for parameter in reached:
+            if (i := self._index_of.get(id(parameter))) is not None:
+                self._left[self._segment_of[i]] += 1
+        self._start_complete()
+
+    def note(self, i: int) -> None:
+        """The backward pass has added to a gradient."""
+        if self._left is None:
+            return
+        number = self._segment_of[i]
+        if number < len(self._works):
+            raise TrainingError(
+                "a gradient changed after it was sent to the other workers: a hook of the model runs a backward pass "
+                "of its own. Remove the hook, or set strategy.reducer = 'flat'"
+            )
+        self._left[number] -= 1
+        self._start_complete()
+
+    def _start_complete(self) -> None:
+        assert self._left is not None
+        while len(self._works) < len(self._segments) and self._left[len(self._works)] <= 0:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        number = len(self._works)
+        members = self._segments[number].members
+        self._flags |= self._copy(members)
+        self._works.append(dist.all_reduce(self._early[number], async_op=True))
+
+    def _copy(self, members: Sequence[int]) -> dict[int, float]:
+        flags = copy_gradients([self._views[i] for i in members], [self._parameters[i].grad for i in members])
+        return dict(zip(members, flags, strict=True))
+
+    def _copy_gradients(self) -> list[float]:
+        """Start what was not started yet, wait until it is done, and leave the rest in the buffers."""
+        while len(self._works) < len(self._segments):
+            self._start_next()
+        self._flags |= self._copy([i for i in range(len(self._parameters)) if i not in self._segment_of])
+        flags = [self._flags[i] for i in range(len(self._parameters))]
+        self.begin()
+        return flags
+
+
+class _Segment(NamedTuple):
+    members: list[int]  # which parameters
+    start: int
+    stop: int  # in the flat tensor
+
+
+def _cut(parameters: Sequence[nn.Parameter], dtype: torch.dtype, segment_bytes: int) -> tuple[list[_Segment], int]:
+    """Return segments of the parameters of a type, all but the last one, and where the last one starts."""
+    segments, members, start, stop = [], [], 0, 0
+    for i, parameter in enumerate(parameters):
+        if parameter.dtype is dtype:
+            members.append(i)
+            stop += parameter.numel()
+            if (stop - start) * parameter.itemsize >= segment_bytes:
+                segments.append(_Segment(members, start, stop))
+                members, start = [], stop
+    if not members and segments:
+        start = segments.pop().start
+    return segments, start
+
+
+def _note(exchange: weakref.ref[OverlappedExchange], i: int, _: Tensor) -> None:
+    if (found := exchange()) is not None:
+        found.note(i)
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def spans_hosts() -> bool:
+    """Whether members of the default group are connected by a network."""
+    return bool(getattr(dist.group.WORLD, "spans_hosts", False))
 
 
 class AccumulatingExchange(GradientExchange):

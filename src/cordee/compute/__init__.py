@@ -12,6 +12,7 @@ from cordee.compute.computation import (
     split_batch,
 )
 from cordee.compute.devices import choose_device, share_threads, usable_cores
+from cordee.compute.gradient_graph import reached_parameters
 from cordee.compute.losses import LossFunction, make_loss
 from cordee.compute.optimizers import (
     LR_SCALES,
@@ -40,6 +41,7 @@ __all__ = [
     "make_optimizer_recipe",
     "make_schedule",
     "number_groups",
+    "reached_parameters",
     "share_threads",
     "split_batch",
     "usable_cores",

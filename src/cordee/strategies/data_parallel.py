@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from cordee.cluster import Team
-from cordee.communication.exchange import GradientExchange, broadcast
-from cordee.compute import Computation, Loss, OptimizerRecipe, Votes
+from cordee.communication.exchange import GradientExchange, OverlappedExchange, broadcast, spans_hosts
+from cordee.compute import Computation, Loss, OptimizerRecipe, Votes, reached_parameters
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError
 from cordee.core.fault_points import reach
@@ -35,7 +35,9 @@ class DataParallelSettings(Section, frozen=True, kw_only=True):
     # a layer.
     batch_norm: Literal["local", "average", "sync"] = "average"
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"  # of gradients on their way
-    reducer: Literal["auto", "flat", "ddp"] = "auto"  # auto: flat on CPUs, ddp on GPUs and to compress
+    # auto: flat on CPUs of one host, overlapped between hosts, ddp on GPUs and to compress
+    reducer: Literal["auto", "flat", "overlapped", "ddp"] = "auto"
+    segment_bytes: int = 1 << 18  # overlapped: gradients of at least so many bytes are exchanged at once
 
 
 class DataParallel(Replica):
@@ -52,8 +54,16 @@ class DataParallel(Replica):
     def requirements(self, job: Job) -> Requirements:
         workers = job.strategy.workers
         require_samples(job, workers)
-        if self._settings.reducer == "flat" and self._settings.compression != "none":
-            raise JobError("strategy.compression works with strategy.reducer = 'ddp' (or 'auto'), not 'flat'")
+        reducer = self._settings.reducer
+        if reducer in ("flat", "overlapped") and self._settings.compression != "none":
+            raise JobError(f"strategy.compression works with strategy.reducer = 'ddp' (or 'auto'), not '{reducer}'")
+        if self._settings.segment_bytes < 1:
+            raise JobError(f"strategy.segment_bytes = {self._settings.segment_bytes} must be at least 1")
+        if reducer == "overlapped" and self._settings.batch_norm == "sync":
+            raise JobError(
+                "strategy.reducer = 'overlapped' exchanges during the backward pass, and so does strategy.batch_norm = "
+                "'sync': set one of them to another value"
+            )
         if self._num_shards is not None:
             self._check_reproducible(workers, self._num_shards)
         if job.cluster.balance and (self._uses_ddp() or self._settings.batch_norm == "sync"):
@@ -93,9 +103,17 @@ class DataParallel(Replica):
                 compression=self._settings.compression,
             )
         else:
-            self._reducer = FlatReducer(
-                self.model, self._computation, self._nominal_count, buffers, has_synced=has_synced
-            )
+            overlaps = self._settings.reducer == "overlapped"
+            if self._settings.reducer == "auto":
+                overlaps = not has_synced and spans_hosts()
+            if overlaps:
+                self._reducer = OverlappedReducer(
+                    self.model, self._computation, self._nominal_count, buffers, self._settings.segment_bytes
+                )
+            else:
+                self._reducer = FlatReducer(
+                    self.model, self._computation, self._nominal_count, buffers, has_synced=has_synced
+                )
 
     def _share_weights(self) -> None:
         """Give every member the first one's weights, in place. Collective."""
@@ -136,10 +154,11 @@ class DataParallel(Replica):
         return None
 
 
-# Two ways to sum gradients over the team; what goes in and comes out is the same.
+# Three ways to sum gradients over the team; what goes in and comes out is the same.
 #
 # `FlatReducer` packs all gradients into one buffer and all-reduces it after the backward pass: one call a step, for
-# CPUs, where computing and communicating share the cores anyway (docs/decisions/0003). `DdpReducer` is torch's
+# CPUs, where computing and communicating share the cores anyway (docs/decisions/0003). `OverlappedReducer` begins
+# during the backward pass, for workers with a network between them. `DdpReducer` is torch's
 # DistributedDataParallel, which all-reduces in buckets during the backward pass: for GPUs, and for torch's
 # compression hooks.
 
@@ -195,6 +214,39 @@ class FlatReducer(TeamReducer):
         return self._computation.forward_backward(
             self._model, parts, total_count=self._nominal_count, measure=measure, join=self._join
         )
+
+    def _sum(self, extras: Sequence[float]) -> list[float]:
+        return self._exchange.reduce(extras, count_at=COUNT_AT, nominal_count=self._nominal_count)
+
+
+class OverlappedReducer(TeamReducer):
+    """The same in segments, which are on their way while the backward pass continues. The same bits come out."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        computation: Computation,
+        nominal_count: int,
+        buffers: SharedBuffers,
+        segment_bytes: int,
+    ) -> None:
+        super().__init__(model, computation, nominal_count, buffers)
+        num_extras = NUM_EXTRAS + buffers.num_flags
+        self._exchange = OverlappedExchange(list(model.parameters()), num_extras, segment_bytes)
+
+    def _compute(self, parts: Sequence[Batch], measure: bool) -> Loss:
+        self._exchange.begin()
+        num_left = sum(part.num_samples > 0 for part in parts)
+
+        def compute(inputs: Tensor) -> Tensor:
+            nonlocal num_left
+            outputs: Tensor = self._model(inputs)
+            num_left -= 1
+            if num_left == 0 and (reached := reached_parameters(outputs)) is not None:
+                self._exchange.expect(reached)
+            return outputs
+
+        return self._computation.forward_backward(compute, parts, total_count=self._nominal_count, measure=measure)
 
     def _sum(self, extras: Sequence[float]) -> list[float]:
         return self._exchange.reduce(extras, count_at=COUNT_AT, nominal_count=self._nominal_count)

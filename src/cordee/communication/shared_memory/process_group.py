@@ -89,6 +89,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         self._mailbox = membership.mailbox if membership else None
         # The host, if all members are on it: member numbers are group ranks then.
         self._host = self._operations.host if isinstance(self._operations, OneHost) else None
+        self.spans_hosts = isinstance(self._operations, TwoLevel)
         self._plans: dict[tuple[int, torch.dtype, int], AllReducePlan | None] = {}
         self._done = CordeeWork([], done=True)
         if membership is None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
+from cordee.compute import reached_parameters
 from cordee.core.errors import TrainingError
 from cordee.parameters.placement import Layout, Piece
 
@@ -79,29 +78,3 @@ class PushWatch:
     def _begin_push(self, index: int) -> None:
         self._started.add(index)
         self._start(self._layout.pieces[index])
-
-
-def reached_parameters(outputs: Tensor) -> list[Tensor] | None:
-    """Return the leaves that a backward pass from `outputs` adds a gradient to, each once; None if that is not certain.
-
-    torch adds up all contributions to a leaf before it adds them to its gradient, but only those of one graph. A
-    function written in Python may run another backward pass inside: re-entrant checkpointing does.
-    """
-    if outputs.grad_fn is None:
-        return None
-    seen: set[Any] = {outputs.grad_fn}
-    waiting: list[Any] = [outputs.grad_fn]
-    leaves = []
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, BackwardCFunction):
-            return None
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            leaves.append(variable)
-        following: Iterable[tuple[Any, int]] = node.next_functions
-        for other, _ in following:
-            if other is not None and other not in seen:
-                seen.add(other)
-                waiting.append(other)
-    return leaves
