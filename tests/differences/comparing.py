@@ -61,8 +61,8 @@ def _agrees(choices: Choices) -> bool:
         return False
     if strategy.get("aggregate", "weighted") != "weighted":
         return False
-    if choices["optimizer"]["use"] == "rprop" and (choices["loss"] == "l1" or "batch_norm" in blocks):
-        return False  # gradients that cancel to zero, or nearly, of which only the sign is used: a bias before a norm
+    if choices["loss"] == "l1" and choices["optimizer"]["use"] == "rprop":
+        return False  # gradients that cancel to zero, or nearly, of which only the sign is used
     if "batch_norm" not in blocks:
         return True
     has_copies = mesh.get("data", 1) * mesh.get("sharded", 1) > 1

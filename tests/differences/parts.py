@@ -317,8 +317,14 @@ BLOCKS: dict[str, Callable[[int, nn.Linear], nn.Module]] = {
     "linear": Block,
     "relu": _sequence(lambda width: nn.Linear(width, width), lambda width: nn.ReLU()),
     "dropout": _sequence(lambda width: nn.Dropout(0.3)),
-    # Without a bias: a batch norm takes it out again, and its gradient is nothing but rounding.
-    "batch_norm": _sequence(lambda width: nn.Linear(width, width, bias=False), nn.BatchNorm1d, lambda width: nn.Tanh()),
+    # No bias goes into a batch norm, not even one of the block before: it is taken out again, and its gradient is
+    # nothing but rounding.
+    "batch_norm": _sequence(
+        lambda width: nn.Tanh(),
+        lambda width: nn.Linear(width, width, bias=False),
+        nn.BatchNorm1d,
+        lambda width: nn.Tanh(),
+    ),
     "layer_norm": _sequence(nn.LayerNorm),
     "group_norm": _sequence(lambda width: nn.GroupNorm(2, width)),
     "twice": Twice,
