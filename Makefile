@@ -13,7 +13,7 @@ FAULT_RESULTS ?=
 # How long `make test-long` compares random jobs of fresh seeds with the single run.
 DIFFERENCE_MINUTES ?= 60
 
-.PHONY: help quickstart test test-long test-faults test-env test-ray test-spark bench-engines unit lint types bench docs fuzz clean
+.PHONY: help quickstart test test-long test-faults test-env test-ray test-spark test-frameworks bench-engines test-dashboard unit lint types bench docs fuzz clean
 help:
 	@echo "make quickstart  set up, train a first model, show the result"
 	@echo "make test        set up, run the tests"
@@ -22,6 +22,8 @@ help:
 	@echo "make test-env    the engine 'env' under torchrun, mpirun (openmpi-bin) and Slurm (slurm-wlm munge)"
 	@echo "make test-ray    the engine 'ray' on a Ray of two nodes, in an environment of its own (.venv-ray)"
 	@echo "make test-spark  the engine 'spark' on a Spark of two workers (.venv-spark; needs Java 17)"
+	@echo "make test-dashboard  the dashboard in a browser (needs chromium)"
+	@echo "make test-frameworks  Accelerate, Lightning, the Hugging Face Trainer, TensorFlow, Keras, JAX (.venv-frameworks)"
 	@echo "make bench-engines  the engines 'env', 'ray' and 'spark' beside their peers (in .venv-ray; needs Java 17)"
 	@echo "make unit        only the unit tests (about a minute)"
 	@echo "make lint types  ruff, mypy --strict"
@@ -53,7 +55,7 @@ test: $(VENV)/.dev
 	$(BIN)/mypy
 	$(TWO_FILES) tests/unit
 	$(TWO_FILES) tests/e2e
-	$(BIN)/pytest tests/distributed tests/faults tests/differences
+	$(BIN)/pytest --durations 40 tests/distributed tests/faults tests/differences
 	$(BIN)/pytest tests/engines/test_env_engine.py -k 'says_what_it_is and torchrun'
 
 test-long: $(VENV)/.dev
@@ -62,15 +64,23 @@ test-long: $(VENV)/.dev
 test-faults: $(VENV)/.dev
 	PYTHONPATH=tests:tests/faults $(BIN)/python -m walking --at-once 2 $(if $(FAULT_RESULTS),--results $(FAULT_RESULTS))
 
-# Ray and Spark are large, and have requirements of their own.
-.venv-ray/.engine .venv-spark/.engine: .venv-%/.engine: pyproject.toml constraints.txt
+# Ray, Spark and the frameworks are large, and have requirements of their own.
+.venv-ray/.engine .venv-spark/.engine .venv-frameworks/.engine: .venv-%/.engine: pyproject.toml constraints.txt
 	@test -x .venv-$*/bin/python || { echo "creating .venv-$* ..."; "$(PYTHON)" -m venv .venv-$*; }
-	@echo "installing Cordée with the engine $* (some minutes the first time) ..."
+	@echo "installing Cordée with $* (some minutes the first time) ..."
 	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]' pytest pytest-timeout
 	@touch $@
 
 test-ray test-spark: test-%: .venv-%/.engine
 	.venv-$*/bin/pytest tests/engines/test_$*_*.py
+
+# In a real browser: Debian's package chromium.
+test-dashboard: $(VENV)/.dev
+	@$(PIP) -e '.[dashboard]' playwright axe-playwright-python
+	$(BIN)/pytest tests/browser
+
+test-frameworks: .venv-frameworks/.engine
+	.venv-frameworks/bin/pytest tests/frameworks
 
 # Under torchrun, and under mpirun and Slurm where they are installed.
 test-env: $(VENV)/.dev
@@ -94,7 +104,7 @@ bench: $(VENV)/.cordee
 # One environment with both, so that all of them take turns.
 bench-engines: .venv-ray/.engine
 	@.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,spark]'
-	.venv-ray/bin/cordee bench engines $(if $(ROUNDS),--rounds $(ROUNDS)) -o benchmarks/results/engines.json
+	.venv-ray/bin/cordee bench engines $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(CASES),--cases $(CASES)) -o benchmarks/results/engines.json
 
 fuzz: $(VENV)/.cordee
 	@$(PIP) -e '.[fuzz]'
@@ -105,5 +115,5 @@ docs: $(VENV)/.cordee
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) .venv-ray .venv-spark site build dist fault-walks .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-ray .venv-spark .venv-frameworks site build dist fault-walks .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from cordee.parameters import KVStore
     from cordee.planner.planning import Plan, plan
     from cordee.run import Run
+    from cordee.training.callbacks import Callback
 
 # Names are imported when first used, so that `cordee --help` does not wait for torch.
 _HOMES = {
+    "Callback": "cordee.training.callbacks",
     "Checkpoint": "cordee.core.settings",
     "Cluster": "cordee.core.settings",
     "CordeeError": "cordee.core.errors",
@@ -43,6 +45,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Callback",
     "Checkpoint",
     "Cluster",
     "CordeeError",

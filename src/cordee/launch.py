@@ -9,8 +9,7 @@ import shlex
 import socket
 import sys
 import time
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,12 @@ from cordee.communication.this_host import find_listening
 from cordee.compute.devices import MemoryWatch
 from cordee.core import Job
 from cordee.core.env import runs_folder
-from cordee.core.errors import CheckpointError, JobError, RunDirectoryError, StorageError
+from cordee.core.errors import JobError, RunDirectoryError, StorageError
 from cordee.core.fault_points import identify, reach
 from cordee.core.importing import refuse_what_workers_miss, stop_import
 from cordee.core.interrupts import INTERRUPTED, InterruptFlag
-from cordee.core.job import changed_keys
 from cordee.core.module_changes import refuse_changed_modules
-from cordee.core.references import LIVE_PREFIX
+from cordee.core.references import LIVE_PREFIX, Use
 from cordee.data.dataframes import SOURCE, data_of_frame, is_dataframe
 from cordee.monitoring import (
     JsonlSink,
@@ -44,18 +42,19 @@ from cordee.monitoring import (
     Summary,
     TensorBoardSink,
     events,
-    list_runs,
-    new_run_path,
     read_events,
     render_result,
     setup_logging,
 )
+from cordee.monitoring.timeline import Timeline, TimelineFolder
 from cordee.planner.auto import Decision, Replanner, decide, plans_first
 from cordee.run import Run
 from cordee.runs import PROCESS_MODULES
 from cordee.runs.kind import KINDS, kind_of, lead_run, needs_engine
-from cordee.runs.storage import Claim, RunStorage, bring_run, claimed, find_stored, open_storage, storing
-from cordee.strategies.choice import choose_strategy, foreign_settings, refuse_others_settings
+from cordee.runs.resuming import find_run_path, fit_to_run, resume_command, saying_how_to_resume
+from cordee.runs.script.program import is_script
+from cordee.runs.storage import Claim, RunStorage, bring_run, claimed, open_storage, storing
+from cordee.strategies.choice import choose_strategy, refuse_others_settings
 from cordee.training.components import Components, assemble
 from cordee.training.progress import Progress, summarise
 from cordee.training.session import Session
@@ -68,6 +67,7 @@ def train(
     *,
     overrides: Iterable[str] = (),
     data: Any = None,
+    callbacks: Iterable[Any] = (),
     engine: str | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
@@ -77,7 +77,8 @@ def train(
 
     `data` is what to train on instead of the job's `data.use`: a Spark DataFrame, which Spark writes as Parquet to
     `checkpoint.storage`, or else beside the run directory, or anything that `data.use` may be. `engine` is where the
-    processes of the run come from, instead of the job's `cluster.engine`.
+    processes of the run come from, instead of the job's `cluster.engine`. `callbacks` are called while the run trains,
+    besides those of the job: objects, or with several processes classes or functions that make them.
     The first Ctrl-C ends the run after the step, saved, with the status 'interrupted'. Raises a CordeeError
     if the job cannot be run or the training fails; what was saved before stays, and `resume` continues from it.
     """
@@ -91,6 +92,12 @@ def train(
     asked = _as_job(job, overrides)
     if data is not None and not is_dataframe(data):
         asked = msgspec.structs.replace(asked, data=msgspec.structs.replace(asked.data, use=data))
+    if is_script(asked):
+        raise JobError(
+            "the job is that of a script: `cordee run --elastic` starts it, `cordee resume RUN` continues it"
+        )
+    if named := {f"callback_{number}": Use(each) for number, each in enumerate(callbacks, 1)}:
+        asked = msgspec.structs.replace(asked, callbacks={**asked.callbacks, **named})
     check_settings(asked)
     if (code := work_as_agent(asked.cluster.engine, asked)) is not None:
         raise SystemExit(code)  # the program runs in every process that a scheduler started, and trains in one
@@ -113,7 +120,7 @@ def _train(
     """Train in this process, and in those that the engine starts."""
     name = choose_strategy(asked)
     storage = open_storage(asked)
-    path = _run_path(asked, run_dir, resume, storage)
+    path = find_run_path(asked, run_dir, resume, storage)
     if resume and storage is not None:
         bring_run(storage, path)
     if frame is not None:
@@ -121,29 +128,17 @@ def _train(
         written = data_of_frame(frame, asked.data, f"{beside}/{path.absolute().name}-data", resume=resume)
         asked = msgspec.structs.replace(asked, data=written)
     asked, note = fit_to_run(asked, path, overrides) if resume else (asked, "")
-    refuse_others_settings(asked)
-    strategy = msgspec.structs.replace(asked.strategy, name=name)
-    job = msgspec.structs.replace(asked, strategy=strategy)
-    num_workers = job.strategy.workers
     with contextlib.ExitStack() as stack:
         stack.enter_context(_leaving_torch_as_it_was())
-        opened: Engine | None = None
-        if needs_engine(job):
-            _refuse_live_parts(job)
-            if used := _used_of_this_script(job):
-                refuse_what_workers_miss(used)
-            refuse_changed_modules([text for text in _texts(job.to_dict()) if ":" in text])
-            if not plans_first(asked):  # it imports torch while the job is looked at here
-                opened = stack.enter_context(open_engine(PROCESS_MODULES, job))
-        team = Team(num_workers=num_workers, num_local_workers=num_workers)
-        parts = assemble(job, team)
-        decision = decide(asked, parts)
-        if decision.job is not parts.job:
-            job = decision.job
-            parts = assemble(job, team)
-        if needs_engine(job) and opened is None:
-            opened = stack.enter_context(open_engine(PROCESS_MODULES, job))
-        KINDS[kind_of(job)].check(parts)
+        opened: list[Engine] = []
+
+        def open_processes(job: Job) -> None:
+            opened.append(stack.enter_context(open_engine(PROCESS_MODULES, job)))
+
+        parts, decision = _decide(asked, name, open_processes)
+        job = parts.job
+        if needs_engine(job) and not opened:
+            open_processes(job)
         if job.cluster.address:
             find_listening(job.cluster.address)
         if resume:
@@ -153,14 +148,14 @@ def _train(
         else:
             directory = RunDirectory.create_in(runs_folder(), job.name, job.to_toml())
         claim = stack.enter_context(_claimed(storage, job, directory, resume, quiet))
-        stack.enter_context(_printing_how_to_resume(directory, quiet))
+        stack.enter_context(saying_how_to_resume(directory, _silent if quiet else _say))
         with directory, setup_logging(directory.launcher_log if opened else directory.worker_log(), is_required=True):
             if resume:
                 directory.write_job(job.to_toml())
                 directory.summary_file.unlink(missing_ok=True)
             _log_decision(asked, decision)
             with Monitor(_sinks(job, directory, quiet), member="launcher") as monitor:
-                if opened is not None and (description := opened.describe()):
+                if opened and (description := opened[0].describe()):
                     monitor.emit(events.EngineOpened(engine=job.cluster.engine, description=description))
                 for warning in (*([note] if note else []), *(() if resume else parts.warnings)):
                     monitor.emit(events.Warned(message=warning))
@@ -170,20 +165,54 @@ def _train(
                     lambda: monitor.emit(events.Warned(message="stopping after this step; Ctrl-C again stops at once"))
                 )
                 with flag, storing(claim, job, directory, monitor, flag, resume=resume) as stored:
-                    if opened is None:
+                    if not opened:
                         summary = _run_alone(parts, directory, monitor, flag, resume, decision, memory, stored)
                     else:
                         marker = stored.marker if stored is not None else ""
-                        with _reporting_failure(parts, directory, monitor, stored):
-                            summary = lead_run(parts, directory, monitor, flag, opened, resume=resume, marker=marker)
+                        with reporting_failure(parts.describe(), directory, monitor, stored):
+                            summary = lead_run(parts, directory, monitor, flag, opened[0], resume=resume, marker=marker)
                             summary = _with_prediction(summary, decision)
-                        summary = _close_run(directory, monitor, summary, stored)
+                        summary = close_run(directory, monitor, summary, stored)
                         reach("launch.closed")
                         _load_weights(parts, directory)
     run = Run(directory.path, summary, parts.model)
     if not quiet:
         _console().print(render_result(run.summary, run.directory, _hints(run)), soft_wrap=True)
     return run
+
+
+def check_job(job: Job | Mapping[str, Any] | str | Path, *, overrides: Iterable[str] = ()) -> Components:
+    """Do all that `train` does before the first process starts and the first file is written; return what would train.
+
+    Raises what `train` would raise.
+    """
+    asked = _as_job(job, overrides)
+    check_settings(asked)
+    with _leaving_torch_as_it_was():
+        parts, _ = _decide(asked, choose_strategy(asked), lambda job: None)
+    if parts.job.cluster.address:
+        find_listening(parts.job.cluster.address)
+    return parts
+
+
+def _decide(asked: Job, name: str, open_early: Callable[[Job], None]) -> tuple[Components, Decision]:
+    """Return what trains, and why so, checked. `open_early` is called where processes can start meanwhile."""
+    refuse_others_settings(asked)
+    job = msgspec.structs.replace(asked, strategy=msgspec.structs.replace(asked.strategy, name=name))
+    if needs_engine(job):
+        _refuse_live_parts(job)
+        if used := _used_of_this_script(job):
+            refuse_what_workers_miss(used)
+        refuse_changed_modules([text for text in _texts(job.to_dict()) if ":" in text])
+        if not plans_first(asked):  # processes import torch while the job is looked at here
+            open_early(job)
+    team = Team(num_workers=job.strategy.workers, num_local_workers=job.strategy.workers)
+    parts = assemble(job, team)
+    decision = decide(asked, parts)
+    if decision.job is not parts.job:
+        parts = assemble(decision.job, team)
+    KINDS[kind_of(parts.job)].check(parts)
+    return parts, decision
 
 
 def _run_alone(
@@ -197,6 +226,9 @@ def _run_alone(
     stored: RunStorage | None,
 ) -> Summary:
     """Train in this process."""
+    folder = TimelineFolder(directory.path)
+    monitor.timeline = Timeline("worker-0", lambda line: folder.write("worker-0", line))
+    monitor.timeline.enter("loading")
     session = Session(parts, monitor, directory.path, should_stop=flag, memory=memory)
     error: BaseException | None = None
     try:
@@ -210,7 +242,7 @@ def _run_alone(
         raise
     finally:
         summary = _with_prediction(session.summarise(error), decision)
-        summary = _close_run(directory, monitor, summary, stored, error)
+        summary = close_run(directory, monitor, summary, stored, error)
     return summary
 
 
@@ -228,8 +260,8 @@ def _progress_by_events(events_file: Path, elapsed_s: float) -> Progress:
 
 
 @contextlib.contextmanager
-def _reporting_failure(
-    parts: Components, directory: RunDirectory, monitor: Monitor, stored: RunStorage | None = None
+def reporting_failure(
+    started_run: events.RunStarted, directory: RunDirectory, monitor: Monitor, stored: RunStorage | None = None
 ) -> Iterator[None]:
     """Write how far a run with worker processes came, if it ends with an error or a second Ctrl-C."""
     started = time.time()
@@ -237,8 +269,8 @@ def _reporting_failure(
         yield
     except BaseException as error:
         progress = _progress_by_events(directory.events_file, time.time() - started)
-        summary = summarise(parts.describe(), progress, None, started=started, error=error)
-        _close_run(directory, monitor, summary, stored, error)
+        summary = summarise(started_run, progress, None, started=started, error=error)
+        close_run(directory, monitor, summary, stored, error)
         raise
 
 
@@ -270,7 +302,7 @@ def _log_decision(asked: Job, decision: Decision) -> None:
         )
 
 
-def _close_run(
+def close_run(
     directory: RunDirectory,
     monitor: Monitor,
     summary: Summary,
@@ -345,27 +377,11 @@ def _say(message: str) -> None:
     _console().print(message, soft_wrap=True)
 
 
-def _run_path(job: Job, run_dir: str | Path | None, resume: bool, storage: Storage | None) -> Path:
-    if run_dir is not None:
-        return Path(run_dir)
-    if not resume:
-        return new_run_path(runs_folder(), job.name)
-    candidates = [info for info in list_runs(runs_folder()) if info.name == job.name]
-    newest = max(candidates, key=lambda info: info.started or 0.0, default=None)
-    stored = find_stored(storage, job.name) if storage is not None else None
-    if stored is not None and (newest is None or stored.started > (newest.started or 0.0)):
-        return runs_folder() / stored.name
-    if newest is None:
-        where = f"{runs_folder()}" + (f" or in {storage.url}" if storage is not None else "")
-        raise RunDirectoryError(
-            f"no run of '{job.name}' in {where} to resume: name one with --run-dir, or start without --resume"
-        )
-    return newest.path
-
-
 def _refuse_live_parts(job: Job) -> None:
     """Workers are other processes: what they use must have a name they can import it by."""
-    for section, table in job.to_dict().items():
+    sections = job.to_dict()
+    listed = {f"{kind}.{name}": table for kind in ("metrics", "callbacks") for name, table in sections[kind].items()}
+    for section, table in {**sections, **listed}.items():
         if isinstance(table, dict) and str(table.get("use", "")).startswith(LIVE_PREFIX):
             raise JobError(
                 f"{section}: {table['use'].removeprefix(LIVE_PREFIX)} exists only in this process, and the job has "
@@ -395,40 +411,6 @@ def _console() -> Console:
     return Console(highlight=False)
 
 
-def _hints(run: Run) -> list[str]:
-    if run.status == "interrupted":
-        return [_resume_command(run.directory)]
-    return [f"cordee export {shlex.quote(str(run.directory))}", "cordee runs"]
-
-
-def _resume_command(path: Path) -> str:
-    return f"cordee train {shlex.quote(str(path / 'job.toml'))} --resume --run-dir {shlex.quote(str(path))}"
-
-
-@contextlib.contextmanager
-def _printing_how_to_resume(directory: RunDirectory, quiet: bool) -> Iterator[None]:
-    """After a second Ctrl-C or a failure: print what is kept and the command that continues from it."""
-    try:
-        yield
-    except (KeyboardInterrupt, Exception) as error:
-        is_interrupted = isinstance(error, KeyboardInterrupt)
-        kept = _newest_whole(directory.checkpoints)
-        start = f"continues from {kept}" if kept else "starts again: there is no checkpoint yet"
-        if not quiet and (is_interrupted or (kept and not isinstance(error, CheckpointError))):
-            what = "stopped at once" if is_interrupted else "the run failed"
-            _console().print(f"{what}; this {start}\n  {_resume_command(directory.path)}", soft_wrap=True)
-        raise
-
-
-def _newest_whole(checkpoints: Path) -> str | None:
-    """Return the name of the newest checkpoint that is whole by its manifest and sizes, if there is one."""
-    try:
-        found = checkpoint.list_checkpoints(checkpoints)
-    except CheckpointError:
-        return None
-    return next((path.name for path in reversed(found) if checkpoint.looks_whole(path)), None)
-
-
 @contextlib.contextmanager
 def _leaving_torch_as_it_was() -> Iterator[None]:
     """Give the caller's random numbers and thread count back afterwards: a notebook continues with them."""
@@ -440,47 +422,7 @@ def _leaving_torch_as_it_was() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def fit_to_run(job: Job, path: Path, overrides: Iterable[str]) -> tuple[Job, str]:
-    """Return the job as it continues in the run directory `path`, and what is left out of it, in words.
-
-    Settings of the strategy that the run had before are left out if it continues with another, unless `overrides` (of
-    the form "a.b=c") give them. Raises JobError for changes that would make it another run, and RunDirectoryError if
-    what the directory says is damaged.
-    """
-    before = _recorded(path)
-    if before is None:
-        return job, ""
-    now = tomllib.loads(job.to_toml())
-    if changes := changed_keys(before, now):
-        raise JobError(
-            f"the job has changed since the run in {path} began: {'; '.join(changes)}. "
-            "Put it back to resume, or start a new run"
-        )
-    name, old = choose_strategy(job), before.get("strategy", {})
-    if name == old.get("name"):
-        return job, ""
-    asked_for = {keys[-1] for keys in map(_keys, overrides) if keys[0] == "strategy"}
-    stale = [
-        key
-        for key in foreign_settings(name, job.strategy.settings)
-        if key not in asked_for and key in old and old[key] == now["strategy"].get(key)
-    ]
-    if not stale:
-        return job, ""
-    settings = {key: value for key, value in job.strategy.settings.items() if key not in stale}
-    listed = ", ".join(f"strategy.{key} = {old[key]!r}" for key in stale)
-    note = f"left out, since the run continues with '{name}' and not with '{old.get('name')}': {listed}"
-    return msgspec.structs.replace(job, strategy=msgspec.structs.replace(job.strategy, settings=settings)), note
-
-
-def _recorded(path: Path) -> Mapping[str, Any] | None:
-    try:
-        return tomllib.loads((path / "job.toml").read_text(encoding="utf-8"))
-    except OSError:
-        return None  # whoever opens the directory says what is wrong with it
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RunDirectoryError(f"{path / 'job.toml'} is damaged: {error}") from None
-
-
-def _keys(override: str) -> list[str]:
-    return override.partition("=")[0].strip().split(".")
+def _hints(run: Run) -> list[str]:
+    if run.status == "interrupted":
+        return [resume_command(run.directory)]
+    return [f"cordee export {shlex.quote(str(run.directory))}", "cordee runs"]

@@ -22,6 +22,7 @@ PLAIN: Table = {
     "ignored": 0.0,  # share of labels that do not count, of tokens
     "ignored_label": -100,
     "data_settings": {},  # keys of [data] that any source takes
+    "nested": "",  # how samples and outputs are built, one of NESTED; "": one tensor in, one out
     "model": "blocks",  # or a built-in one
     "blocks": ["linear"],
     "is_chain": True,
@@ -37,6 +38,7 @@ PLAIN: Table = {
     "evaluation": {"every_epochs": 0},
     "checkpoint": {"every_steps": 0},
     "stop": {},
+    "metrics": {},
     "seed": 0,
     "strategy": {"name": "data_parallel", "workers": 2},
     "before": None,  # the strategy that took the first `resume_at` steps
@@ -55,6 +57,8 @@ DATA = {
     "numbers": "numbers",
     "yes_or_no": "yes_or_no",
 }
+NESTED = ("names", "tuple", "own_loss")
+CAN_BE_NESTED = ("classes", "dataset", "stream", "images", "tokens", "numbers")
 ODD_BLOCKS = (
     *(
         "dropout",
@@ -63,12 +67,13 @@ ODD_BLOCKS = (
         "group_norm",
         "twice",
         "tied",
+        "tied_offset",
         "frozen",
         "half_frozen",
         "unused",
         "scalar",
     ),
-    *("counter", "average", "buffers", "checkpointed", "reentrant", "relu"),
+    *("counter", "average", "buffers", "checkpointed", "reentrant", "relu", "masked", "normalized"),
 )
 # Between these and the rest of a sequence there is a dimension more than a batch or group norm here takes.
 NOT_FOR_TOKENS = ("batch_norm", "group_norm")
@@ -94,13 +99,36 @@ OPTIMIZERS: tuple[Table, ...] = (
 # In single precision a small denominator makes whole steps out of gradients that are nothing but rounding.
 ROUNDING_OPTIMIZERS: tuple[Table, ...] = (*OPTIMIZERS[:3], {"use": "adam", "lr": 0.01, "eps": 1e-2})
 GPT_HEAD_WIDTH = 2
-METRIC_STOPS = ("accuracy", "loss", "patience")
+METRIC_STOPS = ("accuracy", "loss", "patience", "metrics")
+METRICS: dict[str, tuple[Any, ...]] = {
+    "classes": (
+        "accuracy",
+        "f1",
+        "top_2",
+        {"use": "recall", "average": "micro"},
+        "torchmetrics.classification.MulticlassCohenKappa",
+        "differences.parts:mean_score",
+    ),
+    "tokens": ("f1", "perplexity", "differences.parts:mean_score"),
+    "numbers": ("mae", "rmse", "r2", "torchmetrics.MeanAbsoluteError", "differences.parts:mean_score"),
+    "yes_or_no": ("f1", "accuracy", "precision", "differences.parts:mean_score"),
+}
+METRICS["images"] = METRICS["classes"]
+TORCH_SCHEDULES: tuple[Table, ...] = (
+    {"use": "StepLR", "step_size": 2, "gamma": 0.5, "per": "step"},
+    {"use": "ExponentialLR", "gamma": 0.7},
+    {"use": "OneCycleLR", "max_lr": 0.2, "cycle_momentum": False},
+    {"use": "CosineAnnealingWarmRestarts", "T_0": 2, "per": "step"},
+    {"use": "SequentialLR", "per": "step", "milestones": [2], "schedulers": [
+        {"use": "LinearLR", "total_iters": 2}, {"use": "ExponentialLR", "gamma": 0.8}]},
+)  # fmt: skip
 
 
 def draw_trials(seed: int, num_strategies: int = 4) -> list[Table]:
     """Return one job with several strategies: the trials of `seed`."""
     rng = random.Random(f"job {seed}")
     job = draw_job(rng)
+    nest(random.Random(f"nested {seed}"), job)
     return [draw_strategy(rng, job) for _ in range(num_strategies)]
 
 
@@ -124,7 +152,37 @@ def draw_job(rng: random.Random) -> Table:
     else:
         job["steps"] = rng.randint(2, 9)
     _draw_looking(rng, job)
+    own = random.Random(f"metrics {job['seed']} {job['size']}")  # what was drawn before stays as it was
+    if own.random() < 0.25:
+        job["training"]["ema"] = own.choice([0.5, 0.9])
+    if own.random() < 0.2 and "reentrant" not in job["blocks"]:
+        job["training"]["recompute"] = True
+    is_scaled = "lr_scale" in job["training"]  # the reference has another rate in one place only
+    is_grouped = str(job["optimizer"]["use"]).startswith("differences") or "tied_head" in job["blocks"]
+    if own.random() < 0.2 and not is_scaled and not is_grouped:
+        job["optimizer"]["groups"] = [{"match": "bias", "lr": job["optimizer"]["lr"] / 2}]
+    if own.random() < 0.3 and not is_scaled and job["data"] != "stream":
+        job["schedule"] = dict(own.choice(TORCH_SCHEDULES))
+    if own.random() < 0.4:
+        job["metrics"] = {f"metric_{i}": use for i, use in enumerate(own.sample(METRICS[kind], 2))}
     return job
+
+
+def nest(rng: random.Random, job: Table) -> None:
+    """Have some of the jobs give their model several inputs, and get several outputs of it."""
+    if rng.random() < 0.7 or job["data"] not in CAN_BE_NESTED or job["model"] == "mlp":
+        return
+    if "augment" in job["data_settings"]:
+        return
+    job["nested"] = rng.choice(NESTED)
+    if job["nested"] == "own_loss":
+        job["loss"], job["loss_settings"] = "model", {}
+        if DATA[job["data"]] == "tokens":
+            job["loss_settings"] = {"count": "labels", "ignore_index": job["ignored_label"]}
+    elif job["nested"] == "tuple" and ":" not in job["loss"]:
+        job["loss_settings"] = {**job["loss_settings"], "output": 1}
+    elif ":" in job["loss"]:
+        job["nested"] = ""  # losses of the user's own are given all outputs
 
 
 def _draw_training(rng: random.Random, job: Table) -> Table:
@@ -241,10 +299,13 @@ def draw_strategy(rng: random.Random, job: Choices) -> Table:
     return trial
 
 
+_SPLITTING = ["sharded", "pipeline", "tensor", "hybrid", "sharded", "pipeline", "hybrid", "local_sgd"]
+
+
 def _draw_one(rng: random.Random, job: Choices, may_be_single: bool = False) -> Table:
     names = ["data_parallel", "data_parallel", "parameter_server", "parameter_server"]
     if not job["training"].get("reproducible"):
-        names += ["sharded", "pipeline", "tensor", "hybrid", "sharded", "pipeline", "hybrid"]
+        names += ["sharded", "sharded"] if job["nested"] else _SPLITTING
     if may_be_single:
         names += ["single"] * 3
     name = rng.choice(names)
@@ -266,7 +327,18 @@ def _data_parallel(rng: random.Random, job: Choices) -> Table:
                 if settings.get("batch_norm") == "sync":
                     settings["batch_norm"] = "average"
         if rng.random() < 0.05:
-            settings["compression"], settings["reducer"] = rng.choice(["fp16", "bf16"]), "ddp"
+            settings["compression"], settings["reducer"] = rng.choice(["fp16", "bf16", "int4"]), "flat"
+    return settings
+
+
+def _local_sgd(rng: random.Random, job: Choices) -> Table:
+    """One step alone is what data_parallel does, for optimizers that are linear in the gradient (see comparing.py).
+
+    Longer windows cross the ends of epochs, and so do the mean losses that they report: test_local_sgd.py has them.
+    """
+    settings: Table = {"workers": rng.choice([2, 2, 3]), "sync_every": 1}
+    if "batch_norm" in job["blocks"]:
+        settings["batch_norm"] = rng.choice(["local", "average"])
     return settings
 
 
@@ -351,6 +423,7 @@ def _batch_norm(rng: random.Random, job: Choices) -> Table:
 _SETTINGS = {
     "single": _single,
     "data_parallel": _data_parallel,
+    "local_sgd": _local_sgd,
     "parameter_server": _parameter_server,
     "sharded": _sharded,
     "pipeline": _pipeline,
@@ -382,12 +455,18 @@ def job_table(choices: Choices) -> Table:
         # A machine with other work on it is no reason to take a worker for lost.
         "cluster": {"failure_timeout": "30s"},
     }
+    if choices["metrics"]:
+        table["metrics"] = dict(choices["metrics"])
     if choices["stop"]:
         table["stop"] = dict(choices["stop"])
     return table
 
 
 def _model_section(choices: Choices) -> Table:
+    if choices["nested"]:
+        own = _model_section({**choices, "nested": ""})
+        settings = {"kind": choices["nested"], "ignored_label": choices["ignored_label"]}
+        return {**own, "use": "differences.parts:nested_model", "of": own["use"].partition(":")[2], **settings}
     if choices["model"] == "mlp":
         return {"use": "mlp", "hidden": [8, 8], "dropout": 0.0, "activation": "tanh"}
     if choices["model"] == "gpt":
@@ -402,6 +481,10 @@ def _model_section(choices: Choices) -> Table:
 
 
 def _data_section(choices: Choices) -> Table:
+    if choices["nested"]:
+        own = _data_section({**choices, "nested": ""})
+        settings = {"of": own["use"].partition(":")[2], "kind": choices["nested"]}
+        return {**own, "use": "differences.parts:nested", **settings}
     name, sizes = choices["data"], {"size": choices["size"], "test_size": choices["test_size"]}
     if name in ("iris", "digits"):
         return {"use": name}

@@ -105,6 +105,53 @@ def stream(size: int, test_size: int) -> tuple[IterableDataset[Any], Dataset[Any
     return Streamed(size), Drawn(test_size) if test_size else None
 
 
+# The same as nested samples: a second input beside the first.
+
+
+class NestedSet(Dataset[Any]):
+    def __init__(self, samples: Any, kind: str) -> None:
+        self._samples, self._kind = samples, kind
+        if hasattr(samples, "num_classes"):
+            self.num_classes = samples.num_classes
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return _nested_sample(*self._samples[index], self._kind)
+
+
+class NestedStream(IterableDataset[Any]):
+    def __init__(self, samples: Streamed, kind: str) -> None:
+        self._samples, self._kind, self.num_classes = samples, kind, samples.num_classes
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in self._samples:
+            yield _nested_sample(*sample, self._kind)
+
+
+def _nested_sample(inputs: Tensor, target: Any, kind: str) -> Any:
+    scale = 1.0 + 0.1 * inputs.reshape(-1)[:1].double().float().cos()
+    return (inputs, scale, target) if kind == "tuple" else {"x": inputs, "scale": scale, "labels": target}
+
+
+def nested(of: str, kind: str, **settings: Any) -> tuple[Any, Any]:
+    """The data `of` with samples of two inputs: tuples, or dicts; arrays become dicts of arrays."""
+
+    def nest(split: Any) -> Any:
+        if isinstance(split, IterableDataset):
+            return NestedStream(split, kind)  # type: ignore[arg-type]
+        if isinstance(split, Dataset):
+            return NestedSet(split, kind)
+        if split is None or kind == "tuple":
+            return split and NestedSet(list(zip(*split, strict=True)), kind)
+        rows = [_nested_sample(*row, kind) for row in zip(*split, strict=True)]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    train, test = globals()[of](**settings)
+    return nest(train), nest(test)
+
+
 def _splits(draw: Callable[[int, int], Pair], size: int, test_size: int) -> tuple[Pair, Pair | None]:
     return draw(size, 1), draw(test_size, 2) if test_size else None
 
@@ -141,6 +188,34 @@ def build(
         if not double:
             chain = chain[1:]  # what makes doubles of the inputs
         return nn.Sequential(*chain) if is_chain else Skipping(chain[:-1], head)
+
+
+def nested_model(
+    *, input_shape: Any, num_classes: int, of: str, kind: str, ignored_label: int, **settings: Any
+) -> nn.Module:
+    shape = input_shape[0] if kind == "tuple" else input_shape["x"]
+    return NestedModel(globals()[of](input_shape=shape, num_classes=num_classes, **settings), kind, ignored_label)
+
+
+class NestedModel(nn.Module):
+    """Takes two inputs, and returns several outputs, its loss among them where it is given labels."""
+
+    def __init__(self, inner: nn.Module, kind: str, ignored_label: int) -> None:
+        super().__init__()
+        self.inner, self.kind, self.ignored_label = inner, kind, ignored_label
+
+    def forward(self, x: Tensor, scale: Tensor, labels: Tensor | None = None) -> Any:
+        outputs = self.inner(x)
+        outputs = outputs * scale.to(outputs.dtype).view(-1, *(1,) * (outputs.dim() - 1))
+        if self.kind == "tuple":
+            return scale, outputs
+        made = {"logits": outputs, "scale": scale}
+        if labels is None:
+            return made
+        if labels.is_floating_point():
+            return {"loss": F.mse_loss(outputs.squeeze(-1), labels.to(outputs.dtype)), **made}
+        flat = outputs.reshape(-1, outputs.shape[-1])
+        return {"loss": F.cross_entropy(flat, labels.reshape(-1), ignore_index=self.ignored_label), **made}
 
 
 def gpt(*, input_shape: tuple[int, ...], num_classes: int, double: bool = True, **settings: Any) -> nn.Module:
@@ -225,6 +300,34 @@ class Tied(Block):
     def __init__(self, width: int, shared: nn.Linear) -> None:
         super().__init__(width, shared)
         self.linear.weight = shared.weight
+
+
+class TiedOffset(Block):
+    """All blocks of this kind add one offset to one of their own before they add it to what they are given."""
+
+    def __init__(self, width: int, shared: nn.Linear) -> None:
+        super().__init__(width, shared)
+        self.own, self.shared = nn.Parameter(torch.zeros(width)), shared.bias
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) + (self.own + self.shared)
+
+
+class Masked(Block):
+    """A hook takes a part of the weight's gradient away, as programs do that train some rows only."""
+
+    def __init__(self, width: int, shared: nn.Linear) -> None:
+        super().__init__(width, shared)
+        mask = (torch.arange(width) % 2).to(self.linear.weight.dtype)[:, None]
+        self.linear.weight.register_hook(lambda gradient: gradient * mask)
+
+
+class Normalized(Block):
+    """A weight that is computed from two parameters."""
+
+    def __init__(self, width: int, shared: nn.Linear) -> None:
+        super().__init__(width, shared)
+        nn.utils.parametrizations.weight_norm(self.linear)
 
 
 class Frozen(Block):
@@ -329,6 +432,9 @@ BLOCKS: dict[str, Callable[[int, nn.Linear], nn.Module]] = {
     "group_norm": _sequence(lambda width: nn.GroupNorm(2, width)),
     "twice": Twice,
     "tied": Tied,
+    "tied_offset": TiedOffset,
+    "masked": Masked,
+    "normalized": Normalized,
     "frozen": Frozen,
     "half_frozen": HalfFrozen,
     "unused": Unused,
@@ -403,3 +509,13 @@ def layered_sgd(parameters: Iterable[Any], lr: float = 0.1, momentum: float = 0.
 def sawtooth(*, every_steps: int = 3, total_steps: int | None = None) -> Callable[[int], float]:
     """A schedule of the user's own."""
     return lambda step: 1.0 - 0.2 * (step % every_steps)
+
+
+def mean_score(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A metric of the user's own: it is given the outputs of all samples."""
+    return outputs.double().square().mean() + 0.0 * len(targets)
+
+
+def worsening(outputs: Tensor, targets: Tensor) -> float:
+    """A metric that never gets better."""
+    return 0.5

@@ -23,6 +23,7 @@ from differences.running import Outcome
 BASES: dict[str, Table] = {
     "single": {"workers": 1},
     "data_parallel": {"workers": 2},
+    "local_sgd": {"workers": 2, "sync_every": 1},
     "parameter_server": {"workers": 2},
     "sharded": {"workers": 2},
     "pipeline": {"workers": 2, "microbatches": 2},
@@ -55,6 +56,14 @@ def steps(outcome: Outcome) -> Any:
 
 def evaluations(outcome: Outcome) -> Any:
     return [(event["step"], event["samples"]) for event in outcome.of("evaluation")]
+
+
+def measured(outcome: Outcome) -> Any:
+    return [list(event["metrics"]) for event in outcome.of("evaluation")]
+
+
+def test_losses(outcome: Outcome) -> Any:
+    return [event["test_loss"] for event in outcome.of("evaluation")]
 
 
 def started(key: str) -> Callable[[Outcome], Any]:
@@ -124,6 +133,9 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "data.train_limit": Changes(16, started("train_samples")),
     "data.test_limit": Changes(4, evaluations),
     "data.test_fraction": Changes(0.25, evaluations, base={"data.test_size": 0}),
+    "data.inputs": Elsewhere("unit/data/test_samples.py"),
+    "data.target": Elsewhere("unit/data/test_samples.py"),
+    "data.collate": Elsewhere("distributed/test_nested_batches.py"),
     "data.prefetch": Elsewhere("unit/data/test_loader.py"),  # of parameter_server: in test_reading_processes.py too
     # Of parameter_server, whose workers read what they are handed out: distributed/test_parameter_server_settings.py.
     "data.processes": Elsewhere("unit/data/test_reading_processes.py"),
@@ -140,6 +152,9 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     # A part of a batch is what a batch norm sees.
     "training.accumulate": Changes(2, weights, base=NORMED),
     "training.clip_norm": Changes(0.01, weights),
+    "training.recompute": Elsewhere("unit/models/test_recomputation.py"),  # the same weights: drawn by random jobs
+    "training.freeze": Changes([r"^2\."], weights, base={"model.blocks": ["linear", "linear", "linear"]}),
+    "training.ema": Changes(0.9, test_losses),
     "training.device": Changes("cuda", exit_code),
     "training.threads": Changes(2, started("threads")),
     "strategy.name": Elsewhere("differences/generator.py"),
@@ -160,6 +175,20 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "stop.loss": Changes(100.0, steps, base={"evaluation.every_steps": 1}),
     "stop.time": Changes("1ms", steps),
     "stop.steps": Changes(2, steps),
+    "metrics": Changes({"f1": "f1"}, measured),
+    "callbacks": Elsewhere("unit/training/test_callbacks.py"),
+    "stop.metrics": Changes({"f1": 0.0}, steps, base={"evaluation.every_steps": 1, "metrics": {"f1": "f1"}}),
+    # The rate is 0: no metric gets better. F1 has its best value at once where it is 0, and others do not matter.
+    "stop.patience_metric": Changes(
+        "worse",
+        steps,
+        base={
+            "evaluation.every_steps": 1,
+            "training.steps": 5,
+            "stop.patience": 1,
+            "metrics": {"worse": {"use": "differences.parts:worsening", "better": "higher"}},
+        },
+    ),
     "stop.patience": Changes(1, steps, base={"evaluation.every_steps": 1, "optimizer.lr": 0.0, "training.steps": 5}),
     "stop.idle": ONLINE,
     "evaluation.every_epochs": Changes(1, evaluations, base={"training.steps": 5}),
@@ -179,6 +208,12 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "data_parallel.compression": Changes("fp16", weights, base={"model.double": False}),
     "data_parallel.reducer": Elsewhere("distributed/test_data_parallel.py"),
     "data_parallel.segment_bytes": Elsewhere("distributed/test_data_parallel.py"),
+    "local_sgd.sync_every": Changes(2, weights),
+    "local_sgd.outer": Changes({"use": "sgd", "lr": 0.5}, weights),
+    "local_sgd.batch_norm": Changes("local", weights, base=NORMED),
+    "local_sgd.compress": Changes("int8", weights),
+    "local_sgd.fragments": Elsewhere("distributed/test_local_sgd.py"),
+    "local_sgd.delay": Elsewhere("distributed/test_local_sgd.py"),
     "sharded.unit_bytes": Elsewhere("unit/strategies/test_sharded.py"),
     "sharded.keep_gathered": Elsewhere("distributed/test_sharded_training.py"),
     "sharded.offload": Changes(True, exit_code),
@@ -208,6 +243,22 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "optimizer.lr": Changes(0.01, rates),
     "optimizer.momentum": Changes(0.9, weights),
     "optimizer.weight_decay": Changes(0.5, weights),
+    "optimizer.groups": Changes([{"match": "bias", "lr": 0.5}], weights),
+    "schedule.per": Changes(
+        "step", rates, base={"schedule.use": "StepLR", "schedule.step_size": 1, "schedule.per": "epoch"}
+    ),
+    "schedule.metric": Changes(
+        "accuracy",
+        rates,
+        base={
+            "schedule.use": "ReduceLROnPlateau",
+            "schedule.patience": 0,
+            "schedule.threshold": 100.0,
+            "evaluation.every_steps": 1,
+            "optimizer.lr": 0.3,
+            "training.steps": 6,
+        },
+    ),
     "loss.label_smoothing": Changes(0.3, losses),
     "loss.ignore_index": Changes(1, losses),
     "schedule.warmup_steps": Changes(3, rates),

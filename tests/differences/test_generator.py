@@ -32,7 +32,7 @@ def test_every_choice_is_drawn_some_time() -> None:
     assert set(ODD_BLOCKS) <= {block for trial in trials for block in trial["blocks"]}
     assert {json.dumps(optimizer) for optimizer in OPTIMIZERS} <= {json.dumps(t["optimizer"]) for t in trials}
     names = {trial["strategy"]["name"] for trial in trials}
-    assert names == {"data_parallel", "parameter_server", "sharded", "pipeline", "tensor", "hybrid"}
+    assert names == {"data_parallel", "parameter_server", "sharded", "pipeline", "tensor", "hybrid", "local_sgd"}
     assert {trial["strategy"]["workers"] for trial in trials} == {1, 2, 3, 4}
     # A comparison of counts alone proves less: most trials compare weights, and many bit for bit.
     tolerances = [expect(trial).tolerance for trial in trials]

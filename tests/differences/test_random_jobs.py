@@ -33,6 +33,18 @@ FOUND = {
         "before": {"name": "sharded", "workers": 2},
         "resume_at": 2,
     },
+    # Servers moved the averages of the weights in a step for which no label counts.
+    "averages of a step without labels": {
+        "data": "tokens",
+        "size": 13,
+        "ignored": 0.2,
+        "blocks": ["embedding"],
+        "batch_size": 12,
+        "steps": 9,
+        "training": {"ema": 0.9},
+        "seed": 443,
+        "strategy": {"name": "parameter_server", "workers": 2},
+    },
     # Servers ended the run where no label of the test set counts: a loss that is no number.
     "nothing to test": {
         "data": "tokens",
@@ -75,13 +87,40 @@ FOUND = {
         "batch_size": 6,
         "strategy": {"name": "pipeline", "workers": 3, "schedule": "zero-bubble", "microbatches": 3},
     },
+    # torch freed what lies between two layers with one weight, if both are in a stage: as measured times cut them.
+    "zero-bubble with a tied weight": {
+        "blocks": ["tied", "half_frozen", "tied"],
+        "strategy": {
+            "name": "pipeline",
+            "workers": 2,
+            "schedule": "zero-bubble",
+            "placement": [["0", "1", "2"], ["3"], ["4", "5", "6"], ["7"]],
+        },
+    },
+    # There is nothing to free between sums, so that torch counted the gradient of the offset twice, without a message.
+    "zero-bubble with a tied offset": {
+        "blocks": ["tied_offset", "tied_offset"],
+        "strategy": {
+            "name": "pipeline",
+            "workers": 2,
+            "schedule": "zero-bubble",
+            "placement": [["0", "1", "2"], ["3"], ["4", "5"], ["6"]],
+        },
+    },
+    # Two parameters that are added to each other had one gradient, to which torch added that of both.
+    "zero-bubble with a sum of parameters": {
+        "data": "tokens",
+        "blocks": ["embedding", "twice", "tied_offset"],
+        "steps": 1,
+        "strategy": {"name": "pipeline", "workers": 2, "schedule": "zero-bubble"},
+    },
     # The rate that was reported was that of the last stage's first group.
     "rate of another group": {
         "blocks": ["group_norm"],
         "optimizer": {"use": "differences.parts:grouped_sgd", "lr": 0.05},
         "strategy": {"name": "pipeline", "workers": 2},
     },
-    # torch looked at the whole parameters of a unit that no pass had used.
+    # Servers joined the groups of the pieces they hold by their position.
     "groups of servers that hold a part of them": {
         "blocks": ["frozen", "group_norm"],
         "optimizer": {"use": "differences.parts:grouped_sgd", "lr": 0.05},
@@ -89,11 +128,13 @@ FOUND = {
         "before": {"name": "parameter_server", "workers": 3, "servers": 3},
         "resume_at": 2,
     },
+    # Each server numbered the layers that it holds.
     "groups by place": {
         "blocks": ["linear", "relu"],
         "optimizer": {"use": "differences.parts:layered_sgd", "lr": 0.05},
         "strategy": {"name": "parameter_server", "workers": 2, "servers": 3},
     },
+    # torch looked at the whole parameters of a unit that no pass had used.
     "unused unit in bf16": {
         "blocks": ["unused"],
         "double": False,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,6 +59,26 @@ def started(*args: str, folder: Path | None = None) -> Iterator[Command]:
 def run(*args: str, folder: Path | None = None) -> Ended:
     with started(*args, folder=folder) as command:
         return command.finish()
+
+
+def run_script(*args: str, folder: Path | None = None) -> Ended:
+    """`python SCRIPT …`, in a process that has torch imported already."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = warm_launch.shared_server().python(*args, folder=folder or Path.cwd(), environment=environment)
+    try:
+        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    return Ended(process.returncode or 0, stdout, stderr)
+
+
+def run_python(*args: str, folder: Path | None = None) -> Ended:
+    """`python …`, from nothing."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, cwd=folder)
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:

@@ -48,6 +48,15 @@ def job_of(test_size: int, strategy: Table, **training: Any) -> Table:
         data={"test_size": test_size},
         training={"steps": 3, **training},
         evaluation={"every_steps": 2},
+        metrics={
+            "f1": "f1",
+            "top_2": "top_2",
+            "kappa": "torchmetrics.classification.MulticlassCohenKappa",  # sums of counts
+            "margin": {"use": "odd_data:median_margin", "better": "higher"},  # of all samples at once
+            "twice": "composed_metrics:Sum",
+            "once": "composed_metrics:Wrapped",
+        },
+        stop={"patience": 9, "patience_metric": "margin"},
         strategy=strategy,
     )
 
@@ -60,7 +69,13 @@ def measure_alone(table: Table, run_dir: Path, step: int) -> Metrics:
     assert loaded is not None and loaded.state.values["progress"]["step"] == step
     load_model_state(parts.model, loaded.state.part("model").tensors)
     assert parts.test is not None
-    measured = evaluate(parts.model, parts.test.batches(0), parts.computation, num_classes=parts.splits.num_classes)
+    measured = evaluate(
+        parts.model,
+        parts.test.batches(0),
+        parts.computation,
+        num_classes=parts.splits.num_classes,
+        metrics=parts.metrics,
+    )
     assert measured is not None
     return measured
 
@@ -75,6 +90,9 @@ def check(table: Table, run_dir: Path, evaluations: Sequence[dict[str, Any]]) ->
     assert expected.num_samples == size
     assert last["test_accuracy"] == expected.accuracy
     assert last["test_loss"] == pytest.approx(expected.loss, rel=1e-6)
+    assert list(last["metrics"]) == ["f1", "top_2", "kappa", "margin", "twice", "once"]
+    assert (last["metrics"]["twice"], last["metrics"]["once"]) == (2 * size, size)
+    assert last["metrics"] == pytest.approx(expected.named, rel=1e-5, nan_ok=True)
 
 
 @pytest.mark.parametrize("training", [{}, REPRODUCIBLE], ids=["plain", "reproducible"])

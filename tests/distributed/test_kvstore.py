@@ -87,8 +87,8 @@ def test_compressed_pushes(store: cordee.KVStore, name: str, compression: str) -
     store.set_compression(compression)  # type: ignore[arg-type]
     with pytest.raises(StoreError, match="counter' is int64: set_compression"):
         store.push(f"{name} counter", np.ones(1, np.int64))
-    with pytest.raises(StoreError, match="compression = 'int4' is not known; did you mean 'int8'"):
-        store.set_compression("int4")  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match="compression = 'int88' is not known; did you mean 'int8'"):
+        store.set_compression("int88")  # type: ignore[arg-type]
     with pytest.raises(StoreError, match="topk = 2 must be above 0 and at most 1"):
         store.set_compression("topk", topk=2)
 

@@ -264,7 +264,7 @@ def use_wrongly(index: int, size: int, how: str) -> None:
         case "other weights":
             with torch.no_grad():
                 model[2].bias += index
-            team._compare()
+            team.compare()
 
 
 class Unseeded(SequentialSampler):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from launching import Ended, run
+from launching import run, run_python
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -45,15 +42,9 @@ def write(folder: Path, body: str = LOSS, end: str = "pass") -> str:
     return str(script)
 
 
-def plain(*command: str) -> Ended:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120, env=environment)
-    return Ended(done.returncode, done.stdout, done.stderr)
-
-
 def test_the_same_alone_and_together(tmp_path: Path) -> None:
     script = write(tmp_path)
-    alone = plain(script)
+    alone = run_python(script)
     assert alone.code == 0 and len(alone.stdout.splitlines()) == 2, alone.stderr
     together = run("run", "-n", "2", script)
     assert (together.code, together.stdout) == (0, alone.stdout), together.stderr
@@ -62,8 +53,8 @@ def test_the_same_alone_and_together(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_same_under_torchrun_and_on_three(tmp_path: Path) -> None:
     script = write(tmp_path)
-    alone = plain(script)
-    torchrun = plain("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+    alone = run_python(script)
+    torchrun = run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
     for ended in (torchrun, run("run", "-n", "3", script)):
         assert (ended.code, ended.stdout) == (0, alone.stdout), ended.stderr
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from launching import Ended, run, started, wait_until
+from launching import run, run_python, started, wait_until
 
 from cordee.cluster.engine import Exited
 from cordee.tools.script_launcher import CONSEQUENCE, find_cause
@@ -47,19 +45,13 @@ def write_script(folder: Path, act: str) -> Path:
 # Started in every way ---------------------------------------------------------------------------------------
 
 
-def plain(*command: str) -> Ended:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120, env=environment)
-    return Ended(done.returncode, done.stdout, done.stderr)
-
-
 @pytest.mark.long
 def test_the_example_prints_the_same_however_it_is_started() -> None:
     script = [str(EXAMPLES / "own_loop.py"), "--epochs", "3"]
-    alone = plain(*script)
+    alone = run_python(*script)
     assert alone.code == 0 and alone.stdout.count("loss") == 3
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    for ended in (run("run", "-n", "2", *script), run("run", "-n", "3", *script), plain(*torchrun, *script)):
+    for ended in (run("run", "-n", "2", *script), run("run", "-n", "3", *script), run_python(*torchrun, *script)):
         assert ended.code == 0, ended.stderr
         assert ended.stdout == alone.stdout
 
@@ -69,7 +61,7 @@ def test_the_example_prints_the_same_however_it_is_started() -> None:
 )
 def test_a_keras_model_trains_the_same_on_two_workers() -> None:
     script = [str(EXAMPLES / "own_loop_keras.py"), "--epochs", "2"]
-    alone, together = plain(*script), run("run", "-n", "2", *script)
+    alone, together = run_python(*script), run("run", "-n", "2", *script)
     assert alone.code == 0 and alone.stdout.count("loss") == 2, alone.stderr
     assert (together.code, together.stdout) == (0, alone.stdout), together.stderr
 

@@ -128,9 +128,12 @@ def test_what_every_worker_says_is_the_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_worker_killed_within_a_hook_of_ddp_is_trained_around(tmp_path: Path) -> None:
-    """torch hands the loss of a peer on as a text there."""
-    compressed = {"compression": "powersgd", "name": "data_parallel", "workers": 2}
+@pytest.mark.parametrize("settings", [{"reducer": "ddp"}, {"compression": "powersgd"}], ids=str)
+def test_a_worker_killed_within_ddp_or_a_compressed_exchange_is_trained_around(
+    tmp_path: Path, settings: dict[str, str]
+) -> None:
+    """torch hands the loss of a peer on as a text in DDP."""
+    compressed = {**settings, "name": "data_parallel", "workers": 2}
     path = write_job(tmp_path, training={"steps": 400}, strategy=compressed)
     with started("train", str(path), "--run-dir", str(tmp_path / "run"), "-q") as command:
         wait_until(lambda: (tmp_path / "run" / "events.jsonl").exists() and '"step":30' in _text(tmp_path))

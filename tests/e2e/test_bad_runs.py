@@ -66,7 +66,8 @@ def test_nothing_to_resume_is_told(workspace: Workspace) -> None:
 
 
 def test_a_run_that_nobody_can_join_says_why(half_done: Path, workspace: Workspace) -> None:
-    assert_refused(workspace.run("join", "nowhere"), 2, "there is no run directory and no ticket 'nowhere'")
+    assert_refused(workspace.run("join", "nowhere"), 2, "no run directory 'nowhere', and no run of this name in runs")
+    assert_refused(workspace.run("join", "./nowhere"), 2, "there is no run directory and no ticket 'nowhere'")
     assert_refused(workspace.run("join", str(half_done)), 2, "it has ended, or it trains in one process")
     assert_refused(workspace.run("scale", str(half_done), "2"), 2, "it has ended, or it trains in one process")
 

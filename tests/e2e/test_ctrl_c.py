@@ -97,7 +97,10 @@ def test_twice_stops_at_once_and_leaves_no_process(workspace: Workspace) -> None
 def test_before_training_has_begun(workspace: Workspace) -> None:
     """While torch is imported and the data is loaded there is nothing to save: one Ctrl-C is enough."""
     slow_data = ["--set", 'data={use="slow:data"}']
-    (workspace.path / "slow.py").write_text("import time\ndef data():\n    open('begun', 'w')\n    time.sleep(600)\n")
+    # A folder and not a file: Python drops a KeyboardInterrupt that comes while it closes a file nobody refers to.
+    (workspace.path / "slow.py").write_text(
+        "import os, time\ndef data():\n    os.mkdir('begun')\n    time.sleep(600)\n"
+    )
     with workspace.started("train", "job.toml", "--run-dir", "run", *slow_data) as process:
         wait_until((workspace.path / "begun").exists, process)
         process.send_signal(signal.SIGINT)

@@ -16,6 +16,8 @@ from cordee.core import Job
 pytestmark = pytest.mark.timeout(300)
 
 NAMES = ("digits", "iris", "mnist", "fashion_mnist", "cifar10", "own")
+JOB_FILES = (*NAMES, "two_inputs")  # what these name is in a file that trains nothing itself
+OF_FRAMEWORKS = {"bert"}  # needs transformers: tests/frameworks
 SHORTER = {
     "mnist": ["training.batch_size=16"],
     "fashion_mnist": ["training.batch_size=16"],
@@ -33,13 +35,19 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_nothing_is_left_out() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {*NAMES, "online", "parquet"}
+    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {
+        *JOB_FILES,
+        *OF_FRAMEWORKS,
+        "online",
+        "parquet",
+        "server",
+    }
     readme = (EXAMPLES / "README.md").read_text()
     for path in EXAMPLES.glob("*.*"):
         assert path.name in readme or path.name == "README.md", f"{path.name} is not in the README of the examples"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", JOB_FILES)
 def test_the_job_file_trains(name: str, workspace: Workspace, data_folder: Path) -> None:
     options = [part for setting in ("stop.steps=3", *SHORTER.get(name, [])) for part in ("--set", setting)]
     done = workspace.run("train", EXAMPLES / f"{name}.toml", *options, CORDEE_DATA=str(data_folder))

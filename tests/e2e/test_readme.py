@@ -13,6 +13,7 @@ from workspace import BIN, EXAMPLES, REPOSITORY, TIMEOUT_S
 pytestmark = pytest.mark.timeout(600)
 
 README = (REPOSITORY / "README.md").read_text()
+README_ZH = (REPOSITORY / "README.zh.md").read_text()
 TUTORIAL = (REPOSITORY / "docs/tutorial.md").read_text()
 
 
@@ -28,7 +29,9 @@ def run_in(folder: Path, commands: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("commands", marked_commands(README), ids=lambda commands: commands.splitlines()[0])
+@pytest.mark.parametrize(
+    "commands", marked_commands(README) + marked_commands(README_ZH), ids=lambda commands: commands.splitlines()[0]
+)
 def test_commands_of_the_readme(commands: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(EXAMPLES)
     run_in(tmp_path, commands.replace("training.epochs=60", "training.epochs=2"))
@@ -43,7 +46,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
         run_in(tmp_path, command)
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
 def test_links_lead_somewhere(page: str) -> None:
     for link in re.findall(r"\]\(([^)#\s]+)", (REPOSITORY / page).read_text()):
         assert link.startswith("http") or (REPOSITORY / link).exists(), f"{page} links to {link}"

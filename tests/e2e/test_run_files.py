@@ -32,7 +32,8 @@ SUMMARY_KEYS = {
 
 def test_the_run_directory_has_all_files(reference: Path) -> None:
     names = {path.name for path in reference.iterdir() if not path.name.startswith(".")}
-    assert names == {"job.toml", "events.jsonl", "checkpoints", "logs", "summary.json"}
+    assert names == {"job.toml", "events.jsonl", "checkpoints", "logs", "summary.json", "timeline"}
+    assert (reference / "timeline" / "worker-0.jsonl").is_file()
     assert (reference / "logs" / "worker-0.log").is_file()
     assert not list(reference.rglob("*.tmp"))
 

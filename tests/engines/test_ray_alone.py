@@ -16,7 +16,8 @@ pytestmark = pytest.mark.timeout(1200)
 def test_without_an_address_a_ray_is_started_and_ended(tmp_path: Path) -> None:
     if raylets():
         pytest.skip("another Ray runs on this machine, and would be used")
-    outcome = runs.train(tmp_path, *runs.settings_of("data_parallel"), "cluster.engine=ray")
+    settings = (*runs.settings_of("data_parallel"), "cluster.engine=ray")
+    outcome = runs.train(tmp_path, *settings, HOME=str(tmp_path))  # where Ray writes a token for its own Rays
     assert outcome.code == 0, outcome.output
     assert "started on this host for this run" in outcome.output
     runs.wait_until(lambda: not raylets(), 10.0)

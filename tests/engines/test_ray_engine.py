@@ -116,6 +116,29 @@ def test_an_address_of_ray_client_is_refused(where: str, tmp_path: Path) -> None
     assert "Ray Client" in outcome.output and "ray job submit" in outcome.output
 
 
+def test_a_cluster_that_asks_for_a_token_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._raylet import Config
+
+    (tmp_path / "token").write_text("b" * 64)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    Config.initialize("")  # this process looks at the nodes of the cluster
+    settings = (*runs.settings_of("data_parallel"), "training.epochs=1")
+    try:
+        cluster = RayCluster(num_nodes=2)
+        try:
+            refused = runs.train(tmp_path / "without", *settings, *runs.on("ray", cluster), RAY_AUTH_MODE="disabled")
+            outcome = runs.train(tmp_path / "with", *settings, *runs.on("ray", cluster))
+        finally:
+            cluster.close()
+    finally:
+        monkeypatch.undo()
+        Config.initialize("")
+    assert refused.code == 2, refused.output
+    assert "takes no driver without its token: set RAY_AUTH_MODE=token" in refused.output
+    assert outcome.code == 0, outcome.output
+
+
 def test_a_program_that_is_connected_stays_connected(cluster: RayCluster, tmp_path: Path) -> None:
     """As in a notebook: the user's own connection and signal handlers are left alone."""
     program = f"""

@@ -18,7 +18,7 @@ import test_team_faults as team
 
 pytestmark = pytest.mark.timeout(400)
 DISK_BYTES = 24_000_000
-LONG = "training.epochs = 48"  # four times the usual: three processes are replaced, one after the other
+LONG = "training.epochs = 144"  # twelve times the usual: three processes are replaced, one after the other
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_a_dispatched_run_trains_to_its_end_on_a_disk_that_becomes_read_only(fai
         kill_and_await_replacement(run, pid)
     stdout, stderr = run.process.communicate(timeout=200)
     assert run.process.returncode == 1
-    assert f"step {4 * dispatched.NUM_STEPS} was reached" in stderr and "ead-only file system" in stderr, stderr
+    assert f"step {12 * dispatched.NUM_STEPS} was reached" in stderr and "ead-only file system" in stderr, stderr
     assert "Traceback" not in stdout + stderr
 
 

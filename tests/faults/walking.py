@@ -45,7 +45,7 @@ class Walk(NamedTuple):
 
 
 DEATHS: tuple[Action, ...] = ("kill", "freeze")
-WALKS = ("fault_walk", "fault_walk_dispatched", "fault_walk_split")
+WALKS = ("fault_walk", "fault_walk_dispatched", "fault_walk_split", "fault_walk_script")
 ROOT = Path(__file__).parents[2]
 
 

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# How long an example takes depends on what else the machine does; every test has a timeout anyway.
+settings.register_profile("cordee", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("cordee")
 
 
 @pytest.fixture(autouse=True)

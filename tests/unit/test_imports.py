@@ -22,8 +22,8 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("runs",),
     ("planner",),
     ("run", "launch"),
-    ("loop",),
-    ("tools", "bench", "spark"),
+    ("loop", "horovod"),
+    ("tools", "dashboard", "bench", "spark", "jax"),
     ("cli",),
     ("__init__", "__main__"),
 )

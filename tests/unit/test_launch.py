@@ -99,7 +99,8 @@ def test_runs_go_to_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_run_directory_is_complete() -> None:
     result = run(small_job(), Path("run"))
     names = {path.name for path in result.directory.iterdir()} - {".lock"}
-    assert names == {"job.toml", "events.jsonl", "checkpoints", "logs", "summary.json"}
+    assert names == {"job.toml", "events.jsonl", "checkpoints", "logs", "summary.json", "timeline"}
+    assert [path.name for path in Path("run/timeline").iterdir()] == ["worker-0.jsonl"]
     assert [path.name for path in Path("run/logs").iterdir()] == ["worker-0.log"]
 
 
@@ -282,8 +283,8 @@ def test_damaged_events_do_not_hide_why_a_run_failed(events: bytes | None, steps
             directory.events_file.mkdir()
         else:
             directory.events_file.write_bytes(events)
-        parts = assemble(job, Team(num_workers=1, num_local_workers=1))
-        with pytest.raises(TrainingError, match="the real one"), launch._reporting_failure(parts, directory, monitor):
+        begun = assemble(job, Team(num_workers=1, num_local_workers=1)).describe()
+        with pytest.raises(TrainingError, match="the real one"), launch.reporting_failure(begun, directory, monitor):
             raise TrainingError("the real one")
         summary = directory.read_summary()
     assert summary is not None

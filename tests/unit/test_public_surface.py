@@ -9,6 +9,7 @@ import pytest
 import cordee
 
 EXPORTS = [
+    "Callback",
     "Checkpoint",
     "Cluster",
     "CordeeError",

@@ -63,6 +63,7 @@ def test_entries_say_what_is_asked_of_them() -> None:
 
 
 def test_advice_is_made_from_the_table() -> None:
-    assert elastic_teams() == "'data_parallel'"
+    assert elastic_teams() == "'data_parallel' or 'local_sgd'"
+    assert elastic_teams(exchanging=True) == "'data_parallel'"
     able = strategies_where(lambda entry: entry.can_reproduce)
     assert quote_names(able, "and") == "'single', 'data_parallel' and 'parameter_server'"

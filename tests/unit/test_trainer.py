@@ -236,7 +236,7 @@ def test_the_best_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_best_needs_a_test_set_and_to_be_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"checkpoint\.keep_best = true needs a test set"):
+    with pytest.raises(JobError, match=r"checkpoint\.keep_best needs a test set"):
         run(small_job(data=small_jobs.samples(), model="mlp", checkpoint={"keep_best": True}), tmp_path / "a")
     run(small_job(), tmp_path / "b")
     with pytest.raises(RunDirectoryError, match=r"kept no best checkpoint: train with checkpoint\.keep_best = true"):

@@ -144,6 +144,10 @@ class RayCluster:
         self._dashboard_port = free_port() if has_dashboard else 0
         self.jobs_address = f"http://{HOST}:{self._dashboard_port}"
         self._nodes = _Nodes("ray-")
+        # Without, `ray start --head` asks for the token of ~/.ray if there is one, and other nodes and drivers, which
+        # have an address, do not send it. A Ray that a program has started for itself leaves one.
+        self._variables = contextlib.ExitStack()
+        self._variables.enter_context(env.with_default("RAY_AUTH_MODE", "disabled"))
         try:
             for _ in range(num_nodes):
                 self.add_node()
@@ -212,6 +216,7 @@ class RayCluster:
 
     def close(self) -> None:
         self._nodes.close()
+        self._variables.close()
 
 
 class SparkCluster:

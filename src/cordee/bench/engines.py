@@ -3,7 +3,8 @@
 Each contestant is a command that trains and ends. Measured are its speed between its lines, the time from the command
 to the first step, and, in runs of their own, what the loss of a node costs. A bare start is as many processes on the
 same cluster that import torch and do nothing: no training starts sooner. Clusters run all the time: their start is not
-measured. Which engines take part depends on which packages are installed.
+measured. Each engine has cases of its own (`speed/ray`, `loss/ray`), with the local engine beside it. Which engines
+take part depends on which packages are installed.
 """
 
 from __future__ import annotations
@@ -14,14 +15,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cordee.bench.clusters import RayCluster, SparkCluster
 from cordee.bench.engine_peers import BATCH_SIZE, NUM_WORKERS
-from cordee.bench.harness import Report, describe_machine, goal_outcome, interleave, median_ratio
+from cordee.bench.harness import (
+    Report,
+    describe_machine,
+    goal_outcome,
+    interleave,
+    measure_cases,
+    median_ratio,
+)
 from cordee.bench.loops import LEARNING_RATE, image_data
 from cordee.bench.recovery import await_gap, read_lines, running, wait_for
 from cordee.core import Job
@@ -43,6 +52,22 @@ RECOVERY_GOAL_S, REPLACED_GOAL_S, REDONE_GOAL = 3.0, 10.0, 1
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_WORKERS}"]
 
 Clusters = RayCluster | SparkCluster
+Raw = dict[str, list[float]]
+
+
+class _Kind(NamedTuple):
+    """An engine, and who else trains on its cluster."""
+
+    peer: str
+    package: str = ""  # that is needed
+    make_cluster: Callable[[int], Clusters] | None = None  # of so many nodes; None needs no cluster
+
+
+KINDS: Mapping[str, _Kind] = {
+    "env": _Kind("torchrun"),
+    "ray": _Kind("ray train", "ray", RayCluster),
+    "spark": _Kind("torchdistributor", "pyspark", SparkCluster),
+}
 
 
 class _Run(NamedTuple):
@@ -58,7 +83,7 @@ class _Contestant(NamedTuple):
     command: Callable[[_Run], list[str]]
     lines: str  # the file with its steps, in the folder of the run
     cluster: Clusters | None
-    rival: str = ""  # the engine of ours on the same cluster
+    is_peer: bool = False
 
 
 class _Figures(NamedTuple):
@@ -74,42 +99,19 @@ class _Loss(NamedTuple):
     replaced_s: float | None  # until the team was complete again; None for a peer, which is complete or not there
 
 
-def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
-    with ExitStack() as stack:
-        contestants, bare = _contestants(stack, say)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cordee-bench-")))
-        numbers = iter(range(10**9))
-
-        def new_folder() -> Path:
-            path = folder / str(next(numbers))
-            path.mkdir()
-            return path
-
-        runs: dict[str, Callable[[], _Figures]] = {
-            name: lambda one=one: _train(one, new_folder())  # type: ignore[misc]
-            for name, one in contestants.items()
-        }
-        runs |= {
-            _bare_name(name): lambda one=one: _start_bare(one, new_folder())  # type: ignore[misc]
-            for name, one in bare.items()
-        }
-        figures = interleave(runs, rounds, say)
-        losses: dict[str, list[_Loss | None]] = {name: [] for name, one in contestants.items() if one.cluster}
-        for number in range(rounds):
-            for name, found in losses.items():
-                loss = _lose_node(contestants[name], new_folder())
-                found.append(loss)
-                say(f"{name}, loss {number + 1} of {rounds}: {'no further step' if loss is None else loss.next_step_s}")
-    raw = {f"{name}, samples/s": [one.speed for one in figures[name]] for name in contestants}
-    raw |= {f"{name}, start s": [one.start_s for one in found] for name, found in figures.items()}
-    for name, found in losses.items():
-        raw[f"{name}, loss to next step s"] = [-1.0 if one is None else one.next_step_s for one in found]
-        raw[f"{name}, steps redone"] = [-1.0 if one is None else float(one.steps_redone) for one in found]
-        if not contestants[name].rival:
-            raw[f"{name}, loss to replacement s"] = [
-                -1.0 if one is None or one.replaced_s is None else one.replaced_s for one in found
-            ]
-    rows = [_row(name, one.rival, figures, losses.get(name, [])) for name, one in contestants.items()]
+def measure(
+    *, rounds: int, say: Callable[[str], None], cases: Sequence[str] = (), earlier: Report | None = None
+) -> Report:
+    """Measure the cases that are named, or all; figures of other cases in `earlier` are kept."""
+    measures: dict[str, Callable[[], Raw]] = {}
+    for engine, kind in KINDS.items():
+        if kind.package and importlib.util.find_spec(kind.package) is None:
+            say(f"{engine} is not measured: pip install 'cordee[{engine}]'")
+            continue
+        measures[f"speed/{engine}"] = partial(_measure_speed, engine, rounds, say)
+        if kind.make_cluster is not None:
+            measures[f"loss/{engine}"] = partial(_measure_loss, engine, rounds, say)
+    raw, dates = measure_cases(measures, cases, earlier, say)
     settings = {
         "model": "lenet",
         "data": image_data().use,
@@ -117,76 +119,139 @@ def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
         "batch_size_per_worker": BATCH_SIZE,
         "steps": NUM_STEPS,
         "nodes_of_one_cpu": NUM_NODES,
-        "rounds": rounds,
         "saved_every_steps_where_a_node_is_lost": SAVES_EVERY,
         "packages": _packages(),
+        "measured": dates,
     }
+    rows = [row for engine in KINDS if f"speed/{engine}" in dates for row in _speed_rows(engine, raw)]
+    rows += [row for engine in KINDS if f"loss/{engine}" in dates for row in _loss_rows(engine, raw)]
     return Report("engines", describe_machine(), settings, raw, "samples/s; s; -1 is no further step", rows)
+
+
+@contextmanager
+def _cluster_of(engine: str) -> Iterator[Clusters | None]:
+    make = KINDS[engine].make_cluster
+    with nullcontext() if make is None else closing(make(NUM_NODES)) as cluster:
+        yield cluster
+
+
+@contextmanager
+def _folders() -> Iterator[Callable[[], Path]]:
+    """Inside, a function is there that makes a new folder with each call."""
+    with tempfile.TemporaryDirectory(prefix="cordee-bench-") as folder:
+        numbers = iter(range(10**9))
+
+        def make() -> Path:
+            path = Path(folder) / str(next(numbers))
+            path.mkdir()
+            return path
+
+        yield make
+
+
+def _measure_speed(engine: str, rounds: int, say: Callable[[str], None]) -> Raw:
+    peer, bare = KINDS[engine].peer, _bare_name(engine)
+    with _cluster_of(engine) as cluster, _folders() as make_folder:
+        contestants = {"local": _ours("local", None), engine: _ours(engine, cluster), peer: _peer(peer, cluster)}
+        runs: dict[str, Callable[[], _Figures]] = {
+            name: lambda one=one: _train(one, make_folder())  # type: ignore[misc]
+            for name, one in contestants.items()
+        }
+        starter = _peer("bare torchrun" if cluster is None else bare, cluster)
+        runs[bare] = lambda: _start_bare(starter, make_folder())
+        figures = interleave(runs, rounds, say)
+    raw = {f"{name}, samples/s": [one.speed for one in figures[name]] for name in contestants}
+    return raw | {f"{name}, start s": [one.start_s for one in found] for name, found in figures.items()}
+
+
+def _measure_loss(engine: str, rounds: int, say: Callable[[str], None]) -> Raw:
+    peer = KINDS[engine].peer
+    raw: Raw = {}
+    with _cluster_of(engine) as cluster, _folders() as make_folder:
+        for number in range(rounds):
+            for name, one in ((engine, _ours(engine, cluster)), (peer, _peer(peer, cluster))):
+                loss = _lose_node(one, make_folder())
+                say(f"{name}, loss {number + 1} of {rounds}: {'no further step' if loss is None else loss}")
+                raw.setdefault(f"{name}, next step s", []).append(-1.0 if loss is None else loss.next_step_s)
+                raw.setdefault(f"{name}, steps redone", []).append(-1.0 if loss is None else float(loss.steps_redone))
+                if not one.is_peer:
+                    replaced_s = None if loss is None else loss.replaced_s
+                    raw.setdefault(f"{name}, replacement s", []).append(-1.0 if replaced_s is None else replaced_s)
+    return raw
 
 
 def _bare_name(engine: str) -> str:
     return f"bare {engine}"
 
 
-def _row(name: str, rival: str, figures: dict[str, list[_Figures]], losses: list[_Loss | None]) -> dict[str, Any]:
-    def speeds(of: str) -> list[float]:
-        return [one.speed for one in figures[of]]
+def _speed_rows(engine: str, raw: Raw) -> list[dict[str, Any]]:
+    def figures(name: str, what: str) -> list[float]:
+        return raw[f"speed/{engine}: {name}, {what}"]
 
-    def starts(of: str) -> list[float]:
-        return [one.start_s for one in figures[of]]
+    rows, peer = [], KINDS[engine].peer
+    for name in ("local", engine, peer):
+        of_local = median_ratio(figures(name, "samples/s"), figures("local", "samples/s"))
+        of_peer = median_ratio(figures(engine, "samples/s"), figures(name, "samples/s"))
+        of_bare = median_ratio(figures(name, "start s"), figures(_bare_name(engine), "start s"))
+        goals = {}
+        if name == engine:
+            goals = {"speed": of_local >= LOCAL_GOAL, "start": of_bare <= START_GOAL}
+        elif name == peer:
+            goals = {"our speed": of_peer >= SPEED_GOAL}
+        measured = {
+            "samples_per_second": statistics.median(figures(name, "samples/s")),
+            "of_local": of_local,
+            "our_engine_is_times": of_peer,
+            "command_to_first_step_s": statistics.median(figures(name, "start s")),
+            "of_bare_start": of_bare,
+        }
+        rows.append(_row(f"speed/{engine}", name, measured, goals))
+    return rows
 
-    engine = rival or name
-    of_engine = median_ratio(speeds(engine), speeds(name))
-    of_local = median_ratio(speeds(name), speeds("local"))
-    bare = _bare_name(engine)
-    of_bare = median_ratio(starts(name), starts(bare)) if bare in figures else None
-    recovered = [one for one in losses if one is not None]
-    replaced_s = [one.replaced_s for one in recovered if one.replaced_s is not None]
-    next_step_s = statistics.median(one.next_step_s for one in recovered) if recovered else None
-    redone = max((one.steps_redone for one in recovered), default=None)
-    goals = {}
-    if rival:
-        goals["engine's speed"] = of_engine >= SPEED_GOAL
-    elif name != "local":
-        goals["speed"] = of_local >= LOCAL_GOAL
-        goals["start"] = of_bare is not None and of_bare <= START_GOAL
-        if losses:
-            is_whole = len(recovered) == len(losses)
-            goals["next step"] = is_whole and next_step_s is not None and next_step_s <= RECOVERY_GOAL_S
-            goals["redone"] = is_whole and redone is not None and redone <= REDONE_GOAL
-            goals["replaced"] = len(replaced_s) == len(losses) and statistics.median(replaced_s) <= REPLACED_GOAL_S
+
+def _loss_rows(engine: str, raw: Raw) -> list[dict[str, Any]]:
+    rows = []
+    for name in (engine, KINDS[engine].peer):
+        next_s, redone, replaced_s = (
+            raw.get(f"loss/{engine}: {name}, {what}", []) for what in ("next step s", "steps redone", "replacement s")
+        )
+        recovered_s, known_s = [one for one in next_s if one >= 0], [one for one in replaced_s if one >= 0]
+        measured = {
+            "loss_to_next_step_s": statistics.median(recovered_s) if recovered_s else None,
+            "steps_redone": max(redone),
+            "loss_to_replacement_s": statistics.median(known_s) if known_s else None,
+            "never_continued": len(next_s) - len(recovered_s),
+        }
+        goals = {}
+        if name == engine:
+            has_all = len(recovered_s) == len(next_s)
+            goals["next step"] = has_all and statistics.median(recovered_s) <= RECOVERY_GOAL_S
+            goals["redone"] = has_all and max(redone) <= REDONE_GOAL
+            goals["replaced"] = len(known_s) == len(next_s) and statistics.median(known_s) <= REPLACED_GOAL_S
+        rows.append(_row(f"loss/{engine}", name, measured, goals))
+    return rows
+
+
+_COLUMNS = (
+    "samples_per_second",
+    "of_local",
+    "our_engine_is_times",
+    "command_to_first_step_s",
+    "of_bare_start",
+    "loss_to_next_step_s",
+    "steps_redone",
+    "loss_to_replacement_s",
+    "never_continued",
+)
+
+
+def _row(case: str, name: str, measured: Mapping[str, float | None], goals: Mapping[str, bool]) -> dict[str, Any]:
     return {
+        "case": case,
         "contestant": name,
-        "samples_per_second": statistics.median(speeds(name)),
-        "of_local": of_local,
-        "our_engine_is_times": of_engine,
-        "command_to_first_step_s": statistics.median(starts(name)),
-        "of_bare_start": of_bare,
-        "loss_to_next_step_s": next_step_s,
-        "steps_redone": redone,
-        "loss_to_replacement_s": statistics.median(replaced_s) if replaced_s else None,
-        "never_continued": len(losses) - len(recovered) if losses else None,
+        **{column: measured.get(column) for column in _COLUMNS},
         "goals": ", ".join(f"{goal} {goal_outcome(is_reached)}" for goal, is_reached in goals.items()),
     }
-
-
-def _contestants(stack: ExitStack, say: Callable[[str], None]) -> tuple[dict[str, _Contestant], dict[str, _Contestant]]:
-    """Return what trains, and the bare starts by engine."""
-    found = {"local": _ours("local", None), "env": _ours("env", None), "torchrun": _peer("torchrun", None, "env")}
-    bare = {"env": _peer("bare torchrun", None, "env")}
-    clusters: dict[str, tuple[str, type[Clusters], str]] = {
-        "ray": ("ray", RayCluster, "ray train"),
-        "spark": ("pyspark", SparkCluster, "torchdistributor"),
-    }
-    for engine, (package, make, peer) in clusters.items():
-        if importlib.util.find_spec(package) is None:
-            say(f"{engine} is not measured: pip install 'cordee[{engine}]'")
-            continue
-        cluster = stack.enter_context(closing(make(NUM_NODES)))
-        found[engine] = _ours(engine, cluster)
-        found[peer] = _peer(peer, cluster, engine)
-        bare[engine] = _peer(f"bare {engine}", cluster, engine)
-    return found, bare
 
 
 def _ours(engine: str, cluster: Clusters | None) -> _Contestant:
@@ -211,14 +276,14 @@ def _ours(engine: str, cluster: Clusters | None) -> _Contestant:
     return _Contestant(command, "run/events.jsonl", cluster)
 
 
-def _peer(name: str, cluster: Clusters | None, rival: str) -> _Contestant:
+def _peer(name: str, cluster: Clusters | None) -> _Contestant:
     def command(run: _Run) -> list[str]:
         counts = [str(run.num_steps), str(run.line_every), str(run.saves_every)]
         arguments = [name, cluster.connect if cluster else "", str(run.folder), *counts]
         starter = ["-m"] if cluster else [*TORCHRUN, "-m"]
         return [sys.executable, *starter, "cordee.bench.engine_peers", *arguments]
 
-    return _Contestant(command, "events-0.jsonl", cluster, rival)
+    return _Contestant(command, "events-0.jsonl", cluster, is_peer=True)
 
 
 @contextmanager
@@ -285,7 +350,9 @@ def _lose_node(contestant: _Contestant, folder: Path) -> _Loss | None:
         try:
             last_s, next_step, next_s = await_gap(steps, killed_s, process, RECOVERY_TIMEOUT_S)
             reached = max(step for at_s, step in steps() if at_s <= last_s)
-            replaced_s = None if contestant.rival else _await_replacement(folder / contestant.lines, killed_s, process)
+            replaced_s = (
+                None if contestant.is_peer else _await_replacement(folder / contestant.lines, killed_s, process)
+            )
         except CordeeError:
             return None
         finally:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import fnmatch
 import multiprocessing
 import platform
 import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +21,7 @@ import torch
 
 from cordee.compute import usable_cores
 from cordee.core import env
-from cordee.core.errors import CordeeError
+from cordee.core.errors import CordeeError, JobError
 from cordee.planner.measurements import processor_name
 from cordee.version import __version__
 
@@ -50,6 +51,44 @@ def describe_machine() -> dict[str, Any]:
         "torch": str(torch.__version__),  # a class of its own, which JSON does not know
         "cordee": __version__,
     }
+
+
+def is_wanted(name: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the patterns names a case, all or the first of its parts between slashes; without any, yes."""
+    return not patterns or any(
+        fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name, f"{pattern}/*") for pattern in patterns
+    )
+
+
+def find_unknown(patterns: Iterable[str], names: Sequence[str]) -> str | None:
+    """Return a pattern that names no case."""
+    return next((one for one in patterns if not any(is_wanted(name, [one]) for name in names)), None)
+
+
+def measure_cases(
+    measures: Mapping[str, Callable[[], dict[str, list[float]]]],
+    wanted: Sequence[str],
+    earlier: Report | None,
+    say: Callable[[str], None],
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Measure the cases that are wanted; return the raw figures of these and of `earlier`, and when each was measured.
+
+    The names of raw figures begin with their case: "CASE: FIGURE". Figures of a case that is measured again are
+    replaced, so that a long benchmark can be measured in parts.
+    """
+    if (unknown := find_unknown(wanted, list(measures))) is not None:
+        raise JobError(f"--cases {unknown!r} names no case: there are {', '.join(measures)}")
+    raw = dict(earlier.raw) if earlier is not None else {}
+    dates: dict[str, str] = dict(earlier.settings.get("measured", {})) if earlier is not None else {}
+    for case, measure in measures.items():
+        if not is_wanted(case, wanted):
+            continue
+        say(case)
+        figures = measure()
+        raw = {name: values for name, values in raw.items() if not name.startswith(f"{case}: ")}
+        raw |= {f"{case}: {name}": values for name, values in figures.items()}
+        dates[case] = describe_machine()["date"]
+    return raw, dates
 
 
 def interleave(

@@ -10,12 +10,9 @@ figure of training is the time of a step, over all steps of a round.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -34,17 +31,18 @@ from cordee.bench.harness import (
     describe_machine,
     goal_outcome,
     interleave,
+    measure_cases,
     median_ratio,
 )
 from cordee.bench.loops import cordee_loop, image_data, synthetic_images, torch_loop
+from cordee.bench.two_hosts import enter_host, two_hosts
 from cordee.communication.shared_memory import BackendSettings, register
-from cordee.core import env
 from cordee.core.errors import JobError
 from cordee.core.settings import Data
 
 ROUNDS = 5
 SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 26)
-LIMITS = {"full speed": 0.0, "100 Mbit/s": 100e6}  # bits a second in each direction; 0 is no limit
+LIMITS = {"full": 0.0, "100mbit": 100e6}  # bits a second in each direction; 0 is no limit
 CONTESTANTS = ("plain", "encrypted", "gloo")  # in training, gloo is DDP on it
 BATCH_SIZE = 32  # per worker
 TRAINING_GOAL = 1.0  # how many times as fast as DDP on gloo plain should train
@@ -62,64 +60,66 @@ class Training(NamedTuple):
 TRAININGS = (
     Training("lenet", image_data, 200, 50),
     Training("resnet20", partial(synthetic_images, 3, 32, test_size=0), 6, 6),
-    Training("mlp of 4 M", partial(synthetic_images, 1, 28, test_size=0), 20, 2),
+    Training("mlp of 4 M", partial(synthetic_images, 1, 28, test_size=0), 20, 3),
 )
+_ALL_REDUCE, _STEP = "all-reduce", "training step"
 _FIGURE_S = 1.0  # calls of one figure take about so long
 _FULL_SPEED = 4e9  # bits a second, to choose the number of calls by
-_DEVICE = "cordee-bench"
-_CLONE_NEWNET = 0x40000000
+Raw = dict[str, list[float]]
 
 
 def measure(
     *,
     rounds: int,
     say: Callable[[str], None],
+    cases: Sequence[str] = (),
+    earlier: Report | None = None,
     sizes: Sequence[int] = SIZES,
-    limits: Sequence[str] = tuple(LIMITS),
     trainings: Sequence[Training] = TRAININGS,
 ) -> Report:
-    """Measure; in the rows, ratios above 1 mean that the encrypted, or the plain, backend is that many times faster."""
+    """Measure the cases that are named, or all; figures of other cases in `earlier` are kept.
+
+    In the rows, ratios above 1 mean that the encrypted, or the plain, backend is that many times faster.
+    """
     if rounds < 1:
         raise JobError(f"rounds is {rounds}: it must be at least 1")
-    raw: dict[str, list[float]] = {}
+    measures: dict[str, Callable[[], Raw]] = {}
+    for limit in LIMITS:
+        measures[f"{limit}/{_ALL_REDUCE}"] = partial(_measure_all_reduce, limit, sizes, rounds, say)
+        for training in trainings:
+            measures[f"{limit}/{training.model}"] = partial(_measure_training, limit, training, rounds, say)
+    raw, dates = measure_cases(measures, cases, earlier, say)
     rows: list[dict[str, Any]] = []
-    for limit in limits:
-        with _two_hosts(LIMITS[limit]) as names:
-            if sizes:
-                say(f"{limit}, all-reduce")
-                raw |= _measure_all_reduce(names, limit, sizes, rounds, say)
-                rows += [_row(raw, limit, _all_reduce_of(size), None) for size in sizes]
-            for training in trainings:
-                say(f"{limit}, {_training_of(training.model)}")
-                raw |= _measure_training(names, limit, training, rounds, say)
-                rows.append(_row(raw, limit, _training_of(training.model), TRAINING_GOAL))
+    for case in measures:
+        if case not in dates:
+            continue
+        if case.endswith(_ALL_REDUCE):
+            rows += [_row(raw, case, _bytes_of(size), None) for size in sizes]
+        else:
+            rows.append(_row(raw, case, _STEP, TRAINING_GOAL))
     settings = {
         "sizes": list(sizes),
         "models": [training.model for training in trainings],
         "batch_size_per_worker": BATCH_SIZE,
         "threads_per_worker": 1,
-        "rounds": rounds,
+        "measured": dates,
     }
     return Report("hosts", describe_machine(), settings, raw, "ms", rows)
 
 
-def _measure_all_reduce(
-    names: Sequence[str], limit: str, sizes: Sequence[int], rounds: int, say: Callable[[str], None]
-) -> dict[str, list[float]]:
-    raw: dict[str, list[float]] = {}
+def _measure_all_reduce(limit: str, sizes: Sequence[int], rounds: int, say: Callable[[str], None]) -> Raw:
+    raw: Raw = {}
     calls = [(size, _repetitions(size, LIMITS[limit] or _FULL_SPEED)) for size in sizes]
-    with contextlib.closing(Processes(partial(_serve, names), 2)) as group:
+    with two_hosts(LIMITS[limit]) as names, contextlib.closing(Processes(partial(_serve, names), 2)) as group:
         contestants = {name: partial(_ask, group, name, calls) for name in CONTESTANTS}
         for name, figures in interleave(contestants, rounds, say).items():
             for size, times in zip(sizes, zip(*figures, strict=True), strict=True):
-                raw[_key(name, limit, _all_reduce_of(size))] = [elapsed_ms for elapsed_ms, _ in times]
-                raw[_key(f"{name}, processor", limit, _all_reduce_of(size))] = [busy_ms for _, busy_ms in times]
+                raw[f"{name}, {_bytes_of(size)}"] = [elapsed_ms for elapsed_ms, _ in times]
+                raw[f"{name}, processor, {_bytes_of(size)}"] = [busy_ms for _, busy_ms in times]
     return raw
 
 
-def _measure_training(
-    names: Sequence[str], limit: str, training: Training, rounds: int, say: Callable[[str], None]
-) -> dict[str, list[float]]:
+def _measure_training(limit: str, training: Training, rounds: int, say: Callable[[str], None]) -> Raw:
     work: dict[str, Any] = {"model": training.model, "data": training.get_data(), "batch_size": BATCH_SIZE}
     loops: dict[str, Loop] = {
         "plain": partial(cordee_loop, **work, encrypt=False),
@@ -127,21 +127,18 @@ def _measure_training(
         "gloo": partial(torch_loop, **work),
     }
     num_steps = training.num_limited_steps if LIMITS[limit] else training.num_steps
-    contestants = {
-        name: Contestant(partial(_train, names=names, loop=loops[name]), 2, num_steps, BATCH_SIZE)
-        for name in CONTESTANTS
-    }
-    speeds, _ = compete(contestants, rounds, say)
-    return {
-        _key(name, limit, _training_of(training.model)): [2 * BATCH_SIZE / speed * 1e3 for speed in found]
-        for name, found in speeds.items()
-    }
+    with two_hosts(LIMITS[limit]) as names:
+        contestants = {
+            name: Contestant(partial(_train, names=names, loop=loops[name]), 2, num_steps, BATCH_SIZE)
+            for name in CONTESTANTS
+        }
+        speeds, _ = compete(contestants, rounds, say)
+    return {f"{name}, {_STEP}": [2 * BATCH_SIZE / speed * 1e3 for speed in found] for name, found in speeds.items()}
 
 
 def _train(place: Place, clock: Clock, *, names: Sequence[str], loop: Loop) -> None:
     """Run a loop as the process of one host."""
-    _enter(names[place.rank])
-    env.adopt({"GLOO_SOCKET_IFNAME": _DEVICE})
+    enter_host(names[place.rank])
     loop(place, clock)
 
 
@@ -154,27 +151,19 @@ def _repetitions(num_bytes: int, rate: float) -> int:
     return max(1, min(200, round(_FIGURE_S / (0.0005 + 8 * num_bytes / rate))))
 
 
-def _all_reduce_of(num_bytes: int) -> str:
-    return f"all-reduce, {num_bytes} bytes"
+def _bytes_of(num_bytes: int) -> str:
+    return f"{num_bytes} bytes"
 
 
-def _training_of(model: str) -> str:
-    return f"training step, {model}"
-
-
-def _key(contestant: str, limit: str, work: str) -> str:
-    return f"{contestant}, {limit}, {work}"
-
-
-def _row(raw: dict[str, list[float]], limit: str, work: str, goal: float | None) -> dict[str, Any]:
-    plain, encrypted, gloo = (raw[_key(name, limit, work)] for name in CONTESTANTS)
+def _row(raw: Raw, case: str, work: str, goal: float | None) -> dict[str, Any]:
+    plain, encrypted, gloo = (raw[f"{case}: {name}, {work}"] for name in CONTESTANTS)
     busy = {}
     for name in CONTESTANTS:
-        found = raw.get(_key(f"{name}, processor", limit, work))
+        found = raw.get(f"{case}: {name}, processor, {work}")
         busy[f"{name}_busy_ms"] = statistics.median(found) if found else None
     plain_times_gloo = median_ratio(gloo, plain)
     return {
-        "link": limit,
+        "case": case,
         "work": work,
         "plain_ms": statistics.median(plain),
         "encrypted_ms": statistics.median(encrypted),
@@ -190,8 +179,7 @@ def _row(raw: dict[str, list[float]], limit: str, work: str, goal: float | None)
 
 def _serve(names: Sequence[str], place: Place, pipe: Connection) -> None:
     """Be a process of one host with a group for each contestant, asleep unless asked to measure."""
-    _enter(names[place.rank])
-    env.adopt({"GLOO_SOCKET_IFNAME": _DEVICE})
+    enter_host(names[place.rank])
     register()
     dist.init_process_group("cordee", init_method=place.rendezvous, rank=place.rank, world_size=place.size)
     groups = {
@@ -217,44 +205,3 @@ def _time_one(group: Any, num_bytes: int, repetitions: int) -> tuple[float, floa
             busy_s += time.process_time() - started_busy_s
         data.fill_(1.0)
     return statistics.median(times), busy_s / len(times) * 1e3
-
-
-@contextlib.contextmanager
-def _two_hosts(rate: float) -> Iterator[list[str]]:
-    """Inside, there are two network namespaces with a cable of so many bits a second between them."""
-    names = [f"cordee-bench-{os.getpid()}-{side}" for side in "ab"]
-    try:
-        for name in names:
-            _call("ip", "netns", "add", name)
-        ends = ("netns", names[0], "type", "veth", "peer", "name", _DEVICE, "netns", names[1])
-        _call("ip", "link", "add", _DEVICE, *ends)
-        for number, name in enumerate(names, start=1):
-            _call("ip", "-n", name, "addr", "add", f"10.98.0.{number}/24", "dev", _DEVICE)
-            _call("ip", "-n", name, "link", "set", _DEVICE, "up")
-            _call("ip", "-n", name, "link", "set", "lo", "up")
-            if rate:
-                bucket = ("rate", f"{rate:.0f}bit", "burst", "64kb", "latency", "100ms")
-                _call("tc", "-n", name, "qdisc", "add", "dev", _DEVICE, "root", "tbf", *bucket)
-        yield names
-    finally:
-        for name in names:
-            with contextlib.suppress(JobError):
-                _call("ip", "netns", "delete", name)
-
-
-def _call(*command: str) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        why = getattr(error, "stderr", "") or error
-        raise JobError(f"two hosts cannot be made on this machine, which takes root and iproute2: {why}") from None
-
-
-def _enter(name: str) -> None:
-    """Move this process, which has no other thread yet, to a network namespace."""
-    descriptor = os.open(f"/var/run/netns/{name}", os.O_RDONLY)
-    try:
-        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    finally:
-        os.close(descriptor)

@@ -12,9 +12,9 @@ import io
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -116,16 +116,24 @@ def train_for_ever(job: Job, place: Place, clock: Clock) -> None:
     parts = assemble(job, Team(place.rank, place.size, num_local_workers=place.size, local_rank=place.rank))
     parts.setup()
 
-    def at_each_step() -> bool:
-        clock.tick()
-        return False
-
     folder = Path(place.folder)
     sinks: list[Sink] = [JsonlSink(folder / "events.jsonl")] if place.rank == 0 else []
     if place.size == 1:  # of several workers the launcher shows the progress, beside the training
         sinks.append(ProgressSink(Console(file=io.StringIO())))
-    with Monitor(sinks) as monitor:
-        Trainer(parts, monitor, checkpoint.Folder(folder), should_stop=at_each_step).run()
+    with _TickingMonitor(sinks, clock) as monitor:
+        Trainer(parts, monitor, checkpoint.Folder(folder)).run()
+
+
+class _TickingMonitor(Monitor):
+    """Tells the clock after every step, when nothing of the step is on its way to other workers any more."""
+
+    def __init__(self, sinks: Sequence[Sink], clock: Clock) -> None:
+        super().__init__(sinks)
+        self._clock = clock
+
+    def progress(self, step: int, loss: SupportsFloat | None = None) -> None:
+        super().progress(step, loss)
+        self._clock.tick()
 
 
 def cordee_loop(place: Place, clock: Clock, *, model: str, data: Data, batch_size: int, encrypt: bool = True) -> None:
@@ -141,7 +149,7 @@ def torch_loop(place: Place, clock: Clock, *, model: str, data: Data, batch_size
         dist.init_process_group("gloo", init_method=place.rendezvous, rank=place.rank, world_size=place.size)
         network = DistributedDataParallel(network, gradient_as_bucket_view=tuned)
     optimizer = torch.optim.Adam(network.parameters(), lr=LEARNING_RATE, fused=True if tuned else None)
-    _train_by_hand(place, clock, network, optimizer, data, batch_size)
+    train_by_hand(place, clock, network, optimizer, data, batch_size)
 
 
 def fsdp_loop(place: Place, clock: Clock, *, model: str, data: Data, batch_size: int, backend: str) -> None:
@@ -158,10 +166,10 @@ def fsdp_loop(place: Place, clock: Clock, *, model: str, data: Data, batch_size:
             fully_shard(layer, mesh=mesh)
     fully_shard(network, mesh=mesh)
     optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE)
-    _train_by_hand(place, clock, network, optimizer, data, batch_size)
+    train_by_hand(place, clock, network, optimizer, data, batch_size)
 
 
-def _train_by_hand(
+def train_by_hand(
     place: Place,
     clock: Clock,
     network: nn.Module,

@@ -10,7 +10,6 @@ torch. Of the rounds of a way the median error counts. Without `--cases` it also
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import multiprocessing
 import statistics
@@ -28,7 +27,7 @@ import msgspec
 import torch
 from torch import nn
 
-from cordee.bench.harness import Report, describe_machine, goal_outcome
+from cordee.bench.harness import Report, describe_machine, find_unknown, goal_outcome, is_wanted
 from cordee.cluster.engine import Engine
 from cordee.cluster.engines import open_engine
 from cordee.compute.devices import MemoryWatch
@@ -100,7 +99,7 @@ def measure(
     for number in range(rounds):
         for case in CASES:
             names = [f"{case.name}/{strategy}/{count}" for strategy in STRATEGIES for count in workers]
-            if not any(_is_wanted(name, wanted) for name in names):
+            if not any(is_wanted(name, wanted) for name in names):
                 continue
             say(f"{case.name}, round {number + 1} of {rounds}: profiling")
             earlier = [trial for trial in found if trial.round == number]
@@ -154,7 +153,7 @@ def _try(
         for prediction in _to_run(made, workers):
             way = (case.name, prediction.strategy, prediction.workers)
             name = "/".join(map(str, way))
-            if way in done or not _is_wanted(name, wanted):
+            if way in done or not is_wanted(name, wanted):
                 continue
             try:
                 run = _run_calmly(engine, case, prediction, run_s, profile_s)
@@ -289,21 +288,14 @@ def _train_alone(toml: str, folder: str) -> tuple[float, int]:
     return step_of(rates, Job.load(path).training.batch_size), peak_bytes and peak_bytes - memory.start_bytes
 
 
-def _is_wanted(name: str, patterns: Sequence[str]) -> bool:
-    return not patterns or any(
-        fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name, f"{pattern}/*") for pattern in patterns
-    )
-
-
 def _refuse_unknown(patterns: Sequence[str], workers: Sequence[int]) -> None:
     names = [f"{case.name}/{strategy}/{number}" for case in CASES for strategy in STRATEGIES for number in workers]
-    for pattern in patterns:
-        if not any(_is_wanted(name, [pattern]) for name in names):
-            raise JobError(
-                f"--cases {pattern!r} names no case: write model/strategy/workers, as in 'lenet', 'gpt/tensor' or "
-                f"'*/pipeline/4' (models: {', '.join(case.name for case in CASES)}; "
-                f"strategies: {', '.join(STRATEGIES)}; workers: {', '.join(map(str, workers))})"
-            )
+    if (unknown := find_unknown(patterns, names)) is not None:
+        raise JobError(
+            f"--cases {unknown!r} names no case: write model/strategy/workers, as in 'lenet', 'gpt/tensor' or "
+            f"'*/pipeline/4' (models: {', '.join(case.name for case in CASES)}; "
+            f"strategies: {', '.join(STRATEGIES)}; workers: {', '.join(map(str, workers))})"
+        )
 
 
 def _read_journal(journal: Path | None, say: Callable[[str], None]) -> list[Trial]:

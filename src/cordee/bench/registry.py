@@ -27,9 +27,11 @@ BENCHMARKS = {
     "staleness": "parameter servers with unlike workers, and what free-running workers learn",
     "allreduce": "the backend beside gloo and OpenMPI, and what the memory allows",
     "hosts": "two hosts, plain and encrypted, full speed and 100 Mbit/s: all-reduce beside gloo, training beside DDP",
+    "slow_link": "10 Mbit/s between two hosts: local_sgd beside DDP on gloo, plain and with PowerSGD; DiLoCo of a GPT",
     "recovery": "a worker is killed: time to the next step, beside torchrun's restart",
     "reproducible": "what reproducible mode costs beside the ordinary one: four models, one and two workers",
     "commit_check": "what comparing the members costs: LeNet and ResNet-20 on two workers, with it and without",
+    "frameworks": "elastic loops; Horovod's API and TensorFlow beside gloo; a transformer beside its usual trainers",
     "engines": "two workers on torchrun, Ray and Spark beside DDP, Ray Train and TorchDistributor; a node is lost",
     "server": "push_pull of the key-value store beside an echo of the same bytes through ZeroMQ",
 }
@@ -41,7 +43,8 @@ ROUNDS = 7  # where a benchmark does not say otherwise
 def run_benchmark(name: str, *, rounds: int | None, output: Path | None, cases: Sequence[str] = ()) -> Report:
     """Measure, print the table, and write the raw figures where asked.
 
-    A benchmark of many cases keeps those that are done beside `output`, and continues from there when called again.
+    The planner's benchmark keeps the cases that are done beside `output`, and continues from there when called again.
+    Others of several cases keep the figures in `output` of the cases that are not measured again.
     """
     if name not in BENCHMARKS:
         raise JobError(f"no benchmark '{name}'{nearest(name, BENCHMARKS)} (there are: {', '.join(BENCHMARKS)})")
@@ -49,8 +52,11 @@ def run_benchmark(name: str, *, rounds: int | None, output: Path | None, cases: 
     measure: Callable[..., Report] = module.measure
     options: dict[str, Any] = {}
     journal = output.with_name(f"{output.name}.part") if output is not None else None
-    if "cases" in inspect.signature(measure).parameters:
+    parameters = inspect.signature(measure).parameters
+    if "journal" in parameters:
         options = {"cases": cases, "journal": journal}
+    elif "earlier" in parameters:
+        options = {"cases": cases, "earlier": _read_report(output) if cases else None}
     elif cases:
         raise JobError(f"--cases is for benchmarks that have several, and '{name}' has not: leave it out")
     rounds = rounds or getattr(module, "ROUNDS", ROUNDS)
@@ -66,6 +72,15 @@ def run_benchmark(name: str, *, rounds: int | None, output: Path | None, cases: 
         assert journal is not None
         journal.unlink(missing_ok=True)
     return report
+
+
+def _read_report(path: Path | None) -> Report | None:
+    if path is None or not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Report)
+    except (OSError, msgspec.DecodeError) as error:
+        raise JobError(f"cannot add to {path}: {error}; name another file, or remove it to begin again") from None
 
 
 def _table(report: Report) -> Table:

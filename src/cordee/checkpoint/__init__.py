@@ -1,7 +1,7 @@
 """Save, verify, load and export the state of a run."""
 
 from cordee.checkpoint.export import export
-from cordee.checkpoint.optimizer import load_optimizer_state, optimizer_state
+from cordee.checkpoint.optimizer import load_optimizer_state, optimizer_state, pack_values, unpack_values
 from cordee.checkpoint.reading import (
     Loaded,
     list_checkpoints,
@@ -22,11 +22,12 @@ from cordee.checkpoint.sharing import (
     share_value,
 )
 from cordee.checkpoint.state import State, buffer_names, load_model_state, model_state, weights_sha256
-from cordee.checkpoint.writing import CheckpointWriter, Draft, Folder, Request, Saved, Store, remove_stale, save
+from cordee.checkpoint.writing import CheckpointWriter, Copies, Draft, Folder, Request, Saved, Store, remove_stale, save
 
 __all__ = [
     "CheckpointWriter",
     "Comparison",
+    "Copies",
     "Digest",
     "Draft",
     "Folder",
@@ -47,6 +48,7 @@ __all__ = [
     "looks_whole",
     "model_state",
     "optimizer_state",
+    "pack_values",
     "read_piece",
     "receive_state",
     "refuse_link",
@@ -55,5 +57,6 @@ __all__ = [
     "send_state",
     "share_state",
     "share_value",
+    "unpack_values",
     "weights_sha256",
 ]

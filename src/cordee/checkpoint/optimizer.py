@@ -10,6 +10,7 @@ Tensors are called "<parameter>.<key>". The values are:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -42,12 +43,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: HasParameters) -> S
     for index, (group, live) in enumerate(zip(table["param_groups"], optimizer.param_groups)):
         settings = {key: value for key, value in group.items() if key not in ("params", *_IMPLEMENTATION)}
         shapes = {names[i]: list(p.shape) for i, p in zip(group["params"], live["params"])}
-        groups.append({"parameters": shapes, "settings": _pack(settings, f"$groups.{index}", tensors)})
+        groups.append({"parameters": shapes, "settings": pack_values(settings, f"$groups.{index}", tensors)})
     state = {}
     for index, inner in table["state"].items():
         if index not in names:
             raise CheckpointError(f"{_class(optimizer)} keeps state for {index!r}, which is not a parameter")
-        state[names[index]] = _pack(inner, names[index], tensors)
+        state[names[index]] = pack_values(inner, names[index], tensors)
     extra = {key: value for key, value in table.items() if key not in ("state", "param_groups")}
     return State(
         tensors,
@@ -55,7 +56,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: HasParameters) -> S
             "optimizer": _class(optimizer),
             "groups": groups,
             "state": state,
-            "extra": _pack(extra, "$extra", tensors),
+            "extra": pack_values(extra, "$extra", tensors),
         },
     )
 
@@ -71,10 +72,10 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: HasParameters,
         if values["optimizer"] != _class(optimizer):
             raise CheckpointError(f"the optimizer state is of {values['optimizer']}, the job uses {_class(optimizer)}")
         saved_groups = [
-            (dict(group["parameters"]), _unpack(group["settings"], state.tensors)) for group in values["groups"]
+            (dict(group["parameters"]), unpack_values(group["settings"], state.tensors)) for group in values["groups"]
         ]
-        saved_state = {name: _unpack(inner, state.tensors) for name, inner in values["state"].items()}
-        extra = _unpack(values["extra"], state.tensors)
+        saved_state = {name: unpack_values(inner, state.tensors) for name, inner in values["state"].items()}
+        extra = unpack_values(values["extra"], state.tensors)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"the optimizer state is malformed: {type(error).__name__}: {error}") from error
     _check_parameters(optimizer, model, [shapes for shapes, _ in saved_groups])
@@ -99,6 +100,12 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: HasParameters,
     table.update(extra)
     optimizer.load_state_dict(table)
     _restore_types(optimizer, {index: state_of[name] for index, name in names.items() if name in state_of})
+
+
+def find_in_state(state: State, key: str) -> dict[str, Tensor]:
+    """Return what an optimizer's state has under `key`, by the name of the parameter."""
+    found = {name: inner[key] for name, inner in state.values["state"].items() if key in inner}
+    return {name: state.tensors[packed["$tensor"]] for name, packed in found.items()}
 
 
 def _class(optimizer: torch.optim.Optimizer) -> str:
@@ -165,32 +172,36 @@ def _with_type_of(saved: Any, loaded: Any) -> Any:
     return saved.to(loaded.device, copy=True) if is_cast else loaded
 
 
-def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def pack_values(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Return `value` as JSON can say it, its tensors moved into `tensors` under names that start with `name`."""
     if isinstance(value, Tensor):
         if name in tensors:
-            raise CheckpointError(f"two tensors of the optimizer state are called '{name}'")
+            raise CheckpointError(f"two tensors are called '{name}'")
         tensors[name] = value.detach()
         return {"$tensor": name}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        items = [_pack(inner, f"{name}.{index}", tensors) for index, inner in enumerate(value)]
+        items = [pack_values(inner, f"{name}.{index}", tensors) for index, inner in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, Counter) and all(isinstance(key, int) for key in value):  # milestones of a MultiStepLR
+        return {"$counter": sorted(value.elements())}
     if isinstance(value, dict) and all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {key: _pack(inner, f"{name}.{key}", tensors) for key, inner in value.items()}
-    raise CheckpointError(f"'{name}' of the optimizer state is a {type(value).__name__}, which cannot be saved")
+        return {key: pack_values(inner, f"{name}.{key}", tensors) for key, inner in value.items()}
+    raise CheckpointError(f"'{name}' is a {type(value).__name__}, which cannot be saved")
 
 
-def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+def unpack_values(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, list):
-        return [_unpack(inner, tensors) for inner in value]
+        return [unpack_values(inner, tensors) for inner in value]
     if isinstance(value, dict):
         if value.keys() == {"$tensor"}:
             return tensors[value["$tensor"]]
         if value.keys() == {"$tuple"}:
-            return tuple(_unpack(inner, tensors) for inner in value["$tuple"])
-        return {key: _unpack(inner, tensors) for key, inner in value.items()}
+            return tuple(unpack_values(inner, tensors) for inner in value["$tuple"])
+        if value.keys() == {"$counter"}:
+            return Counter(value["$counter"])
+        return {key: unpack_values(inner, tensors) for key, inner in value.items()}
     return value
 
 

@@ -340,7 +340,7 @@ class CheckpointWriter:
         """`on_saved` is called by whoever writes: the thread, or `write`."""
         self._store = store
         self._on_saved = on_saved
-        self._copies: dict[str, Tensor] = {}
+        self._copies = Copies()
         self._thread: threading.Thread | None = None
         self._step: int | None = None
         self._error: Exception | None = None
@@ -353,7 +353,7 @@ class CheckpointWriter:
     def start(self, request: Request) -> None:
         """Have it saved by a thread. Waits for the one before; raises CheckpointError if the state cannot be saved."""
         self.wait()
-        staged = replace(request, state=self._stage(request.state))
+        staged = replace(request, state=self._copies.copy(request.state))
         reach("checkpoint.staged")
         stall_s = time.perf_counter() - request.since_s
         self._step = request.step
@@ -396,19 +396,29 @@ class CheckpointWriter:
         except Exception as error:  # noqa: BLE001 - for the thread that trains
             self._error = error
 
-    def _stage(self, state: State) -> State:
-        """Return a copy on the CPU. Names of one weight share a copy as they share the weight."""
+
+class Copies:
+    """A copy of a state on the CPU, whose memory the next copy uses again."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def copy(self, state: State) -> State:
+        """Return a copy that is valid until the next call. Names of one weight share a copy as they share the weight.
+
+        Raises CheckpointError for a tensor that cannot be saved.
+        """
         tensors: dict[str, Tensor] = {}
         first_names: dict[object, str] = {}
         for name, tensor in state.tensors.items():
             require_plain(name, tensor)
             first = first_names.setdefault(memory_of(tensor), name)
             tensors[name] = self._copy(name, tensor.detach()) if first == name else tensors[first]
-        self._copies = {name: tensors[name] for name in first_names.values()}
+        self._tensors = {name: tensors[name] for name in first_names.values()}
         return State(tensors, copy.deepcopy(state.values))
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        target = self._copies.get(name)
+        target = self._tensors.get(name)
         if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
             target = torch.empty(tensor.shape, dtype=tensor.dtype)
         return target.copy_(tensor)

@@ -8,15 +8,28 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cordee.cli import checks, planning, scripts, training
+from cordee.cli import checks, look_up, planning, run_commands, scripts, training
 from cordee.cli.output import end_interrupted, print_error
 from cordee.core.env import wants_traceback
 from cordee.core.errors import CordeeError
 from cordee.version import __version__
 
+# How `cordee --help` groups the commands.
+SECTIONS = {
+    "Train": ("train", "resume", "plan", "compare", "simulate", "run", "new"),
+    "Runs": ("runs", "show", "dashboard", "logs", "timeline", "stop", "scale", "join", "export"),
+    "Look up and check": ("list", "explain", "doctor", "chaos", "bench"),
+    "Other hosts and servers": ("agent", "server", "worker"),
+}
+
 
 class Commands(TyperGroup):
     """All commands. Ctrl-C is reported here: typer would end the program without a message."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for section, names in SECTIONS.items():
+            with formatter.section(section):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str()) for name in names])
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
@@ -51,7 +64,7 @@ app = typer.Typer(
     help="Train one PyTorch model with many workers: one job, every method.",
     no_args_is_help=True,
     rich_markup_mode=None,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
@@ -87,16 +100,26 @@ def root(
 _WITH_A_SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 app.command(cls=Command)(training.train)
+app.command(cls=Command)(run_commands.resume)
 app.command(cls=Command)(planning.plan)
+app.command(cls=Command)(planning.compare)
 app.command(cls=Command)(planning.simulate)
 app.command(cls=Command, context_settings=_WITH_A_SCRIPT)(scripts.run)
+app.command(cls=Command)(look_up.new)
+app.command(cls=Command)(run_commands.runs)
+app.command(cls=Command)(run_commands.show)
+app.command(cls=Command)(run_commands.dashboard)
+app.command(cls=Command)(run_commands.logs)
+app.command(cls=Command)(run_commands.timeline)
+app.command(cls=Command)(run_commands.stop)
+app.command(cls=Command)(run_commands.scale)
+app.command(cls=Command)(training.join)
+app.command(cls=Command)(run_commands.export)
+app.command("list", cls=Command)(look_up.list_names)
+app.command(cls=Command)(look_up.explain)
+app.command(cls=Command)(checks.doctor)
+app.command(cls=Command)(checks.chaos)
+app.command(cls=BenchCommand)(checks.bench)
+app.command(cls=Command)(training.agent)
 app.command(cls=Command)(scripts.server)
 app.command(cls=Command, context_settings=_WITH_A_SCRIPT)(scripts.worker)
-app.command(cls=Command)(training.export)
-app.command(cls=Command)(training.runs)
-app.command(cls=Command)(training.scale)
-app.command(cls=Command)(training.join)
-app.command(cls=Command)(training.agent)
-app.command(cls=Command)(checks.chaos)
-app.command(cls=Command)(checks.doctor)
-app.command(cls=BenchCommand)(checks.bench)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from cordee.cli.output import print_text
+from cordee.cli.run_commands import found
 
 
 def chaos(
@@ -100,7 +101,7 @@ def doctor(
         ),
     ] = None,
     run: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--run", metavar="RUN", help="Check this run's events instead of the machine.", show_default=False
         ),
@@ -123,7 +124,7 @@ def doctor(
     elif run is not None:
         from cordee.tools.audit import CONCLUSIONS, audit_run
 
-        findings = audit_run(run)
+        findings = audit_run(found(run))
         print_text(render_findings(findings, as_json=as_json, conclusions=CONCLUSIONS))
     else:
         findings = examine()
@@ -148,7 +149,9 @@ def bench(
     cases: Annotated[
         str,
         typer.Option(
-            help="Only these cases of planner, as in 'lenet,gpt/tensor,*/pipeline/4'.",
+            help="Only these cases: of planner as in 'lenet,gpt/tensor,*/pipeline/4', of engines as in "
+            "'speed/ray,loss', of hosts as in 'full/lenet'. Engines and hosts keep the figures of other cases that are "
+            "in the output file.",
             metavar="LIST",
             show_default=False,
         ),

@@ -1,4 +1,4 @@
-"""Commands that predict: `plan` and `simulate`."""
+"""Commands that predict and compare: `plan`, `simulate`, `compare`."""
 
 from __future__ import annotations
 
@@ -133,3 +133,68 @@ def simulate(
         print_text(f"page: {page}")
     if picture is not None:
         print_text(f"picture: {picture}")
+
+
+def compare(
+    what: Annotated[
+        list[str],
+        typer.Argument(metavar="JOB.toml|RUN RUN...", help="A job file, or two runs or more.", show_default=False),
+    ],
+    strategies: Annotated[
+        str, typer.Option(help="With a job: train it by each of these.", metavar="A,B,C", show_default=False)
+    ] = "",
+    seeds: Annotated[int, typer.Option(help="With a job: train it with so many seeds, to see the spread.")] = 1,
+    accuracy: Annotated[
+        float | None,
+        typer.Option(help="Measure the time to this test accuracy; else 99 % of what all runs reached.", metavar="A"),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="With a job: override one key.", metavar="K=V")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The report; a .csv is written beside it.", metavar="F.html")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Compare strategies on a job, or runs that have ended: figures, curves and a verdict in one HTML file.
+
+    Runs of a job are kept in ./runs/compare-NAME. What was interrupted continues with the same command.
+
+    For example:
+
+        cordee compare examples/digits.toml --strategies single,data_parallel --seeds 3
+
+        cordee compare runs/a runs/b -o report.html
+    """
+    from cordee.cli.run_commands import found
+    from cordee.core.env import runs_folder
+    from cordee.core.errors import JobError
+
+    is_job = len(what) == 1 and what[0].endswith(".toml")
+    names = [name.strip() for name in strategies.split(",") if name.strip()]
+    if is_job != bool(names) or (not is_job and (settings or seeds != 1)):
+        raise JobError(
+            "compare takes a job file with --strategies a,b,c, or two runs or more without it: "
+            "cordee compare job.toml --strategies A,B (`cordee list strategies`)"
+        )
+    from cordee.dashboard.comparison import compare_job, compare_runs, to_csv, to_html
+
+    groups: list[str] = []
+    if is_job:
+        folder = runs_folder() / f"compare-{Path(what[0]).stem}"
+        runs, groups = compare_job(Path(what[0]), names, seeds, settings or [], folder, print_note)
+        output = output or folder / "report.html"
+    else:
+        runs = [found(name) for name in what]
+    comparison = compare_runs(runs, accuracy, groups)
+    output = output or Path("compare.html")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(
+        to_html(comparison, f"Comparison of {', '.join(dict.fromkeys(groups or [run.name for run in runs]))}")
+    )
+    output.with_suffix(".csv").write_text(to_csv(comparison))
+    if as_json:
+        print_json(comparison.runs)
+        return
+    print_text("\n".join(comparison.verdict))
+    print_text(f"report: {output}, figures: {output.with_suffix('.csv')}")

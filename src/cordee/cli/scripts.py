@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,19 +17,82 @@ def run(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(metavar="SCRIPT [ARGS]", help="A Python script.", show_default=False)],
     workers: Annotated[int, typer.Option("-n", "--workers", help="How many workers, on this host.", metavar="N")] = 1,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="Continue the script's loop when workers die or join: see below.")
+    ] = False,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="With --elastic: the run directory; else a new one in runs/.", metavar="D")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="With --elastic: continue the run in --run-dir from its last checkpoint.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="With --elastic: a setting of the section cluster, e.g. failure_timeout=2s (repeat for several).",
+            metavar="K=V",
+        ),
+    ] = None,
+    replace_gloo: Annotated[
+        bool,
+        typer.Option(
+            "--replace-gloo", help="Give a script that asks torch.distributed for gloo the backend `cordee` instead."
+        ),
+    ] = False,
+    as_horovod: Annotated[
+        bool, typer.Option("--as-horovod", help="Let `import horovod.torch` in the script import cordee.horovod.torch.")
+    ] = False,
 ) -> None:
     """Start your own training script on N workers.
 
     The script uses `with cordee.join() as team`, or torch.distributed itself; it runs under `python` and
     `torchrun` as well. What follows the script's name goes to the script.
 
+    With --elastic the loop is a function with the decorator @team.elastic that calls team.commit() after each step. A
+    worker that is killed or frozen is replaced, and the others continue from the last commit. `cordee scale RUN N`,
+    `cordee join RUN` and Ctrl-C work as for a job. Events, logs, checkpoints and summary are in the run directory.
+
+    A program that asks for gloo by name (Accelerate, Lightning, the Hugging Face Trainer) needs no edit with
+    --replace-gloo; under torchrun set CORDEE_REPLACE_GLOO=1.
+
     For example:
 
         cordee run -n 2 examples/own_loop.py --epochs 3
-    """
-    from cordee.tools.script_launcher import run_script
 
-    if not run_script(script, context.args, workers):
+        cordee run --elastic -n 2 examples/elastic_loop.py
+
+        cordee run --replace-gloo -n 2 train.py
+
+        cordee run --as-horovod -n 2 horovod_script.py
+    """
+    from cordee.core.env import gloo_replacement_environment, horovod_alias_environment
+    from cordee.core.errors import JobError
+    from cordee.core.job import apply_override
+
+    if not elastic:
+        given = {"--run-dir": run_dir is not None, "--resume": resume, "--set": bool(settings)}
+        if named := [option for option, is_given in given.items() if is_given]:
+            raise JobError(f"{', '.join(named)}: only a run with --elastic has that")
+        from cordee.tools.script_launcher import run_script
+
+        extra = gloo_replacement_environment() if replace_gloo else {}
+        if as_horovod:
+            extra |= horovod_alias_environment()
+        if not run_script(script, context.args, workers, extra):
+            raise typer.Exit(INTERRUPTED)
+        return
+    if replace_gloo or as_horovod:
+        raise JobError("--elastic is for loops of cordee.join: leave out --replace-gloo and --as-horovod")
+    from cordee.tools.script_run import run_elastic
+
+    table: dict[str, Any] = {}
+    for setting in settings or []:
+        apply_override(table, setting if setting.startswith("cluster.") else f"cluster.{setting}")
+    summary = run_elastic(
+        script, context.args, workers, run_dir=run_dir, resume=resume, cluster=table.get("cluster", {})
+    )
+    if summary.status == "interrupted":
         raise typer.Exit(INTERRUPTED)
 
 

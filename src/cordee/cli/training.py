@@ -1,13 +1,16 @@
-"""Commands that train a job, and commands for its runs."""
+"""Commands that train a job, and that make this host or process take part in a run."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cordee.cli.output import print_json, print_table, print_text
+from cordee.cli.output import print_text
+from cordee.cli.run_commands import found
 from cordee.core.interrupts import INTERRUPTED
 
 
@@ -24,6 +27,15 @@ def train(
         list[str] | None, typer.Option("--set", help="Override one key, e.g. training.epochs=3.", metavar="K=V")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the job, say what would be trained, and end.")
+    ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when training has begun; the run outlives the terminal.")
+    ] = False,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Show the run in a web page while it trains; prints the address.")
+    ] = False,
 ) -> None:
     """Train a job: progress on screen, everything else in the run directory.
 
@@ -45,73 +57,85 @@ def train(
     from cordee.cluster.engines import work_as_agent
     from cordee.core import Job
 
+    if dry_run and (detach or resume):
+        raise typer.BadParameter("--dry-run trains nothing: leave out --detach and --resume")
     # A mistake in it is reported at once, before the two seconds that importing torch takes.
     checked = Job.load(job, overrides)
+    if dry_run:
+        _check_only(job, overrides)
+        return
+    if detach:
+        _train_detached(job, checked.name, overrides, run_dir, resume)
+        return
     if (code := work_as_agent(checked.cluster.engine, checked)) is not None:
         raise typer.Exit(code)
 
     from cordee.launch import train as run_training
 
-    run = run_training(job, overrides=overrides, run_dir=run_dir, resume=resume, quiet=quiet)
+    with contextlib.ExitStack() as stack:
+        if dashboard:
+            run_dir = _run_dir(checked.name, run_dir, resume, "--dashboard")
+            stack.enter_context(_showing(run_dir))
+        run = run_training(job, overrides=overrides, run_dir=run_dir, resume=resume, quiet=quiet)
     if run.status == "interrupted":
         raise typer.Exit(INTERRUPTED)
 
 
-def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
-    output: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--output", "-o", help="File to write: .safetensors, .pt or .onnx (repeat for several).", metavar="FILE"
-        ),
-    ] = None,
-    step: Annotated[int | None, typer.Option(help="The step of the checkpoint to take; else the newest.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="Take the checkpoint of the best evaluation.")] = False,
-) -> None:
-    """Write the trained weights of a run for use elsewhere.
+def _check_only(job: Path, overrides: list[str]) -> None:
+    from cordee.launch import check_job
+    from cordee.monitoring.wording import header_lines
 
-    Without --output: model.safetensors in the run directory. A .pt file is a state dict for
-    `torch.load(..., weights_only=True)`; ONNX takes any batch size.
-    """
-    from cordee.tools.export import export_run
-
-    for path in export_run(run, output or [run / "model.safetensors"], step=step, takes_best=best):
-        print_text(str(path))
+    parts = check_job(job, overrides=overrides)
+    print_text("\n".join(header_lines(parts.describe())))
+    for warning in parts.warnings:
+        print_text(f"warning: {warning}")
+    print_text("the job is sound; nothing was trained or written")
 
 
-def runs(
-    folder: Annotated[
-        Path | None, typer.Argument(help="Where runs are; else $CORDEE_RUNS or ./runs.", show_default=False)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of a table.")] = False,
-) -> None:
-    """List runs with their state, newest first."""
+def _train_detached(job: Path, name: str, overrides: list[str], run_dir: Path | None, resume: bool) -> None:
+    import shlex
+
+    from cordee.tools.run_control import start_detached
+
+    path = _run_dir(name, run_dir, resume, "--detach")
+    arguments = [str(job), *(f"--set={override}" for override in overrides), *(["--resume"] if resume else [])]
+    pid = start_detached(arguments, path)
+    run = shlex.quote(str(path if run_dir else path.name))
+    print_text(
+        f"{path.name} trains as process {pid}\nnext\n  cordee show {run}\n  cordee logs {run} -f\n  cordee stop {run}"
+    )
+
+
+def _run_dir(name: str, run_dir: Path | None, resume: bool, option: str) -> Path:
+    """Return where the run will be, for what has to know that before the run begins."""
     from cordee.core.env import runs_folder
-    from cordee.monitoring import list_runs, render_runs
+    from cordee.core.errors import JobError
+    from cordee.monitoring import new_run_path
 
-    found = list_runs(folder or runs_folder())
-    if as_json:
-        print_json(found)
-    elif not found:
-        print_text(f"no runs in {folder or runs_folder()}: start one with `cordee train JOB.toml`")
-    else:
-        print_table(render_runs(found))
+    if resume and run_dir is None:
+        raise JobError(f"--resume with {option} needs --run-dir: `cordee runs` lists the runs")
+    return run_dir or new_run_path(runs_folder(), name)
 
 
-def scale(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.", show_default=False)],
-    workers: Annotated[int, typer.Argument(metavar="N", help="The new number of workers.", show_default=False)],
-    threads: Annotated[
-        int, typer.Option(help="Kernel threads of each worker; else unchanged.", metavar="T", show_default=False)
-    ] = 0,
-) -> None:
-    """Change the number of workers of a run that is under way, up or down, and of their threads.
+@contextlib.contextmanager
+def _showing(run: Path) -> Iterator[None]:
+    """Inside, a process of its own shows the run, which is not there yet, in a web page."""
+    import importlib
+    import subprocess
+    import sys
+    from urllib.parse import quote
 
-    Returns at once; workers join when they have loaded their data, and leave after a step.
-    """
-    from cordee.cluster.control import scale_run
-
-    print_text(scale_run(run, workers, threads))
+    importlib.import_module("cordee.dashboard.server")  # which packages are missing is said before training
+    command = [sys.executable, "-m", "cordee", "dashboard", "--until-closed", "--runs", str(run.absolute().parent)]
+    # The dashboard ends when the pipe does, however this process ends.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0) as shown:
+        assert shown.stdin is not None
+        assert shown.stdout is not None
+        address, _, token = shown.stdout.readline().strip().partition("/?")
+        if token:
+            print_text(f"dashboard: {address}/run/{quote(run.name)}?{token}")
+        yield
+        shown.stdin.close()
 
 
 def agent(
@@ -147,8 +171,12 @@ def agent(
 
 def join(
     run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="The run's directory, or a ticket: its control.json.", show_default=False),
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="A run: its directory or its name in `cordee runs`; or a ticket: a copy of its control.json.",
+            show_default=False,
+        ),
     ],
     data_root: Annotated[
         Path | None,
@@ -168,8 +196,9 @@ def join(
     """
     from cordee.cluster.control import reach, read_control
 
-    control = read_control(run)  # what is wrong with it is reported before torch is imported
-    reach(control, run)
+    place = found(run)
+    control = read_control(place)  # what is wrong with it is reported before torch is imported
+    reach(control, place)
     from cordee.tools.join import join_run
 
-    join_run(run, control, data_root, print_text)
+    join_run(place, control, data_root, print_text)

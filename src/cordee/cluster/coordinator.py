@@ -103,13 +103,15 @@ class MemberStarter:
         self._package = package
         self._text = job.to_toml()
         self.data = ""  # what is known of the run's data
+        self.prints = False  # whether what workers print goes to the launcher's terminal, and not into their logs
 
     def start(self, role: str, index: int, *, replica: int = 0, **told: Any) -> MemberRecord:
         """Have a process started for a member, in the place of an earlier one if there was; `told` is for it alone."""
         members = self._members
         members.num_started += 1
         record = self._expect(MemberRecord(role=role, index=index, replica=replica, number=members.num_started))
-        argument, log = msgspec.to_builtins(self._make_spec(record, told)), str(self.log_file(record))
+        argument = msgspec.to_builtins(self._make_spec(record, told))
+        log = None if self.prints else str(self.log_file(record))
         place: Place = "slot" if role == "worker" else "launcher"  # others use the run directory
         process = ProcessSpec.new(record.number, f"{self._package}.{role}:main", argument, log=log, place=place)
         self._launcher.start(process)

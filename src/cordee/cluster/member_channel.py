@@ -18,7 +18,15 @@ from dataclasses import dataclass
 
 from cordee.cluster.control import CONTROL_NAME, NOT_YET, NotYetError
 from cordee.cluster.members import NOT_JOINED, REPLACED, UNKNOWN, MemberRecord, Members
-from cordee.cluster.messages import DataFingerprint, Event, FirstStep, Numbered, TeamReport, WorkerSummary
+from cordee.cluster.messages import (
+    DataFingerprint,
+    Event,
+    FirstStep,
+    Numbered,
+    TeamReport,
+    TimelineReport,
+    WorkerSummary,
+)
 from cordee.communication.channel import Received, ServerChannel
 from cordee.communication.messages import (
     Accepted,
@@ -33,9 +41,10 @@ from cordee.communication.messages import (
     Refused,
     Scale,
 )
-from cordee.core.errors import CommunicationError, JobError
+from cordee.core.errors import CommunicationError, JobError, StorageError
 from cordee.core.fault_points import reach
 from cordee.monitoring.events import AnyEvent, Warned, WorkerStarted
+from cordee.monitoring.timeline import Line
 
 
 @dataclass
@@ -50,6 +59,7 @@ class MemberChannel(abc.ABC):
 
     def __post_init__(self) -> None:
         self._replies: list[tuple[Received, Message]] = []
+        self.keep_timeline: Callable[[str, Line], None] = lambda member, line: None
         self._has_decided = False  # some of the replies follow from what is not written down yet
         self.members.resume(time.monotonic(), self.channel.fence)
 
@@ -130,6 +140,9 @@ class MemberChannel(abc.ABC):
                 case Heartbeat(step=step):
                     self._take_heartbeat(record, step)
                     self._reply_unwritten(received, Acknowledged(record.num_acknowledged))
+                case TimelineReport(line=line):
+                    with contextlib.suppress(StorageError):  # events tell of a full disk
+                        self.keep_timeline(record.name, line)
                 case Event() | Failure() | Bye() | FirstStep() | DataFingerprint() | WorkerSummary():
                     self._take_numbered(record, message)
                     self._reply(received, Acknowledged(record.num_acknowledged))
@@ -157,7 +170,7 @@ class MemberChannel(abc.ABC):
         if not has_joined and not record.may_join:
             self._reply(received, Refused(REPLACED, f"another process is {record.name} now"))
             return
-        self._reply(received, Joined(timeout_s, timeout_s / 5))
+        self._reply(received, Joined(timeout_s, timeout_s / 5, time.time()))
         if has_joined:
             return
         self.members.join(record, incarnation, time.monotonic())

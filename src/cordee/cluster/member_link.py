@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
+import math
 import os
 import socket
 import sys
@@ -18,8 +20,9 @@ from typing import Any, Literal, Self
 import msgspec
 
 from cordee.checkpoint.stored_run import run_name, why_not_shared
+from cordee.cluster.control import has_run_directory
 from cordee.cluster.members import REPLACED, incarnation_of, member_name
-from cordee.cluster.messages import Event, Numbered
+from cordee.cluster.messages import Event, Numbered, TimelineReport
 from cordee.cluster.processes import is_alive
 from cordee.communication.channel import ClientChannel, Received, RefusedError
 from cordee.communication.endpoint import Admission, Speaker
@@ -39,6 +42,7 @@ from cordee.communication.wire import Codec
 from cordee.core import Job, env
 from cordee.core.errors import CommunicationError
 from cordee.monitoring.events import AnyEvent
+from cordee.monitoring.timeline import Line, Timeline, TimelineFolder
 
 log = logging.getLogger("cordee.link")
 
@@ -136,6 +140,7 @@ class MemberLink(abc.ABC):
         self._thread: threading.Thread | None = None
         self._storage_problem: str | None = None  # why this process cannot read the storage; None: not looked yet
         self.step = 0  # told with each heartbeat
+        self.clock_offset_us = (0, 0)  # of this host's clock to that of the coordinator's host, and its error
 
     @property
     def incarnation(self) -> int:
@@ -198,6 +203,7 @@ class MemberLink(abc.ABC):
         if self._storage_problem is None:  # once: one that comes back is waited for
             self._storage_problem = self._find_storage_problem()
         join = Join(os.getpid(), socket.gethostname(), host_id(), storage_problem=self._storage_problem, **server)
+        sent_s = time.time()
         try:
             reply = self.ask(join, patience_s=patience_s)
         except RefusedError as error:
@@ -206,6 +212,8 @@ class MemberLink(abc.ABC):
             refused = Refused(REPLACED, f"another process is {self._spec.name} now")
             raise RefusedError(self._channel.address, refused) from error
         assert isinstance(reply, Joined), reply
+        if self._is_remote and reply.time_s:
+            self.clock_offset_us = measure_offset(sent_s, reply.time_s, time.time())
         return reply
 
     def _find_storage_problem(self) -> str:
@@ -214,6 +222,11 @@ class MemberLink(abc.ABC):
             return ""
         url = self._spec.load_job().checkpoint.storage
         return why_not_shared(url, run_name(self._spec.run_dir), self._spec.marker)[:MOST_PROBLEM_CHARACTERS]
+
+    def send_timeline(self, line: Line) -> None:
+        """Have the coordinator write a line of this process's timeline; it is lost while there is no coordinator."""
+        with contextlib.suppress(CommunicationError):
+            self._channel.send(TimelineReport(line), timeout_s=0.0)
 
     def emit(self, event: AnyEvent) -> None:
         """Pass an event on. It reaches the coordinator, now or when it is back."""
@@ -287,6 +300,23 @@ class MemberLink(abc.ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def measure_offset(sent_s: float, there_s: float, received_s: float) -> tuple[int, int]:
+    """Return what to add to the own clock for the other one, and how wrong that may be, in microseconds. Pure.
+
+    The other clock was read some time between sending the question and receiving the answer.
+    """
+    return round((there_s - (sent_s + received_s) / 2) * 1e6), math.ceil((received_s - sent_s) / 2 * 1e6)
+
+
+def open_timeline(spec: MemberSpec, link: MemberLink) -> Timeline:
+    """Return what records the phases of this process: in the run directory, or through the coordinator."""
+    run_dir = Path(spec.run_dir)
+    if has_run_directory(run_dir, spec.run_id):
+        folder = TimelineFolder(run_dir)
+        return Timeline(spec.name, lambda line: folder.write(spec.name, line), lambda: link.clock_offset_us)
+    return Timeline(spec.name, link.send_timeline, lambda: link.clock_offset_us)
 
 
 def describe_failure(error: BaseException, step: int) -> Failure:

@@ -14,6 +14,7 @@ from msgspec import Meta
 from cordee.communication.messages import COORDINATION, MEMBERSHIP, Bye, Count, Failure, Message, Name, Text
 from cordee.monitoring.events import AnyEvent
 from cordee.monitoring.summary import Summary
+from cordee.monitoring.timeline import Line
 
 
 class Event(Message, frozen=True):
@@ -68,6 +69,14 @@ class StepReached(Message, frozen=True):
 
     step: Count
     loss: float | None
+
+
+class TimelineReport(Message, frozen=True):
+    """What the sender did when, for the run directory, which it cannot reach. Soon out of date: it may be lost."""
+
+    is_generational = False
+
+    line: Line
 
 
 # Checkpoints of a worker that has no access to the run directory. Requests may be made again, and count once.
@@ -152,8 +161,8 @@ CheckpointRequest: TypeAlias = CheckpointPiece | CheckpointEnd | AskCheckpoints 
 
 Numbered: TypeAlias = Event | FirstStep | DataFingerprint | WorkerSummary | Failure | Bye
 TeamReport: TypeAlias = FirstStep | DataFingerprint | WorkerSummary | StepTime | StepReached
-COMMON: tuple[type[Message], ...] = (*MEMBERSHIP, Event)
+COMMON: tuple[type[Message], ...] = (*MEMBERSHIP, Event, TimelineReport)
 TEAM: tuple[type[Message], ...] = (
-    *COORDINATION, Event, FirstStep, DataFingerprint, WorkerSummary, StepTime, StepReached,
+    *COORDINATION, Event, FirstStep, DataFingerprint, WorkerSummary, StepTime, StepReached, TimelineReport,
     CheckpointPiece, CheckpointEnd, CheckpointTaken, AskCheckpoints, CheckpointNames, ReadPiece, FilePiece,
 )  # fmt: skip

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from cordee.core.blocked_time import BLOCKED
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Team:
         import torch.distributed as dist
 
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total)
+        with BLOCKED:
+            dist.all_reduce(total)
         summed: list[float] = total.tolist()
         return summed
 
@@ -41,15 +45,23 @@ class Team:
 
     def gather_rows(self, values: Sequence[int]) -> list[list[int]]:
         """Return every member's values, in their order. Collective: all members give as many, of 64 bits each."""
+        return self._gather(values, "int64")
+
+    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
+        """Return every member's numbers, in double precision. Collective: all members give as many."""
+        return self._gather(values, "float64")
+
+    def _gather(self, values: Sequence[Any], kind: str) -> list[list[Any]]:
         if self.num_workers == 1:
             return [list(values)]
         import torch
         import torch.distributed as dist
 
-        own = torch.tensor(values, dtype=torch.int64)
-        rows = torch.empty(self.num_workers * len(values), dtype=torch.int64)
-        dist.all_gather_single(rows, own)
-        gathered: list[list[int]] = rows.view(self.num_workers, len(values)).tolist()
+        own = torch.tensor(values, dtype=getattr(torch, kind))
+        rows = own.new_empty(self.num_workers * len(values))
+        with BLOCKED:
+            dist.all_gather_single(rows, own)
+        gathered: list[list[Any]] = rows.view(self.num_workers, len(values)).tolist()
         return gathered
 
     @property

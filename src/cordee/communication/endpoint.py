@@ -22,6 +22,7 @@ import zmq
 
 from cordee.communication.messages import Count, Message, Name
 from cordee.communication.sockets import can_receive, check_address, descriptor, is_ipv6
+from cordee.communication.traffic import SENT
 from cordee.communication.wire import PROTOCOL_VERSION, Buffer, Codec, Envelope, WireError, outgoing
 from cordee.core.errors import CommunicationError
 
@@ -186,6 +187,7 @@ class Endpoint:
         for left, view in zip(range(len(views) - 1, -1, -1), views):
             self._socket.send(view, _NOW_AND_MORE if left else _NOW)
         self._is_torn = False
+        SENT.add(len(route or b"") + len(header) + sum(view.nbytes for view in views))
         self._sequence += 1
         return self._sequence
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cordee.core.blocked_time import BLOCKED
 from cordee.core.errors import CommunicationError, TrainingError
 from cordee.core.shards import Block, add_up, share_shards, whole_blocks
 
@@ -96,8 +97,9 @@ class GradientExchange:
         """Sum what is in the buffers over the members; return the sums of the flags and of the extras."""
         tail = self._row.tail
         tail.copy_(torch.tensor([*flags, *extras], device=tail.device))
-        for flat in self._summed:
-            dist.all_reduce(flat, group=self._group)
+        with BLOCKED:
+            for flat in self._summed:
+                dist.all_reduce(flat, group=self._group)
         summed = tail.tolist()
         return summed[: len(flags)], summed[len(flags) :]
 

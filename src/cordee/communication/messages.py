@@ -67,6 +67,7 @@ class Joined(Message, frozen=True):
 
     failure_timeout_s: Annotated[float, Meta(gt=0)]
     heartbeat_s: Annotated[float, Meta(gt=0)]  # send a heartbeat at least this often
+    time_s: float = 0.0  # by the coordinator's clock, since 1970
 
 
 class Heartbeat(Message, frozen=True):

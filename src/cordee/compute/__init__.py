@@ -4,24 +4,23 @@ from cordee.compute.computation import (
     NO_VOTES,
     Computation,
     Loss,
-    Metrics,
     Votes,
     clip_gradients,
-    evaluate,
     find_unsound,
     split_batch,
 )
 from cordee.compute.devices import choose_device, share_threads, usable_cores
+from cordee.compute.evaluation import Metrics, evaluate
 from cordee.compute.gradient_graph import reached_parameters
+from cordee.compute.gradient_hooks import hooked_parameters, refuse_uneven_hooks
 from cordee.compute.losses import LossFunction, make_loss
 from cordee.compute.optimizers import (
     LR_SCALES,
     OptimizerRecipe,
-    Schedule,
     make_optimizer_recipe,
-    make_schedule,
     number_groups,
 )
+from cordee.compute.schedules import Schedule, make_schedule
 
 __all__ = [
     "LR_SCALES",
@@ -37,11 +36,13 @@ __all__ = [
     "clip_gradients",
     "evaluate",
     "find_unsound",
+    "hooked_parameters",
     "make_loss",
     "make_optimizer_recipe",
     "make_schedule",
     "number_groups",
     "reached_parameters",
+    "refuse_uneven_hooks",
     "share_threads",
     "split_batch",
     "usable_cores",

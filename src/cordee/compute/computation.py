@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,8 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cordee.compute.loss_scale import LossScale
 from cordee.compute.losses import LossFunction, require_even_parts
-from cordee.core.batch import Batch
+from cordee.compute.outputs import anchor
+from cordee.core import tree
+from cordee.core.batch import PLAIN_CALL, Batch, Call, Pieces
 
 
 class Votes(NamedTuple):
@@ -73,28 +75,48 @@ class Computation:
 
     loss: LossFunction
     device: torch.device
-    precision: str  # "fp32" or "bf16"
+    precision: str  # "fp32", "bf16" or "fp16"
     counts_classes: bool  # targets are classes, so that accuracy means something
+    scale: LossScale | None = None  # with fp16; strategies divide gradients by it
+    call: Call = PLAIN_CALL  # how the model takes nested inputs
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.precision == "fp32":
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=self.half)
+
+    @property
+    def half(self) -> torch.dtype:
+        """What autocast computes in."""
+        return torch.float16 if self.precision == "fp16" else torch.bfloat16
 
     def to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":
             return batch
-        return Batch(batch.inputs.to(self.device, non_blocking=True), batch.targets.to(self.device, non_blocking=True))
+        return batch.map(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def outputs(self, model: Callable[..., Any], batch: Batch) -> Any:
+        """Return what the model makes of a batch; it is given the targets too where it computes the loss itself."""
+        return self.call(model, batch.inputs, self.loss.keywords(batch.targets))
+
+    def count_right(self, outputs: Any, targets: Tensor, top: int = 1) -> int:
+        """Return for how many labels that the loss counts the right class is among the `top` highest."""
+        return count_correct(*self.compared(outputs, targets), top=top, ignored=self.loss.ignored)
+
+    def compared(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return predictions and the labels or numbers that they are of, place by place."""
+        shift, predicted = self.loss.shift, self.loss.predictions(outputs)
+        return (predicted[:, :-shift], targets[:, shift:]) if shift else (predicted, targets)
 
     def forward_backward(
         self,
-        model: Callable[[Tensor], Tensor],
+        model: Callable[..., Any],
         parts: Sequence[Batch],
         *,
         total_count: float,
         measure: bool,
         is_share: bool = False,
-        join: Callable[[Tensor], None] | None = None,
+        join: Callable[[], None] | None = None,
     ) -> Loss:
         """Add the gradient of the mean loss over `total_count` to the parameters' gradients.
 
@@ -102,44 +124,54 @@ class Computation:
         count, so the sum over everybody's parts is the gradient of the whole batch; `is_share` says so where
         `total_count` is that of these parts alone. Returns the loss of these
         parts alone, as a mean over their own items. Empty parts are passed over. Models that communicate inside
-        need as many passes on every worker: `join` makes one for an empty part, given its inputs.
+        need as many passes on every worker: `join` makes one for an empty part.
         """
         weighted_sum, count, num_correct, num_items, num_samples = 0.0, 0.0, 0, 0, 0
         for part in parts:
-            inputs, targets = self.to_device(part)
             if not part.num_samples:
                 if join is not None:
-                    join(inputs)
+                    join()
                 continue
+            part = self.to_device(part)
+            targets = part.targets
             num_samples += part.num_samples
             with self.autocast():
-                outputs = model(inputs)
-                loss = self.loss.mean(outputs, targets)
-                part_count = self.loss.count(targets)
+                outputs = self.outputs(model, part)
+                loss = self.loss.of(outputs, targets)
+                part_count = self.loss.count_batch(part)
                 if is_share or part_count != total_count:
                     require_even_parts(self.loss, outputs, targets)
             if part_count == 0:
                 if join is not None:
-                    (outputs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+                    anchor(outputs).backward()  # type: ignore[no-untyped-call]
                 continue
-            (loss if part_count == total_count else loss * (part_count / total_count)).backward()  # type: ignore[no-untyped-call]
+            share = loss if part_count == total_count else loss * (part_count / total_count)
+            (share if self.scale is None else share * self.scale.factor).backward()  # type: ignore[no-untyped-call]
             weighted_sum += loss.item() * part_count
             count += part_count
             if measure and self.counts_classes:
-                num_correct += count_correct(outputs, targets, ignored=self.loss.ignored)
+                num_correct += self.count_right(outputs, targets)
                 num_items += self.loss.num_items(targets)
         mean = weighted_sum / count if count else 0.0
         measured = num_correct if measure and self.counts_classes else None
         return Loss(mean, count, measured, num_samples, num_items=num_items)
 
 
-def split_batch(batch: Batch, num_parts: int) -> list[Batch]:
-    """Cut a batch into `num_parts` parts whose sizes differ by at most one; those of a small batch may be empty."""
-    parts = zip(batch.inputs.tensor_split(num_parts), batch.targets.tensor_split(num_parts), strict=True)
-    return [Batch(_aligned(inputs), _aligned(targets)) for inputs, targets in parts]
+def split_batch(batch: Batch | Pieces, num_parts: int) -> list[Batch]:
+    """Cut a batch into `num_parts` parts whose sizes differ by at most one; those of a small batch may be empty.
+
+    One that comes in pieces was cut so when it was read.
+    """
+    if isinstance(batch, Pieces):
+        assert len(batch) == num_parts, (len(batch), num_parts)
+        return list(batch)
+    if isinstance(batch.inputs, Tensor) and isinstance(batch.targets, Tensor):
+        parts = zip(batch.inputs.tensor_split(num_parts), batch.targets.tensor_split(num_parts), strict=True)
+        return [Batch(aligned(inputs), aligned(targets)) for inputs, targets in parts]
+    return [part.map(aligned) for part in batch.cut(num_parts)]
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def aligned(tensor: Tensor) -> Tensor:
     """Return a tensor that begins at the alignment of memory that torch allocates.
 
     At other alignments kernels add in another order: a linear layer of 5 inputs gives other bits for the same rows at
@@ -148,13 +180,16 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % _ALIGNMENT_BYTES == 0 else tensor.clone()
 
 
-def find_unsound(batch: Batch) -> tuple[int, str] | None:
+def find_unsound(batch: Batch | Pieces) -> tuple[int, str] | None:
     """Return the first sample, by its row, that has a value which is not finite, and whether it is input or target."""
-    found = []
-    for values, part in ((batch.inputs, "input"), (batch.targets, "target")):
-        if values.is_floating_point() and len(values):
-            rows = (~torch.isfinite(values)).reshape(len(values), -1).any(dim=1).nonzero()
-            found += [(int(row), part) for row in rows[:1, 0]]
+    found, first = [], 0
+    for piece in batch if isinstance(batch, Pieces) else [batch]:
+        for values, part in ((piece.inputs, "input"), (piece.targets, "target")):
+            for leaf in tree.leaves(values):
+                if leaf.is_floating_point() and len(leaf):
+                    rows = (~torch.isfinite(leaf)).reshape(len(leaf), -1).any(dim=1).nonzero()
+                    found += [(first + int(row), part) for row in rows[:1, 0]]
+        first += piece.num_samples
     return min(found, default=None)
 
 
@@ -172,77 +207,3 @@ def count_correct(outputs: Tensor, targets: Tensor, top: int = 1, ignored: int |
 def clip_gradients(parameters: Iterable[nn.Parameter], clip_norm: float) -> float:
     """Scale gradients so that their norm, taken over all of them, is at most `clip_norm`; return it as it was."""
     return float(torch.nn.utils.clip_grad_norm_(parameters, clip_norm, error_if_nonfinite=False))
-
-
-# Measuring a model on a whole data set, each sample once.
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """Means over `num_samples` samples; accuracies are None where targets are not classes."""
-
-    loss: float
-    accuracy: float | None
-    top5_accuracy: float | None  # also None with five classes or fewer, where it says nothing
-    num_samples: int
-    seconds: float
-
-
-def evaluate(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    computation: Computation,
-    *,
-    num_classes: int | None,
-    should_stop: Callable[[], bool] = lambda: False,
-    num_parts: int = 1,
-    combine: Callable[[Sequence[float]], list[float]] = list,
-) -> Metrics | None:
-    """Return the metrics over all `batches`, or None if `should_stop` said so before the end.
-
-    The model is put into evaluation mode for the time and then back. In a team each member has its share of
-    the batches; `combine` sums over the members and `should_stop` agrees with them, both collective. Each batch
-    is computed in `num_parts` parts, and `combine` is given the sums of the first parts, then of the second ones.
-    """
-    started = time.perf_counter()
-    was_training = model.training
-    model.eval()
-    sums = [[0.0] * 6 for _ in range(num_parts)]
-    wants_top5 = num_classes is not None and num_classes > 5
-    try:
-        # Not inference_mode: what a model caches in there (a mask, say) could not be trained with afterwards.
-        with torch.no_grad(), computation.autocast():
-            for batch in batches:
-                if should_stop():
-                    return None
-                for part, own in zip(split_batch(batch, num_parts), sums, strict=True):
-                    if part.num_samples:
-                        measured = _measure(model, part, computation, wants_top5)
-                        own[:] = [a + b for a, b in zip(own, measured, strict=True)]
-    finally:
-        model.train(was_training)
-    loss_sum, count, num_items, right, right5, num_samples = combine([value for own in sums for value in own])
-    has_accuracy = computation.counts_classes and num_items > 0
-    return Metrics(
-        loss=loss_sum / count if count else float("nan"),
-        accuracy=right / num_items if has_accuracy else None,
-        top5_accuracy=right5 / num_items if has_accuracy and wants_top5 else None,
-        num_samples=int(num_samples),
-        seconds=time.perf_counter() - started,
-    )
-
-
-def _measure(model: nn.Module, batch: Batch, computation: Computation, wants_top5: bool) -> list[float]:
-    """Return the sum of the losses and their count, the number of labels, of right ones, of those right among five,
-    and of samples.
-    """
-    inputs, targets = computation.to_device(batch)
-    outputs = model(inputs)
-    count = computation.loss.count(targets)
-    loss_sum = computation.loss.mean(outputs, targets).item() * count if count else 0.0
-    num_items, right, right5 = 0, 0, 0
-    if computation.counts_classes:
-        ignored, num_items = computation.loss.ignored, computation.loss.num_items(targets)
-        right = count_correct(outputs, targets, ignored=ignored)
-        right5 = count_correct(outputs, targets, top=5, ignored=ignored) if wants_top5 else 0
-    return [loss_sum, float(count), float(num_items), float(right), float(right5), float(len(targets))]

@@ -8,17 +8,20 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from cordee.core.batch import tensors_in
 
-def reached_parameters(outputs: Tensor) -> list[Tensor] | None:
+
+def reached_parameters(outputs: Any) -> list[Tensor] | None:
     """Return the leaves that a backward pass from `outputs` adds a gradient to, each once; None if that is not certain.
 
     torch adds up all contributions to a leaf before it adds them to its gradient, but only those of one graph. A
     function written in Python may run another backward pass inside: re-entrant checkpointing does.
     """
-    if outputs.grad_fn is None:
+    roots: list[Any] = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+    if not roots:
         return None
-    seen: set[Any] = {outputs.grad_fn}
-    waiting: list[Any] = [outputs.grad_fn]
+    seen: set[Any] = set(roots)
+    waiting = list(seen)
     leaves = []
     while waiting:
         node = waiting.pop()

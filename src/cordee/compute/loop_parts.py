@@ -26,6 +26,10 @@ class LoopParts:
         self._checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # how many parameters it had
 
     @property
+    def models(self) -> list[nn.Module]:
+        return list(self._models.values())
+
+    @property
     def has_models(self) -> bool:
         return bool(self._models)
 
@@ -80,6 +84,10 @@ class LoopParts:
 
     def record_exchanged(self, parameters: list[nn.Parameter]) -> None:
         self._exchanged |= {id(parameter) for parameter in parameters}
+
+    def forget_exchanged(self) -> None:
+        """Take no parameter for exchanged: another team begins."""
+        self._exchanged.clear()
 
     def unexchanged(self) -> list[nn.Parameter]:
         """Return parameters that are to be trained by now and were not when their model was prepared."""

@@ -21,7 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cordee.core.errors import JobError, TrainingError
+from cordee.compute.outputs import model_loss, predictions
+from cordee.core import tree
+from cordee.core.batch import Batch
+from cordee.core.errors import JobError, TrainingError, nearest
 from cordee.core.references import Use, bind, construct, first_parameters, name_of, resolve
 
 
@@ -29,28 +32,61 @@ from cordee.core.references import Use, bind, construct, first_parameters, name_
 class LossFunction:
     """`mean(outputs, targets)` is a scalar; `count(targets)` is what that mean is over: items, or their weights."""
 
-    mean: Callable[[Tensor, Tensor], Tensor]
-    count: Callable[[Tensor], float]
+    mean: Callable[[Any, Any], Tensor]
+    count: Callable[[Any], float]
     ignored: int | None = None  # a label that neither the mean nor the accuracy takes in
     name: str = ""  # of a loss of the user's own
     is_assumed: bool = False  # what the loss counts is not known: that it counts samples, or labels, is assumed
+    output: str | int | None = None  # which of a model's outputs are the predictions; None: the tensor, or the logits
+    takes_outputs: bool = False  # `mean` is given all that the model returned, not the predictions alone
+    argument: str | None = None  # the model computes the loss itself, and takes the targets by this name
+    shift: int = 0  # predictions at a place of a sequence are of the label so many places on
+
+    def of(self, outputs: Any, targets: Any) -> Tensor:
+        """Return the mean loss of what a model returned."""
+        return self.mean(outputs if self.takes_outputs else self.predictions(outputs), targets)
+
+    def predictions(self, outputs: Any) -> Tensor:
+        """Return the predictions among what a model returned. Raises ModelError where there are none."""
+        return outputs if self.output is None and isinstance(outputs, Tensor) else predictions(outputs, self.output)
+
+    def keywords(self, targets: Any) -> dict[str, Any]:
+        """Return what a model is given beside its inputs: the targets, where it computes the loss itself."""
+        if self.argument is None or targets is None:
+            return {}
+        return dict(targets) if isinstance(targets, Mapping) else {self.argument: targets}
+
+    def count_batch(self, batch: Batch) -> float:
+        """Return what the mean over a batch is over. Where there are no targets it follows from the inputs."""
+        return self.count(batch.inputs if batch.targets is None else batch.targets)
 
     def num_items(self, targets: Tensor) -> int:
         """Return how many labels an accuracy is over."""
+        targets = targets[:, self.shift :] if self.shift else targets
         return targets.numel() if self.ignored is None else int((targets != self.ignored).sum())
 
 
-def count_items(targets: Tensor) -> float:
-    """Return the number of labels, which is that of tokens in sequences; numbers count once per sample."""
+def count_items(targets: Any) -> float:
+    """Return the number of labels, which is that of tokens in sequences; numbers count once per sample.
+
+    Nested targets count once per sample as well.
+    """
+    if not isinstance(targets, Tensor):
+        return tree.num_rows(targets) or 0
     return len(targets) if targets.is_floating_point() else targets.numel()
 
 
 def cross_entropy(
-    *, label_smoothing: float = 0.0, ignore_index: int = -100, weight: tuple[float, ...] = ()
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    weight: tuple[float, ...] = (),
+    output: str | int | None = None,
 ) -> LossFunction:
     """Classes are the last dimension of the outputs; sequences count each token but the ignored ones.
 
-    `weight` has a number for each class: labels count as much as their class weighs.
+    `weight` has a number for each class: labels count as much as their class weighs. `output` is which of several
+    outputs to compare.
     """
     weights = torch.tensor(weight) if weight else None
 
@@ -63,7 +99,7 @@ def cross_entropy(
             used = weights.to(outputs.device, torch.promote_types(outputs.dtype, torch.float32))
         return F.cross_entropy(outputs, targets, used, label_smoothing=label_smoothing, ignore_index=ignore_index)
 
-    return LossFunction(mean, functools.partial(count_classes, weights, ignore_index), ignore_index)
+    return LossFunction(mean, functools.partial(count_classes, weights, ignore_index), ignore_index, output=output)
 
 
 def count_classes(weights: Tensor | None, ignored: int, targets: Tensor) -> float:
@@ -76,8 +112,8 @@ def count_classes(weights: Tensor | None, ignored: int, targets: Tensor) -> floa
     return float(weights.to(targets.device, torch.float64)[targets[is_counted]].sum())
 
 
-def _elementwise(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], LossFunction]:
-    def build() -> LossFunction:
+def _elementwise(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., LossFunction]:
+    def build(*, output: str | int | None = None) -> LossFunction:
         def mean(outputs: Tensor, targets: Tensor) -> Tensor:
             # (N, 1) against (N,) would broadcast to (N, N) without a warning.
             outputs = outputs.squeeze(-1) if outputs.ndim == targets.ndim + 1 else outputs
@@ -88,13 +124,57 @@ def _elementwise(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], L
             dtype = torch.promote_types(outputs.dtype, targets.dtype)
             return function(outputs.to(dtype), targets.to(dtype))
 
-        return LossFunction(mean, count_items)
+        return LossFunction(mean, count_items, output=output)
 
     return build
 
 
+# The loss that a model computes itself, as those of transformers do: what it is the mean over is for the job to say, or
+# is found out by trying (`training.model_loss`).
+
+COUNTS = ("auto", "samples", "labels", "next_labels")
+
+
+def own_of_model(
+    *,
+    count: str | Callable[..., Any] = "auto",
+    argument: str = "labels",
+    ignore_index: int = -100,
+    output: str | int | None = None,
+    python_path: Sequence[str] = (),
+) -> LossFunction:
+    """The model returns its loss: `outputs.loss`, `outputs["loss"]`, or the first of several outputs.
+
+    It is given the targets by the name `argument`, or by their own names where they have such. `count` is what the loss
+    is the mean over: "samples"; "labels" that are not `ignore_index`; "next_labels", the same but for the first of each
+    sequence, where a model shifts them itself; or a function of the targets.
+    """
+    settings: dict[str, Any] = {"name": "model", "argument": argument, "output": output, "takes_outputs": True}
+    if callable(count) or ":" in count:
+        counted = _checked_count(resolve("loss.count", count, {}, python_path=python_path))
+        return LossFunction(model_loss, counted, ignore_index, **settings)
+    if count not in COUNTS:
+        raise JobError(f"loss.count = {count!r} is not known{nearest(count, COUNTS)} Known: {', '.join(COUNTS)}")
+    shift = int(count == "next_labels")
+    counted = count_items if count in ("auto", "samples") else functools.partial(count_places, shift, ignore_index)
+    if count == "samples":
+        counted = count_samples
+    return LossFunction(model_loss, counted, ignore_index, is_assumed=count == "auto", shift=shift, **settings)
+
+
+def count_samples(targets: Any) -> float:
+    return tree.num_rows(targets) or 0
+
+
+def count_places(shift: int, ignored: int, targets: Tensor) -> float:
+    """Return how many labels are not ignored, from the place `shift` of each sequence on."""
+    counted = targets[:, shift:] if shift else targets
+    return int((counted != ignored).sum())
+
+
 BUILTIN_LOSSES: dict[str, Callable[..., LossFunction]] = {
     "cross_entropy": cross_entropy,
+    "model": own_of_model,
     "mse": _elementwise(F.mse_loss),
     "l1": _elementwise(F.l1_loss),
     "binary_cross_entropy": _elementwise(F.binary_cross_entropy_with_logits),
@@ -110,7 +190,8 @@ def make_loss(part: Use, python_path: Sequence[str] = ()) -> LossFunction:
     """
     target = resolve("loss", part.use, BUILTIN_LOSSES, python_path=python_path)
     if target in BUILTIN_LOSSES.values():
-        built: LossFunction = bind("loss", target, part.args)()
+        provided = {"python_path": tuple(python_path)}
+        built: LossFunction = bind("loss", target, part.args, provided)()
         return built
     args = _with_tensors(target, part.args)
     if inspect.isclass(target):
@@ -133,21 +214,28 @@ def _own_loss(
         settings = {**made.keywords, **settings}
         made = made.func
     name, count = name_of(part.use), getattr(made, "count", None)
+    # torch's own compare one tensor with one; what a person writes may look at everything that the model returned.
+    takes_outputs = not _is_of_torch(made) or (isinstance(made, nn.Module) and not _is_of_torch(type(made)))
     if callable(count):
         ignored = getattr(made, "ignore_index", None)
-        return LossFunction(mean, _checked_count(count), ignored if isinstance(ignored, int) else None, name)
+        ignored = ignored if isinstance(ignored, int) else None
+        return LossFunction(mean, _checked_count(count), ignored, name, takes_outputs=takes_outputs)
     forward = getattr(type(made), "forward", None)
     if forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward):
         weights, ignored = getattr(made, "weight", None), int(getattr(made, "ignore_index", -100))
     elif made in (F.cross_entropy, F.nll_loss):
         weights, ignored = settings.get("weight"), int(settings.get("ignore_index", -100))
     else:
-        return LossFunction(mean, count_items, None, name, is_assumed=True)
+        return LossFunction(mean, count_items, None, name, is_assumed=True, takes_outputs=takes_outputs)
     return LossFunction(mean, functools.partial(count_classes, weights, ignored), ignored, name)
 
 
-def _checked_count(count: Callable[[Tensor], Any]) -> Callable[[Tensor], float]:
-    def checked(targets: Tensor) -> float:
+def _is_of_torch(made: Any) -> bool:
+    return (getattr(made, "__module__", None) or "").startswith("torch.")
+
+
+def _checked_count(count: Callable[[Any], Any]) -> Callable[[Any], float]:
+    def checked(targets: Any) -> float:
         value = float(count(targets))
         if not 0.0 <= value < math.inf:
             raise JobError(f"the loss's count(targets) gave {value}: it must be the sum of the weights, 0 or more")
@@ -158,37 +246,41 @@ def _checked_count(count: Callable[[Tensor], Any]) -> Callable[[Tensor], float]:
 
 def _with_tensors(target: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of one of torch's own losses with weights as the tensors it wants; a file has lists."""
-    is_torch = (getattr(target, "__module__", None) or "").startswith("torch.")
     return {
         key: torch.tensor(value)
-        if is_torch and key in ("weight", "pos_weight") and isinstance(value, (list, tuple))
+        if _is_of_torch(target) and key in ("weight", "pos_weight") and isinstance(value, (list, tuple))
         else value
         for key, value in settings.items()
     }
 
 
 @torch.no_grad()
-def find_uneven_parts(loss: LossFunction, outputs: Tensor, targets: Tensor) -> str | None:
+def find_uneven_parts(loss: LossFunction, outputs: Any, targets: Any) -> str | None:
     """Return how the loss of this batch differs from that of its parts weighted by their counts; None if it does not.
 
     Local, and without an effect: random numbers and the state of a loss that is a module are put back.
     """
-    size = len(targets)
+    size = tree.num_rows(targets) or 0
     return _find_uneven(loss, outputs, targets, sorted({1, size // 3, size // 2} - {0, size}))
 
 
 @torch.no_grad()
-def require_even_parts(loss: LossFunction, outputs: Tensor, targets: Tensor) -> None:
+def require_even_parts(loss: LossFunction, outputs: Any, targets: Any) -> None:
     """Raise TrainingError if what a loss counts is assumed, and wrong for this part of a batch.
 
     Labels that a loss leaves out may be rare, so every part is tried: its first sample and the others against all of
     it, which differ by whatever is not counted. For where a batch is computed in parts.
     """
-    if not loss.is_assumed or len(targets) < 2:
+    if not loss.is_assumed or (tree.num_rows(targets) or 0) < 2:
         return
-    if (found := _find_uneven(loss, outputs.detach(), targets, [1])) is not None:
+    if (found := _find_uneven(loss, detached(outputs), targets, [1])) is not None:
         what = f"the loss {loss.name!r} of a part of a batch is not the mean of those of its own parts: {found}"
         raise TrainingError(f"{what}. {ADVICE}")
+
+
+def detached(outputs: Any) -> Any:
+    """Return what a model returned without its graph, where it can be taken apart; else as it is."""
+    return tree.map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
 
 
 ADVICE = (
@@ -206,7 +298,7 @@ def find_trained(loss: LossFunction) -> list[str]:
 
 
 @torch.no_grad()
-def find_state(loss: LossFunction, outputs: Tensor, targets: Tensor) -> str | None:
+def find_state(loss: LossFunction, outputs: Any, targets: Any) -> str | None:
     """Return what a loss keeps of a batch, by name, if that changes what it computes of the next; else None.
 
     Local, and without an effect: a copy is tried, with the same batch and random numbers twice.
@@ -216,6 +308,7 @@ def find_state(loss: LossFunction, outputs: Tensor, targets: Tensor) -> str | No
     random_state = torch.get_rng_state()
     try:
         own: Any = copy.deepcopy(loss.mean)
+        outputs = outputs if loss.takes_outputs else loss.predictions(outputs)
         before, first = _values_of(own), float(own(outputs, targets))
         after = _values_of(own)
         torch.set_rng_state(random_state)
@@ -239,26 +332,27 @@ def _values_of(own: Any) -> dict[str, Any]:
     return tensors | {name: value for name, value in held.items() if isinstance(value, bool | int | float)}
 
 
-def _find_uneven(loss: LossFunction, outputs: Tensor, targets: Tensor, cuts: Sequence[int]) -> str | None:
+def _find_uneven(loss: LossFunction, outputs: Any, targets: Any, cuts: Sequence[int]) -> str | None:
     if not inspect.isroutine(getattr(loss.mean, "func", loss.mean)):  # an object, which computing may change
         with contextlib.suppress(Exception):  # what cannot be copied is tried itself
             loss = copy.deepcopy(loss)
     random_state = torch.get_rng_state()
-    size = len(targets)
+    size = tree.num_rows(targets) or 0
     try:
-        whole, total = loss.mean(outputs, targets), loss.count(targets)
+        whole, total = loss.of(outputs, targets), loss.count(targets)
         if not total or not torch.isfinite(whole):
             return None
         # Sums of single precision in another order differ by about 1e-6.
         precision = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 3e-2
         for cut in cuts:
-            parts = [(outputs[:cut], targets[:cut]), (outputs[cut:], targets[cut:])]
+            bounds = ((0, cut), (cut, size))
+            parts = [(_rows_of(outputs, size, *part), tree.rows(targets, *part)) for part in bounds]
             counts = [loss.count(part) for _, part in parts]
-            means = [float(loss.mean(*part)) if count else 0.0 for part, count in zip(parts, counts, strict=True)]
+            means = [float(loss.of(*part)) if count else 0.0 for part, count in zip(parts, counts, strict=True)]
             joined = sum(mean * count for mean, count in zip(means, counts, strict=True)) / max(sum(counts), 1e-30)
             largest = max(abs(float(whole)), *map(abs, means))
             if not abs(joined - float(whole)) <= precision * largest + 1e-9:
-                if float(loss.mean(outputs, targets)) != float(whole):
+                if float(loss.of(outputs, targets)) != float(whole):
                     return None  # it draws random numbers: two losses of the same samples differ as well
                 return (
                     f"{size} samples give {float(whole):.6g}, the first {cut} and the other {size - cut}, weighted by "
@@ -271,3 +365,12 @@ def _find_uneven(loss: LossFunction, outputs: Tensor, targets: Tensor, cuts: Seq
     finally:
         torch.set_rng_state(random_state)
     return None
+
+
+def _rows_of(outputs: Any, size: int, start: int, stop: int) -> Any:
+    """Return the outputs of some of `size` samples. What has no row for each sample is left whole."""
+    if isinstance(outputs, Tensor):
+        return outputs[start:stop]
+    return tree.map_leaves(
+        lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size else leaf, outputs
+    )

@@ -1,20 +1,22 @@
-"""Optimizers by name (everything in `torch.optim`, or the user's own) and learning-rate schedules."""
+"""Optimizers by name: everything in `torch.optim`, or the user's own."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import math
-import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cordee.core.errors import JobError
-from cordee.core.references import Use, bind, construct, first_parameters, name_of, resolve
+from cordee.compute.averaging import keep_averages
+from cordee.compute.parameter_groups import GroupRule, divide, read_groups, require_matches
+from cordee.compute.schedules import Factor, PlateauSchedule, Schedule, TorchSchedule
+from cordee.core.errors import JobError, nearest
+from cordee.core.references import Use, bind, first_parameters, name_of, resolve
 
 LR_SCALES: dict[str, Callable[[int], float]] = {
     "none": lambda num_shares: 1.0,
@@ -39,13 +41,26 @@ class OptimizerRecipe:
     build: Callable[[list[tuple[str, Tensor]]], Optimizer]
     schedule: Schedule
     lr_factor: float  # from training.lr_scale
+    rules: tuple[GroupRule, ...] = ()  # of optimizer.groups
+    average_decay: float = 0.0  # of the moving average of the weights; 0: there is none
+    groups: tuple[Mapping[str, Any], ...] = ()  # settings of the groups of the whole model, once it is known
 
     def make(self, named_parameters: Iterable[tuple[str, Tensor]]) -> Optimizer:
         trainable = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
         optimizer = self.build(trainable)
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
+        if self.average_decay:
+            keep_averages(optimizer, self.average_decay)
         return optimizer
+
+    def fit(self, model: nn.Module) -> OptimizerRecipe:
+        """Return the recipe for optimizers of this model. Raises JobError for what does not fit its parameters."""
+        require_matches(self.rules, model)
+        groups = settings_of_groups(self.make(model.named_parameters()))
+        if isinstance(self.schedule, TorchSchedule | PlateauSchedule):
+            self.schedule.fit(groups)
+        return dataclasses.replace(self, groups=groups)
 
     def for_parts_of(self, model: nn.Module) -> OptimizerRecipe:
         """Return a recipe for optimizers of some of the model's parameters, or of slices, by the same names.
@@ -64,14 +79,26 @@ class OptimizerRecipe:
 
     def set_rate(self, optimizer: Optimizer, step: int) -> float:
         """Set the rate for `step` and return that of the first group."""
-        factor = self.factor(step)
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+        if isinstance(self.schedule, TorchSchedule | PlateauSchedule):
+            settings = self.schedule.settings(step)
+            numbers = getattr(optimizer, _NUMBERS, None) or range(len(settings))
+            for number, group in zip(numbers, optimizer.param_groups, strict=True):
+                group.update(settings[number], lr=settings[number]["lr"] * self.lr_factor)
+        else:
+            factor = self._factor(self.schedule, step)
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
         return float(optimizer.param_groups[0]["lr"])  # which may be a tensor
 
-    def factor(self, step: int) -> float:
+    def first_rate(self, step: int) -> float:
+        """Return the rate of the whole model's first group at `step`; this worker may hold nothing of it."""
+        if isinstance(self.schedule, TorchSchedule | PlateauSchedule):
+            return float(self.schedule.settings(step)[0]["lr"]) * self.lr_factor
+        return float(self.groups[0]["initial_lr"]) * self._factor(self.schedule, step)
+
+    def _factor(self, schedule: Factor, step: int) -> float:
         """Return what the rates are multiplied by at `step`."""
-        factor = self.schedule(step)
+        factor = schedule(step)
         try:
             is_sound = math.isfinite(factor)
         except TypeError:  # no number at all
@@ -81,6 +108,22 @@ class OptimizerRecipe:
                 f"the schedule gives {factor!r} for step {step}: it must give a finite number, the factor of the rate"
             )
         return factor * self.lr_factor
+
+
+_NUMBERS = "cordee_group_numbers"  # on an optimizer of parts: which groups of the whole model's it has
+
+
+def settings_of_groups(optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
+    """Return the settings of each group, plain values only."""
+    plain = (bool, int, float, str, tuple, list, type(None))
+    return tuple(
+        {
+            key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+            for key, value in group.items()
+            if key != "params" and isinstance(value, (*plain, Tensor))
+        }
+        for group in optimizer.param_groups
+    )
 
 
 def number_groups(optimizer: Optimizer, model: nn.Module) -> dict[str, int]:
@@ -102,32 +145,49 @@ def _group_as_whole(
                 "a part of it, or the other way round: freeze what is not to be trained (requires_grad_(False))"
             )
     own = [(name, parameter) for name, parameter in held if id(parameter) in taken]
-    optimizer.param_groups[:] = [
-        {**group, "params": members}
-        for number, group in enumerate(of_whole.param_groups)
+    held_of = {
+        number: members
+        for number in range(len(of_whole.param_groups))
         if (members := [parameter for name, parameter in own if number_of[name] == number])
-    ]
+    }
+    optimizer.param_groups[:] = [{**of_whole.param_groups[at], "params": held} for at, held in held_of.items()]
+    setattr(optimizer, _NUMBERS, list(held_of))
 
 
 def make_optimizer_recipe(
-    part: Use, schedule: Schedule, *, lr_scale: str, num_shares: int, python_path: Sequence[str] = ()
+    part: Use,
+    schedule: Schedule,
+    *,
+    lr_scale: str,
+    num_shares: int,
+    python_path: Sequence[str] = (),
+    section: str = "optimizer",
+    average_decay: float = 0.0,
 ) -> OptimizerRecipe:
-    """Return the recipe for the optimizer a job names; its settings are checked here, before any model exists."""
+    """Return the recipe for the optimizer a job names; its settings are checked here, before any model exists.
+
+    `section` is where the job names it.
+    """
     known = builtin_optimizers()
     use = part.use.lower() if isinstance(part.use, str) and ":" not in part.use else part.use
-    target = resolve("optimizer", use, known, python_path=python_path)
+    target = resolve(section, use, known, python_path=python_path)
     if target is torch.optim.LBFGS:
-        raise JobError("optimizer.use = 'lbfgs' evaluates the model many times a step, which this trainer does not do")
+        raise JobError(f"{section}.use = 'lbfgs' evaluates the model many times a step, which this trainer does not do")
     name, first = name_of(part.use), first_parameters(target, 1)
-    bound = bind("optimizer", target, part.args, first)
+    args = {key: value for key, value in part.args.items() if key != "groups"}
+    rules = read_groups(part.args["groups"]) if "groups" in part.args else ()
+    bound = bind(section, target, args, first)
     if target in known.values():
-        _check_numbers(target, part)
+        for key, settings in ((section, args), *((rule.key, rule.settings) for rule in rules)):
+            _check_numbers(key, target, settings)
     # A user's own may make groups by name: it asks for names by what it calls its first parameter.
     wants_names = target not in known.values() and list(first) == ["named_parameters"]
+    if wants_names and rules:
+        raise JobError(f"optimizer {name!r} makes groups by the names that it gets: leave optimizer.groups out")
     can_fuse = target in known.values() and "fused" in inspect.signature(target).parameters
     # One kernel over all parameters instead of one per parameter and operation: LeNet with Adam takes
     # 226 instead of 1,246 µs in the optimizer (one thread, a busy 2-core host, 2026-11-15), with the same formula.
-    wants_fused = can_fuse and not {"fused", "foreach", "capturable", "differentiable"} & set(part.args)
+    wants_fused = can_fuse and not {"fused", "foreach", "capturable", "differentiable"} & set(args)
 
     def build(named_parameters: list[tuple[str, Tensor]]) -> Optimizer:
         parameters = [parameter for _, parameter in named_parameters]
@@ -136,8 +196,14 @@ def make_optimizer_recipe(
         fused: dict[str, Any] = {}
         if wants_fused and all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters):
             fused = {"fused": True}
+        given: Any = named_parameters if wants_names else parameters
+        if rules:
+            given = [
+                {"params": [parameter for _, parameter in members], **(rule.settings if rule else {})}
+                for rule, members in divide(named_parameters, rules)
+            ]
         try:
-            built = bound(named_parameters if wants_names else parameters, **fused)
+            built = bound(given, **fused)
         except Exception as error:
             if "empty parameter list" in str(error):
                 raise JobError(
@@ -145,12 +211,28 @@ def make_optimizer_recipe(
                     "optimizer for each part of a model: to leave parameters out, freeze them in the model "
                     "(requires_grad_(False))"
                 ) from error
-            raise JobError(f"optimizer {name!r} refused its settings {dict(part.args)}: {error}") from error
+            raise JobError(f"optimizer {name!r} refused its settings {args}: {error}") from error
         if not isinstance(built, Optimizer):
             raise JobError(f"optimizer {name!r} makes a {type(built).__name__}, not a torch.optim.Optimizer")
+        for rule in rules:
+            _check_group(rule, built, bound)
         return built
 
-    return OptimizerRecipe(build, schedule, LR_SCALES[lr_scale](num_shares))
+    return OptimizerRecipe(build, schedule, LR_SCALES[lr_scale](num_shares), rules, average_decay)
+
+
+def _check_group(rule: GroupRule, built: Optimizer, bound: Callable[..., Any]) -> None:
+    """Raise JobError for settings of a group that the optimizer does not have, or would refuse for all parameters."""
+    for key in rule.settings:
+        if key not in built.defaults:
+            known = [name for name in built.defaults if name != "params"]
+            raise JobError(
+                f"{rule.key} has no setting '{key}'{nearest(key, known)} (a group takes: {', '.join(sorted(known))})"
+            )
+    try:
+        bound([torch.zeros(1, requires_grad=True)], **rule.settings)  # torch looks at no settings of groups
+    except Exception as error:
+        raise JobError(f"{rule.key} has settings that the optimizer refuses: {error}") from error
 
 
 def _some(named_parameters: Sequence[tuple[str, Tensor]], num_shown: int = 3) -> str:
@@ -159,102 +241,10 @@ def _some(named_parameters: Sequence[tuple[str, Tensor]], num_shown: int = 3) ->
     return f"{shown} and {num_others} other parameters" if num_others > 0 else shown
 
 
-def _check_numbers(target: Callable[..., Any], part: Use) -> None:
+def _check_numbers(section: str, target: Callable[..., Any], args: Mapping[str, Any]) -> None:
     """Raise JobError for text where torch's optimizer has a number; its own complaint names neither."""
     parameters = inspect.signature(target).parameters
-    for key, value in part.args.items():
+    for key, value in args.items():
         has_number = key in parameters and type(parameters[key].default) in (int, float)
         if has_number and isinstance(value, (str, bool)):
-            raise JobError(f"optimizer.{key} = {value!r} does not fit: expected a number, got '{type(value).__name__}'")
-
-
-# How the learning rate changes: factors of the optimizer's rate as pure functions of the step.
-#
-# Steps are optimizer steps, whatever the number of workers or accumulated parts. Being functions of the step
-# alone, schedules have no state to save, to lose, or to run too fast.
-
-Schedule = Callable[[int], float]  # the step about to be taken, from 0, to the factor of the rate
-
-
-def constant(*, warmup_steps: int = 0) -> Schedule:
-    return _warmed_up(lambda step: 1.0, warmup_steps)
-
-
-def cosine(*, total_steps: int | None = None, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
-    """Fall along half a cosine from 1 to `final`, from the end of the warm-up to the end of the run.
-
-    `final` is what a step after the last would have.
-    """
-    length = _horizon("cosine", total_steps, warmup_steps)
-
-    def factor(step: int) -> float:
-        done = min(1.0, (step - warmup_steps) / length)
-        return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * done))
-
-    return _warmed_up(factor, warmup_steps)
-
-
-def linear(*, total_steps: int | None = None, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
-    """Fall in a straight line from 1 to `final`, from the end of the warm-up to the end of the run."""
-    length = _horizon("linear", total_steps, warmup_steps)
-    return _warmed_up(lambda step: 1.0 + (final - 1.0) * min(1.0, (step - warmup_steps) / length), warmup_steps)
-
-
-def step(*, every_steps: int, factor: float = 0.1, warmup_steps: int = 0) -> Schedule:
-    """Multiply by `factor` after each `every_steps` steps."""
-    if every_steps < 1:
-        raise JobError(f"schedule.every_steps = {every_steps} must be at least 1")
-    return _warmed_up(lambda now: factor ** (now // every_steps), warmup_steps)
-
-
-BUILTIN_SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "constant": constant,
-    "cosine": cosine,
-    "linear": linear,
-    "step": step,
-}
-
-
-def make_schedule(part: Use, total_steps: int | None, python_path: Sequence[str] = ()) -> Schedule:
-    """Return the schedule a job names; a user's own is a callable with settings that returns a function of
-    the step. `total_steps` is None where the end is not known in advance.
-    """
-    name, target = name_of(part.use), resolve("schedule", part.use, BUILTIN_SCHEDULES, python_path=python_path)
-    if _wants_optimizer(target) and "optimizer" not in part.args:
-        raise JobError(
-            f"schedule.use = {name!r} changes an optimizer, as torch's schedulers do. A schedule here is made of its "
-            f"settings alone and gives the factor of the rate for each step: use {', '.join(BUILTIN_SCHEDULES)}, or "
-            "write one, such as def decay(gamma=0.9): return lambda step: gamma**step"
-        )
-    schedule = construct("schedule", part.use, bind("schedule", target, part.args, {"total_steps": total_steps}))
-    if not callable(schedule):
-        raise JobError(
-            f"schedule.use = {name!r} gives a {type(schedule).__name__}; it must give a function of the step"
-        )
-    return typing.cast("Schedule", schedule)
-
-
-def _wants_optimizer(target: Callable[..., object]) -> bool:
-    try:
-        parameter = inspect.signature(target).parameters.get("optimizer")
-    except (TypeError, ValueError):  # a builtin without a signature
-        return False
-    return parameter is not None and parameter.default is parameter.empty
-
-
-def _warmed_up(schedule: Schedule, warmup_steps: int) -> Schedule:
-    """Climb in a straight line to the schedule's own value over the first `warmup_steps` steps."""
-    if warmup_steps < 0:
-        raise JobError(f"schedule.warmup_steps = {warmup_steps} must be at least 0")
-    if warmup_steps == 0:
-        return schedule
-    return lambda step: schedule(warmup_steps) * (step + 1) / warmup_steps if step < warmup_steps else schedule(step)
-
-
-def _horizon(name: str, total_steps: int | None, warmup_steps: int) -> int:
-    if total_steps is None:
-        raise JobError(
-            f"schedule.use = '{name}' must know the number of steps, and this data has no length: "
-            "set training.steps or schedule.total_steps"
-        )
-    return max(1, total_steps - warmup_steps)
+            raise JobError(f"{section}.{key} = {value!r} does not fit: expected a number, got '{type(value).__name__}'")

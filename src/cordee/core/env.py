@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cordee.core.errors import JobError
-from cordee.core.launchers import LaunchedTask, recognise
+from cordee.core.launchers import LAUNCHERS, LaunchedTask, recognise
 
 
 class Place(NamedTuple):
@@ -110,6 +110,14 @@ def lost_messages(environ: Mapping[str, str] = os.environ) -> float:
     return share
 
 
+def wants_gloo_replaced(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether programs that ask for gloo get the backend `cordee` (`CORDEE_REPLACE_GLOO=1`)."""
+    text = environ.get("CORDEE_REPLACE_GLOO") or "0"
+    if text not in ("0", "1"):
+        raise JobError(f"the environment says CORDEE_REPLACE_GLOO={text!r}: it must be 1 or 0")
+    return text == "1"
+
+
 def wants_traceback(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether errors should come with their traceback (`CORDEE_TRACEBACK=1`), for reporting bugs."""
     return bool(environ.get("CORDEE_TRACEBACK"))
@@ -142,6 +150,38 @@ def launched_task(environ: Mapping[str, str] = os.environ) -> LaunchedTask:
     return recognise(environ, host=socket.gethostname())
 
 
+def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a launcher or scheduler started this process together with others: see `launchers`."""
+    host = socket.gethostname()
+    return any(find(environ, host) is not None for find in LAUNCHERS.values())
+
+
+def meeting_point(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Return `MASTER_ADDR` and `MASTER_PORT`; empty and 0 where they are not set."""
+    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT") or "0"
+    if not port.isdecimal() or int(port) >= 65536:
+        raise JobError(f"the environment says MASTER_PORT={port!r}: it must be a port")
+    return address, int(port)
+
+
+def launch_name(task: LaunchedTask, environ: Mapping[str, str] = os.environ) -> str:
+    """Return a name that all processes of this start have, and those of other starts have not; "" if there is none."""
+    return f"{task.launch_id}/{environ.get('SLURM_STEP_ID', '')}" if task.launch_id else ""
+
+
+def horovod_timeline(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the file that `HOROVOD_TIMELINE` names for the timeline of rank 0; empty if it is not set."""
+    return environ.get("HOROVOD_TIMELINE", "")
+
+
+def horovod_fusion_bytes(environ: Mapping[str, str] = os.environ) -> int:
+    """Return up to how many bytes are reduced together, `HOROVOD_FUSION_THRESHOLD`, 64 MB if it is not set."""
+    text = environ.get("HOROVOD_FUSION_THRESHOLD") or str(64 << 20)
+    if not text.isdecimal():
+        raise JobError(f"the environment says HOROVOD_FUSION_THRESHOLD={text!r}: it must be a number of bytes")
+    return int(text)
+
+
 def shared_secret(environ: Mapping[str, str] = os.environ) -> str | Path:
     """Return the secret that the processes of a launch share, `CORDEE_SECRET`, or the file that it is in.
 
@@ -167,6 +207,24 @@ def script_environment(place: Place, master_port: int) -> dict[str, str]:
     The launcher keeps the store, which torch takes for that of torchrun's agent.
     """
     return {**torchrun_environment(place, master_port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def is_horovod_alias_wanted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether `import horovod` is to import Cordée's modules of the same API (`CORDEE_AS_HOROVOD=1`)."""
+    text = environ.get("CORDEE_AS_HOROVOD") or "0"
+    if text not in ("0", "1"):
+        raise JobError(f"the environment says CORDEE_AS_HOROVOD={text!r}: it must be 1 or 0")
+    return text == "1"
+
+
+def horovod_alias_environment() -> dict[str, str]:
+    """Return what makes a script that `cordee run` starts import Cordée's modules as `horovod`."""
+    return {"CORDEE_AS_HOROVOD": "1"}
+
+
+def gloo_replacement_environment() -> dict[str, str]:
+    """Return what makes a process, and those that it starts, replace gloo by the backend `cordee`."""
+    return {"CORDEE_REPLACE_GLOO": "1"}
 
 
 def torchrun_environment(place: Place, master_port: int) -> dict[str, str]:

@@ -109,10 +109,19 @@ POINTS: dict[str, str] = {
     # a worker trains (trainer.py, session.py)
     "step.begun": "worker: nothing of the step is computed",
     "step.taken": "worker: weights, optimizer and place in the data are those of the next step",
+    # members that take steps alone agree (trainer.py, strategies/local_sgd)
+    "agree.gathered": "worker: it knows what every member has counted alone, and nothing of what they have learnt",
+    "agree.exchanged": "worker: it has what all members have learnt, and has applied nothing",
+    "agree.done": "worker: its weights and its place in the data are what all agreed on",
     "evaluate.begun": "worker: nothing is evaluated",
     "evaluate.done": "worker: it knows what was measured, and has not recorded it",
     "save.begun": "worker: no earlier checkpoint is being written",
     "save.consolidated": "worker: all have the buffers that are saved",
+    # a loop of one's own (loop/)
+    "loop.computed": "worker: its own gradients are computed, nothing is exchanged",
+    "loop.exchanged": "worker: it has everybody's gradients; no optimizer has used them",
+    "loop.commit": "worker: the optimizer has taken its step, nothing is committed",
+    "loop.committed": "worker: it continues from here; others may not have committed",
     "end.reached": "worker: it has taken and saved its last step; others may not have",
     **_DISPATCHED,
     # a worker and its coordinator

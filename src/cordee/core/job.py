@@ -21,8 +21,9 @@ from cordee.core.references import LIVE_PREFIX, Use, describe, name_of
 from cordee.core.settings import Checkpoint, Cluster, Data, Evaluation, Monitoring, Section, Stop, Strategy, Training
 
 _NAMED_PARTS = ("model", "loss", "optimizer", "schedule")
+_LISTED_PARTS = ("metrics", "callbacks")  # tables of parts, by names of the user's choice
 _DEFAULT_PARTS = {"loss": Use("cross_entropy"), "optimizer": Use("adam", lr=0.001), "schedule": Use("constant")}
-_SECTIONS: dict[str, type[Section]] = {
+SECTIONS: dict[str, type[Section]] = {
     "training": Training,
     "cluster": Cluster,
     "stop": Stop,
@@ -40,6 +41,8 @@ CHANGEABLE_ON_RESUME = (
     "strategy.",
     "cluster.",
     "stop.",
+    "metrics.",
+    "callbacks.",
     "evaluation.",
     "checkpoint.",
     "monitoring.",
@@ -68,6 +71,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     loss: Use = _DEFAULT_PARTS["loss"]
     optimizer: Use = _DEFAULT_PARTS["optimizer"]
     schedule: Use = _DEFAULT_PARTS["schedule"]
+    metrics: dict[str, Use] = msgspec.field(default_factory=dict)  # what is measured on the test set, besides the loss
+    callbacks: dict[str, Use] = msgspec.field(default_factory=dict)  # objects that are called while the run trains
     training: Training = Training()
     strategy: Strategy = Strategy()
     cluster: Cluster = Cluster()
@@ -80,9 +85,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for part in _NAMED_PARTS:
             _set(self, part, Use.coerce(part, getattr(self, part), _DEFAULT_PARTS.get(part)))
+        for listed in _LISTED_PARTS:
+            table = _table(listed, getattr(self, listed))
+            _set(self, listed, {name: Use.coerce(f"{listed}.{name}", part) for name, part in table.items()})
         _set(self, "data", _data_section(self.data))
         _set(self, "strategy", _strategy_section(self.strategy))
-        for name, section in _SECTIONS.items():
+        for name, section in SECTIONS.items():
             value = getattr(self, name)
             # A struct's fields were not checked when it was made in Python.
             table = msgspec.structs.asdict(value) if isinstance(value, section) else value
@@ -134,9 +142,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def to_dict(self) -> dict[str, Any]:
         """Return the table of the job file that makes this job again; what is not set (None) is left out."""
         table: dict[str, Any] = {"name": self.name, "seed": self.seed, "python_path": list(self.python_path)}
-        for part in ("model", "data", "loss", "optimizer", "schedule", "training", "strategy", *_SECTIONS):
+        for part in ("model", "data", "loss", "optimizer", "schedule", "training", "strategy", *SECTIONS):
             value = getattr(self, part)
             table[part] = value.to_dict() if isinstance(value, Use) else _flat(value)
+        for listed in _LISTED_PARTS:
+            table[listed] = {name: part.to_dict() for name, part in getattr(self, listed).items()}
         return table
 
     def to_toml(self) -> str:
@@ -147,7 +157,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         table = self.to_dict()
         for part in _NAMED_PARTS:
             table[part] = {"use": getattr(self, part).use, **getattr(self, part).args}
+        for listed in _LISTED_PARTS:
+            table[listed] = {name: {"use": part.use, **part.args} for name, part in getattr(self, listed).items()}
         table["data"].update({"use": self.data.use, **self.data.args})
+        if self.data.collate is not None:
+            table["data"]["collate"] = self.data.collate
         for override in overrides:
             apply_override(table, override)
         return Job.from_dict(table)
@@ -185,8 +199,9 @@ def _data_section(value: Any) -> Data:
     for key in _path_keys(use, args):
         args[key] = str(Path(args[key]).expanduser().absolute())
     # A live object does not pass through the validation of plain values.
+    collate = settings.pop("collate", None)
     checked = read_section("data", {"use": "", **settings}, Data)
-    data: Data = msgspec.structs.replace(checked, use=use, args=args)
+    data: Data = msgspec.structs.replace(checked, use=use, args=args, collate=collate)
     return data
 
 
@@ -273,8 +288,8 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         value = text.strip()
     for key in keys[:-1]:
         inner = table.get(key, {})
-        if isinstance(inner, str) and key in _BARE_NAMES:
-            inner = {_BARE_NAMES[key]: inner}
+        if isinstance(inner, str) and (key in _BARE_NAMES or keys[0] in _LISTED_PARTS):
+            inner = {_BARE_NAMES.get(key, "use"): inner}
         if not isinstance(inner, Mapping):
             raise JobError(f"--set {override!r}: '{key}' is a value, not a table")
         table[key] = table = dict(inner)  # a copy: the table may be part of another job
@@ -285,8 +300,9 @@ def _flat(section: Any) -> dict[str, Any]:
     table: dict[str, Any] = msgspec.structs.asdict(section)
     for extra in ("args", "settings"):
         table.update(table.pop(extra, {}))
-    if "use" in table:
-        table["use"] = name_of(table["use"])
+    for key in ("use", "collate"):
+        if table.get(key) is not None:
+            table[key] = name_of(table[key])
     return {key: value for key, value in table.items() if value is not None}
 
 

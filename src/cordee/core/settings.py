@@ -29,9 +29,14 @@ class Data(_Named, frozen=True, kw_only=True):
 
     args: dict[str, Any] = msgspec.field(default_factory=dict)
     normalize: bool = True  # scale inputs to mean 0 and deviation 1, where the source knows its statistics
-    augment: tuple[Literal["crop", "flip"], ...] = ()  # random changes to training images
+    augment: tuple[Literal["crop", "flip", "color"], ...] = ()  # random changes to training images
+    inputs: tuple[str, ...] | None = (
+        None  # the parts of a sample that are inputs, by name; all but the target otherwise
+    )
+    target: str | tuple[str, ...] | None = None  # the part, or parts, of a sample that are its target, by name
+    collate: Any = None  # "module:callable" or a live function that makes a batch of a list of samples
     train_limit: int | None = None  # use only the first samples of the training set
-    test_limit: int | None = None
+    test_limit: int | None = None  # use only the first samples of the test set
     test_fraction: float = 0.0  # set this share of the training set aside where the source has no test set
     prefetch: int = 2  # batches made ready in the background; 0 makes them when asked for
     processes: int = 0  # processes that read samples one by one, or from files; 0 reads in the training process
@@ -57,14 +62,20 @@ class Training(Section, frozen=True, kw_only=True):
     reproducible: bool = False  # the same bits on any number of workers
     shards: int | None = None  # parts a batch is always cut into when reproducible; 8 where it is not set
     lr_scale: Literal["none", "linear", "sqrt"] = "none"  # how the rate follows the shares a batch is cut into
-    precision: Literal["fp32", "bf16"] = "fp32"
+    # bf16, fp16: autocast, the weights stay in fp32; fp16 with a dynamic scale of the loss, on GPUs
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     accumulate: int = 1  # parts a batch is computed in, to save memory
     clip_norm: float = 0.0  # largest norm of the whole gradient; 0 leaves it alone
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    recompute: bool = False  # compute activations of blocks again in the backward pass, to save memory
+    freeze: tuple[str, ...] = ()  # patterns of names of parameters that are not trained
+    ema: float = 0.0  # decay of a moving average of the weights, which is then what is evaluated; 0: there is none
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs where there are any
     threads: int = 0  # kernel threads per worker; 0 shares the cores out
 
     def __post_init__(self) -> None:
         _at_least("training", self, batch_size=1, epochs=1, steps=1, accumulate=1, clip_norm=0, threads=0, shards=1)
+        if not 0.0 <= self.ema < 1.0:
+            raise JobError(f"training.ema = {self.ema} must be at least 0 and below 1, for example 0.999")
         if self.shards is not None and not self.reproducible:
             raise JobError(f"training.shards = {self.shards} has a meaning only with training.reproducible = true")
         if self.reproducible and self.lr_scale != "none":
@@ -97,8 +108,8 @@ class Training(Section, frozen=True, kw_only=True):
 class Strategy(Section, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """Who trains, and how they agree. Keys not listed are settings of the named strategy."""
 
-    name: str = "auto"
-    workers: int = 1
+    name: str = "auto"  # which strategy; auto: what the planner predicts to be the fastest
+    workers: int = 1  # processes that train
     settings: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -162,9 +173,11 @@ class Stop(Section, frozen=True, kw_only=True):
 
     accuracy: float | None = None  # test accuracy reached, from 0 to 1
     loss: float | None = None  # test loss reached
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)  # values of [metrics] reached, from either side
     time: str | float | None = None  # "10m", or seconds
     steps: int | None = None  # optimizer steps taken
     patience: int | None = None  # evaluations without a better result
+    patience_metric: str = ""  # what is better by: a name of [metrics]; "": accuracy, or loss where there is none
     idle: str | float | None = None  # "10m", or seconds: growing data brought nothing new for so long
 
     def __post_init__(self) -> None:
@@ -177,6 +190,11 @@ class Stop(Section, frozen=True, kw_only=True):
             raise JobError(f"stop.idle = {self.idle!r} must be longer than nothing")
         if self.loss is not None and self.loss != self.loss:
             raise JobError("stop.loss = nan is never reached: give a number")
+        for name, goal in self.metrics.items():
+            if goal != goal:
+                raise JobError(f"stop.metrics.{name} = nan is never reached: give a number")
+        if self.patience_metric and self.patience is None:
+            raise JobError(f"stop.patience_metric = '{self.patience_metric}' has a meaning only with stop.patience")
 
     @property
     def time_s(self) -> float | None:
@@ -202,8 +220,8 @@ class Checkpoint(Section, frozen=True, kw_only=True):
     """When to save, and how many to keep. The end of the run always saves."""
 
     every_steps: int = 200  # 0: only at the end
-    keep: int = 3
-    keep_best: bool = False  # also save and keep the one that was best when it was evaluated
+    keep: int = 3  # how many, the newest
+    keep_best: bool | str = False  # also save and keep the one that was best when it was evaluated, or best by a metric
     asynchronous: bool = True  # write a copy while training continues; needs memory for it
     storage: str = (
         ""  # fsspec URL or shared folder that checkpoints are put into as well; "" is the run directory alone

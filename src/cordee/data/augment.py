@@ -7,35 +7,48 @@ the shard or what was read before.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cordee.core.errors import JobError, nearest
+from cordee.core.seeds import derive_seed
+from cordee.core.tree import shape_leaves
 from cordee.data.order import hash_positions
 
 _PADDING = 4  # pixels, as in the ResNet paper (He et al. 2015)
-_KNOWN = ("crop", "flip")
+_KNOWN = ("crop", "flip", "color")
+_COLOR = 0.2  # a channel is multiplied by a factor from 1 - this to 1 + this
 
 
 class Augmentation:
-    """Which changes to make: "crop" (pad by 4 zero pixels, cut out the old size anywhere) and "flip" (mirror)."""
+    """Which changes to make.
 
-    def __init__(self, names: Sequence[str], input_shape: tuple[int, ...]) -> None:
+    "crop": pad by 4 zero pixels, cut out the old size anywhere. "flip": mirror. "color": multiply each channel by a
+    factor of its own.
+    """
+
+    def __init__(self, names: Sequence[str], input_shape: Any) -> None:
         for name in names:
             if name not in _KNOWN:
                 raise JobError(f"data.augment: {name!r} is not known{nearest(name, _KNOWN)} Known: {', '.join(_KNOWN)}")
-        if names and len(input_shape) != 3:
+        if names and (shape_leaves(input_shape) != [input_shape] or len(input_shape) != 3):
             raise JobError(
                 f"data.augment = {list(names)} is for images of (channels, height, width), "
                 f"the inputs of this data have the shape {input_shape}: remove data.augment"
             )
         self._crops = "crop" in names
         self._flips = "flip" in names
+        self._colors = "color" in names
 
     def apply(self, images: Tensor, positions: Tensor, seed: int) -> Tensor:
         """Return the images changed; row i stands at `positions[i]` of the epoch that `seed` belongs to."""
         if len(images) == 0:
+            return images
+        if self._colors:
+            images = _recolored(images, positions, seed)
+        if not self._crops and not self._flips:
             return images
         drawn = hash_positions(positions, seed)
         chosen = torch.arange(len(images))
@@ -48,6 +61,16 @@ class Augmentation:
         places = 2 * _PADDING + 1
         down, right = (drawn & 0xFFFF) % places, ((drawn >> 16) & 0xFFFF) % places
         return _windows(_padded(forms), chosen, down, right)
+
+
+def _recolored(images: Tensor, positions: Tensor, seed: int) -> Tensor:
+    """Return images whose channels are multiplied by factors. Number by number: no image depends on another one."""
+    drawn = torch.stack(
+        [hash_positions(positions, derive_seed(seed, "color", channel)) for channel in range(images.shape[1])], 1
+    )
+    factors = (1 - _COLOR) + 2 * _COLOR * (drawn & 0xFFFF).float() / 0xFFFF
+    changed = images.float() * factors[:, :, None, None]
+    return changed.round_().clamp_(max=255).to(torch.uint8) if images.dtype == torch.uint8 else changed
 
 
 def _padded(forms: list[Tensor]) -> Tensor:

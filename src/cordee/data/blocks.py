@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cordee.core import tree
 from cordee.core.batch import Batch
 from cordee.core.seeds import derive_seed
+from cordee.core.tree import Nested
 from cordee.data.order import BlockLayout
 from cordee.data.source import ArraySource, ready_inputs
 
@@ -196,26 +198,26 @@ class BlockSource:
         """`example` has at least one sample, as it is held."""
         self.blocks = blocks
         self.num_samples: int | None = blocks.num_rows
-        self.input_shape = tuple(example.inputs.shape[1:])
+        self.input_shape = tree.shapes(example.inputs)
         self.example = example
 
     def gather(self, indices: Tensor) -> Batch:
         raw = self.rows(indices)
         return Batch(self.finish(raw.inputs), raw.targets)
 
-    def finish(self, raw: Tensor) -> Tensor:
+    def finish(self, raw: Nested) -> Nested:
         return ready_inputs(raw)
 
     def rows(self, indices: Tensor) -> Batch:
         """Return samples as they are held; `finish` makes their inputs ready. Augmentation goes between."""
-        inputs = self.example.inputs.new_empty((len(indices), *self.input_shape))
-        targets = self.example.targets.new_empty((len(indices), *self.example.targets.shape[1:]))
+        made = self.example.map(lambda leaf: leaf.new_empty((len(indices), *leaf.shape[1:])))
+        columns = made.leaves()
         for block, places, rows in in_blocks(self.blocks, indices):
             content, used = self.blocks.get(block)
             rows = rows if used is None else used.index_select(0, rows)
-            inputs.index_copy_(0, places, content.inputs.index_select(0, rows))
-            targets.index_copy_(0, places, content.targets.index_select(0, rows))
-        return Batch(inputs, targets)
+            for column, held in zip(columns, content.leaves(), strict=True):
+                column.index_copy_(0, places, held.index_select(0, rows))
+        return made
 
     def read(self, indices: Tensor, positions: Tensor, seed: int) -> Batch:
         """Return samples as `gather` does: nothing in them is drawn."""
@@ -251,7 +253,8 @@ def source_of_blocks(reader: BlockReader[Batch], memory_bytes: int) -> ArraySour
     """Return the source of a reader's rows: an array of all of them where `memory_bytes` is enough for that."""
     first = reader.read(int(reader.sizes.nonzero()[0, 0]))
     if int(reader.sizes.sum()) * reader.row_bytes > memory_bytes:
-        return BlockSource(Blocks(reader, memory_bytes), Batch(first.inputs[:1].clone(), first.targets[:1].clone()))
+        return BlockSource(Blocks(reader, memory_bytes), first.rows(0, 1).map(Tensor.clone))
     whole = [reader.read(int(block)) for block in reader.sizes.nonzero()[:, 0]]
-    inputs, targets = (torch.cat(parts) for parts in zip(*whole))
-    return ArraySource(inputs if inputs.dtype == torch.uint8 else ready_inputs(inputs), targets)
+    inputs, targets = Batch.concatenate(whole)
+    is_ready = isinstance(inputs, Tensor) and inputs.dtype == torch.uint8
+    return ArraySource(inputs if is_ready else ready_inputs(inputs), targets)

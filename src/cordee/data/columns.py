@@ -197,8 +197,16 @@ class Columns:
         return array.cast(self._pa.string())
 
     def label_texts(self, table: Any, where: str, first_row: int) -> set[str]:
-        """Return the different labels of a table that are texts."""
-        return set(self._texts(table, where, first_row).unique().to_pylist())
+        """Return the different labels of a table that are texts. Raises DataError for one without a character."""
+        texts = self._texts(table, where, first_row)
+        found: set[str] = set(texts.unique().to_pylist())
+        if "" in found:
+            row = first_row + texts.to_pylist().index("")
+            raise DataError(
+                f"{where}: the label of row {row} is empty: fill it in or remove the row, or name all classes in "
+                "data.classes if the empty text is a class"
+            )
+        return found
 
     def _values(self, table: Any, name: str, where: str, first_row: int) -> Any:
         return values_of(self._pa, _combined(table.column(name)), name, where, first_row)

@@ -100,8 +100,14 @@ def live_table(settings: TableSettings, table: Any, test: Any = None, ignored: i
 
 
 def live_table_data(train: Any, test: Any, settings: TableSettings, ignored: int | None, *, name: str) -> Any:
-    names = _class_names(train, settings.label)
-    if names is not None and settings.classes is None and settings.transform is None and not settings.regression:
+    label = settings.target[0] if settings.target is not None and len(settings.target) == 1 else settings.label
+    names = _class_names(train, label)
+    if test is not None and settings.transform is None:
+        _check_same_classes(names, _class_names(test, label))
+    if names is not None and settings.is_named and settings.num_classes is None:
+        settings = msgspec.structs.replace(settings, num_classes=len(names))
+    is_plain = settings.transform is None and not settings.is_named
+    if names is not None and settings.classes is None and is_plain and not settings.regression:
         settings = msgspec.structs.replace(settings, classes=tuple(names))
     if not hasattr(train, "features"):  # in memory already
         settings = msgspec.structs.replace(settings, memory_mb=1 << 40)
@@ -127,11 +133,29 @@ def _class_names(table: Any, label: str) -> Sequence[str] | None:
     return names
 
 
+def _check_same_classes(names: Sequence[str] | None, others: Sequence[str] | None) -> None:
+    """Raise DataError where a number stands for another class in the test set."""
+    for place, (name, other) in enumerate(zip(names or (), others or ())):
+        if name != other:
+            raise DataError(
+                f"class {place} is {name!r} in the training set and {other!r} in the test set: give both the same "
+                "ClassLabel (datasets: cast_column, or align_labels_with_mapping)"
+            )
+
+
 class HuggingFaceRows:
     """The rows of a Dataset in blocks of neighbours. Its files are mapped into memory, not read into it."""
 
     def __init__(self, dataset: Any, what: str) -> None:
         self.what = what
+        kept = dataset.format
+        if kept["type"] == "custom":
+            raise DataError(
+                f"{what} has a transform of its own (set_transform, with_transform), and rows are read as they are "
+                "stored: set data.transform instead, or make new columns with datasets.Dataset.map"
+            )
+        # The columns of a format (set_format) are those that the data set shows.
+        dataset = dataset.select_columns(kept["columns"])
         self._dataset = dataset.with_format("arrow")
         self.schema = dataset.features.arrow_schema
         num_rows = len(dataset)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import io
-import os
+import posixpath
 import tarfile
 import warnings
 from collections import Counter
@@ -23,7 +24,7 @@ from cordee.core.errors import DataError, JobError, nearest
 from cordee.core.references import resolve
 from cordee.data.datasets import DatasetSource
 from cordee.data.source import Splits
-from cordee.data.storage import DataFile, find_data_files, is_url, require_package, under_root, write_whole
+from cordee.data.storage import DataFile, files_below, find_data_files, is_url, require_package, under_root, write_whole
 
 Color = Literal["rgb", "gray"]
 
@@ -63,8 +64,11 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
         pixels = np.array(self.open(content, name))
         return torch.from_numpy(pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
-    def open(self, content: bytes, name: str) -> Any:
-        """Return the image as Pillow has it, in the colours and the size asked for."""
+    def open(self, content: bytes, name: str, *, keeps_depth: bool = False) -> Any:
+        """Return the image as Pillow has it, in the colours and the size asked for.
+
+        With `keeps_depth` pixels of more than 8 bits stay as they are; else they are refused.
+        """
         pillow = _pillow()
         try:
             with warnings.catch_warnings():
@@ -73,7 +77,10 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
                     found = (image.height, image.width)
                     if self.size is None and self.expected is not None and found != self.expected:
                         raise DataError(_other_size(name, found, self.expected))
-                    converted = image.convert("RGB" if self.color == "rgb" else "L")
+                    if not keeps_depth:
+                        _check_depth(image, name)
+                    is_deep = image.mode.startswith(_DEEP)
+                    converted = image.copy() if is_deep else image.convert("RGB" if self.color == "rgb" else "L")
         except DataError:
             raise
         except Exception as error:  # of any decoder
@@ -83,13 +90,29 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
         return converted
 
 
-def header_size(content: bytes, name: str) -> tuple[int, int]:
+_DEEP = ("I", "F")  # modes of Pillow with more than 8 bits
+
+
+def _check_depth(image: Any, name: str) -> None:
+    """Refuse an image that does not fit into bytes: Pillow would make 255 of all larger numbers."""
+    if image.mode.startswith(_DEEP):
+        raise DataError(
+            f"{name} has pixels of more than 8 bits ({image.mode}): convert it to 8 bits, or set data.transform, which "
+            "is given the image as it is"
+        )
+
+
+def header_size(content: bytes, name: str, *, keeps_depth: bool = False) -> tuple[int, int]:
     """Return height and width of an encoded image, from its header. Raises DataError with its name."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with _pillow().open(io.BytesIO(content)) as image:
+                if not keeps_depth:
+                    _check_depth(image, name)
                 return image.height, image.width
+    except DataError:
+        raise
     except Exception as error:  # of any decoder
         raise DataError(f"{name} cannot be read as an image: {error}") from error
 
@@ -131,7 +154,7 @@ class ImageDataset:
         content, name = self._read(index, _WHOLE), self.names[index]
         if self._transform is None:
             return self.settings.decode(content, name), self.targets[index]
-        return self._transform(self.settings.open(content, name)), self.targets[index]
+        return self._transform(self.settings.open(content, name, keeps_depth=True)), self.targets[index]
 
     def look_at_headers(self) -> None:
         """Find images that cannot be read, or have another size than the first, before training. Names some."""
@@ -159,10 +182,11 @@ class ImageDataset:
             )
 
     def _size(self, index: int) -> tuple[int, int]:
+        name, keeps_depth = self.names[index], self._transform is not None
         try:
-            return header_size(self._read(index, _HEADER_BYTES), self.names[index])
+            return header_size(self._read(index, _HEADER_BYTES), name, keeps_depth=keeps_depth)
         except DataError:  # a header may be longer
-            return header_size(self._read(index, _WHOLE), self.names[index])
+            return header_size(self._read(index, _WHOLE), name, keeps_depth=keeps_depth)
 
     def expect_size(self, size: tuple[int, int] | None = None) -> tuple[int, int]:
         """Refuse, from now on, images of another size than `size`, or than the first one. Returns the size."""
@@ -259,8 +283,7 @@ def _find(path: str, root: str | None, key: str) -> dict[str, list[tuple[str, st
     entries = sorted(entry for entry in top.iterdir() if not entry.name.startswith("."))
     found: dict[str, list[tuple[str, str]]] = {}
     for folder in (entry for entry in entries if entry.is_dir()):
-        inside = [str(Path(where, name)) for where, _, names in os.walk(folder) for name in names]
-        images = sorted(name for name in inside if name.lower().endswith(IMAGE_SUFFIXES) and "/." not in name)
+        images = sorted(str(file) for file in files_below(folder) if file.name.lower().endswith(IMAGE_SUFFIXES))
         found[folder.name] = [(name, name) for name in images]
     if not any(found.values()):
         loose = sum(entry.name.lower().endswith(IMAGE_SUFFIXES) for entry in entries)
@@ -301,7 +324,7 @@ class _TarIndex(msgspec.Struct, frozen=True):
     members: list[_Member]
 
 
-_INDEX_VERSION = 1
+_INDEX_VERSION = 2
 
 
 def image_tar(
@@ -375,13 +398,18 @@ def _index_of(file: DataFile) -> _TarIndex:
 
 def _find_members(file: DataFile) -> list[_Member]:
     images: list[tarfile.TarInfo] = []
+    files: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, str] = {}
     try:
         with file.open() as opened, tarfile.open(fileobj=opened, mode="r:") as archive:
             for member in archive:
+                is_image = member.name.lower().endswith(IMAGE_SUFFIXES)
+                if is_image and (member.islnk() or member.issym()):
+                    images.append(_followed(file, member, files))
                 if not member.isfile():
                     continue
-                if member.name.lower().endswith(IMAGE_SUFFIXES):
+                files[posixpath.normpath(member.name)] = member
+                if is_image:
                     images.append(member)
                 elif member.name.endswith(".cls"):
                     content = archive.extractfile(member)
@@ -393,6 +421,17 @@ def _find_members(file: DataFile) -> list[_Member]:
             "its members cannot be read one by one"
         ) from error
     return [_member(file, image, labels) for image in images]
+
+
+def _followed(file: DataFile, link: tarfile.TarInfo, files: Mapping[str, tarfile.TarInfo]) -> tarfile.TarInfo:
+    """Return the file that a link of a tar file means, under the name of the link."""
+    folder = posixpath.dirname(link.name) if link.issym() else ""
+    target = files.get(posixpath.normpath(posixpath.join(folder, link.linkname)))
+    if target is None:
+        raise DataError(f"{file.url}: {link.name} is a link to {link.linkname}, which is not in it before the link")
+    found = copy.copy(target)
+    found.name = link.name
+    return found
 
 
 def _member(file: DataFile, image: tarfile.TarInfo, labels: Mapping[str, str]) -> _Member:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,12 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
-from torch.utils.data import Subset as TorchSubset
 
 from cordee.core.batch import Batch
 from cordee.core.errors import CordeeError, DataError, JobError
-from cordee.core.references import bind, name_of, resolve
+from cordee.core.references import bind, construct, name_of, resolve
 from cordee.core.seeds import derive_seed
 from cordee.core.settings import Data
 from cordee.data.blocks import BlockSource
@@ -29,31 +28,53 @@ from cordee.data.images import image_folder, image_tar
 from cordee.data.mnist import FASHION_MNIST, MNIST, fashion_mnist, locate_idx_files, mnist
 from cordee.data.online import GrowingSource, endless, folder
 from cordee.data.parquet import arrow, parquet
-from cordee.data.source import ArraySource, Source, Splits, check_classes, count_classes, find_missing, source_of_arrays
+from cordee.data.samples import SampleFormat
+from cordee.data.source import ArraySource, Source, Splits
 from cordee.data.synthetic import synthetic
 from cordee.data.text import text
+from cordee.data.user_data import is_data, splits_of
 
 
-def load_data(data: Data, *, seed: int, python_path: Sequence[str] = (), ignored: int | None = None) -> Splits:
+def load_data(
+    data: Data,
+    *,
+    seed: int,
+    python_path: Sequence[str] = (),
+    ignored: int | None = None,
+    counts_classes: bool = True,
+) -> Splits:
     """Return the data set that `data` describes, checked and cut as it says.
 
     `data.use` is a built-in name, "module:callable", a live callable, or data itself (see `splits_of`). A
     callable gets `data.args`, and `seed` and `normalize` if it has parameters of these names. Normalisation
     is the source's own affair: arrays and Datasets of the user's are not normalised here. `ignored` is a label that the
-    loss does not count.
+    loss does not count. Without `counts_classes` a Dataset that is too long to be read for its classes may leave them
+    open.
 
     Raises JobError for a setting that is wrong, DataError for data that is missing, damaged or unfit.
     """
     name = name_of(data.use)
-    splits = _as_growing(splits_of(_make(data, name, seed, python_path, ignored), name, ignored), data, ignored)
-    return cut_splits(splits, data, seed)
+    made = _make(data, name, seed, python_path, ignored)
+    splits = splits_of(made, name, ignored, read_sample_format(data, python_path), counts_classes=counts_classes)
+    return cut_splits(_as_growing(splits, data, ignored), data, seed)
+
+
+def read_sample_format(data: Data, python_path: Sequence[str] = ()) -> SampleFormat:
+    """Return how the job says that samples are read. Raises JobError."""
+    collate = data.collate
+    if collate is not None:
+        collate = resolve("data.collate", collate, {}, python_path=python_path)
+        if inspect.isclass(collate):
+            collate = construct("data.collate", data.collate, collate)
+    target = (data.target,) if isinstance(data.target, str) else data.target
+    return SampleFormat(data.inputs, target, collate)
 
 
 def _as_growing(splits: Splits, data: Data, ignored: int | None) -> Splits:
     """Return the splits with an endless iterable as a growing set; JobError for settings that do not fit such a set."""
     if data.online and isinstance(splits.train, IterableSource):
         stream = splits.train
-        grown = endless(stream.dataset, stream.what, splits.num_classes, stream.example)
+        grown = endless(stream, splits.num_classes)
         splits = dataclasses.replace(splits, train=grown)
     if not isinstance(splits.train, GrowingSource):
         if data.online:
@@ -83,7 +104,8 @@ def _make(data: Data, name: str, seed: int, python_path: Sequence[str], ignored:
             )
         return data.use
     provided: dict[str, Any] = {"seed": seed, "normalize": data.normalize}
-    own = {"ignored": ignored, "python_path": tuple(python_path)}
+    target = (data.target,) if isinstance(data.target, str) else data.target
+    own = {"ignored": ignored, "python_path": tuple(python_path), "inputs": data.inputs, "target": target}
     if is_live_table(data.use):
         return bind("data", functools.partial(live_table, table=data.use), data.args, own)()
     make = resolve("data", data.use, BUILTIN_DATA, python_path=python_path)
@@ -92,7 +114,9 @@ def _make(data: Data, name: str, seed: int, python_path: Sequence[str], ignored:
     bound = bind("data", make, data.args, provided)
     try:
         made = bound()
-        return live_table(table=made, ignored=ignored) if is_live_table(made) else made
+        if not is_live_table(made):
+            return made
+        return live_table(table=made, ignored=ignored, inputs=data.inputs, target=target)
     except CordeeError:
         raise
     except Exception as error:
@@ -171,207 +195,6 @@ def _first(source: Source, num_samples: int) -> Source:
     if source.num_samples is None:
         raise DataError("a limit needs a source that knows its length, or that has the method first(num_samples)")
     return Subset(source, torch.arange(min(num_samples, source.num_samples)))
-
-
-# What a user may give as data, and the source it becomes.
-#
-# A split is a `Source`, a torch Dataset or IterableDataset, or a tuple (x, y) of arrays. Data is `Splits`, a tuple
-# (train, test) of splits, where test may be None, or one split. A tuple of two is (train, test) if its first part is a
-# Source, a Dataset or itself a tuple of two arrays; otherwise it is (x, y). Lists are always arrays: write x as a list
-# or an array, not as a tuple of tuples.
-
-# Counting the classes of a Dataset that does not state them means reading it all.
-LARGEST_COUNTED = 10_000
-
-
-def is_data(value: Any) -> bool:
-    """Return whether a live object is itself data, and not something to call for data."""
-    return isinstance(value, (Splits, Source, Dataset, tuple)) or not (isinstance(value, str) or callable(value))
-
-
-def splits_of(value: Any, name: str, ignored: int | None = None) -> Splits:
-    """Return data as splits that are checked: samples there, shapes and labels that agree. DataError if not.
-
-    `ignored` is a label that the loss does not count; it may be none of the classes.
-    """
-    if isinstance(value, Splits):
-        splits = dataclasses.replace(
-            value,
-            train=_source(value.train, "the training set"),
-            test=None if value.test is None else _source(value.test, "the test set"),
-            input_shape=tuple(value.input_shape),
-        )
-    else:
-        train, test = _train_and_test(value)
-        train_source = _source(train, "the training set")
-        test_source = None if test is None else _source(test, "the test set")
-        num_classes = _num_classes([source for source in (train_source, test_source) if source is not None], ignored)
-        splits = Splits(train_source, test_source, train_source.input_shape, num_classes, name)
-    for source in (splits.train, splits.test):
-        if isinstance(source, (DatasetSource, IterableSource)):
-            # with which they check the labels they read
-            source.num_classes, source.ignored = splits.num_classes, ignored
-    _check(splits, ignored)
-    return dataclasses.replace(splits, warnings=splits.warnings + _find_empty_classes(splits))
-
-
-def _train_and_test(value: Any) -> tuple[Any, Any]:
-    if isinstance(value, (tuple, list)) and len(value) == 2 and _is_split(value[0]):
-        return value[0], value[1]
-    return value, None
-
-
-def _is_split(value: Any) -> bool:
-    return isinstance(value, (Source, Dataset)) or _is_pair_of_arrays(value) or _is_map_style(value)
-
-
-def _is_pair_of_arrays(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(_is_array_like(part) for part in value)
-
-
-def _is_array_like(value: Any) -> bool:
-    return isinstance(value, (Tensor, list, tuple)) or hasattr(value, "__array__")
-
-
-def _is_map_style(value: Any) -> bool:
-    """Whether something that is not a torch Dataset can be read like one."""
-    has_both = hasattr(value, "__getitem__") and hasattr(value, "__len__")
-    return has_both and not _is_array_like(value) and not isinstance(value, (str, bytes, dict))
-
-
-def _source(thing: Any, what: str) -> Source:
-    if isinstance(thing, Source):
-        return thing
-    if isinstance(thing, TensorDataset) and type(thing) is TensorDataset and len(thing.tensors) == 2:
-        return source_of_arrays(*thing.tensors, what)
-    if type(thing) is TorchSubset and type(thing.dataset) is TensorDataset:
-        return _taken(_source(thing.dataset, what), thing.indices)
-    if isinstance(thing, IterableDataset):
-        return IterableSource(thing, what)
-    if isinstance(thing, Dataset) or _is_map_style(thing):
-        if not hasattr(thing, "__len__"):
-            raise DataError(f"{what}: the Dataset {type(thing).__name__} has no __len__; add it, or make it iterable")
-        return DatasetSource(thing, what)
-    if isinstance(thing, (tuple, list)) and len(thing) == 2:
-        return source_of_arrays(thing[0], thing[1], what)
-    if isinstance(thing, (tuple, list)):
-        given = f"a {type(thing).__name__} of {len(thing)}"
-    else:
-        given = "None" if thing is None else f"a value of type {type(thing).__name__}"
-    raise DataError(
-        f"{what} was given as {given}; it can be a torch Dataset, an IterableDataset, "
-        "or a tuple (inputs, targets) of arrays"
-    )
-
-
-def _taken(source: Source, indices: Any) -> Source:
-    return source.take(torch.as_tensor(indices)) if isinstance(source, ArraySource) else source
-
-
-def _num_classes(sources: list[Source], ignored: int | None) -> int | None:
-    """Return how many classes the targets have, None for regression."""
-    kinds = {_has_classes(source) for source in sources}
-    if len(kinds) > 1:
-        raise DataError("the targets of training and test set differ: whole numbers in one, fractions in the other")
-    if kinds == {False}:
-        return None
-    sets = zip(sources, ("the training set", "the test set"))
-    counts, starts = zip(*[_count(source, what, ignored) for source, what in sets], strict=True)
-    num_classes: int = max(counts)
-    if all(starts) and ignored != 0:
-        raise DataError(
-            f"the labels are from 1 to {num_classes - 1}, and classes are counted from 0, so that class 0 would have "
-            "no samples: subtract 1 from the labels. If there is a class 0, give the Dataset an attribute "
-            f"num_classes, or return cordee.data.Splits with num_classes = {num_classes}"
-        )
-    return num_classes
-
-
-def _find_empty_classes(splits: Splits) -> tuple[str, ...]:
-    """Return a warning if no sample of the training set has some class, such as an empty folder's."""
-    source, num_classes = splits.train, splits.num_classes
-    if num_classes is None:
-        return ()
-    names: Sequence[str] | None = splits.class_names
-    targets = None
-    if isinstance(source, ArraySource):
-        targets = source.targets
-    elif isinstance(source, DatasetSource):
-        targets = getattr(source.dataset, "targets", None)
-        names = names or getattr(source.dataset, "classes", None)
-    if not isinstance(targets, (list, Tensor)) or len(targets) == 0:
-        return ()
-    labels = torch.as_tensor(targets)
-    if labels.is_floating_point():
-        return ()
-    missing = find_missing(labels, num_classes, names if isinstance(names, (list, tuple)) else None)
-    return (f"the training set of {splits.name} has no sample of class {missing}",) if missing else ()
-
-
-def _has_classes(source: Source) -> bool:
-    if isinstance(source, (DatasetSource, IterableSource)):
-        return not source.example.targets.is_floating_point()
-    return not source.gather(torch.tensor([0])).targets.is_floating_point()
-
-
-def _count(source: Source, what: str, ignored: int | None) -> tuple[int, bool]:
-    """Return how many classes there are, and whether they were counted from labels that begin with 1."""
-    if isinstance(source, ArraySource):
-        return count_classes(source.targets, what, ignored), _starts_at_one(source.targets)
-    if not isinstance(source, (DatasetSource, IterableSource)):
-        raise DataError("a Source of your own does not state its classes: return cordee.data.Splits, which does")
-    declared = declared_classes(source.dataset)
-    if declared is not None:
-        targets = getattr(source.dataset, "targets", None)
-        is_counted = not _declares_classes(source.dataset) and isinstance(targets, (list, Tensor))
-        return declared, is_counted and _starts_at_one(torch.as_tensor(targets))
-    if isinstance(source, IterableSource) or (source.num_samples or 0) > LARGEST_COUNTED:
-        raise DataError(
-            f"{source.what} does not state how many classes it has, and is too long to be read for it: "
-            f"give the {type(source.dataset).__name__} an attribute num_classes"
-        )
-    labels = source.gather(torch.arange(source.num_samples or 0)).targets
-    return count_classes(labels, what, ignored), _starts_at_one(labels)
-
-
-def _starts_at_one(targets: Tensor) -> bool:
-    """Whether labels are from 1 to something, where samples have one each: a vocabulary may begin with unused words."""
-    return targets.dim() == 1 and len(targets) > 0 and int(targets.min()) == 1 < int(targets.max())
-
-
-def _declares_classes(dataset: Any) -> bool:
-    has_number = isinstance(getattr(dataset, "num_classes", None), int)
-    return has_number or isinstance(getattr(dataset, "classes", None), (list, tuple))
-
-
-def declared_classes(dataset: Any) -> int | None:
-    """Return what a dataset says of its classes: `num_classes`, the length of `classes`, or its `targets`."""
-    if isinstance(getattr(dataset, "num_classes", None), int):
-        return int(dataset.num_classes)
-    if isinstance(getattr(dataset, "classes", None), (list, tuple)):
-        return len(dataset.classes)
-    if isinstance(getattr(dataset, "targets", None), (list, Tensor)) and len(dataset.targets) > 0:
-        targets = torch.as_tensor(dataset.targets)
-        if not targets.is_floating_point():
-            return count_classes(targets, "the attribute targets of the dataset")
-    return declared_classes(dataset.dataset) if isinstance(dataset, TorchSubset) else None
-
-
-def _check(splits: Splits, ignored: int | None) -> None:
-    for source, what in ((splits.train, "the training set"), (splits.test, "the test set")):
-        if source is None:
-            continue
-        if source.num_samples == 0:
-            raise DataError(f"{what} of {splits.name} has no samples")
-        if tuple(source.input_shape) != splits.input_shape:
-            raise DataError(
-                f"the inputs of {what} have the shape {tuple(source.input_shape)}, "
-                f"those of {splits.name} should have {splits.input_shape}"
-            )
-        if isinstance(source, ArraySource) and splits.num_classes is not None:
-            if source.targets.is_floating_point():
-                raise DataError(f"the targets of {what} are fractions, but {splits.num_classes} classes are declared")
-            check_classes(source.targets, splits.num_classes, f"{what} of {splits.name}", ignored=ignored)
 
 
 # The small sets that come with scikit-learn: iris (150 flowers) and digits (1,797 images of 8 × 8).

@@ -15,12 +15,13 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
-from cordee.core.batch import Batch
+from cordee.core import tree
+from cordee.core.batch import Batch, Pieces
 from cordee.core.errors import DataError, JobError
 from cordee.core.seeds import derive_seed
 from cordee.core.shards import Shards
@@ -76,7 +77,9 @@ class Loader:
         augment: Sequence[str] = (),
         prefetch: int = 2,
         processes: int = 0,
+        in_pieces: bool = False,
     ) -> None:
+        """`in_pieces` has samples that are collated by the user's own function collated shard by shard."""
         assert batch_size >= 1 and 0 <= shard < shard + num_held <= num_shards and prefetch >= 0 and processes >= 0
         if shuffle and source.num_samples is not None and batch_size > source.num_samples:
             raise DataError(
@@ -94,6 +97,8 @@ class Loader:
         self._shuffle = shuffle
         self._shards = Shards(shard, shard + num_held, num_shards)
         self._augmentation = Augmentation(augment, source.input_shape) if augment else None
+        self._has_collate = getattr(getattr(source, "format", None), "collate", None) is not None
+        self._in_pieces = in_pieces and self._has_collate
         self._prefetch = prefetch
         self._processes = processes
         self._blocks = getattr(source, "blocks", None)  # that samples are read from, where they lie in blocks
@@ -107,13 +112,23 @@ class Loader:
         other._shards, other._read_order, other._on_demand = shards, None, None
         return other
 
+    def in_one_piece(self) -> Loader:
+        """Return what reads the same samples, each batch as one whoever collates it."""
+        other = self.with_shards(self._shards)
+        other._in_pieces = False
+        return other
+
+    @property
+    def _num_pieces(self) -> int:
+        return self._shards.num_held if self._in_pieces else 1
+
     @property
     def num_batches(self) -> int | None:
         """Global batches per epoch, the last uneven one included; None where the length is unknown."""
         num_samples = self._source.num_samples
         return None if num_samples is None else count_batches(num_samples, self._batch_size)
 
-    def batches(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
+    def batches(self, epoch: int, first_batch: int = 0) -> Generator[Batch | Pieces, None, None]:
         """Return the batches of an epoch from `first_batch` on; no batch before it is read, but of a stream.
 
         Closing the generator stops all threads and processes it uses before it returns.
@@ -121,12 +136,12 @@ class Loader:
         batches = self._batches(epoch, first_batch)
         return batches if self._blocks is None else self._closing_blocks(batches)
 
-    def _batches(self, epoch: int, first_batch: int) -> Generator[Batch, None, None]:
+    def _batches(self, epoch: int, first_batch: int) -> Generator[Batch | Pieces, None, None]:
         source = self._source
         if isinstance(source, GrowingSource):
             return self._like_those_to_come(source)
         if isinstance(source, IterableSource):
-            plan = StreamPlan(epoch, self._seed, first_batch, self._batch_size, self._shards)
+            plan = StreamPlan(epoch, self._seed, first_batch, self._batch_size, self._shards, self._num_pieces)
             placed = read_stream(source, plan, processes=self._processes, ahead=self._prefetch)
             return self._finished(placed, epoch)
         if self._reads_samples(source):
@@ -150,7 +165,7 @@ class Loader:
         length = self._batch_size * self._shards.num_held // self._shards.total
         rows = torch.arange(max(1, length)) % source.example.num_samples
         for _ in range(_NUM_LIKE):
-            yield Batch(source.example.inputs[rows], source.example.targets[rows])
+            yield source.example.select(rows)
 
     def sample_numbers(self, epoch: int, batch: int) -> list[int] | None:
         """Return which samples of the source make up a batch of these shards; None for streams."""
@@ -226,7 +241,7 @@ class Loader:
             self.close()
             reader = OnDemandReader(source, seed, processes=self._processes, ahead=self._prefetch)
             self._on_demand = (epoch, reader)
-        num_cuts = 1 if source.reads_at_once else -(-self._processes // len(jobs))
+        num_cuts = 1 if source.reads_at_once or self._has_collate else -(-self._processes // len(jobs))
         cut = [
             ReadJob(job.first + first, job.indices[first:last])
             for job in jobs
@@ -255,9 +270,8 @@ class Loader:
 
     def _batch_bytes(self) -> int:
         """The bytes of these shards' part of a batch, as float32."""
-        return (
-            4 * math.prod(self._source.input_shape) * -(-self._batch_size * self._shards.num_held // self._shards.total)
-        )
+        size = sum(math.prod(shape) for shape in tree.shape_leaves(self._source.input_shape))
+        return 4 * size * -(-self._batch_size * self._shards.num_held // self._shards.total)
 
     def _num_gathered(self) -> int:
         """How many batches are gathered at once: of samples in blocks, no more than a window has."""
@@ -272,18 +286,25 @@ class Loader:
         order = self._order(epoch)
         for batch in range(first_batch, num_batches):
             start, stop = self._part(batch)
-            yield ReadJob(start, order.samples_at(torch.arange(start, stop)))
+            yield ReadJob(start, order.samples_at(torch.arange(start, stop)), self._num_pieces)
             self._expect(order, epoch, start)  # after what is needed now
 
-    def _finished(self, placed: Generator[PlacedBatch, None, None], epoch: int) -> Generator[Batch, None, None]:
+    def _finished(self, placed: Generator[PlacedBatch, None, None], epoch: int) -> Generator[Any, None, None]:
         seed = derive_seed(self._seed, "augment", epoch)
         with contextlib.closing(placed):
-            for first, inputs, targets in placed:
+            for first, batch in placed:
+                pieces = batch if isinstance(batch, Pieces) else (batch,)
                 if self._augmentation is not None:
-                    inputs = self._augmentation.apply(inputs, torch.arange(first, first + len(inputs)), seed)
-                yield Batch(inputs, targets)
+                    made = []
+                    for inputs, targets in pieces:
+                        positions = torch.arange(first, first + len(inputs))
+                        made.append(Batch(self._augmentation.apply(inputs, positions, seed), targets))
+                        first += len(inputs)
+                    yield Pieces(made) if isinstance(batch, Pieces) else made[0]
+                else:
+                    yield batch
 
-    def _closing_blocks(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
+    def _closing_blocks(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
         """Have nothing read ahead any more when the batches end, or are not wanted any more."""
         assert self._blocks is not None
         try:
@@ -303,10 +324,14 @@ class Loader:
             parts = [self._part(batch) for batch in range(first, min(first + at_once, num_batches))]
             positions = positions_of(parts)
             indices = order.samples_at(positions)
-            inputs, targets = self._read_array(indices, positions, augment_seed)
+            whole = self._read_array(indices, positions, augment_seed)
             self._expect(order, epoch, parts[0][0])  # after what is needed now, which is to have the processor
             sizes = [stop - start for start, stop in parts]
-            yield map(Batch, inputs.split_with_sizes(sizes), targets.split_with_sizes(sizes))
+            if isinstance(whole.inputs, Tensor) and isinstance(whole.targets, Tensor):
+                yield map(Batch, whole.inputs.split_with_sizes(sizes), whole.targets.split_with_sizes(sizes))
+            else:
+                ends = itertools.accumulate(sizes, initial=0)
+                yield (whole.rows(start, stop) for start, stop in itertools.pairwise(ends))
 
     def _part(self, batch: int) -> tuple[int, int]:
         return batch_part(
@@ -328,8 +353,8 @@ def _joined(placed: Iterator[PlacedBatch], jobs: Sequence[ReadJob], num_cuts: in
     """Put together what was read of each job in pieces."""
     for job in jobs:
         pieces = [next(placed) for _ in _cut_evenly(len(job.indices), num_cuts)]
-        whole = [torch.cat(tensors) if len(pieces) > 1 else tensors[0] for tensors in zip(*(p[1:] for p in pieces))]
-        yield PlacedBatch(job.first, *whole)
+        whole = pieces[0].batch if len(pieces) == 1 else Batch.concatenate([piece.batch for piece in pieces])  # type: ignore[misc]
+        yield PlacedBatch(job.first, whole)
 
 
 def _flattened(groups: Iterator[Iterator[Batch]]) -> Generator[Batch, None, None]:

@@ -20,12 +20,14 @@ import safetensors.numpy
 import torch
 from torch import Tensor
 
+from cordee.core import tree
 from cordee.core.batch import Batch
 from cordee.core.errors import DataError
 from cordee.core.shards import Shards
 from cordee.data.augment import Augmentation
-from cordee.data.datasets import checked_pair, reading_error, stacked
+from cordee.data.datasets import IterableSource, reading_error
 from cordee.data.order import part_of
+from cordee.data.samples import PAIRS, SampleFormat
 from cordee.data.source import Splits, check_classes, ready_inputs, source_of_arrays
 
 
@@ -86,14 +88,14 @@ class OnlineStream:
         whole = self._feed.take(num_samples)
         positions = torch.arange(start, start + num_samples)
         is_aside = (positions + 1) % self._every == 0 if self._every else torch.zeros(num_samples, dtype=torch.bool)
-        aside = Batch(whole.inputs[is_aside], whole.targets[is_aside])
+        aside = whole.select(is_aside)
         kept = (~is_aside).nonzero().squeeze(1)
         first, stop = part_of(len(kept), self._shards)
         own = kept[first:stop]
-        inputs, targets = whole.inputs[own], whole.targets[own]
+        part = whole.select(own)
         if self._augmentation is not None:
-            inputs = self._augmentation.apply(inputs, positions[own], self._augment_seed)
-        return Taken(Batch(inputs, targets), aside, self._feed.place)
+            part = Batch(self._augmentation.apply(part.inputs, positions[own], self._augment_seed), part.targets)
+        return Taken(part, aside, self._feed.place)
 
     def close(self) -> None:
         self._feed.close()
@@ -109,11 +111,11 @@ def span_of(start: int, num_training: int, every: int) -> int:
 
 def newest(before: Batch | None, aside: Batch, size: int) -> Batch | None:
     """Return the last `size` of the samples set aside so far."""
-    if len(aside.targets) == 0:
+    if aside.num_samples == 0:
         return before
     if before is not None:
-        aside = Batch(torch.cat([before.inputs, aside.inputs]), torch.cat([before.targets, aside.targets]))
-    return Batch(aside.inputs[-size:], aside.targets[-size:])
+        aside = Batch.concatenate([before, aside])
+    return aside.rows(max(0, aside.num_samples - size), aside.num_samples)
 
 
 # Data that keeps arriving: files that appear in a folder, or an iterable that never ends.
@@ -160,10 +162,16 @@ class GrowingSource:
     """A training set that grows. It has no length, no epochs and no random access."""
 
     def __init__(
-        self, open_feed: Callable[[GrowingSource, Place], Feed], example: Batch, num_classes: int | None, what: str
+        self,
+        open_feed: Callable[[GrowingSource, Place], Feed],
+        example: Batch,
+        num_classes: int | None,
+        what: str,
+        sample_format: SampleFormat = PAIRS,
     ) -> None:
         self.num_samples: int | None = None
-        self.input_shape = tuple(example.inputs.shape[1:])
+        self.input_shape = tree.shapes(example.inputs)
+        self.format = sample_format
         self.example = example
         self.num_classes = num_classes
         self.ignored: int | None = None  # a label that the loss does not count
@@ -179,13 +187,18 @@ class GrowingSource:
 
     def check(self, batch: Batch, what: str) -> Batch:
         """Return the batch; DataError if its samples are not like the first ones."""
-        shape, kind = tuple(batch.inputs.shape[1:]), batch.targets.is_floating_point()
-        if shape != self.input_shape:
+        if (shape := tree.shapes(batch.inputs)) != self.input_shape:
             raise DataError(f"the inputs of {what} have the shape {shape}, those before {self.input_shape}")
-        if kind != self.example.targets.is_floating_point():
+        targets, known = batch.targets, self.example.targets
+        if not isinstance(targets, Tensor) or not isinstance(known, Tensor):
+            if (found := tree.shapes(targets)) != (expected := tree.shapes(known)):
+                raise DataError(f"the targets of {what} have the shape {found}, those before {expected}")
+            return batch
+        kind = targets.is_floating_point()
+        if kind != known.is_floating_point():
             raise DataError(f"the targets of {what} are {'fractions' if kind else 'classes'}, those before were not")
         if self.num_classes is not None and not kind:
-            check_classes(batch.targets, self.num_classes, what, ignored=self.ignored)
+            check_classes(targets, self.num_classes, what, ignored=self.ignored)
         return batch
 
 
@@ -205,7 +218,7 @@ def folder(root: str, num_classes: int | None = None, ignored: int | None = None
     example = _read_file(path / first)
     if num_classes is None and not example.targets.is_floating_point():
         raise DataError(f"the targets in {path / first} are classes: set data.num_classes, for more may come")
-    few = Batch(example.inputs[:2], example.targets[:2])
+    few = example.rows(0, 2)
     source = GrowingSource(lambda source, place: FolderFeed(path, source, place), few, num_classes, str(path))
     source.ignored = ignored
     source.check(example, str(path / first))
@@ -238,22 +251,20 @@ class FolderFeed:
         while left:
             name, batch = self._read[0]
             start = self.place.offset if self.place.file == name else 0
-            stop = min(len(batch.targets), start + left)
-            parts.append(Batch(batch.inputs[start:stop], batch.targets[start:stop]))
+            stop = min(batch.num_samples, start + left)
+            parts.append(batch.rows(start, stop))
             left -= stop - start
             self.place = Place(self.place.samples + stop - start, name, stop)
-            if stop == len(batch.targets):
+            if stop == batch.num_samples:
                 self._read.popleft()
-        if len(parts) == 1:
-            return parts[0]
-        return Batch(torch.cat([part.inputs for part in parts]), torch.cat([part.targets for part in parts]))
+        return Batch.concatenate(parts)
 
     def close(self) -> None:
         self._read.clear()
 
     @property
     def _num_ready(self) -> int:
-        num_rows = sum(len(batch.targets) for _, batch in self._read)
+        num_rows = sum(batch.num_samples for _, batch in self._read)
         return num_rows - (self.place.offset if self._read and self._read[0][0] == self.place.file else 0)
 
     def _read_next(self) -> bool:
@@ -270,13 +281,13 @@ class FolderFeed:
             if batch is None:
                 return False
             self._source.check(batch, str(self._root / name))
-            if is_begun and self.place.offset > len(batch.targets):
+            if is_begun and self.place.offset > batch.num_samples:
                 raise DataError(
-                    f"{self._root / name} has {len(batch.targets)} samples, and {self.place.offset} of it were taken "
+                    f"{self._root / name} has {batch.num_samples} samples, and {self.place.offset} of it were taken "
                     "before: a file must not change once it is there"
                 )
             self._last = name
-            if not is_begun or self.place.offset < len(batch.targets):
+            if not is_begun or self.place.offset < batch.num_samples:
                 self._read.append((name, batch))
             return True
         self.is_ended = is_end_there
@@ -293,9 +304,15 @@ class FolderFeed:
         self._seen = set(names)
 
 
-def endless(dataset: Any, what: str, num_classes: int | None, example: Batch) -> GrowingSource:
+def endless(stream: IterableSource, num_classes: int | None) -> GrowingSource:
     """Return the growing set of an iterable's samples."""
-    return GrowingSource(lambda source, place: IterableFeed(dataset, source, place), example, num_classes, what)
+    return GrowingSource(
+        lambda source, place: IterableFeed(stream.dataset, source, place),
+        stream.example,
+        num_classes,
+        stream.what,
+        stream.format,
+    )
 
 
 class IterableFeed:
@@ -309,7 +326,8 @@ class IterableFeed:
         self.place = place
         self.is_ended = False
         self._dataset, self._source = dataset, source
-        self._samples: deque[tuple[Any, Any]] = deque()
+        self._samples: deque[Any] = deque()
+        self._has_labels = isinstance(source.example.targets, Tensor) and source.format.collate is None
         self._error: DataError | None = None
         self._num_wanted = 1
         self._is_closed = False
@@ -331,11 +349,12 @@ class IterableFeed:
 
     def take(self, num_samples: int) -> Batch:
         with self._news:
-            pairs = [self._samples.popleft() for _ in range(num_samples)]
+            samples = [self._samples.popleft() for _ in range(num_samples)]
             self._news.notify_all()
         names = range(self.place.samples, self.place.samples + num_samples)
-        batch = stacked(pairs, names, self._source.what, self._source.num_classes, self._source.ignored)
-        digest = _digest_labels(batch.targets, self.place.digest)
+        source = self._source
+        batch = source.format.batch(samples, names, source.what, source.num_classes, source.ignored, names[0])
+        digest = _digest_labels(batch.targets if self._has_labels else None, self.place.digest)
         self.place = Place(self.place.samples + num_samples, digest=digest)
         return self._source.check(batch, f"sample {names[0]} and those after it of {self._source.what}")
 
@@ -353,9 +372,10 @@ class IterableFeed:
                 item = next(iterator, _END)
                 if item is _END:
                     break
-                pair = self._check(item, position)
+                if self._source.format.collate is None:
+                    self._source.format.split(item, f"sample {position} of {self._source.what}")
                 with self._news:
-                    self._samples.append(pair)
+                    self._samples.append(item)
                     self._news.wait_for(lambda: self._is_closed or len(self._samples) < self._num_wanted)
                     if self._is_closed:
                         return
@@ -373,8 +393,8 @@ class IterableFeed:
         iterator: Iterator[Any] = iter(self._dataset)
         digest, position = 0, -1
         for position, item in enumerate(itertools.islice(iterator, place.samples)):
-            target = torch.as_tensor(self._check(item, position)[1])
-            digest = _digest_labels(target, digest)
+            _, target = self._source.format.split(item, f"sample {position} of {self._source.what}")
+            digest = _digest_labels(torch.as_tensor(target) if self._has_labels else None, digest)
         if position + 1 != place.samples or (place.digest and digest != place.digest):
             raise DataError(
                 f"{self._source.what} gave other samples than before when it was iterated over again, to continue "
@@ -383,13 +403,13 @@ class IterableFeed:
             )
         return iterator
 
-    def _check(self, item: Any, position: int) -> tuple[Any, Any]:
-        return checked_pair(item, f"sample {position} of {self._source.what}")
 
+def _digest_labels(targets: Any, before: int) -> int:
+    """Return a number that follows from these labels and all before; random changes of inputs do not count.
 
-def _digest_labels(targets: Tensor, before: int) -> int:
-    """Return a number that follows from these labels and all before; random changes of inputs do not count."""
-    if targets.is_floating_point():
+    0 where targets are no labels, or not one tensor.
+    """
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
         return 0
     return zlib.crc32(targets.to(torch.int64).contiguous().numpy().tobytes(), before)
 

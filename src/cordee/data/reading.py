@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from cordee.core.batch import Batch
+from cordee.core.batch import Batch, Pieces, cut_parts
 from cordee.core.errors import DataError
 from cordee.core.seeds import derive_seed
 from cordee.core.shards import Shards
-from cordee.data.datasets import IterableSource, stacked
+from cordee.data.datasets import IterableSource
 from cordee.data.order import part_of, preserved_generators, seed_generators
 from cordee.data.source import Source
 
@@ -42,6 +42,7 @@ class ReadJob(NamedTuple):
 
     first: int
     indices: Tensor
+    num_pieces: int = 1  # to collate by themselves
 
 
 _EMPTY = ReadJob(0, torch.empty(0, dtype=torch.int64))
@@ -51,8 +52,7 @@ class PlacedBatch(NamedTuple):
     """A batch whose first sample stands at the position `first` of the epoch; the others follow it."""
 
     first: int
-    inputs: Tensor
-    targets: Tensor
+    batch: Batch | Pieces
 
 
 class StreamPlan(NamedTuple):
@@ -63,6 +63,7 @@ class StreamPlan(NamedTuple):
     first_batch: int
     batch_size: int
     shards: Shards
+    num_pieces: int = 1
 
 
 def read_batches(
@@ -87,7 +88,10 @@ def read_stream(
 
 def _read(source: SampleSource, job: ReadJob, seed: int) -> PlacedBatch:
     positions = torch.arange(job.first, job.first + len(job.indices))
-    return PlacedBatch(job.first, *source.read(job.indices, positions, seed))
+    if job.num_pieces == 1:
+        return PlacedBatch(job.first, source.read(job.indices, positions, seed))
+    cut = zip(job.indices.tensor_split(job.num_pieces), positions.tensor_split(job.num_pieces), strict=True)
+    return PlacedBatch(job.first, Pieces(source.read(indices, places, seed) for indices, places in cut))
 
 
 def _stream_batches(source: IterableSource, plan: StreamPlan) -> Generator[PlacedBatch, None, None]:
@@ -103,15 +107,21 @@ def _stream_batches(source: IterableSource, plan: StreamPlan) -> Generator[Place
             if batch >= plan.first_batch:
                 start, stop = part_of(len(samples), plan.shards)
                 first = batch * plan.batch_size + start
-                if start == stop:
-                    part = Batch(source.example.inputs[:0], source.example.targets[:0])
-                else:
-                    names = range(first, first + stop - start)
-                    part = stacked(samples[start:stop], names, source.what, source.num_classes, source.ignored)
-                yield PlacedBatch(first, *part)
+                bounds = [(first + i, first + j) for i, j in cut_parts(stop - start, plan.num_pieces)]
+                offset = batch * plan.batch_size
+                pieces = [_batch_of(source, samples[i - offset : j - offset], i, plan) for i, j in bounds]
+                yield PlacedBatch(first, pieces[0] if plan.num_pieces == 1 else Pieces(pieces))
             batch += 1
     finally:
         stream.close()
+
+
+def _batch_of(source: IterableSource, samples: Sequence[Any], first: int, plan: StreamPlan) -> Batch:
+    if not samples:
+        return source.example.rows(0, 0)
+    names = range(first, first + len(samples))
+    seed = derive_seed(plan.seed, "collate", plan.epoch, first)
+    return source.format.batch(samples, names, source.what, source.num_classes, source.ignored, seed)
 
 
 class _Failure(NamedTuple):

@@ -2,47 +2,54 @@
 
 from __future__ import annotations
 
-import copy
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader
 
 from cordee.core.errors import DataError
 from cordee.core.seeds import derive_seed
 from cordee.core.shards import shard_part
+from cordee.data.loader_indices import (
+    OwnIndices,
+    Share,
+    decode_state,
+    encode_state,
+    generators_of,
+    gives_indices,
+    loader_of,
+    with_generator,
+)
 
-# Samplers that draw from `generator` and from nothing else. Not their subclasses, which may do as they like.
-_DRAWN_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
+class Place(msgspec.Struct, frozen=True):
+    """Where a loader is between two batches. Plain values: it is sent and saved with the state of a loop."""
 
-class Share(NamedTuple):
-    """How many samples of a batch this worker has, and how many there are."""
-
-    num_own: int
-    num_all: int
+    epoch: int  # of the iteration that is open, or that begins next
+    is_open: bool = False
+    num_given: int = 0  # batches of the open iteration
+    digest: int = 0  # of these batches
+    generators_before: list[str] = []  # states of the script's own generators when the open iteration began
+    generators: list[str] = []  # and now
 
 
 class Pass:
     """One iteration over batches that has begun and has not ended: which batch the script has of it."""
 
-    def __init__(self, batches: SharedBatches, begun_at: int) -> None:
+    def __init__(self, batches: SharedBatches, begun_at: int, attempt: int) -> None:
         self.batches = batches
         self.begun_at = begun_at  # how many batches the script had been given by then, of any loader
         self.given_at = begun_at  # the same when it was given the last one of this iteration
+        self.attempt = attempt  # at the loop: an iteration of an earlier attempt is over
+        self.num_given = 0  # batches of this iteration
+        self.is_trained = False  # a loss of one of its batches was computed
+        self.digest = 0  # of these batches
         self.share = Share(1, 1)
 
 
@@ -54,17 +61,28 @@ class Progress:
         self.num_given = 0
         self.digest = 0  # of everything given so far; the same on all workers, or they do not have the same batches
         self.num_unnoticed = 0  # batches of the latest loops in which this worker stood in, and was not asked whether
+        self.num_trained = 0  # iterations that were trained with and have ended
+        self.attempt = 0  # at a loop that is begun again after a loss
+        self.is_kept = False  # the place in the data is part of a state: one worker alone tells batches apart, too
 
     def begin(self) -> None:
         """Record that an iteration begins: what was given before, of loops that have ended, has been used."""
         if not self.open:
             self.num_unnoticed = 0
 
+    def begin_attempt(self, num_given: int, digest: int) -> None:
+        """Begin a loop, or begin it again: iterations that are open end here."""
+        self.attempt += 1
+        self.open.clear()  # they have not come to their ends
+        self.num_given, self.digest, self.num_unnoticed = num_given, digest, 0
+
     def record(self, one: Pass, share: Share, fingerprint: int) -> None:
         self.num_given += 1
         self.num_unnoticed += not share.num_own
         one.batches.is_noticed = False
         one.share, one.given_at = share, self.num_given
+        one.num_given += 1
+        one.digest = zlib.crc32(f"{share.num_all} {fingerprint}".encode(), one.digest)
         one.batches.share = share
         self.digest = zlib.crc32(f"{one.batches.number} {share.num_all} {fingerprint}".encode(), self.digest)
 
@@ -95,15 +113,25 @@ class SharedBatches:
         self._num_workers = num_workers
         self._progress = progress or Progress()
         self._cutter = BatchCutter()
-        self._epoch = 0
-        self._own_loader: tuple[DataLoader[Any], _OwnIndices] | None = None
-        if isinstance(batches, DataLoader) and _gives_indices(batches):
+        self._epoch = 0  # of the iteration that begins next
+        self._next: Place | None = None  # where the next iteration begins, unless at the beginning
+        self._generators = generators_of(batches)
+        self._generators_before: list[Tensor] = []  # their states when the latest iteration began
+        self._own_loader: tuple[DataLoader[Any], OwnIndices] | None = None
+        self._seed = seed
+        if num_workers > 1 or self._progress.is_kept:
+            self.keep_place()
+        elif isinstance(batches, DataLoader) and gives_indices(batches) and with_generator(batches.batch_sampler):
+            self.keep_place()  # alone, the order follows from the seed as it does for many
+
+    def keep_place(self) -> None:
+        """Read by index where that is possible, so that a place in the data is found again without reading samples."""
+        batches = self._batches
+        if self._own_loader is None and isinstance(batches, DataLoader) and gives_indices(batches):
             sampler: Any = batches.batch_sampler
-            drawn = _with_generator(sampler)
-            if drawn is not None or num_workers > 1:
-                order: Callable[[torch.Generator], Iterable[Any]] = drawn or (lambda generator: sampler)
-                indices = _OwnIndices(order, derive_seed(seed, "loader", number) if number else seed, self._range)
-                self._own_loader = _loader_of(batches, indices), indices
+            order: Callable[[torch.Generator], Iterable[Any]] = with_generator(sampler) or (lambda generator: sampler)
+            indices = OwnIndices(order, self._seed_of_order(self._seed), self._range)
+            self._own_loader = loader_of(batches, indices), indices
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # while being made or copied
@@ -136,117 +164,132 @@ class SharedBatches:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        self._progress.begin()
-        one = Pass(self, self._progress.num_given)
-        own = self._from_any() if self._own_loader is None else self._from_loader(*self._own_loader)
+        progress = self._progress
+        progress.begin()
+        one = Pass(self, progress.num_given, progress.attempt)
+        start, self._next = self._next, None
+        self._generators_before = [generator.get_state() for generator in self._generators]
+        if start is not None:
+            self._rewind(start)
+            one.num_given, one.digest = start.num_given, start.digest
+            progress.open.append(one)  # as it was when the place was kept
+        self._epoch += 1
+        own = self._from_any(start) if self._own_loader is None else self._from_loader(*self._own_loader, start)
         try:
             for share, fingerprint, batch in own:
-                self._progress.record(one, share, fingerprint)
-                if one not in self._progress.open:
-                    self._progress.open.append(one)
+                if one.attempt != progress.attempt:
+                    raise DataError(
+                        "an iteration over prepared batches was begun before the loop that it is used in, which has "
+                        "been begun again since: write `for ... in batches` (or iter(batches)) inside the function"
+                    )
+                progress.record(one, share, fingerprint)
+                if one not in progress.open:
+                    progress.open.append(one)
                 yield batch
         finally:
-            if one in self._progress.open:
-                self._progress.open.remove(one)
+            if one in progress.open:
+                progress.open.remove(one)
+                progress.num_trained += one.is_trained
 
-    def _from_loader(self, loader: DataLoader[Any], indices: _OwnIndices) -> Iterator[tuple[Share, int, Any]]:
+    # The place in the data, for a state that is continued from -----------------------------------------------
+
+    def place(self) -> Place:
+        """Return where this loader is: all that another process needs to be given the same batches from here on.
+
+        Raises DataError where two iterations over it are open.
+        """
+        passes = [one for one in self._progress.open if one.batches is self]
+        if len(passes) > 1:
+            raise DataError("two loops over one loader are open: their place cannot be kept; prepare two loaders")
+        generators = [encode_state(generator.get_state()) for generator in self._generators]
+        if not passes:
+            if self._next is not None:  # nothing was taken of what was left
+                return self._next
+            return Place(self._epoch, generators=generators)
+        before = [encode_state(state) for state in self._generators_before]
+        one = passes[0]
+        return Place(self._epoch - 1, True, one.num_given, one.digest, before, generators)
+
+    def continue_from(self, place: Place, seed: int) -> None:
+        """Have the next iteration begin at `place`. `seed` is the one that the order of a pass follows from."""
+        if len(place.generators) != len(self._generators):
+            raise DataError("the place in the data is of another loader: every worker must prepare the same loaders")
+        self._epoch, self._next = place.epoch, place if place.is_open else None
+        for generator, state in zip(self._generators, place.generators, strict=True):
+            generator.set_state(decode_state(state))
+        self._seed = seed
+        if self._own_loader is not None:
+            self._own_loader[1].seed = self._seed_of_order(seed)
+        elif place.is_open and iter(self._batches) is self._batches:
+            raise DataError(
+                "a loop over an iterator cannot be continued by another process, or after a loss: prepare something "
+                "that begins again each time it is iterated over, a DataLoader, a list or a class with __iter__"
+            )
+
+    def share_among(self, worker_index: int, num_workers: int) -> None:
+        """Have this worker take the part of this member of a team from the next iteration on."""
+        self._worker_index, self._num_workers = worker_index, num_workers
+
+    def _seed_of_order(self, seed: int) -> int:
+        return derive_seed(seed, "loader", self.number) if self.number else seed
+
+    def _rewind(self, start: Place) -> None:
+        for generator, state in zip(self._generators, start.generators_before, strict=True):
+            generator.set_state(decode_state(state))
+        self._generators_before = [generator.get_state() for generator in self._generators]
+
+    def _finish_rewind(self, start: Place, digest: int) -> None:
+        """Check that what was passed over is what was given before; put the random numbers where they were then."""
+        if digest != start.digest:
+            raise DataError(
+                f"the {start.num_given} batches that were given before are not the first ones now: iterating again "
+                "must give the same batches. A sampler or data set of your own must draw from a torch.Generator that "
+                "it has as `generator`, or from a seed and the epoch"
+            )
+        for generator, state in zip(self._generators, start.generators, strict=True):
+            generator.set_state(decode_state(state))
+
+    def _from_loader(
+        self, loader: DataLoader[Any], indices: OwnIndices, start: Place | None
+    ) -> Iterator[tuple[Share, int, Any]]:
         """Read only the own samples of each batch."""
-        indices.epoch, self._epoch = self._epoch, self._epoch + 1
+        indices.epoch, indices.num_passed = self._epoch - 1, start.num_given if start else 0
         iterator = iter(loader)
-        given = indices.given  # of this iteration
+        given, passed = indices.given, indices.passed  # of this iteration
+        is_checked = start is None
         for batch in iterator:
+            if start is not None and not is_checked:
+                self._finish_rewind(start, passed[0])
+                is_checked = True
             share, fingerprint = given.popleft()
             yield share, fingerprint, batch
+        if start is not None and not is_checked:
+            self._finish_rewind(start, passed[0])
 
-    def _from_any(self) -> Iterator[tuple[Share, int, Any]]:
+    def _from_any(self, start: Place | None) -> Iterator[tuple[Share, int, Any]]:
         """Cut the own part out of each batch, which must be the same on every worker."""
-        for batch in self._batches:
-            if self._num_workers == 1:
+        num_passed, digest = start.num_given if start else 0, 0
+        is_alone, is_checked = self._num_workers == 1, start is None
+        for number, batch in enumerate(self._batches):
+            if is_alone and not self._progress.is_kept:
                 yield Share(1, 1), 0, batch
                 continue
-            num_all = self._cutter.count(batch)
+            num_all, fingerprint = self._cutter.count(batch), fingerprint_rows(batch)
+            if number < num_passed:
+                digest = zlib.crc32(f"{num_all} {fingerprint}".encode(), digest)
+                continue
+            if start is not None and not is_checked:
+                self._finish_rewind(start, digest)
+                is_checked = True
             first, end = self._range(num_all)
-            start, stop = (first, end) if end > first else (0, 1)
-            yield Share(end - first, num_all), fingerprint_rows(batch), self._cutter.cut(batch, start, stop)
+            begin, stop = (first, end) if end > first else (0, 1)
+            own = batch if is_alone else self._cutter.cut(batch, begin, stop)
+            yield Share(end - first, num_all), fingerprint, own
+        if start is not None and not is_checked:
+            self._finish_rewind(start, digest)
 
     def _range(self, num_samples: int) -> tuple[int, int]:
         return shard_part(num_samples, self._worker_index, self._num_workers)
-
-
-class _OwnIndices:
-    """The batch sampler of a loader that reads one worker's samples: the part of each batch of indices."""
-
-    def __init__(
-        self,
-        order: Callable[[torch.Generator], Iterable[Any]],
-        seed: int,
-        own_range: Callable[[int], tuple[int, int]],
-    ) -> None:
-        self._order, self._seed, self._range = order, seed, own_range
-        self.epoch = 0  # of the iteration that is to begin
-        self.given: deque[tuple[Share, int]] = deque()  # of the latest iteration; processes that read are ahead
-
-    def __len__(self) -> int:
-        batches = self._order(torch.Generator())
-        return len(batches)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        # Called twice for an iteration where other processes read.
-        self.given = deque()
-        generator = torch.Generator().manual_seed(derive_seed(self._seed, "order", self.epoch))
-        return self._cut(self._order(generator), self.given)
-
-    def _cut(self, batches: Iterable[Any], given: deque[tuple[Share, int]]) -> Iterator[list[Any]]:
-        for batch in map(list, batches):
-            first, end = self._range(len(batch))
-            given.append((Share(end - first, len(batch)), zlib.crc32(str(batch).encode())))
-            yield batch[first:end] or batch[:1]
-
-
-def _gives_indices(loader: DataLoader[Any]) -> bool:
-    """Whether a loader reads what a batch sampler names, in no way of its own."""
-    is_plain = all(
-        getattr(type(loader), name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator", "__len__")
-    )
-    return is_plain and loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
-
-
-def _with_generator(batches: Any) -> Callable[[torch.Generator], Iterable[Any]] | None:
-    """Return what makes the same batch sampler draw from another generator; None if it is to be left alone.
-
-    It is left alone unless all of it is torch's own and would draw from the process's random numbers.
-    """
-    if type(batches) is not BatchSampler or type(batches.sampler) not in _DRAWN_SAMPLERS:
-        return None
-    sampler: Any = batches.sampler
-    if sampler.generator is not None:
-        return None
-
-    def draw(generator: torch.Generator) -> BatchSampler:
-        drawn = copy.copy(sampler)
-        drawn.generator = generator
-        return BatchSampler(drawn, batches.batch_size, batches.drop_last)
-
-    return draw
-
-
-def _loader_of(loader: DataLoader[Any], indices: _OwnIndices) -> DataLoader[Any]:
-    """Return a loader that is like `loader` but for the samples that it reads."""
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=indices,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        pin_memory_device=loader.pin_memory_device,
-        # in_order stays True: a batch that came before its turn would be taken for another one's share.
-    )
 
 
 # The rows of a batch that is already made: how many there are, some of them, and whether two workers have the same.

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cordee.core import tree
 from cordee.core.batch import Batch
 from cordee.core.errors import DataError
+from cordee.core.tree import Nested
 
 
 @runtime_checkable
@@ -20,7 +22,7 @@ class Source(Protocol):
     """One split of a data set."""
 
     num_samples: int | None  # None: read in the order of an IterableDataset, its length unknown
-    input_shape: tuple[int, ...]  # of one sample
+    input_shape: Any  # of one sample: numbers, or nested as the inputs are
 
     def gather(self, indices: Tensor) -> Batch:
         """Return the samples with these int64 indices, ready for a model, as one batch."""
@@ -33,7 +35,7 @@ class Splits:
 
     train: Source
     test: Source | None  # None: there is no test set
-    input_shape: tuple[int, ...]
+    input_shape: Any
     num_classes: int | None  # None: regression
     name: str
     warnings: tuple[str, ...] = ()  # what the user should know of it
@@ -72,19 +74,20 @@ class Scale:
 class ArraySource:
     """A split in memory. Bytes stay bytes, a quarter of the memory, and are scaled batch by batch."""
 
-    def __init__(self, inputs: Tensor, targets: Tensor, scale: Scale | None = None) -> None:
-        assert len(inputs) == len(targets)
-        self.num_samples: int | None = len(inputs)
-        self.input_shape = tuple(inputs.shape[1:])
-        self.inputs = inputs.contiguous()
-        self.targets = targets.contiguous()
-        self.scale = Scale.to_unit_range() if scale is None and inputs.dtype == torch.uint8 else scale
+    def __init__(self, inputs: Nested, targets: Nested, scale: Scale | None = None) -> None:
+        self._held = Batch(inputs, targets).map(Tensor.contiguous)
+        self.inputs, self.targets = self._held
+        assert all(len(leaf) == self._held.num_samples for leaf in self._held.leaves())
+        self.num_samples: int | None = self._held.num_samples
+        self.input_shape = tree.shapes(inputs)
+        has_bytes = isinstance(inputs, Tensor) and inputs.dtype == torch.uint8
+        self.scale = Scale.to_unit_range() if scale is None and has_bytes else scale
 
     def rows(self, indices: Tensor) -> Batch:
         """Return samples as they are held; `finish` makes their inputs ready. Augmentation goes between."""
-        return Batch(self.inputs.index_select(0, indices), self.targets.index_select(0, indices))
+        return self._held.map(lambda tensor: tensor.index_select(0, indices))
 
-    def finish(self, raw: Tensor) -> Tensor:
+    def finish(self, raw: Nested) -> Nested:
         return raw if self.scale is None else self.scale.apply(raw)
 
     def gather(self, indices: Tensor) -> Batch:
@@ -93,10 +96,10 @@ class ArraySource:
 
     def take(self, indices: Tensor) -> ArraySource:
         """Return the source of these samples only."""
-        return ArraySource(self.inputs.index_select(0, indices), self.targets.index_select(0, indices), self.scale)
+        return ArraySource(*self.rows(indices), self.scale)
 
     def first(self, num_samples: int) -> ArraySource:
-        return ArraySource(self.inputs[:num_samples], self.targets[:num_samples], self.scale)
+        return ArraySource(*self._held.rows(0, num_samples), self.scale)
 
 
 # Whether two hosts have the same data: a short text of it that costs a few samples to make.
@@ -140,7 +143,7 @@ def _describe(source: Source) -> str:
 
 def _hash(batch: Batch) -> str:
     digest = hashlib.sha256()
-    for tensor in (batch.inputs, batch.targets):
+    for tensor in batch.leaves():
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:12]
@@ -176,15 +179,62 @@ def source_of_arrays(inputs: Any, targets: Any, what: str) -> ArraySource:
     return ArraySource(x, y)
 
 
-def ready_inputs(inputs: Tensor) -> Tensor:
-    """Return inputs in the type a model takes: bytes as 0 to 1, tokens as int64, the rest as float32."""
+def source_of_trees(inputs: Any, targets: Any, what: str) -> ArraySource:
+    """Return the source of nested arrays, all of them with the samples first. Lists are arrays, bytes whole numbers."""
+    named: list[tuple[str, Tensor]] = []
+
+    def convert(values: Any, part: str, path: str) -> Nested:
+        if values is None:
+            return None
+        if isinstance(values, Mapping):
+            return {key: convert(value, part, f"{path}.{key}" if path else str(key)) for key, value in values.items()}
+        if isinstance(values, tuple):
+            return tuple(convert(one, part, f"{path}.{i}" if path else str(i)) for i, one in enumerate(values))
+        name = f"the {part} {path!r} of {what}" if path else f"the {part} of {what}"
+        array = _tensor(values, name)
+        if array.dim() == 0:
+            raise DataError(f"{name} are a single number, not an array")
+        check_finite(array, name)
+        named.append((name, array))
+        return array
+
+    x = convert(inputs, "inputs", "")
+    if not named:
+        raise DataError(f"{what} has no inputs")
+    y = convert(targets, "targets", "")
+    first, size = named[0][0], len(named[0][1])
+    for name, array in named:
+        if len(array) != size:
+            raise DataError(
+                f"{name} have {len(array)} rows, and {first} have {size}: each sample needs a row in each of them"
+            )
+    if size == 0:
+        raise DataError(f"{what} has no samples")
+    return ArraySource(ready_inputs(x), ready_targets(y))
+
+
+def ready_inputs(inputs: Nested) -> Nested:
+    """Return inputs in the type a model takes: bytes as 0 to 1, tokens as int64, the rest as float32.
+
+    Where they are nested, bytes are whole numbers, for they may be masks, and truth values stay such.
+    """
+    if not isinstance(inputs, Tensor):
+        return tree.map_leaves(_ready_leaf, inputs)
     if inputs.dtype == torch.uint8:
         return inputs.to(torch.float32).mul_(1 / 255)
     return inputs.to(torch.int64 if _is_whole(inputs.dtype) else torch.float32)
 
 
-def ready_targets(targets: Tensor) -> Tensor:
+def _ready_leaf(values: Tensor) -> Tensor:
+    if values.dtype == torch.bool:
+        return values
+    return values.to(torch.int64 if _is_whole(values.dtype) else torch.float32)
+
+
+def ready_targets(targets: Nested) -> Nested:
     """Return targets in the type a loss takes: classes as int64, without a column of its own, else float32."""
+    if not isinstance(targets, Tensor):
+        return tree.map_leaves(_ready_leaf, targets)
     if not (_is_whole(targets.dtype) or targets.dtype == torch.bool):
         return targets.to(torch.float32)
     if targets.dim() == 2 and targets.shape[1] == 1:

@@ -7,7 +7,7 @@ import glob
 import importlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +18,7 @@ _NUM_SHOWN = 6  # names that a message lists
 
 @dataclasses.dataclass(frozen=True)
 class DataFile:
-    """A file to read from. Opened anew for each reading, so that threads and processes do not share a position."""
+    """A file to read from. Opened again for each reading, so that threads and processes do not share a position."""
 
     url: str  # as fsspec takes it, or a path
     name: str  # within the folder or pattern that was asked for
@@ -115,7 +115,7 @@ def _find_local(path: str, suffixes: Sequence[str], key: str) -> list[DataFile]:
     if place.is_dir():
         names = [
             str(file.relative_to(place))
-            for file in place.rglob("*")
+            for file in files_below(place)
             if _is_counted(file.relative_to(place).parts, suffixes) and file.is_file()
         ]
         if not names:
@@ -133,6 +133,17 @@ def _find_local(path: str, suffixes: Sequence[str], key: str) -> list[DataFile]:
         ]
     names = [entry.name for entry in place.parent.iterdir()] if place.parent.is_dir() else []
     raise DataError(f"data.{key} = {path!r} does not exist{nearest(place.name, names)}")
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder, at any depth, also through links. Hidden files and folders do not count."""
+    for where, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in folders:
+            below = Path(where, name)
+            if below.is_symlink() and Path(where).resolve().is_relative_to(below.resolve()):
+                raise DataError(f"{below} is a link to a folder that it is in: remove it")
+        yield from (Path(where, name) for name in names if not name.startswith("."))
 
 
 def _local_file(path: Path, name: str) -> DataFile:

@@ -22,6 +22,7 @@ from cordee.data.blocks import Blocks, BlockSource, source_of_blocks
 from cordee.data.columns import Columns, ColumnSettings, Kind, check_name, image_column
 from cordee.data.datasets import DatasetSource
 from cordee.data.images import Color, ImageSettings
+from cordee.data.samples import TARGET_NAMES
 from cordee.data.source import ArraySource, Source, Splits
 
 DEFAULT_MEMORY_MB = 256
@@ -73,7 +74,7 @@ class TableReader:
         first = int(self.sizes.nonzero()[0, 0])
         self.example = self._convert(first)
         self._first: tuple[int, Batch] | None = (first, self.example)  # read once, given once
-        self.example = Batch(self.example.inputs[:1].clone(), self.example.targets[:1].clone())
+        self.example = self.example.rows(0, 1).map(Tensor.clone)
         self.row_bytes = sum(part.element_size() * part.numel() for part in self.example)
 
     def read(self, block: int) -> Batch:
@@ -278,6 +279,13 @@ class TableSettings(ColumnSettings, frozen=True, kw_only=True):
     transform: Callable[[dict[str, Any]], Any] | None = None
     images: ImageSettings = ImageSettings()
     memory_mb: int = DEFAULT_MEMORY_MB
+    inputs: tuple[str, ...] | None = None  # columns that are inputs by their names
+    target: tuple[str, ...] | None = None  # the same for targets
+
+    @property
+    def is_named(self) -> bool:
+        """Whether columns stay apart, each a tensor of its own."""
+        return self.inputs is not None or self.target is not None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -286,6 +294,10 @@ class TableSettings(ColumnSettings, frozen=True, kw_only=True):
         for key in ("shape", "classes"):
             if self.transform is not None and getattr(self, key) is not None:
                 raise JobError(f"data.{key} has no meaning with data.transform, which makes the samples: remove it")
+        for key in ("columns", "shape", "classes"):
+            if self.is_named and self.transform is None and getattr(self, key) is not None:
+                given = "inputs" if self.inputs is not None else "target"
+                raise JobError(f"data.{key} and data.{given} both say what the columns are: remove one of them")
 
 
 def table_settings(
@@ -301,6 +313,8 @@ def table_settings(
     color: Color = "rgb",
     memory_mb: int = DEFAULT_MEMORY_MB,
     *,
+    inputs: tuple[str, ...] | None = None,
+    target: tuple[str, ...] | None = None,
     python_path: Sequence[str] = (),
 ) -> TableSettings:
     """Return the settings that the keys of [data] give; the parameters are these keys."""
@@ -315,6 +329,8 @@ def table_settings(
         transform=None if transform is None else resolve("data.transform", transform, {}, python_path=python_path),
         images=ImageSettings.of_keys(resize, color),
         memory_mb=memory_mb,
+        inputs=inputs,
+        target=target,
     )
 
 
@@ -351,11 +367,33 @@ def make_table_data(
                 check_name(table.schema, column, "columns", table.what)
         sets = [_rows(table, columns, settings, settings.transform) for table in tables]
         return sets[0], sets[1] if test is not None else None
+    if settings.is_named:
+        return _named_rows(tables, test is not None, settings)
     image = image_column(train.schema, settings)
     if image is None:
         settings.images.refuse_any(train.what)
         return table_splits(name, train, test, settings, ignored)
     return _image_splits(name, image, tables, settings, ignored)
+
+
+def _named_rows(tables: Sequence[TableFiles], has_test: bool, settings: TableSettings) -> Any:
+    """Return data sets whose samples are dicts of the columns that are named."""
+    names = [*(settings.inputs or ()), *(settings.target or ())]
+    for table in tables:
+        for key, columns in (("inputs", settings.inputs), ("target", settings.target)):
+            for column in columns or ():
+                check_name(table.schema, column, key, table.what)
+    if settings.target is None:
+        names += [name for name in TARGET_NAMES if name in tables[0].schema.names and name not in names][:1]
+    wanted = None if settings.inputs is None else names
+    sets = [_rows(table, wanted, settings, _without_nulls) for table in tables]
+    return sets[0], sets[1] if has_test else None
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    if missing := [name for name, value in row.items() if value is None]:
+        raise DataError(f"column {missing[0]!r} has no value (null)")
+    return row
 
 
 def _image_splits(

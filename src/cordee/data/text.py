@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import inspect
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -176,6 +177,7 @@ class Encoder:
                 f"data.tokenizer = {self.name!r} is a {type(made).__name__} that cannot be called, and has no encode"
             )
         self._encode = encode
+        self.digest = _source_digest(made)
         self.num_tokens = vocabulary or _declared_tokens(made)
 
     def encode(self, piece: str, where: str) -> Any:
@@ -212,6 +214,15 @@ class Encoder:
             ) from error
 
 
+def _source_digest(tokenizer: Any) -> str:
+    """Return a digest of the file that has the tokenizer's code; empty where there is none."""
+    code = tokenizer if inspect.isroutine(tokenizer) else type(tokenizer)
+    try:
+        return hashlib.sha256(Path(inspect.getfile(code)).read_bytes()).hexdigest()[:12]
+    except (OSError, TypeError):  # written in another language, or at a prompt
+        return ""
+
+
 def _declared_tokens(tokenizer: Any) -> int | None:
     """Return how many tokens a tokenizer says there are, as the usual libraries do."""
     for name in ("vocab_size", "n_vocab", "num_tokens"):
@@ -234,12 +245,15 @@ class _Kept(msgspec.Struct, frozen=True):
 def tokenized(files: Sequence[DataFile], encoder: Encoder) -> tuple[list[_Segment], int]:
     """Return the tokens of the files, and the highest one. The first time takes as long as the tokenizer does.
 
-    Processes that ask at the same time wait for one of them. Tokens in the cache are compared with what the tokenizer
-    makes of some pieces today; a tokenizer that was changed is asked for all again.
+    Processes that ask at the same time wait for one of them. Tokens in the cache are those of the same code, and are
+    compared with what the tokenizer makes of some pieces today; a tokenizer that was changed is asked for all again.
     """
     key = hashlib.sha256(
         "\n".join(
-            [f"{_VERSION} {encoder.name} {encoder.num_tokens}", *(f"{f.url} {f.size} {f.stamp}" for f in files)]
+            [
+                f"{_VERSION} {encoder.name} {encoder.digest} {encoder.num_tokens}",
+                *(f"{f.url} {f.size} {f.stamp}" for f in files),
+            ]
         ).encode()
     ).hexdigest()[:24]
     place = cache_folder() / "data" / "tokens"

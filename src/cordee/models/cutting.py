@@ -169,6 +169,11 @@ def make_chain(model: nn.Module, example: Tensor) -> Chain:
     """
     with unchanged(model):
         bond = ""
+        if has_hooks(model):
+            raise ModelError(
+                f"the model {type(model).__name__} has a hook, which does not run where its layers are computed one by "
+                "one: register the hook on a layer, or use a strategy that does not cut models"
+            )
         if type(model) is nn.Sequential:
             named = flatten_sequence(model)
         else:
@@ -190,11 +195,23 @@ def flatten_sequence(model: nn.Sequential, prefix: str = "") -> list[tuple[str, 
     for name, child in model._modules.items():  # named_children() would leave out a module that is used again
         assert child is not None
         # A subclass may have a forward of its own.
-        if type(child) is nn.Sequential:
+        if type(child) is nn.Sequential and not has_hooks(child):
             flat += flatten_sequence(child, f"{prefix}{name}.")
         else:
             flat.append((prefix + name, child))
     return flat
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something is called when the module is computed as a whole, forwards or backwards."""
+    return any(
+        (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    )
 
 
 def _join_inseparable(blocks: Sequence[Block], example: Tensor) -> Chain:

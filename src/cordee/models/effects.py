@@ -19,6 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from cordee.core.batch import tensors_in
 
 _OF_TORCH = set(vars(nn.Module()))  # what every module has
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -164,20 +168,22 @@ class Kept(NamedTuple):
     is_generator: bool  # it is random numbers of its own
 
 
-def find_kept(model: nn.Module, inputs: Tensor) -> Kept | None:
+def find_kept(model: nn.Module, compute: Callable[[], Any]) -> Kept | None:
     """Return what training passes change of a model that is neither buffer nor parameter. Local, no effect.
+
+    `compute` makes a forward pass, of the same samples each time.
 
     Of what has no effect on the next pass only whole numbers are told: they may count up to something. The rest is kept
     to be looked at.
     """
     with unchanged(model), torch.no_grad(), contextlib.suppress(Exception):  # what fails in training says so itself
         model.train()
-        model(inputs)  # what is kept from the first pass on, such as a size or a mask, may stay
+        compute()  # what is kept from the first pass on, such as a size or a mask, may stay
         buffers = [
             (m, {name: (b, b.clone()) for name, b in m._buffers.items() if b is not None}) for m in model.modules()
         ]
         before = {module: _kept_state(module) for module in model.modules()}
-        first = _compute(model, inputs)
+        first = _numbers_of(compute)
         changed: list[tuple[str, nn.Module, str]] = []
         for module, state in before.items():
             after = _kept_state(module)
@@ -187,7 +193,7 @@ def find_kept(model: nn.Module, inputs: Tensor) -> Kept | None:
             return None
         for module, own in buffers:
             module._buffers.update({name: buffer.copy_(value) for name, (buffer, value) in own.items()})
-        second = _compute(model, inputs)
+        second = _numbers_of(compute)
         scale = max(float(first.abs().max()), 1e-6)
         has_effect = not torch.allclose(first, second, rtol=0.0, atol=1e-5 * scale, equal_nan=True)
         kind, module, key = min(changed, key=lambda change: _RANKS.get(change[0], 2))
@@ -204,13 +210,36 @@ def _kept_state(module: nn.Module) -> dict[str, tuple[Any, ...]]:
     return {key: _frozen(value) for key, value in own_attributes(module).items()}
 
 
-def _compute(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return the output with fixed random numbers."""
+def _numbers_of(compute: Callable[[], Any]) -> Tensor:
+    """Return all that a pass with fixed random numbers gives, in one row."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-    output: Tensor = model(inputs).detach().clone()
-    return output
+    return torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors_in(compute())])
+
+
+def mixes_samples(model: nn.Module, inputs: Tensor) -> bool:
+    """Whether the output of a sample depends on the other samples of its batch. Local, no effect.
+
+    Batch norms are left out: how they see the batch is a setting. A mode in which the model draws random numbers, or
+    keeps something that the next output depends on, is not looked at.
+    """
+    with unchanged(model), torch.no_grad(), contextlib.suppress(Exception):  # what fails in training says so itself
+        for is_training in (False, True):
+            model.train(is_training)
+            for module in model.modules():
+                if isinstance(module, (_BatchNorm, _DropoutNd)):
+                    module.eval()
+            torch.manual_seed(0)
+            before = random_state()
+            whole: Tensor = model(inputs).detach().clone()
+            if random_state() != before or not torch.equal(model(inputs), whole):
+                continue
+            parts = torch.cat([model(sample).detach().clone() for sample in inputs.unsqueeze(1)])
+            limit = 1e-3 * max(float(whole.abs().max()), 1e-6)
+            if not torch.allclose(whole, parts, rtol=0.0, atol=limit, equal_nan=True):
+                return True
+    return False
 
 
 def refuse_replaced_buffers(model: nn.Module, inputs: Tensor) -> None:

@@ -7,7 +7,7 @@ from cordee.monitoring.monitor import Monitor, Sink
 from cordee.monitoring.progress import ProgressSink
 from cordee.monitoring.report import render_result, render_runs
 from cordee.monitoring.run_directory import RunDirectory, new_run_path
-from cordee.monitoring.run_list import RunInfo, list_runs
+from cordee.monitoring.run_list import RunInfo, find_run, inspect_run, list_runs
 from cordee.monitoring.summary import Summary
 from cordee.monitoring.tensorboard import TensorBoardSink
 
@@ -23,7 +23,9 @@ __all__ = [
     "TensorBoardSink",
     "UnreadableLine",
     "WorkerLog",
+    "find_run",
     "follow",
+    "inspect_run",
     "list_runs",
     "new_run_path",
     "read_events",

@@ -72,6 +72,7 @@ class Step(EventRecord, frozen=True, kw_only=True, tag="step"):
     lr: float | None = None
     gradient_norm: float | None = None  # before clipping; measured where `training.clip_norm` is set
     samples: int | None = None  # all training samples so far
+    samples_lost: int | None = None  # that lost workers had trained on alone, in all
     samples_per_second: float | None = None  # since the event before, without evaluations and checkpoints
 
 
@@ -84,8 +85,25 @@ class Evaluation(EventRecord, frozen=True, kw_only=True, tag="evaluation"):
     test_loss: float | None = None
     test_accuracy: float | None = None
     test_top5_accuracy: float | None = None  # `null` with five classes or fewer
+    metrics: dict[str, float | None] = {}  # those of `[metrics]`, by their names
     samples: int | None = None
     seconds: float | None = None
+
+
+class Logged(EventRecord, frozen=True, kw_only=True, tag="logged"):
+    """a callback logged numbers of its own"""
+
+    step: int
+    values: dict[str, float | None]  # by their names; `null`: not a number
+
+
+class Picture(EventRecord, frozen=True, kw_only=True, tag="picture"):
+    """a callback logged a picture"""
+
+    step: int
+    name: str
+    path: str = ""  # of the file, in the run directory
+    png: bytes = b""  # the picture itself, on its way to the launcher
 
 
 class Checkpoint(EventRecord, frozen=True, kw_only=True, tag="checkpoint"):
@@ -132,6 +150,7 @@ class Commit(EventRecord, frozen=True, kw_only=True, tag="commit"):
     epoch: int
     batch: int
     samples: int
+    samples_lost: int | None = None  # that lost workers had trained on alone, in all
     worker: int | None = None
     generation: int | None = None
     digest: dict[str, str] = {}  # 64 bits of the SHA-256 of `model` (parameters), `buffers`, `optimizer`, `progress`
@@ -247,6 +266,14 @@ class UpdatesLost(EventRecord, frozen=True, kw_only=True, tag="updates_lost"):
     from_step: int
 
 
+class SamplesLost(EventRecord, frozen=True, kw_only=True, tag="samples_lost"):
+    """workers were lost that had trained alone since all agreed: at `step` the others agree without what these workers
+    learnt of so many samples"""
+
+    samples: int
+    step: int
+
+
 class Staleness(EventRecord, frozen=True, kw_only=True, tag="staleness"):
     """with parameter servers, at the end of a run"""
 
@@ -287,6 +314,8 @@ AnyEvent: TypeAlias = (
     | RunEnded
     | Step
     | Evaluation
+    | Logged
+    | Picture
     | Checkpoint
     | Stored
     | Fetched
@@ -305,6 +334,7 @@ AnyEvent: TypeAlias = (
     | Generation
     | Recovery
     | UpdatesLost
+    | SamplesLost
     | Staleness
     | Scale
     | Balance

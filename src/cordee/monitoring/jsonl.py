@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from cordee.core.errors import RunDirectoryError, StorageError
-from cordee.monitoring.events import AnyEvent, UnreadableLine, decode_event
+from cordee.monitoring.events import AnyEvent, Picture, UnreadableLine, decode_event
 from cordee.monitoring.files import open_regular, reason, to_json
 from cordee.monitoring.run_directory import EVENTS_FILE
 
 _TAIL_BYTES = 1 << 16
+PICTURES = "pictures"  # folder of a run directory
 
 
 class JsonlSink:
@@ -37,13 +38,23 @@ class JsonlSink:
             raise StorageError(f"cannot write {path}: {reason(error)}") from error
 
     def emit(self, event: AnyEvent) -> None:
-        line = to_json(event) + b"\n"
         try:
+            if isinstance(event, Picture):
+                event = self._keep(event)
+            line = to_json(event) + b"\n"
             _append_whole(self._descriptor, line)
         except OSError as error:
             raise StorageError(
                 f"cannot write {self.path}: {reason(error)}; events are not recorded from here on, training continues"
             ) from error
+
+    def _keep(self, picture: Picture) -> Picture:
+        """Write a picture to its own file, beside the events; return the event that names it."""
+        folder = self.path.parent / PICTURES
+        folder.mkdir(exist_ok=True)
+        file = folder / f"{picture.name}-step-{picture.step}.png"
+        file.write_bytes(picture.png)
+        return msgspec.structs.replace(picture, path=f"{PICTURES}/{file.name}", png=b"")
 
     def close(self) -> None:
         """Close the file. May be called again."""
@@ -52,12 +63,13 @@ class JsonlSink:
             self._descriptor = -1
 
 
-def follow(run: Path, offset: int = 0) -> tuple[list[AnyEvent | UnreadableLine], int]:
+def follow(run: Path, offset: int = 0, max_bytes: int = -1) -> tuple[list[AnyEvent | UnreadableLine], int]:
     """Return the events of a run directory from `offset` on, and the offset to ask with next time.
 
-    Reads only what is new. A line that is still being written is left for the next time; one that cannot be decoded
-    is an `UnreadableLine`. A run without events has none. Raises RunDirectoryError if the file cannot be read, or has
-    become shorter than `offset`.
+    Reads only what is new, at most about `max_bytes` of it if that is given: the offset stays where there is no more.
+    A line that is still being written is left for the next time; one that cannot be decoded is an `UnreadableLine`.
+    A run without events has none. Raises RunDirectoryError if the file cannot be read, or has become shorter than
+    `offset`.
     """
     path = run / EVENTS_FILE
     try:
@@ -65,7 +77,10 @@ def follow(run: Path, offset: int = 0) -> tuple[list[AnyEvent | UnreadableLine],
             if file.seek(0, os.SEEK_END) < offset:
                 raise RunDirectoryError(f"{path} is shorter than when it was read: it is the file of another run")
             file.seek(offset)
-            new, end, _ = file.read().rpartition(b"\n")
+            content = file.read(max_bytes)
+            if 0 < max_bytes == len(content) and b"\n" not in content:
+                content += file.readline()  # one line that is longer than that
+            new, end, _ = content.rpartition(b"\n")
     except FileNotFoundError:
         return [], offset
     except OSError as error:

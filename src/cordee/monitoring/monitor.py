@@ -11,6 +11,7 @@ from typing import Protocol, SupportsFloat, runtime_checkable
 
 from cordee.core.errors import StorageError
 from cordee.monitoring.events import AnyEvent, Warned, stamp
+from cordee.monitoring.timeline import Timeline
 
 # At most 5 redraws a second, and fewer when they are slow: a redraw takes 0.3 ms in a loop of its own, but
 # 0.7 ms between training steps that empty the caches, and more on a busy host or a slow terminal.
@@ -39,10 +40,11 @@ class Monitor:
     """Hands each event to all sinks, from any thread, in one order.
 
     A sink that cannot write any more is closed and left out from then on; the others get a `warning` event, and
-    training continues. `member` names the process in the events that come from it.
+    training continues. `member` names the process in the events that come from it; `timeline` records its phases.
     """
 
-    def __init__(self, sinks: Sequence[Sink], member: str = "") -> None:
+    def __init__(self, sinks: Sequence[Sink], member: str = "", timeline: Timeline | None = None) -> None:
+        self.timeline = timeline or Timeline()
         self._sinks = list(sinks)
         self._member = member
         # Re-entrant: a signal handler may emit while the thread it interrupted is emitting.
@@ -87,6 +89,7 @@ class Monitor:
 
     def close(self) -> None:
         """Close all sinks. May be called again."""
+        self.timeline.close()
         with self._lock:
             sinks, self._sinks, self._displays = self._sinks, [], []
             self._next_refresh_s = float("inf")

@@ -20,6 +20,8 @@ from cordee.monitoring.events import (
     EngineOpened,
     Evaluation,
     Fetched,
+    Logged,
+    Picture,
     Plan,
     RunEnded,
     RunStarted,
@@ -43,6 +45,7 @@ class ProgressSink:
         self._clock_s = clock_s
         self._screen = choose_screen(console)
         self._tracker: Tracker | None = None
+        self._next_logged_s = 0.0
 
     def emit(self, event: AnyEvent) -> None:
         self._guarded(lambda: self._render(event))
@@ -79,6 +82,12 @@ class ProgressSink:
             self._screen.line(wording.plan_line(event))
         elif isinstance(event, Fetched):
             self._screen.line(f"step-{event.step} was brought from {event.path}")
+        elif isinstance(event, Logged):
+            if now_s >= self._next_logged_s:  # at most one line a second: a callback may log at every step
+                self._next_logged_s = now_s + 1.0
+                self._screen.line(wording.logged_line(event))
+        elif isinstance(event, Picture):
+            self._screen.line(f"step {event.step}  picture {event.name}")
         elif isinstance(event, Uploading):
             self._screen.line(wording.uploading_line(event))
         elif isinstance(event, RunEnded):

@@ -44,6 +44,7 @@ def render_result(summary: Summary, run_dir: str | Path, hints: Sequence[str] = 
     rows = [
         ("test accuracy", _with(percent(summary.test_accuracy), "top-5", percent(summary.test_top5_accuracy))),
         ("test loss", number(summary.test_loss)),
+        *((f"test {name}", number(value)) for name, value in summary.metrics.items()),
         ("train loss", number(summary.train_loss)),
         ("time", _time(summary)),
         ("prediction", _forecast(summary)),
@@ -124,6 +125,8 @@ def _why(summary: Summary) -> str:
     if summary.error:
         return f": {summary.error}"
     if summary.stopped_by:
+        if summary.stopped_by.startswith("metrics."):
+            return f": the value of stop.{summary.stopped_by} was reached"
         return f": {_STOP_RULES.get(summary.stopped_by, summary.stopped_by)}"
     if summary.status == "completed":
         return f": {_epochs(summary)}all {plural(summary.steps, 'step')} done"

@@ -9,10 +9,12 @@ import contextlib
 import fcntl
 import itertools
 import os
+import socket
 import time
 import weakref
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from cordee.core.errors import RunDirectoryError, StorageError, nearest
 from cordee.monitoring import summary as summaries
@@ -271,7 +273,7 @@ class DirectoryLock:
     def _write_pid(self) -> None:
         try:
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+            os.pwrite(self._descriptor, f"{os.getpid()}\n{socket.gethostname()}\n".encode(), 0)
         except OSError as error:
             self.path.unlink()
             raise RunDirectoryError(
@@ -295,9 +297,31 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+class Holder(NamedTuple):
+    """The process that has a run directory."""
+
+    pid: int
+    host: str
+
+
+def holder_of(path: Path) -> Holder | None:
+    """Return the living process that holds a lock, or None. Raises `OSError` when that cannot be found out."""
+    if not is_locked(path):
+        return None
+    with path.open("rb") as file:
+        return _read_holder(file.fileno())
+
+
+def _read_holder(descriptor: int) -> Holder | None:
+    pid, _, host = os.pread(descriptor, 512, 0).decode("utf-8", "replace").strip().partition("\n")
+    return Holder(int(pid), host) if pid.isdecimal() else None
+
+
 def _owner(descriptor: int) -> str:
-    text = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
-    return f"process {text}" if text.isdigit() else "another process"
+    holder = _read_holder(descriptor)
+    if holder is None:
+        return "another process"
+    return f"process {holder.pid}" + (f" of {holder.host}" if holder.host not in ("", socket.gethostname()) else "")
 
 
 def _close_in_forked_children() -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from cordee.core.errors import RunDirectoryError
+from cordee.core.errors import RunDirectoryError, nearest
 from cordee.monitoring.files import open_regular, reason
 from cordee.monitoring.jsonl import read_events
 from cordee.monitoring.run_directory import EVENTS_FILE, JOB_FILE, LOCK_FILE, SUMMARY_FILE, is_locked
@@ -81,6 +81,37 @@ def list_runs(runs_folder: str | Path) -> list[RunInfo]:
         raise RunDirectoryError(f"cannot list the runs in {runs_folder}: {reason(error)}") from None
     runs = [run for run in map(inspect_run, folders) if run is not None]
     return sorted(runs, key=lambda run: (run.started or 0.0, run.path.name), reverse=True)
+
+
+LATEST = "latest"
+
+
+def find_run(text: str | Path, runs_folder: str | Path) -> Path:
+    """Return the run directory that a person means: a path, or in `runs_folder` a name, the beginning of one, "latest".
+
+    A path that exists is taken as it is, a file too: a ticket stands for its run. Raises `RunDirectoryError` where
+    nothing, or more than one run, is meant.
+    """
+    name, folder = str(text), Path(runs_folder)
+    path = Path(name).expanduser()
+    if path.exists() or "/" in name:
+        return path
+    runs = list_runs(folder)
+    if name == LATEST:
+        if not runs:
+            raise RunDirectoryError(f"there are no runs in {folder}: `cordee train JOB.toml` makes one")
+        return runs[0].path
+    names = [run.path.name for run in runs]
+    meant = [each for each in names if each == name] or [each for each in names if each.startswith(name)]
+    if len(meant) == 1:
+        return folder / meant[0]
+    if meant:
+        few = ", ".join(meant[:3]) + (f" and {len(meant) - 3} more" if len(meant) > 3 else "")
+        raise RunDirectoryError(f"{name!r} is the beginning of {few}: write more of the name, or '{LATEST}'")
+    raise RunDirectoryError(
+        f"there is no run directory {name!r}, and no run of this name in {folder}{nearest(name, names)}: "
+        "`cordee runs` lists what there is"
+    )
 
 
 def inspect_run(path: Path) -> RunInfo | None:

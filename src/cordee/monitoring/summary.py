@@ -26,6 +26,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0  # optimizer steps, those before a resume included
     epochs: float | int = 0  # passes over the training set
     samples: int = 0  # training samples used
+    samples_lost: int = 0  # that lost workers had trained on alone, so that nobody has what they learnt
     wall_seconds: float | None = None
     samples_per_second: float | None = None
     step_seconds: float | None = None  # the mean of a step, without evaluating and saving
@@ -40,6 +41,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     test_loss: float | None = None
     test_accuracy: float | None = None  # from 0 to 1
     test_top5_accuracy: float | None = None
+    metrics: dict[str, float | None] = {}  # those of `[metrics]` in the last evaluation
+    bytes_sent: int | None = None  # that all workers gave to sockets; what goes through shared memory is not counted
     weights_sha256: str | None = None  # of all parameters and buffers in name order
     recoveries: int = 0  # lost workers that were trained around
     steps_redone: int = 0

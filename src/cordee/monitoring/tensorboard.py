@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from cordee.core.errors import MissingExtraError, StorageError
-from cordee.monitoring.events import AnyEvent, Evaluation, RunStarted, Step
+from cordee.monitoring.events import AnyEvent, Evaluation, Logged, Picture, RunStarted, Step
 from cordee.monitoring.files import reason
+from cordee.monitoring.pictures import size_of_png
 
 _SCALARS: dict[type, dict[str, str]] = {
     Step: {
@@ -51,9 +52,28 @@ class TensorBoardSink:
                     if value is not None:
                         self._open(0).add_scalar(tag, float(value), event.step, walltime=event.time)
             if isinstance(event, Evaluation):
+                for name, value in event.metrics.items():
+                    if value is not None:
+                        self._open(0).add_scalar(f"test/{name}", float(value), event.step, walltime=event.time)
+            if isinstance(event, Logged):
+                for name, value in event.values.items():
+                    if value is not None:
+                        self._open(0).add_scalar(f"logged/{name}", value, event.step, walltime=event.time)
+            if isinstance(event, Picture):
+                self._add_picture(event)
+            if isinstance(event, Evaluation):
                 self._open(0).flush()
         except OSError as error:
             raise self._failure(error) from error
+
+    def _add_picture(self, event: Picture) -> None:
+        # SummaryWriter.add_image would encode the picture again, and needs Pillow for it.
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        height, width, channels = size_of_png(event.png)
+        image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=event.png)
+        summary = Summary(value=[Summary.Value(tag=f"logged/{event.name}", image=image)])
+        self._open(0).file_writer.add_summary(summary, event.step, walltime=event.time)
 
     def close(self) -> None:
         """Write what is left. May be called again."""

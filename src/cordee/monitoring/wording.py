@@ -9,7 +9,7 @@ import msgspec
 from rich.text import Text
 
 from cordee.core.durations import format_duration
-from cordee.monitoring.events import Evaluation, Plan, RunStarted, Uploading
+from cordee.monitoring.events import Evaluation, Logged, Plan, RunStarted, Uploading
 
 _DONE, _LEFT = "cyan", "bright_black"
 _WIDEST_BAR = 40
@@ -88,10 +88,13 @@ def evaluation_line(found: Evaluation, train_loss: float | None, elapsed_s: floa
     accuracy, top5 = percent(found.test_accuracy), percent(found.test_top5_accuracy)
     full = _some("test loss {}", test_loss), _some("test accuracy {}", accuracy)
     elapsed = format_duration(elapsed_s)
+    own = [_some(f"{name} {{}}", number(value)) for name, value in found.metrics.items()]
     variants = [
-        [epoch, step, loss, *full, _some("top-5 {}", top5), elapsed],
-        [epoch, step, loss, *full, elapsed],
-        [epoch, step, *full, elapsed],
+        [epoch, step, loss, *full, _some("top-5 {}", top5), *own, elapsed],
+        [epoch, step, loss, *full, *own, elapsed],
+        [epoch, step, *full, *own, elapsed],
+        [epoch, step, *full, *own],
+        [epoch, *full, *own],
         [epoch, step, *full],
         [epoch, _some("test loss {}", test_loss), _some("accuracy {}", accuracy)],
         [epoch, _some("accuracy {}", accuracy) or _some("test loss {}", test_loss)],
@@ -102,6 +105,12 @@ def evaluation_line(found: Evaluation, train_loss: float | None, elapsed_s: floa
         if width is None or len(line) <= width:
             break
     return line
+
+
+def logged_line(event: Logged) -> str:
+    """Return what a callback logged."""
+    values = [f"{name} {number(value) or 'nan'}" for name, value in event.values.items()]
+    return "  ".join([f"step {event.step}", *values])
 
 
 def plan_line(plan: Plan) -> str:

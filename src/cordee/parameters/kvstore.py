@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar, get_args
 
 import msgspec
 
+from cordee.communication.compression import SPARSE, Compression
 from cordee.communication.messages import Json
 from cordee.core import env
 from cordee.core.durations import parse_duration
@@ -21,7 +22,6 @@ from cordee.core.errors import JobError, StoreError, nearest
 from cordee.core.importing import stop_import
 from cordee.parameters import transfer
 from cordee.parameters.arrays import NUMPY, TORCH, Origin, Taken, Target, make_target, take
-from cordee.parameters.compression import Compression
 from cordee.parameters.local import LocalServers
 from cordee.parameters.membership import Membership
 from cordee.parameters.messages import Create, Done, EnterBarrier, Locate, Located, Place, Placed, Ready, SetUpdater
@@ -445,8 +445,8 @@ def _check_compression(compression: str, topk: float) -> None:
         raise StoreError(f"compression = {compression!r} is not known{guess} (known: {', '.join(known)})")
     if not (isinstance(topk, (int, float)) and 0 < topk <= 1):
         raise StoreError(f"topk = {topk!r} must be above 0 and at most 1: the share of the values that is sent")
-    if compression != "topk" and topk != _TOPK:
-        raise StoreError(f"topk = {topk} is for compression 'topk', and compression is '{compression}'")
+    if compression not in SPARSE and topk != _TOPK:
+        raise StoreError(f"topk = {topk} is for compression 'topk' and 'topk_2bit', and compression is '{compression}'")
 
 
 def _check_fits(entry: Entry, kind: str, shape: tuple[int, ...]) -> None:

@@ -7,9 +7,9 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from cordee.communication.compression import Compression
 from cordee.communication.messages import Count, Json, Message, Name, Text
 from cordee.communication.wire import MAX_DIMENSIONS, Kind, Limits
-from cordee.parameters.compression import Compression
 
 Shape: TypeAlias = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**48)], ...], Meta(max_length=MAX_DIMENSIONS)]
 Number: TypeAlias = Annotated[int, Meta(ge=-1, le=2**62)]

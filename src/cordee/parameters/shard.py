@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from cordee.checkpoint import State
+from cordee.communication.compression import make_codec
 from cordee.communication.messages import Json
 from cordee.core.errors import CommunicationError, StoreError
-from cordee.parameters.compression import make_codec
 from cordee.parameters.messages import Encoding
 from cordee.parameters.push_log import PushLog
 from cordee.parameters.shared_values import SMALLEST_BYTES, SharedValues, StoredValues

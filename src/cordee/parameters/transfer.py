@@ -15,19 +15,23 @@ import msgspec
 import numpy as np
 import torch
 
+from cordee.communication.compression import Compression, ErrorFeedback, make_codec
 from cordee.communication.messages import Message
 from cordee.communication.wire import ITEM_BYTES, Buffer, BufferSpec, Parcel, outgoing, padded
 from cordee.core.errors import CommunicationError, StoreError
 from cordee.parameters.arrays import Origin, Taken, make_target, take
 from cordee.parameters.calls import PIECE_BYTES, MappedValues, StoreCalls, Task
-from cordee.parameters.compression import Compression, ErrorFeedback, make_codec
 from cordee.parameters.messages import Cut, Done, Encoding, Fill, Pull, PullRows, Push, PushRows, Value
 from cordee.parameters.placement import is_cut_at_rows
 from cordee.parameters.shared_values import SMALLEST_BYTES, ValuesView
 
 _SMALL_BYTES = 64 << 10
 _WIDE = ("float32", "float64")
-_COMPRESSIBLE = {"fp16": _WIDE, "int8": ("float16", "bfloat16", *_WIDE), "topk": ("float16", "bfloat16", *_WIDE)}
+_FLOATS = ("float16", "bfloat16", *_WIDE)
+_COMPRESSIBLE = {
+    **dict.fromkeys(("fp16", "bf16"), _WIDE),
+    **dict.fromkeys(("int8", "int4", "topk", "topk_2bit"), _FLOATS),
+}
 
 
 class Pulled(NamedTuple):

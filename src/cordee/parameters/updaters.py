@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from cordee.checkpoint import State, load_optimizer_state, optimizer_state
 from cordee.communication.messages import Json
 from cordee.compute import OptimizerRecipe
-from cordee.compute.optimizers import builtin_optimizers, constant, make_optimizer_recipe
+from cordee.compute.optimizers import builtin_optimizers, make_optimizer_recipe
+from cordee.compute.schedules import PlateauSchedule, constant
 from cordee.core.errors import JobError, StoreError, nearest
 from cordee.core.importing import import_until_stopped
 from cordee.core.references import Use, bind
@@ -44,8 +45,10 @@ class SliceOptimizer:
         """The slices by their names, as a module would give them."""
         return iter(self._parameters)
 
-    def set_rate(self, step: int, factor: float = 1.0) -> None:
-        """Use the rate of the schedule for `step`, times `factor`."""
+    def set_rate(self, step: int, factor: float = 1.0, level: int = 0) -> None:
+        """Use the rate of the schedule for `step`, times `factor`; `level` is that of one that follows a metric."""
+        if isinstance(self._recipe.schedule, PlateauSchedule):
+            self._recipe.schedule.level = level
         self._recipe.set_rate(self._optimizer, step)
         if factor != 1.0:
             for group in self._optimizer.param_groups:

@@ -54,6 +54,22 @@ def _replicas(candidate: Candidate, work: Work) -> Prediction:
     return make_prediction(candidate, work, slowest + exposed_s, slowest, exposed_s, idle, memory, traffic, note)
 
 
+def _windows(candidate: Candidate, work: Work) -> Prediction:
+    """Steps without an exchange, and one all-reduce of all parameters for every `sync_every` of them."""
+    members, hardware = range(candidate.workers), work.hardware
+    steps = _shares(work, members)
+    slowest = max(step.step_s for step in steps)
+    num_bytes = work.profile.parameter_bytes
+    sync_every = int(candidate.settings.get("sync_every", 1))
+    exchange_s = max(summing_s(hardware, num_bytes, members), hardware.exchange_s("all_reduce", num_bytes, members))
+    exposed_s = exchange_s / sync_every
+    idle = _waiting([step.step_s for step in steps], slowest + exposed_s)
+    memory = replica_bytes(candidate, work, flat_copies=2)  # what all began with, and what is on its way
+    traffic = ring_traffic(num_bytes, candidate.workers) / sync_every
+    note = f"all-reduce of {in_bytes(num_bytes)} every {sync_every} steps; workers differ in between"
+    return make_prediction(candidate, work, slowest + exposed_s, slowest, exposed_s, idle, memory, traffic, note)
+
+
 def _shards(candidate: Candidate, work: Work) -> Prediction:
     members, hardware, profile = range(candidate.workers), work.hardware, work.profile
     steps = _shares(work, members)
@@ -395,6 +411,7 @@ def _whole(work: Work) -> float:
 MODELS: Mapping[CostModel, Callable[[Candidate, Work], Prediction]] = {
     "alone": _alone,
     "replicas": _replicas,
+    "windows": _windows,
     "shards": _shards,
     "stages": predict_mesh,
     "slices": predict_mesh,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from cordee.compute import Computation
 from cordee.compute.devices import forget_peak, peak_bytes, release_unused
 from cordee.core import Batch
+from cordee.core.batch import tensors_in
 from cordee.planner.measurements import Block
 
 # Layers whose weights `tensor` can slice over workers.
@@ -53,9 +54,9 @@ def describe_blocks(model: nn.Module, computation: Computation, batch: Batch) ->
     named, is_chain = name_blocks(model)
     kept = dict.fromkeys(range(len(named)), 0.0)
     outputs = dict.fromkeys(range(len(named)), 0.0)
-    inputs, _ = computation.to_device(batch)
+    batch = computation.to_device(batch)
     # What is there in any case is not kept by a block: parameters, and the batch, a view of several gathered at once.
-    seen = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers(), inputs)}
+    seen = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers(), *batch.leaves())}
     current = [0]
 
     def keep(tensor: Tensor) -> Tensor:
@@ -70,8 +71,7 @@ def describe_blocks(model: nn.Module, computation: Computation, batch: Batch) ->
 
     def leave(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: object, output: object) -> None:
-            if isinstance(output, Tensor):
-                outputs[index] = float(output.numel() * output.element_size())
+            outputs[index] = float(sum(one.numel() * one.element_size() for one in tensors_in(output)))
 
         return hook
 
@@ -79,7 +79,9 @@ def describe_blocks(model: nn.Module, computation: Computation, batch: Batch) ->
     handles += [module.register_forward_hook(leave(i)) for i, (_, module) in enumerate(named)]
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), computation.autocast():
-            kept_alive = model(inputs)  # the storages must live until the end, or an address would be seen twice
+            kept_alive = computation.outputs(
+                model, batch
+            )  # the storages must live until the end, or an address would be seen twice
     finally:
         for handle in handles:
             handle.remove()
@@ -136,8 +138,8 @@ def time_blocks(model: nn.Module, computation: Computation, batch: Batch, budget
     by hooks; the backward pass as a whole, and shared out as the forward pass is.
     """
     named, is_chain = name_blocks(model)
-    take = _time_chain if is_chain else _time_leaves
     modules = [module for _, module in named]
+    take = _time_chain if is_chain and _gives_tensors(modules, computation, batch) else _time_leaves
     forward: list[list[float]] = []
     backward: list[list[float]] = []
     losses: list[float] = []
@@ -201,6 +203,18 @@ def _times(call: Callable[[], object], budget_s: float, most_calls: float) -> li
     return times
 
 
+@torch.no_grad()
+def _gives_tensors(modules: Sequence[nn.Module], computation: Computation, batch: Batch) -> bool:
+    """Whether the modules of a chain take and give one tensor each."""
+    x = computation.to_device(batch).inputs
+    with computation.autocast():
+        for module in modules:
+            if not isinstance(x, Tensor):
+                return False
+            x = module(x)
+    return isinstance(x, Tensor) and computation.loss.argument is None
+
+
 def _time_chain(model: nn.Module, modules: Sequence[nn.Module], computation: Computation, batch: Batch) -> BlockTimes:
     x, targets = computation.to_device(batch)
     forward, stages = [], []
@@ -245,15 +259,15 @@ def _time_leaves(model: nn.Module, modules: Sequence[nn.Module], computation: Co
 
     handles = [module.register_forward_pre_hook(enter(i)) for i, module in enumerate(modules)]
     handles += [module.register_forward_hook(leave(i)) for i, module in enumerate(modules)]
-    inputs, targets = computation.to_device(batch)
+    batch = computation.to_device(batch)
     try:
         started = time.perf_counter()
         with computation.autocast():
-            outputs = model(inputs)
+            outputs = computation.outputs(model, batch)
         forward_s = time.perf_counter() - started
         started = time.perf_counter()
         with computation.autocast():
-            loss = computation.loss.mean(outputs, targets)
+            loss = computation.loss.of(outputs, batch.targets)
         loss_s = time.perf_counter() - started
         started = time.perf_counter()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ from torch import nn
 from cordee.cluster import Team
 from cordee.compute import split_batch
 from cordee.compute.devices import MemoryWatch
-from cordee.core import Batch, Job
+from cordee.core import Batch, Job, tree
 from cordee.core.errors import ModelError
 from cordee.planner.measurements import ModelProfile, Timing, describe_machine, key_of
 from cordee.planner.measuring import (
@@ -63,10 +63,10 @@ def take_profile(parts: Components, *, budget_s: float = BUDGET_S) -> ModelProfi
     """Measure one process. `parts` stay as they are: a copy of the model is trained, and thrown away."""
     model = _copy_of(parts)
     batch = first_batch(parts)
-    few = Batch(batch.inputs[:DESCRIBED_SAMPLES], batch.targets[:DESCRIBED_SAMPLES])
+    few = batch.rows(0, DESCRIBED_SAMPLES)
 
     def take_pass(samples: int) -> None:
-        _fill_gradients(parts, model, Batch(batch.inputs[:samples], batch.targets[:samples]))
+        _fill_gradients(parts, model, batch.rows(0, samples))
         model.zero_grad()  # as after a step: gradients that are there would be added to, beside the new ones
 
     at_once = math.ceil(batch.num_samples / parts.job.training.accumulate)
@@ -79,7 +79,7 @@ def take_profile(parts: Components, *, budget_s: float = BUDGET_S) -> ModelProfi
         timings=tuple(timings),
         optimizer_state_bytes=state_bytes,
         buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
-        input_bytes=few.inputs.element_size() * few.inputs[0].numel(),
+        input_bytes=sum(leaf.element_size() * leaf[0].numel() for leaf in tree.leaves(few.inputs)),
         is_chain=is_chain,
         precision=parts.job.training.precision,
         pass_bytes=pass_bytes,
@@ -101,7 +101,7 @@ def take_memory(parts: Components, watch: MemoryWatch) -> tuple[float, float]:
     peaks = []
     for count in (few, at_once):
         for _ in range(2):
-            _fill_gradients(parts, model, Batch(batch.inputs[:count], batch.targets[:count]))
+            _fill_gradients(parts, model, batch.rows(0, count))
             model.zero_grad()
         peaks.append(watch.peak_bytes())
     with contextlib.closing(_endless(parts)) as batches:  # what the loader reads ahead
@@ -123,11 +123,11 @@ def take_timings(parts: Components, *, num_processes: int, budget_s: float) -> t
     model = _copy_of(parts)
     optimizer = parts.recipe.make(model.named_parameters())
     accumulate = parts.job.training.accumulate
-    count = parts.computation.loss.count
+    count = parts.computation.loss.count_batch
 
     def take_step(batch: Batch) -> None:
         pieces = split_batch(batch, accumulate)
-        total = sum(count(piece.targets) for piece in pieces)
+        total = sum(count(piece) for piece in pieces)
         parts.computation.forward_backward(model, pieces, total_count=total, measure=False)
         optimizer.step()
         optimizer.zero_grad()
@@ -149,7 +149,7 @@ def take_timings(parts: Components, *, num_processes: int, budget_s: float) -> t
     sizes = [piece.num_samples // part for part in (1, 4, 16) if piece.num_samples // part >= (2 if part > 1 else 1)]
     timings: list[Timing] = []
     for samples in sizes:
-        some = Batch(piece.inputs[:samples], piece.targets[:samples])
+        some = piece.rows(0, samples)
         times = time_blocks(model, parts.computation, some, budget_s * 0.08)
         is_whole = not timings
         if is_whole:
@@ -180,10 +180,9 @@ def take_timings(parts: Components, *, num_processes: int, budget_s: float) -> t
 
 def _pass_s(parts: Components, model: nn.Module, piece: Batch, samples: int, budget_s: float) -> float:
     """Return the seconds of a pass over `samples`, as one of several whose gradients add up."""
-    pieces = [
-        Batch(piece.inputs[start : start + samples], piece.targets[start : start + samples])
-        for start in range(0, piece.num_samples - samples + 1, samples)
-    ][:PASSES_AT_ONCE]
+    pieces = [piece.rows(start, start + samples) for start in range(0, piece.num_samples - samples + 1, samples)][
+        :PASSES_AT_ONCE
+    ]
 
     def take() -> None:
         parts.computation.forward_backward(model, pieces, total_count=piece.num_samples, measure=False)
@@ -209,8 +208,10 @@ def assemble_alone(job: Job) -> Components:
 
 
 def first_batch(parts: Components) -> Batch:
-    with contextlib.closing(parts.train.batches(0)) as batches:
-        return next(iter(batches))
+    with contextlib.closing(parts.train.in_one_piece().batches(0)) as batches:
+        first = next(iter(batches))
+    assert isinstance(first, Batch)
+    return first
 
 
 def _copy_of(parts: Components) -> nn.Module:
@@ -225,8 +226,9 @@ def _endless(parts: Components) -> Generator[Batch]:
     epoch = 0
     while True:
         num_batches = 0
-        with contextlib.closing(parts.train.batches(epoch)) as batches:
+        with contextlib.closing(parts.train.in_one_piece().batches(epoch)) as batches:
             for batch in batches:
+                assert isinstance(batch, Batch)
                 num_batches += 1
                 yield batch
         if not num_batches:
@@ -235,5 +237,5 @@ def _endless(parts: Components) -> Generator[Batch]:
 
 
 def _fill_gradients(parts: Components, model: nn.Module, batch: Batch) -> None:
-    total = parts.computation.loss.count(batch.targets)
+    total = parts.computation.loss.count_batch(batch)
     parts.computation.forward_backward(model, [batch], total_count=total, measure=False)

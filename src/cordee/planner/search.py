@@ -48,6 +48,8 @@ def _settings(
             return
         case "replicas" | "shards":
             yield {}
+        case "windows":
+            yield {"sync_every": 50}
         case "slices" if can_slice:
             yield {}
         case "servers":
@@ -127,7 +129,8 @@ def is_candidate(prediction: Prediction) -> bool:
 
 def is_synchronous(prediction: Prediction) -> bool:
     """Return whether all workers agree at every step."""
-    return bool(prediction.settings.get("staleness", 0) == 0)
+    settings = prediction.settings
+    return bool(settings.get("staleness", 0) == 0 and settings.get("sync_every", 1) == 1)
 
 
 def _order(prediction: Prediction) -> tuple[bool, float, float, float]:

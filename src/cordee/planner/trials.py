@@ -21,7 +21,7 @@ import numpy as np
 from cordee.cluster import Team
 from cordee.cluster.engine import Engine, stop_processes
 from cordee.compute.devices import MemoryWatch
-from cordee.core import Job
+from cordee.core import Batch, Job
 from cordee.core.errors import CordeeError
 from cordee.core.temporary import temporary_folder
 from cordee.monitoring import AnyEvent, Monitor, RunDirectory, events
@@ -224,8 +224,9 @@ def _step_s(job: Job, team: Team) -> Bare:
     times, passes = [], []
     with contextlib.closing(parts.train.batches(0)) as batches:
         for batch, _ in zip(batches, range(NUM_STEPS), strict=False):
+            assert isinstance(batch, Batch)
             started = time.perf_counter()
-            total = parts.computation.loss.count(batch.targets)
+            total = parts.computation.loss.count_batch(batch)
             parts.computation.forward_backward(parts.model, [batch], total_count=total, measure=False)
             passes.append(time.perf_counter() - started)
             optimizer.step()

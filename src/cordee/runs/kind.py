@@ -18,6 +18,9 @@ from cordee.monitoring import Monitor, RunDirectory, Summary
 from cordee.runs.dispatched import worker as dispatched_worker
 from cordee.runs.dispatched.coordinator import DispatchedLeader
 from cordee.runs.dispatched.facts import RunFacts, check_dispatched
+from cordee.runs.script import worker as script_worker
+from cordee.runs.script.coordinator import ScriptLeader
+from cordee.runs.script.program import SCRIPT, is_script
 from cordee.runs.team import worker as team_worker
 from cordee.runs.team.coordinator import TeamLeader
 from cordee.strategies.parameter_server.strategy import settings_of
@@ -100,11 +103,23 @@ class _Dispatched:
         return dispatched_worker.work(spec)
 
 
-KINDS: dict[str, RunKind] = {"team": _Team(), "dispatched": _Dispatched()}
+class _Script(_Team):
+    """Workers that execute one's own script, whose loop is taken from one generation to the next."""
+
+    def coordinate(self, spec: CoordinatorSpec, launcher: LauncherLink) -> Leader:
+        return ScriptLeader(spec, launcher)
+
+    def work(self, spec: MemberSpec) -> Exception | None:
+        return script_worker.work(spec)
+
+
+KINDS: dict[str, RunKind] = {"team": _Team(), "dispatched": _Dispatched(), SCRIPT: _Script()}
 
 
 def kind_of(job: Job) -> str:
-    """Return the kind of run that the job's strategy has."""
+    """Return the kind of run that the job's strategy has, or that of a script."""
+    if is_script(job):
+        return SCRIPT
     return STRATEGIES[job.strategy.name].run_kind
 
 
@@ -129,12 +144,27 @@ def lead_run(
     Raises TrainingError that names the process that failed first, its step and its error. Ending the processes that are
     left is the engine's part.
     """
-    kind = kind_of(components.job)
-    timeout_s = components.job.cluster.failure_timeout_s
-    supervisor = Supervisor(engine, monitor, should_stop, failure_timeout_s=timeout_s)
     has_other_hosts = bool(components.job.cluster.address or engine.capacity().address)
-    facts = KINDS[kind].facts(components, has_other_hosts=has_other_hosts)
-    return supervisor.run("cordee.runs.kind:main", directory.path, kind=kind, facts=facts, resume=resume, marker=marker)
+    facts = KINDS[kind_of(components.job)].facts(components, has_other_hosts=has_other_hosts)
+    return lead_job(components.job, directory, monitor, should_stop, engine, facts=facts, resume=resume, marker=marker)
+
+
+def lead_job(
+    job: Job,
+    directory: RunDirectory,
+    monitor: Monitor,
+    should_stop: Callable[[], bool],
+    engine: Engine,
+    *,
+    facts: dict[str, Any],
+    resume: bool,
+    marker: str = "",
+) -> Summary:
+    """Like `lead_run`, for a job whose components only its workers have. `facts` are for its coordinator."""
+    supervisor = Supervisor(engine, monitor, should_stop, failure_timeout_s=job.cluster.failure_timeout_s)
+    return supervisor.run(
+        "cordee.runs.kind:main", directory.path, kind=kind_of(job), facts=facts, resume=resume, marker=marker
+    )
 
 
 def main(argument: dict[str, Any]) -> int:

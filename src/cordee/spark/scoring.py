@@ -101,7 +101,8 @@ class Scorer:
                 f"a row has {inputs[0].numel()} values in {', '.join(self.columns)}, and the model takes "
                 f"{' × '.join(map(str, self.input_shape))}"
             )
-        return ready_inputs(inputs.reshape(-1, *self.input_shape))
+        ready: Tensor = ready_inputs(inputs.reshape(-1, *self.input_shape))
+        return ready
 
     def compute(self, model: nn.Module, inputs: Tensor) -> Tensor:
         if len(inputs) == 0:
@@ -148,6 +149,8 @@ def make_scorer(
         raise CheckpointError(f"{folder} has no checkpoint: nothing was trained yet")
     weights = {name: tensor.contiguous().clone() for name, tensor in loaded.state.part("model").tensors.items()}
     example = splits.train.gather(torch.zeros(1, dtype=torch.int64)).inputs
+    if not isinstance(example, Tensor):
+        raise JobError("the model of this job takes several inputs; the columns of a DataFrame make one: not scored")
     return Scorer(
         job_text=job.to_toml(),
         input_shape=splits.input_shape,

@@ -204,6 +204,10 @@ class SharedBuffers:
         if self._starts:
             torch._foreach_copy_(self._starts, [buffer.detach() for buffer in self._find()])
 
+    def starts(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each buffer as it is, and as it was at the last `begin`."""
+        return list(zip(self._find(), self._starts, strict=True))
+
     def flags(self, *, has_samples: bool) -> list[float]:
         """Return what `agree` needs the sum of, over all members: which buffers changed, and who had samples. Local."""
         self._has_samples = has_samples

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from cordee.checkpoint import State
 from cordee.cluster import Team
+from cordee.communication.compressed_sum import CompressedExchange, MakeFeedback
+from cordee.communication.compression import CompressionSettings, ErrorFeedback
 from cordee.communication.exchange import GradientExchange, OverlappedExchange, broadcast, spans_hosts
 from cordee.compute import Computation, Loss, OptimizerRecipe, Votes, reached_parameters
+from cordee.compute.outputs import anchor
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError
 from cordee.core.fault_points import reach
@@ -34,8 +37,9 @@ class DataParallelSettings(Section, frozen=True, kw_only=True):
     # kept, after each step; sync: statistics of the whole batch, as one worker would compute them, at two exchanges
     # a layer.
     batch_norm: Literal["local", "average", "sync"] = "average"
-    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"  # of gradients on their way
-    # auto: flat on CPUs of one host, overlapped between hosts, ddp on GPUs and to compress
+    # Of gradients on their way: a name, or a table such as { use = "topk", share = 0.01 } (docs/slow-links.md).
+    compression: str | dict[str, Any] = "none"
+    # auto: flat on CPUs of one host and to compress, overlapped between hosts, ddp on GPUs
     reducer: Literal["auto", "flat", "overlapped", "ddp"] = "auto"
     segment_bytes: int = 1 << 18  # overlapped: gradients of at least so many bytes are exchanged at once
 
@@ -50,13 +54,16 @@ class DataParallel(Replica):
         self._settings = settings
         self._computation = computation
         self._has_named_unused = False
+        self._compression = CompressionSettings.read("strategy.compression", settings.compression)
+        self._residuals: list[ErrorFeedback] = []  # of each type of parameters: this worker's own, in any team
+        self._saved_residuals: list[Tensor] = []
 
     def requirements(self, job: Job) -> Requirements:
         workers = job.strategy.workers
         require_samples(job, workers)
         reducer = self._settings.reducer
-        if reducer in ("flat", "overlapped") and self._settings.compression != "none":
-            raise JobError(f"strategy.compression works with strategy.reducer = 'ddp' (or 'auto'), not '{reducer}'")
+        if reducer in ("ddp", "overlapped") and self._compression.use != "none":
+            raise JobError(f"strategy.compression works with strategy.reducer = 'flat' (or 'auto'), not '{reducer}'")
         if self._settings.segment_bytes < 1:
             raise JobError(f"strategy.segment_bytes = {self._settings.segment_bytes} must be at least 1")
         if reducer == "overlapped" and self._settings.batch_norm == "sync":
@@ -69,7 +76,7 @@ class DataParallel(Replica):
         if job.cluster.balance and (self._uses_ddp() or self._settings.batch_norm == "sync"):
             raise JobError(
                 "cluster.balance = true measures what each worker computes without waiting for others, and they wait "
-                "within the passes with strategy.reducer = 'ddp', compression and batch_norm = 'sync': leave these out"
+                "within the passes with strategy.reducer = 'ddp' and batch_norm = 'sync': leave these out"
             )
         return Requirements(num_workers=workers, num_data_shards=workers)
 
@@ -100,20 +107,59 @@ class DataParallel(Replica):
                 self._nominal_count,
                 team,
                 buffers,
-                compression=self._settings.compression,
+                example,
             )
         else:
+            is_compressed = self._compression.use != "none"
             overlaps = self._settings.reducer == "overlapped"
             if self._settings.reducer == "auto":
-                overlaps = not has_synced and spans_hosts()
+                overlaps = not has_synced and not is_compressed and spans_hosts()
             if overlaps:
                 self._reducer = OverlappedReducer(
                     self.model, self._computation, self._nominal_count, buffers, self._settings.segment_bytes
                 )
             else:
                 self._reducer = FlatReducer(
-                    self.model, self._computation, self._nominal_count, buffers, has_synced=has_synced
+                    self.model,
+                    self._computation,
+                    self._nominal_count,
+                    buffers,
+                    example,
+                    has_synced=has_synced,
+                    make_feedback=self._make_feedback if is_compressed else None,
                 )
+
+    def _make_feedback(
+        self, shapes: Sequence[Sequence[torch.Size]], dtypes: Sequence[torch.dtype]
+    ) -> list[ErrorFeedback]:
+        if not self._residuals:
+            pairs = zip(shapes, dtypes, strict=True)
+            self._residuals = [self._compression.feedback(own, dtype) for own, dtype in pairs]
+        return self._residuals
+
+    def consolidate(self) -> None:
+        """Have the first worker know the mean of what compression left out on each. Collective."""
+        self._saved_residuals = []
+        if not isinstance(self._reducer, FlatReducer):
+            return
+        for feedback in self._residuals:
+            mean = feedback.zeros() if feedback.left is None else feedback.left.clone()
+            dist.all_reduce(mean)
+            self._saved_residuals.append(mean.div_(dist.get_world_size()))
+
+    def state_dict(self) -> State:
+        saved = {str(number): mean for number, mean in enumerate(self._saved_residuals)}
+        state, residual = super().state_dict(), State.join(residual=State(saved, {}))
+        return State({**state.tensors, **residual.tensors}, state.values)
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self._saved_residuals = []
+        saved = state.part("residual").tensors
+        for number, feedback in enumerate(self._residuals):
+            # Of another strategy, or of another number of parameters: what it left out is not known by this order.
+            if (mean := saved.get(str(number))) is not None and mean.shape == feedback.zeros().shape:
+                feedback.left = mean.to(feedback.zeros().dtype)
 
     def _share_weights(self) -> None:
         """Give every member the first one's weights, in place. Collective."""
@@ -122,6 +168,7 @@ class DataParallel(Replica):
         reach("setup.shared")
 
     def update(self, step: int) -> Update:
+        self._saved_residuals = []
         warning = self._name_unused()
         update = super().update(step)
         return dataclasses.replace(update, warning=warning) if warning else update
@@ -132,7 +179,11 @@ class DataParallel(Replica):
                 f"training.shards = {num_shards} has no shard for each of {workers} workers: "
                 f"set shards to at least {workers}, or use fewer workers"
             )
-        fixed = {"batch_norm": ("average",), "compression": ("none",), "reducer": ("auto", "flat")}
+        fixed: dict[str, tuple[object, ...]] = {
+            "batch_norm": ("average",),
+            "compression": ("none", {"use": "none"}),
+            "reducer": ("auto", "flat"),
+        }
         for key, allowed in fixed.items():
             if (value := getattr(self._settings, key)) not in allowed:
                 raise JobError(
@@ -143,7 +194,7 @@ class DataParallel(Replica):
     def _uses_ddp(self) -> bool:
         if self._settings.reducer != "auto":
             return self._settings.reducer == "ddp"
-        return self._computation.device.type == "cuda" or self._settings.compression != "none"
+        return self._computation.device.type == "cuda" and self._compression.use == "none"
 
     def _name_unused(self) -> str | None:
         if self._has_named_unused:
@@ -159,8 +210,7 @@ class DataParallel(Replica):
 # `FlatReducer` packs all gradients into one buffer and all-reduces it after the backward pass: one call a step, for
 # CPUs, where computing and communicating share the cores anyway (docs/decisions/0003). `OverlappedReducer` begins
 # during the backward pass, for workers with a network between them. `DdpReducer` is torch's
-# DistributedDataParallel, which all-reduces in buckets during the backward pass: for GPUs, and for torch's
-# compression hooks.
+# DistributedDataParallel, which all-reduces in buckets during the backward pass: for GPUs.
 
 NUM_EXTRAS = 7  # loss sum, count, correct, items, samples, and the two votes
 COUNT_AT = 1
@@ -203,12 +253,20 @@ class FlatReducer(TeamReducer):
         computation: Computation,
         nominal_count: int,
         buffers: SharedBuffers,
+        example: Batch,
         *,
         has_synced: bool,
+        make_feedback: MakeFeedback | None = None,
     ) -> None:
+        """`make_feedback` makes what compresses gradients, where that is asked for."""
         super().__init__(model, computation, nominal_count, buffers)
-        self._join = EmptyShardPass(model, model, computation) if has_synced else None
-        self._exchange = GradientExchange(list(model.parameters()), NUM_EXTRAS + buffers.num_flags)
+        self._join = EmptyShardPass(model, model, computation, example) if has_synced else None
+        parameters, num_extras = list(model.parameters()), NUM_EXTRAS + buffers.num_flags
+        self._exchange = (
+            GradientExchange(parameters, num_extras)
+            if make_feedback is None
+            else CompressedExchange(parameters, num_extras, make_feedback)
+        )
 
     def _compute(self, parts: Sequence[Batch], measure: bool) -> Loss:
         return self._computation.forward_backward(
@@ -238,9 +296,9 @@ class OverlappedReducer(TeamReducer):
         self._exchange.begin()
         num_left = sum(part.num_samples > 0 for part in parts)
 
-        def compute(inputs: Tensor) -> Tensor:
+        def compute(*args: Any, **keywords: Any) -> Any:
             nonlocal num_left
-            outputs: Tensor = self._model(inputs)
+            outputs = self._model(*args, **keywords)
             num_left -= 1
             if num_left == 0 and (reached := reached_parameters(outputs)) is not None:
                 self._exchange.expect(reached)
@@ -262,8 +320,7 @@ class DdpReducer(TeamReducer):
         nominal_count: int,
         team: Team,
         buffers: SharedBuffers,
-        *,
-        compression: str,
+        example: Batch,
     ) -> None:
         super().__init__(model, computation, nominal_count, buffers)
         self._team = team
@@ -278,8 +335,7 @@ class DdpReducer(TeamReducer):
             gradient_as_bucket_view=True,
             find_unused_parameters=True,
         )
-        self._join = EmptyShardPass(model, self._ddp, computation)
-        _register_compression(self._ddp, compression)
+        self._join = EmptyShardPass(model, self._ddp, computation, example)
 
     def _compute(self, parts: Sequence[Batch], measure: bool) -> Loss:
         losses = []
@@ -307,30 +363,11 @@ class DdpReducer(TeamReducer):
 class EmptyShardPass:
     """Goes through the motions of a pass where a worker has no sample, so that the others need not wait."""
 
-    def __init__(self, model: nn.Module, passes: nn.Module, computation: Computation) -> None:
+    def __init__(self, model: nn.Module, passes: nn.Module, computation: Computation, example: Batch) -> None:
         self._model, self._passes, self._computation = model, passes, computation
+        self._sample = example.rows(0, 1)  # few models can compute a batch of none
 
-    def __call__(self, inputs: Tensor) -> None:
-        # One sample of zeros: few models can compute a batch of none.
-        sample = inputs.new_zeros((1, *inputs.shape[1:]))
+    def __call__(self) -> None:
         with no_samples(self._model), self._computation.autocast():
-            outputs = self._passes(sample)
-        (outputs.sum() * 0.0).backward()
-
-
-def _register_compression(ddp: DistributedDataParallel, compression: str) -> None:
-    if compression in ("fp16", "bf16"):
-        dtype = torch.float16 if compression == "fp16" else torch.bfloat16
-        # torch's own does the same, and refuses bf16 on CPUs.
-        ddp.register_comm_hook(None, lambda state, bucket: _average_rounded(bucket.buffer(), dtype))
-    elif compression == "powersgd":
-        state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-
-def _average_rounded(gradients: Tensor, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
-    rounded = gradients.to(dtype).div_(dist.get_world_size())
-    work = dist.all_reduce(rounded, async_op=True)
-    assert work is not None
-    averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
-    return averaged
+            outputs = self._computation.outputs(self._passes, self._computation.to_device(self._sample))
+        anchor(outputs).backward()  # type: ignore[no-untyped-call]

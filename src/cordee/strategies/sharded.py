@@ -27,9 +27,10 @@ from cordee.strategies.split import (
     SplitModel,
     WholeModel,
     form_axes,
+    refuse_hooks,
     require_elementwise,
 )
-from cordee.strategies.strategy import Requirements, require_samples
+from cordee.strategies.strategy import Requirements, require_plain, require_samples
 from cordee.strategies.tensor import SliceStreams, TensorSettings, check_plan, check_same, slice_model, working_copy
 
 
@@ -88,7 +89,9 @@ class Sharded(SplitModel):
 
     def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
         _refuse_scalars(model)
+        refuse_hooks(model, "sharded")
         if self._mesh.tensor > 1:
+            require_plain(model, example, self._computation, "a mesh with a tensor axis")
             inputs = example.inputs.to(next((p.device for p in model.parameters()), "cpu"))
             check_plan(model, self._mesh.tensor, self._slicing.plan, inputs, self._computation)
         require_elementwise(recipe, model, "sharded")
@@ -98,11 +101,11 @@ class Sharded(SplitModel):
         mesh = init_device_mesh(self._computation.device.type, tuple(self._mesh), mesh_dim_names=AXES)
         self._axes = form_axes(team, self._mesh)
         self._working = self._shard(self._slice(model, mesh, example), mesh)
-        if self._computation.precision == "bf16":
+        if self._computation.precision != "fp32":
             _gather_once(self._working)
         held = Holdings([self._hold(name, parameter) for name, parameter in self._working.named_parameters()])
         self._adopt(WholeModel(model), held, recipe, None, team)  # FSDP itself sums over replicas as well
-        self._join = EmptyShardPass(self._working, self._working, self._computation)
+        self._join = EmptyShardPass(self._working, self._working, self._computation, example)
         self._is_speaker = self._axes.place.tensor == 0
         is_local = self._settings.batch_norm == "local"
         self._shared = SharedBuffers(
@@ -149,10 +152,10 @@ class Sharded(SplitModel):
         mesh = whole_mesh["data", "sharded"] if self._mesh.data > 1 else whole_mesh["sharded"]
         options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not self._settings.keep_gathered}
         has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-        if self._computation.precision == "bf16" and not has_batch_norm:
+        if self._computation.precision != "fp32" and not has_batch_norm:
             # Gathered in 16 bits, which is what autocast computes with; gradients are summed in 32. Torch's batch
             # norm wants its parameters in the type of its running statistics: autocast alone sees to it.
-            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=self._computation.half, reduce_dtype=torch.float32)
         if self._settings.offload:
             options["offload_policy"] = CPUOffloadPolicy()
         if self._settings.batch_norm == "sync":

@@ -100,7 +100,7 @@ class ShardReducer:
 
 def aligned(batch: Batch) -> Batch:
     """Return the batch in memory whose start does not change how kernels go through it."""
-    return Batch(*(t if t.data_ptr() % ALIGNMENT_BYTES == 0 else t.clone() for t in batch))
+    return batch.map(lambda t: t if t.data_ptr() % ALIGNMENT_BYTES == 0 else t.clone())
 
 
 class _ExchangeRows:

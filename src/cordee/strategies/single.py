@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from cordee.checkpoint import State, load_model_state, load_optimizer_state, model_state, optimizer_state
 from cordee.cluster import Team
 from cordee.compute import Computation, Loss, OptimizerRecipe, Votes, clip_gradients
+from cordee.compute.averaging import swap_averages
+from cordee.compute.loss_scale import unscale
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, TrainingError
 from cordee.core.settings import Section
@@ -28,6 +30,7 @@ class Replica:
     _reducer: Reducer
     _optimizer: Optimizer
     _recipe: OptimizerRecipe
+    _computation: Computation
 
     def __init__(self, clip_norm: float) -> None:
         self._clip_norm = clip_norm
@@ -46,6 +49,11 @@ class Replica:
         return self._reducer.step(microbatches, measure=measure, vote=vote)
 
     def update(self, step: int) -> Update:
+        if (scale := self._computation.scale) is not None:
+            is_sound = unscale([p.grad for p in self._parameters if p.grad is not None], scale)
+            scale.record(is_sound=is_sound)
+            if not is_sound:
+                return self.skip(step)
         norm = None
         if self._clip_norm:
             norm = clip_gradients(self.model.parameters(), self._clip_norm)
@@ -59,6 +67,9 @@ class Replica:
     def skip(self, step: int) -> Update:
         self._drop_gradients()
         return Update(self._recipe.set_rate(self._optimizer, step))
+
+    def swap_averages(self) -> None:
+        swap_averages(self._optimizer)
 
     def consolidate(self) -> None:
         pass  # everything is here, and buffers agree after every step
@@ -91,7 +102,7 @@ class AloneReducer:
         self._model, self._computation = model, computation
 
     def step(self, parts: Sequence[Batch], *, measure: bool, vote: Callable[[], Votes]) -> Loss:
-        total_count = sum(self._computation.loss.count(part.targets) for part in parts)
+        total_count = sum(self._computation.loss.count_batch(part) for part in parts)
         loss = self._computation.forward_backward(self._model, parts, total_count=total_count, measure=measure)
         return dataclasses.replace(loss, votes=vote())
 

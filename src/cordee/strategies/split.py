@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from cordee.checkpoint import State, load_model_state, load_optimizer_state, model_state, optimizer_state
 from cordee.cluster import Team
 from cordee.communication.exchange import GradientExchange, broadcast
-from cordee.compute import Computation, Loss, OptimizerRecipe, Votes
+from cordee.compute import Computation, Loss, OptimizerRecipe, Votes, hooked_parameters
+from cordee.compute.averaging import swap_averages
+from cordee.compute.loss_scale import unscale
 from cordee.core import Batch, Job
-from cordee.core.errors import JobError, TrainingError
+from cordee.core.errors import JobError, ModelError, TrainingError
 from cordee.core.mesh import Mesh
 from cordee.strategies.buffers import SharedBuffers
 from cordee.strategies.slices import Holdings, square_norm
@@ -47,6 +49,7 @@ class SplitModel(ABC):
         self._nominal_count = job.training.batch_size
         self._computation = computation
         self._norm: float | None = None
+        self._is_sound = True  # no worker's gradient has overflown, with fp16
 
     def _recall(self, model: nn.Module) -> nn.Module:
         """Return the model on its device, whole in shape, with the first worker's values. Collective.
@@ -69,13 +72,11 @@ class SplitModel(ABC):
         team: Team,
     ) -> None:
         """Take the model over. `replicas` are those who hold the same and compute other samples, if there are any."""
-        self.model, self._whole, self._held, self._recipe, self._team = whole.model, whole, held, recipe, team
+        self.model, self._whole, self._held, self._team = whole.model, whole, held, team
+        self._recipe = recipe if recipe.groups else recipe.fit(whole.model)
         trained = [parameter for _, parameter in held.named_parameters() if parameter.requires_grad]
-        of_whole = recipe.make(whole.model.named_parameters())
         of_parts = recipe.for_parts_of(whole.model)
         self._optimizer = of_parts.make(held.named_parameters()) if trained else None
-        # The rate that is reported is that of the whole model's first group, of which a worker may hold nothing.
-        self._first_rate: float = of_whole.param_groups[0]["initial_lr"]
         self._exchange = GradientExchange(trained, 0, replicas) if trained and replicas else None
 
     @abstractmethod
@@ -85,6 +86,10 @@ class SplitModel(ABC):
         Where batches are cut into shares it is the gradient of the sum over the share divided by the nominal count.
         Returns the loss of the share; those who do not speak know only its count.
         """
+
+    def swap_averages(self) -> None:
+        if self._optimizer is not None:
+            swap_averages(self._optimizer)
 
     def consolidate(self) -> None:
         self._whole.restore()
@@ -108,10 +113,14 @@ class SplitModel(ABC):
             one.take_gradient()
         if self._exchange is not None:
             self._exchange.reduce()
-        own_square = square_norm(self._held) if self._clip_norm else 0.0
+        loss_scale, has_overflown = self._computation.scale, 0.0
+        if loss_scale is not None:
+            has_overflown = float(not unscale(self._gradients(), loss_scale))
+        own_square = square_norm(self._held) if self._clip_norm and not has_overflown else 0.0
         report = local.summands()
         own_report = report if self._is_speaker else [0.0] * len(report)
-        square, *totals = self._team.sum([own_square, *own_report, *vote()])
+        square, num_overflown, *totals = self._team.sum([own_square, has_overflown, *own_report, *vote()])
+        self._is_sound = num_overflown == 0
         loss = Loss.from_totals(totals, has_accuracy=measure and self._computation.counts_classes)
         # The share of one who is alone was divided by its own count.
         scale = self._nominal_count / loss.count if loss.count and self._mesh.num_shares > 1 else 1.0
@@ -121,6 +130,10 @@ class SplitModel(ABC):
         return loss
 
     def update(self, step: int) -> Update:
+        if (loss_scale := self._computation.scale) is not None:
+            loss_scale.record(is_sound=self._is_sound)
+            if not self._is_sound:
+                return self.skip(step)
         norm = None
         if self._clip_norm:
             norm = self._norm
@@ -146,7 +159,7 @@ class SplitModel(ABC):
         """Set the rate of what is held; return that of the whole model's first group."""
         if self._optimizer is not None:
             self._recipe.set_rate(self._optimizer, step)
-        return self._first_rate * self._recipe.factor(step)
+        return self._recipe.first_rate(step)
 
     def state_dict(self) -> State:
         own = self._optimizer_state()
@@ -251,6 +264,16 @@ def require_elementwise(recipe: OptimizerRecipe, model: nn.Module, strategy: str
         raise JobError(
             f"optimizer '{type(optimizer).__name__}' may look at whole parameters, and strategy '{strategy}' gives "
             f"workers slices of them: use one of {known}, or strategy.name = 'data_parallel' or 'pipeline'"
+        )
+
+
+def refuse_hooks(model: nn.Module, strategy: str) -> None:
+    """Raise ModelError for hooks on gradients, where `strategy` trains other tensors than the model's parameters."""
+    for name in hooked_parameters(model):
+        raise ModelError(
+            f"parameter '{name}' has a hook on its gradient, and strategy '{strategy}' trains slices of it, which do "
+            "not have the hook: remove the hook, or use strategy.name = 'data_parallel', 'parameter_server' or "
+            "'pipeline'"
         )
 
 

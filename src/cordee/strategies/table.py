@@ -15,7 +15,7 @@ from cordee.core.settings import Section
 
 RunKind = Literal["team", "dispatched"]
 # Which of the planner's formulas say what a strategy takes.
-CostModel = Literal["alone", "replicas", "shards", "stages", "slices", "mesh", "servers"]
+CostModel = Literal["alone", "replicas", "windows", "shards", "stages", "slices", "mesh", "servers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,13 @@ STRATEGIES: Mapping[str, Entry] = {
         is_elastic=True,
         can_balance=True,
     ),
+    "local_sgd": Entry(
+        maker="cordee.strategies.local_sgd:LocalSgd",
+        settings_class="cordee.strategies.local_sgd:LocalSgdSettings",
+        cost_model="windows",
+        is_elastic=True,
+        is_automatic=False,  # it does not compute what one worker computes
+    ),
     "sharded": Entry(
         maker="cordee.strategies.sharded:Sharded",
         settings_class="cordee.strategies.sharded:ShardedSettings",
@@ -123,9 +130,10 @@ def strategies_where(test: Callable[[Entry], bool]) -> list[str]:
     return [name for name, entry in STRATEGIES.items() if test(entry)]
 
 
-def elastic_teams() -> str:
-    """Return the strategies whose teams may lose and gain workers, for advice."""
-    return quote_names(strategies_where(lambda entry: entry.is_elastic and entry.cost_model != "alone"))
+def elastic_teams(*, exchanging: bool = False) -> str:
+    """Return the strategies whose teams may lose and gain workers, for advice; `exchanging`: in every step."""
+    left_out = ("alone", "windows") if exchanging else ("alone",)
+    return quote_names(strategies_where(lambda entry: entry.is_elastic and entry.cost_model not in left_out))
 
 
 def strategies_on(mesh: Mesh) -> list[str]:

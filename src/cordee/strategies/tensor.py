@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.utils.parametrize import is_parametrized
 
 from cordee.cluster import Team
 from cordee.compute import Computation, Loss, OptimizerRecipe
@@ -29,9 +30,10 @@ from cordee.strategies.split import (
     SplitModel,
     WholeModel,
     form_axes,
+    refuse_hooks,
     require_elementwise,
 )
-from cordee.strategies.strategy import Requirements, require_samples
+from cordee.strategies.strategy import Requirements, require_plain, require_samples
 
 
 class TensorSettings(Section, frozen=True, kw_only=True):
@@ -65,6 +67,7 @@ class TensorParallel(SplitModel):
         return Requirements(num_workers=workers, num_data_shards=self._mesh.data, cuts_batches=self._mesh.data > 1)
 
     def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
+        require_plain(model, example, self._computation, "strategy 'tensor'")
         inputs = example.inputs.to(next((p.device for p in model.parameters()), "cpu"))
         check_plan(model, self._mesh.tensor, self._settings.plan, inputs, self._computation)
         require_elementwise(recipe, model, "tensor")
@@ -235,6 +238,7 @@ def check_plan(
     Each slice is computed by a thread, with views of the model's own weights. Only 'column' and 'row' are rehearsed:
     what the other styles take and give is whole. The plans that come with Cordée need no rehearsal.
     """
+    refuse_hooks(model, "tensor")
     try:
         plan = choose_slicing(model, num_slices, given)
     except CannotSliceError as error:
@@ -242,6 +246,12 @@ def check_plan(
             f"{error}: use strategy.name = 'data_parallel', 'pipeline' or 'sharded', or name the layers to split in "
             "strategy.plan"
         ) from None
+    for name in plan:
+        if is_parametrized(model.get_submodule(name)):
+            raise ModelError(
+                f"layer '{name}' has a weight that is computed from others (torch.nn.utils.parametrize), which "
+                "strategy 'tensor' cannot slice: leave the layer out of strategy.plan, or use another strategy"
+            )
     linear = {name: style for name, style in plan.items() if isinstance(model.get_submodule(name), nn.Linear)}
     open_styles = {name: style for name, style in linear.items() if style in ("column", "row")}
     if not given or not open_styles:

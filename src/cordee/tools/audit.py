@@ -40,6 +40,7 @@ class Commit(msgspec.Struct):
     epoch: Count
     batch: Count
     samples: Count
+    samples_lost: Count | None = None
     worker: Count | None = None
     generation: Count | None = None
     digest: dict[str, str] | None = None
@@ -53,6 +54,12 @@ class Commit(msgspec.Struct):
 class Step(msgspec.Struct):
     step: Count
     samples: Count
+    samples_lost: Count | None = None
+
+
+class SamplesLost(msgspec.Struct):
+    samples: Count
+    step: Count
 
 
 class Saved(msgspec.Struct):
@@ -86,6 +93,7 @@ SHAPES: Mapping[str, type[msgspec.Struct]] = {
     "checkpoint": Saved,
     "recovery": Recovery,
     "updates_lost": UpdatesLost,
+    "samples_lost": SamplesLost,
     "run_ended": RunEnded,
 }
 
@@ -197,7 +205,9 @@ def _samples(events: Sequence[Event], started: Event) -> Finding:
     if not started.get("train_samples") or not started.get("batch_size"):
         return Finding("samples", "note", "not checked: how many an epoch has is not known")
     places = f"{_count(events, 'commit')} commits and {_count(events, 'step')} reports"
-    return _finding("samples", _check_samples(events, started), f"each counted once per epoch, at {places}")
+    num_lost = max((event.get("samples_lost") or 0 for event in events if event["type"] == "commit"), default=0)
+    but = f", but {num_lost} that lost workers had trained on alone" if num_lost else ""
+    return _finding("samples", _check_samples(events, started), f"each counted once per epoch{but}, at {places}")
 
 
 def _check_generations(events: Sequence[Event]) -> Iterator[str]:
@@ -257,16 +267,25 @@ def _check_samples(events: Sequence[Event], started: Event) -> Iterator[str]:
     if not num_samples or not batch_size:
         return
     num_batches = -(-num_samples // batch_size)
+    lost_with = {event["step"]: 0 for event in events if event["type"] == "samples_lost"}
     for event in events:
+        if event["type"] == "samples_lost":
+            lost_with[event["step"]] = event["samples"]  # one that is told twice was taken back by a resume
+            continue
         if event["type"] == "commit":
             expected = event["epoch"] * num_samples + min(event["batch"] * batch_size, num_samples)
-            if event["samples"] != expected:
-                yield f"{event['samples']} samples were counted by step {event['step']}, there were {expected}"
         elif event["type"] == "step":
             epochs, batches = divmod(event["step"], num_batches)
             expected = epochs * num_samples + min(batches * batch_size, num_samples)
-            if event["samples"] != expected:
-                yield f"{event['samples']} samples were counted by step {event['step']}, there were {expected}"
+        else:
+            continue
+        num_lost = event.get("samples_lost") or 0
+        if event["samples"] + num_lost != expected:
+            also = f" and {num_lost} lost" if num_lost else ""
+            yield f"{event['samples']} samples were counted{also} by step {event['step']}, there were {expected}"
+        told = sum(num for step, num in lost_with.items() if step <= event["step"])
+        if num_lost != told:
+            yield f"{num_lost} samples are lost by step {event['step']}, and the losses that are recorded are of {told}"
 
 
 def _check_reported(events: Sequence[Event]) -> Iterator[str]:

@@ -10,17 +10,27 @@ from torch import Tensor, nn
 
 from cordee import checkpoint
 from cordee.checkpoint import State
-from cordee.compute import make_loss
+from cordee.checkpoint.layout import memory_of
+from cordee.checkpoint.optimizer import find_in_state
+from cordee.compute import averaging, make_loss
 from cordee.core import Job
-from cordee.core.errors import CheckpointError, DataError, JobError, RunDirectoryError
+from cordee.core.errors import CheckpointError, DataError, JobError, ModelError, RunDirectoryError
 from cordee.data import load_data
 from cordee.training.components import build_model
 
 
-def export_run(run: Path, outputs: Sequence[Path], *, step: int | None = None, takes_best: bool = False) -> list[Path]:
+def export_run(
+    run: Path,
+    outputs: Sequence[Path],
+    *,
+    step: int | None = None,
+    takes_best: bool = False,
+    takes_trained: bool = False,
+) -> list[Path]:
     """Write the weights of `run` to each of `outputs` (.safetensors, .pt, .onnx) and return their paths.
 
-    Takes the checkpoint of `step`, that of the best evaluation, or the newest. Raises CheckpointError if that is
+    With `training.ema` these are the moving averages, as they were evaluated, unless `takes_trained`. Takes the
+    checkpoint of `step`, that of the best evaluation, or the newest. Raises CheckpointError if that is
     damaged: older weights are given only to those who ask for them. Nothing of the run is changed.
     """
     if not (run / "job.toml").is_file():
@@ -28,8 +38,23 @@ def export_run(run: Path, outputs: Sequence[Path], *, step: int | None = None, t
     if takes_best and step is not None:
         raise JobError(f"--best and --step {step} contradict each other: give one of them")
     state = _state(run, _best_step(run) if takes_best else step)
+    if not takes_trained:
+        state = _with_averages(state)
     model, example = _model_and_example(run) if any(o.suffix == ".onnx" for o in outputs) else (None, None)
     return [checkpoint.export(state, output, model=model, example=example) for output in outputs]
+
+
+def _with_averages(state: State) -> State:
+    """Return the state with the moving averages of the weights in their places, where there are any."""
+    optimizer = state.part("optimizer")
+    averages = find_in_state(optimizer, averaging.KEY) if optimizer.values else {}
+    # A weight with several names is one piece of memory.
+    by_memory = {memory_of(state.tensors[f"model.{name}"]): average for name, average in averages.items()}
+    tensors = {
+        name: by_memory.get(memory_of(tensor), tensor) if name.startswith("model.") else tensor
+        for name, tensor in state.tensors.items()
+    }
+    return State(tensors, state.values)
 
 
 def _newest(run: Path) -> checkpoint.Loaded | None:
@@ -73,4 +98,7 @@ def _model_and_example(run: Path) -> tuple[nn.Module, Tensor]:
     splits = load_data(job.data, seed=job.seed, python_path=job.python_path, ignored=ignored)
     if splits.train.num_samples is None:
         raise DataError(f"ONNX export traces the model with samples, and data {splits.name!r} has no random access")
-    return build_model(job, splits), splits.train.gather(torch.arange(2) % splits.train.num_samples).inputs
+    inputs = splits.train.gather(torch.arange(2) % splits.train.num_samples).inputs
+    if not isinstance(inputs, Tensor):
+        raise ModelError("ONNX export traces a model of one tensor, and this one takes several: export .safetensors")
+    return build_model(job, splits), inputs

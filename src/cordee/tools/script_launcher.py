@@ -5,18 +5,16 @@ Does without torch until the fork server has begun to import it: both take secon
 
 from __future__ import annotations
 
-import runpy
 import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cordee.cluster.engine import AgentLost, CannotStart, Engine, Exited, ProcessSpec
 from cordee.cluster.engines import open_engine
-from cordee.core.env import Place, script_environment
+from cordee.core.env import Place, is_horovod_alias_wanted, script_environment
 from cordee.core.errors import JobError, TrainingError
 from cordee.core.interrupts import InterruptFlag
 from cordee.core.temporary import temporary_folder
@@ -26,8 +24,10 @@ CONSEQUENCE = 86  # exit code of a script that only lost a peer
 CAUSE_WAIT_S = 5.0  # for the cause to be known when its consequence was noticed first
 
 
-def run_script(script: Path, args: list[str], num_workers: int) -> bool:
+def run_script(script: Path, args: list[str], num_workers: int, extra: Mapping[str, str] | None = None) -> bool:
     """Run `script` on `num_workers` processes; return whether it came to its end (False: Ctrl-C).
+
+    `extra` are more variables of the workers' environment.
 
     The first worker that fails ends the others. Raises TrainingError that names it, having printed its
     traceback and nobody else's. Leaves no process.
@@ -40,7 +40,7 @@ def run_script(script: Path, args: list[str], num_workers: int) -> bool:
     with temporary_folder() as folder, open_engine(["cordee.loop"]) as engine, flag:
         import torch.distributed as dist
 
-        # The launcher keeps the meeting point, on a port of the system's choice, so that none can be taken. Left to
+        # The launcher keeps the rendezvous store, on a port of the system's choice, so that none can be taken. Left to
         # itself the store would listen on all interfaces.
         with socket.create_server(("127.0.0.1", 0), backlog=max(128, num_workers)) as listener:
             store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -52,7 +52,8 @@ def run_script(script: Path, args: list[str], num_workers: int) -> bool:
             )
         failure_files = [Path(folder) / f"worker-{rank}" for rank in range(num_workers)]
         for rank, file in enumerate(failure_files):
-            environment = script_environment(Place(rank, num_workers, rank, num_workers), store.port)
+            own_place = Place(rank, num_workers, rank, num_workers)
+            environment = {**script_environment(own_place, store.port), **(extra or {})}
             job = {"script": str(script), "args": args, "num_local_workers": num_workers, "failure_file": str(file)}
             spec = ProcessSpec.new(rank, "cordee.tools.script_launcher:main", job, environment=environment)
             engine.start(spec)
@@ -115,27 +116,24 @@ def _describe(failure: Exited, text: str) -> str:
 def main(job: dict[str, Any]) -> int:
     """Run the script as a worker, in a fresh fork of the fork server, and say how it failed."""
     from cordee.communication.exchange import find_lost_peer
+    from cordee.communication.shared_memory import register
     from cordee.compute import share_threads
+    from cordee.runs.script.program import execute, format_error
 
+    if is_horovod_alias_wanted():
+        from cordee.horovod.alias import install
+
+        install()
+    register()  # the fork server has imported torch before the environment of this script was known
     script, failure_file = str(job["script"]), Path(job["failure_file"])
-    sys.argv = [script, *job["args"]]
-    sys.path.insert(0, str(Path(script).resolve().parent))
     share_threads(0, int(job["num_local_workers"]))
     try:
-        runpy.run_path(script, run_name="__main__")
+        execute(Path(script), job["args"], Path(script).read_bytes())
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # noqa: BLE001 - whatever the script raises is reported
         # The launcher prints one traceback: N of the same failure, or of its consequences, would hide it.
         lost = find_lost_peer(error)
-        failure_file.write_text(_traceback(error, script) if lost is None else str(lost))
+        failure_file.write_text(format_error(error, script) if lost is None else str(lost))
         return 1 if lost is None else CONSEQUENCE
     return 0
-
-
-def _traceback(error: Exception, script: str) -> str:
-    """Return the traceback as Python would have printed it: from the script on."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename != script:
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(error.with_traceback(frames or error.__traceback__)))

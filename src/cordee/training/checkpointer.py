@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -18,7 +18,15 @@ WORTH_SAYING_S = 0.5  # that a checkpoint waited for the one before
 class Checkpointer:
     """Saves, and reports it. A disk that is full costs the checkpoint, not the run."""
 
-    def __init__(self, store: Store, rules: settings.Checkpoint, monitor: Monitor) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rules: settings.Checkpoint,
+        monitor: Monitor,
+        told: Callable[[events.Checkpoint], None] | None = None,
+    ) -> None:
+        """`told` is called with each checkpoint that was written, from the thread that wrote it."""
+        self._told = told
         self._store = store
         self._rules = rules
         self._monitor = monitor
@@ -67,6 +75,15 @@ class Checkpointer:
         kept = self._store.names()
         return kept[-1] if kept else None
 
+    def describe_lost_weights(self) -> str:
+        """Return what to say where a run has ended and its weights could not be saved."""
+        kept = self.last()
+        start = f"continues after {kept}" if kept else "starts again"
+        return (
+            f"step {self.step} was reached, but its weights could not be saved: {self.problem}. "
+            f"Free some space, then --resume {start}"
+        )
+
     def _report(self, saved: Saved) -> None:
         """Tell what became of a checkpoint. Called from the thread that wrote it."""
         self.stall_s += saved.stall_s
@@ -75,9 +92,10 @@ class Checkpointer:
             message = f"checkpoint at step {saved.step} was not saved: {saved.problem}"
             self._monitor.emit(events.Warned(message=message, stall_s=saved.stall_s))
             return
-        self._monitor.emit(
-            events.Checkpoint(step=saved.step, path=str(saved.path), seconds=saved.seconds, stall_s=saved.stall_s)
-        )
+        event = events.Checkpoint(step=saved.step, path=str(saved.path), seconds=saved.seconds, stall_s=saved.stall_s)
+        self._monitor.emit(event)
+        if self._told is not None:
+            self._told(event)
 
 
 def find_not_finite(state: State, parameters: Collection[str]) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +16,7 @@ Action = Literal["take", "wait", "end", "interrupt", "time", "idle"]
 
 _HALT, _TIME, _IDLE, _END, _READY = 1, 2, 4, 8, 16
 _MARK_SHIFT = 8
+LOOK_EVERY_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,25 @@ class NextAction:
 
     action: Action
     num_samples: int = 0
+
+
+def await_data(
+    stream: OnlineStream,
+    team: Team,
+    *,
+    wants_halt: Callable[[], bool],
+    is_time_up: Callable[[], bool],
+    idle_s: float | None,
+) -> NextAction:
+    """Wait until all members have the next batch, or there is a reason not to. Collective."""
+    since_s = time.perf_counter()
+    while True:
+        waited_s = time.perf_counter() - since_s
+        is_idle = idle_s is not None and waited_s >= idle_s
+        found = agree_on_action(stream, team, wants_halt=wants_halt(), is_time_up=is_time_up(), is_idle=is_idle)
+        if found.action != "wait":
+            return found
+        time.sleep(LOOK_EVERY_S)
 
 
 def agree_on_action(

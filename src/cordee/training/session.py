@@ -17,15 +17,19 @@ from cordee.checkpoint.layout import memory_of
 from cordee.cluster import Team
 from cordee.cluster.messages import TeamReport
 from cordee.communication.exchange import find_lost_peer
+from cordee.communication.traffic import SENT
 from cordee.compute.devices import MemoryWatch
 from cordee.core.errors import CommunicationError, CordeeError, TrainingError
 from cordee.core.fault_points import reach
 from cordee.monitoring import Monitor, Summary, events
 from cordee.trainer import Trainer
 from cordee.training.components import Components
+from cordee.training.hand_over import load_together, nothing_left, share_furthest
 from cordee.training.progress import Outcome, step_of, summarise
 
 log = logging.getLogger("cordee.session")
+
+SAVE_OFTEN = "with a smaller checkpoint.every_steps"
 
 
 class Session:
@@ -97,7 +101,7 @@ class Session:
         """How many steps this worker can continue from; -1 while it has nothing that is the team's."""
         if self._held is not None:
             return step_of(self._held)
-        return self.step if self._is_live else -1
+        return self._trainer.agreed_step if self._is_live else -1
 
     def forget(self) -> None:
         """What this worker has is not the team's any more: it gets everything from the others."""
@@ -138,38 +142,12 @@ class Session:
 
     def _agree(self, team: Team, may_load: bool) -> None:
         """Have every member hold the same state, or none where there is none. Collective."""
-        reach("enter.begun")
-        steps = team.gather(self.ready_step)
-        reach("enter.gathered")
-        furthest = max(steps)
-        if furthest < 0:
-            if may_load:
-                self._held = self._load_together(team)
-            if self._held is None:
-                self._begin_together(team)
-            return
-        if team.num_workers == 1:
-            return
-        source = steps.index(furthest)
-        own = self._held if self.ready_step == furthest else None
-        if min(steps) < furthest:
-            received = checkpoint.share_state(self._held if team.worker_index == source else None, source)
-            own = own or received
-        assert own is not None
-        # Where all took the step, one may have evaluated it already and another not: all continue as the source does.
-        self._held = checkpoint.share_value("progress", own, source)
-        reach("enter.shared")
-
-    def _load_together(self, team: Team) -> State | None:
-        """Return the newest checkpoint on every member, or None if there is none. Collective.
-
-        The first reads it: others may have no way to the run directory, or find another one to be the newest.
-        """
-        state = self._load() if team.is_first else None
-        reach("enter.loaded")
-        if not team.gather(int(state is not None))[0]:
-            return None
-        return state if team.num_workers == 1 else checkpoint.share_state(state)
+        shared = share_furthest(team, self._held, self.ready_step)
+        if shared is None and may_load:
+            shared = load_together(team, self._load)
+        self._held = shared
+        if shared is None:
+            self._begin_together(team)
 
     def _begin_together(self, team: Team) -> None:
         """Have every member begin with the model as one of them built it. Collective.
@@ -178,7 +156,7 @@ class Session:
         """
         untrained = team.gather(int(self._is_untrained))
         if not any(untrained):
-            raise TrainingError(_nothing_left(self.step))
+            raise TrainingError(nothing_left(self.step, SAVE_OFTEN))
         if all(untrained):
             return  # setting up gives all the first one's weights
         source = untrained.index(1)
@@ -191,7 +169,7 @@ class Session:
     def _require_checkpoint(self) -> None:
         """Raise TrainingError where this worker has trained before and there is nothing to continue from."""
         if self._is_live and not self._store.names():
-            raise TrainingError(_nothing_left(self.step))
+            raise TrainingError(nothing_left(self.step, SAVE_OFTEN))
 
     @contextlib.contextmanager
     def _naming_errors(self, log_file: Path) -> Iterator[None]:
@@ -222,6 +200,7 @@ class Session:
         return msgspec.structs.replace(
             summary,
             peak_memory_bytes=self._memory.peak_bytes() or None,
+            bytes_sent=SENT.num_bytes,
             weights_sha256=None if weights is None else checkpoint.weights_sha256(weights),
         )
 
@@ -251,13 +230,6 @@ def _apart(state: State) -> State:
             tensor = copies.setdefault(memory_of(tensor), tensor.clone())
         tensors[name] = tensor
     return State(tensors, state.values)
-
-
-def _nothing_left(step: int) -> str:
-    return (
-        f"the team was lost at step {step}, and there is no checkpoint yet: start the run again, with a smaller "
-        "checkpoint.every_steps"
-    )
 
 
 # What to do about errors of torch whose cause is in the job.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cordee.compute import split_batch
 from cordee.core import Batch, Job
+from cordee.core.batch import Pieces
 from cordee.core.errors import JobError
 from cordee.core.shards import Shards, share_by_speed
 from cordee.data import GrowingSource, Splits
@@ -25,7 +26,7 @@ EVERY_STEPS = 100  # after that
 LEAST_GAIN = 0.03  # of the time of a step: a change costs what is read ahead
 
 
-def cut(batch: Batch, parts: Components) -> list[Batch]:
+def cut(batch: Batch | Pieces, parts: Components) -> list[Batch]:
     """Return the parts of a share to compute one after the other: of the first logical shard, then of the next."""
     shards = split_batch(batch, parts.shards.num_held) if parts.job.training.reproducible else [batch]
     return [part for shard in shards for part in split_batch(shard, parts.job.training.accumulate)]

@@ -44,8 +44,11 @@ def test_no_rounds_is_an_error() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_two_hosts_reduce_and_train_plain_encrypted_and_on_gloo() -> None:
     training = hosts.Training("lenet", partial(synthetic_images, 1, 28, size=256, test_size=0), 3, 2)
-    report = hosts.measure(rounds=1, say=lambda line: None, sizes=[1024], limits=["100 Mbit/s"], trainings=[training])
-    assert [row["work"] for row in report.rows] == ["all-reduce, 1024 bytes", "training step, lenet"]
+    report = hosts.measure(rounds=1, say=lambda line: None, cases=["100mbit"], sizes=[1024], trainings=[training])
+    assert [(row["case"], row["work"]) for row in report.rows] == [
+        ("100mbit/all-reduce", "1024 bytes"),
+        ("100mbit/lenet", "training step"),
+    ]
     for row in report.rows:
         assert row["plain_times_gloo"] == pytest.approx(row["gloo_ms"] / row["plain_ms"])
         assert row["encrypted_times_plain"] == pytest.approx(row["plain_ms"] / row["encrypted_ms"])

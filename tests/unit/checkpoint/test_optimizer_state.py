@@ -216,5 +216,5 @@ def test_state_that_cannot_be_saved_is_named() -> None:
     model = Dense()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.body[0].weight]["hook"] = object()
-    with pytest.raises(CheckpointError, match=r"'body\.0\.weight\.hook' of the optimizer state is a object"):
+    with pytest.raises(CheckpointError, match=r"'body\.0\.weight\.hook' is a object"):
         optimizer_state(optimizer, model)

@@ -266,15 +266,15 @@ def test_processes_of_a_launch_meet_and_others_do_not(
 ) -> None:
     if not task.is_one_host:
         monkeypatch.setenv("CORDEE_SECRET", SECRET)
-    meeting = find_rendezvous(task)
-    server = environment.SlotServer(meeting, Slots(2))
+    rendezvous = find_rendezvous(task)
+    server = environment.SlotServer(rendezvous, Slots(2))
     try:
         if task.is_one_host:
-            assert meeting.file.stat().st_mode & 0o777 == 0o600
-            assert meeting.file.parent.stat().st_mode & 0o777 == 0o700
+            assert rendezvous.file.stat().st_mode & 0o777 == 0o600
+            assert rendezvous.file.parent.stat().st_mode & 0o777 == 0o700
         else:
-            assert int(server.address.rpartition(":")[2]) in meeting.ports()
-        other = msgspec.structs.replace(meeting, task=msgspec.structs.replace(task, rank=1))
+            assert int(server.address.rpartition(":")[2]) in rendezvous.ports()
+        other = msgspec.structs.replace(rendezvous, task=msgspec.structs.replace(task, rank=1))
         found = Connection(other, find_timeout_s=5.0)
         assert found.ask(state(1)).action == "wait"
         found.close()
@@ -284,30 +284,30 @@ def test_processes_of_a_launch_meet_and_others_do_not(
                 stranger.ask(state(1))
     finally:
         server.close()
-    assert not meeting.file.exists()
+    assert not rendezvous.file.exists()
 
 
 def test_rank_0_takes_another_port_where_the_first_is_used(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORDEE_SECRET", SECRET)
-    meeting = find_rendezvous(TWO_HOSTS)
-    first, second = open_server(meeting), open_server(meeting)
+    rendezvous = find_rendezvous(TWO_HOSTS)
+    first, second = open_server(rendezvous), open_server(rendezvous)
     try:
         assert first.address != second.address
-        only: Rendezvous = msgspec.structs.replace(meeting, port=int(first.address.rpartition(":")[2]))
+        only: Rendezvous = msgspec.structs.replace(rendezvous, port=int(first.address.rpartition(":")[2]))
         with pytest.raises(JobError, match=r"cannot listen at 127\.0\.0\.1, ports \d+: .*set CORDEE_PORT"):
             open_server(only)
     finally:
-        close_server(meeting, first)
-        close_server(meeting, second)
+        close_server(rendezvous, first)
+        close_server(rendezvous, second)
 
 
 def test_what_an_earlier_launch_left_is_not_read(private: Path) -> None:
-    meeting = find_rendezvous(ONE_HOST)
-    meeting.file.parent.mkdir(parents=True, mode=0o700)
-    meeting.file.write_text('{"address": "tcp://127.0.0.1:1", "secret": "x", "pid": 1, "started": 1.0}')
-    meeting.file.chmod(0o600)
+    rendezvous = find_rendezvous(ONE_HOST)
+    rendezvous.file.parent.mkdir(parents=True, mode=0o700)
+    rendezvous.file.write_text('{"address": "tcp://127.0.0.1:1", "secret": "x", "pid": 1, "started": 1.0}')
+    rendezvous.file.chmod(0o600)
     with pytest.raises(CommunicationError, match="rank 0 has not written"):
-        Connection(meeting, find_timeout_s=0.1).ask(state(1))
+        Connection(rendezvous, find_timeout_s=0.1).ask(state(1))
 
 
 def test_slots_by_host() -> None:

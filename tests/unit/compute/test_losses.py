@@ -106,7 +106,7 @@ def test_functions_and_modules_of_torch() -> None:
     ("part", "message"),
     [
         (Use("cross_entrop"), r"loss.use = 'cross_entrop' is not known; did you mean 'cross_entropy'\?"),
-        (Use("mse", reduction="sum"), r"loss has no setting 'reduction' \(it takes no settings\)"),
+        (Use("mse", reduction="sum"), r"loss has no setting 'reduction' \(it takes: output\)"),
         (Use("cross_entropy", label_smoothing="much"), "loss.label_smoothing = 'much' does not fit"),
         (Use(nn.MSELoss(), reduction="sum"), "a module that is already built takes no settings"),
         (Use("torch.nn:TripletMarginLoss", margin=-1.0), "'torch.nn:TripletMarginLoss' raised ValueError: .* \\(at "),

@@ -89,9 +89,3 @@ def test_a_schedule_of_the_users_may_ask_for_the_number_of_steps() -> None:
 def test_schedules_that_cannot_be_made(part: Use, message: str) -> None:
     with pytest.raises(JobError, match=message):
         make_schedule(part, None)
-
-
-@pytest.mark.parametrize("name", ["torch.optim.lr_scheduler:StepLR", "torch.optim.lr_scheduler:OneCycleLR"])
-def test_a_scheduler_of_torch_is_refused_with_what_to_write(name: str) -> None:
-    with pytest.raises(JobError, match=r"changes an optimizer.*use constant, cosine, linear, step.*return lambda step"):
-        make_schedule(Use(name), 10)

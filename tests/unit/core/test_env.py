@@ -35,6 +35,14 @@ def test_tracebacks_are_for_those_who_ask() -> None:
     assert env.wants_traceback({"CORDEE_TRACEBACK": "1"})
 
 
+def test_gloo_is_replaced_for_those_who_ask() -> None:
+    assert not env.wants_gloo_replaced({})
+    assert not env.wants_gloo_replaced({"CORDEE_REPLACE_GLOO": "0"})
+    assert env.wants_gloo_replaced(env.gloo_replacement_environment())
+    with pytest.raises(JobError, match="CORDEE_REPLACE_GLOO='yes': it must be 1 or 0"):
+        env.wants_gloo_replaced({"CORDEE_REPLACE_GLOO": "yes"})
+
+
 def test_messages_are_lost_in_tests_only() -> None:
     assert env.lost_messages({}) == 0.0
     assert env.lost_messages(fault_points.ask_to_lose(0.25)) == 0.25

@@ -223,7 +223,7 @@ def test_overriding_keeps_arguments_that_are_none() -> None:
         ({"training": {"epochs": 2.5}}, "training.epochs = 2.5 does not fit"),
         ({"training": {"epochs": True}}, "training.epochs = True does not fit"),
         ({"training": {"batch_size": [1]}}, "training.batch_size = .1. does not fit"),
-        ({"training": {"precision": "fp33"}}, r"'fp33'; did you mean 'fp32'\? \(one of: fp32, bf16\)"),
+        ({"training": {"precision": "fp33"}}, r"'fp33'; did you mean 'fp32'\? \(one of: fp32, bf16, fp16\)"),
         ({"training": {"device": "gpu"}}, r"training.device = 'gpu' does not fit.*\(one of: auto, cpu, cuda\)"),
         ({"training": 5}, r"training = 5 must be a table: write \[training\]"),
         ({"strategy": 5}, r"strategy = 5 must be a table"),
@@ -269,7 +269,7 @@ def test_mistakes_name_the_key_the_value_and_a_way_out(table: dict[str, Any], me
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Job(model="m", data="d", training=Training(precision="fp16")), "training.precision = 'fp16'"),  # type: ignore[arg-type]
+        (lambda: Job(model="m", data="d", training=Training(precision="fp8")), "training.precision = 'fp8'"),  # type: ignore[arg-type]
         (lambda: Job(model="m", data="d", training=Training(epochs="3")), "training.epochs = '3' must be at least"),  # type: ignore[arg-type]
         (lambda: Job(model="m", data="d", evaluation=Evaluation(every_steps=2.5)), "evaluation.every_steps = 2.5"),  # type: ignore[arg-type]
         (lambda: Job(model="m", data=Data(use="d", augment=("rotate",))), "data.augment"),  # type: ignore[arg-type]

@@ -65,3 +65,16 @@ def test_only_images_can_be_augmented():
         Augmentation(("flip",), (4,))
     with pytest.raises(JobError, match="'flop' is not known; did you mean 'flip'"):
         Augmentation(("flop",), (3, 8, 8))
+
+
+def test_colors_change_by_channel_and_do_not_depend_on_the_batch() -> None:
+    images = torch.randint(1, 256, (6, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    color, positions = Augmentation(["color"], (3, 4, 4)), torch.arange(40, 46)
+    whole = color.apply(images, positions, 7)
+    parts = [color.apply(images[i : i + 2], positions[i : i + 2], 7) for i in (0, 2, 4)]
+    assert torch.equal(whole, torch.cat(parts)) and whole.dtype == torch.uint8
+    dark = images // 4 + 40
+    factors = color.apply(dark.float(), positions, 7) / dark
+    assert float(factors.min()) >= 0.8 and float(factors.max()) <= 1.2
+    assert float((factors - factors[:, :, :1, :1]).abs().max()) < 1e-6  # one of each channel
+    assert len({round(float(factor), 5) for factor in factors[:, :, 0, 0].flatten()}) == 18

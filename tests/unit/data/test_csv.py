@@ -57,6 +57,12 @@ def test_texts_as_labels_quotes_blank_lines_and_windows_line_ends(tmp_path: Path
     assert everything(splits.train)[1].tolist() == [2, 1, 3, 0]
 
 
+def test_empty_labels_are_no_class_unless_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "x,label\n1,oak\n2,elm\n3,\n4,oak\n")
+    refused(r"a.csv \(lines from 2 on\): the label of row 2 is empty", use="csv", path=path)
+    assert everything(load("csv", path=path, classes=("", "elm", "oak")).train)[1].tolist() == [2, 1, 0, 2]
+
+
 def test_other_delimiters_and_no_header(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tsv", "1\t2\t0\n3\t4\t1\n")
     splits = load("csv", path=path, delimiter="\t", header=False, label="2")

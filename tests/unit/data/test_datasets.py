@@ -93,9 +93,9 @@ def test_failing_sample_is_named_and_chained():
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        ({"image": 1, "label": 2}, "the dataset gave a dict with the keys 'image', 'label'"),
+        ({"label": 2}, "has nothing but its target 'label'"),
         (torch.zeros(3), r"the dataset gave a Tensor of shape \(3,\)"),
-        ((1, 2, 3), "the dataset gave a tuple of 3"),
+        ([1, 2, 3], "the dataset gave a list of 3"),
         (("text", 1), "inputs of the training set are a str"),
         ((torch.zeros(3), None), "cannot be stacked into a batch: sample 0 is a NoneType"),
         ((2.0, 1), "an input of the training set is a single number"),
@@ -136,7 +136,7 @@ def test_classes_are_counted_declared_or_asked_for(monkeypatch):
     named.classes, listed.targets = ["cat", "dog", "cow", "hen"], [0, 1, 6]
     assert (loaded(named).num_classes, loaded(listed).num_classes) == (4, 7)
     assert loaded(Giving((torch.zeros(2), 0.5))).num_classes is None
-    monkeypatch.setattr("cordee.data.load.LARGEST_COUNTED", 5)
+    monkeypatch.setattr("cordee.data.user_data.LARGEST_COUNTED", 5)
     with pytest.raises(DataError, match="give the Numbered an attribute num_classes"):
         loaded(Numbered(6))
 

@@ -52,6 +52,34 @@ def test_rows_that_were_selected_filtered_or_shuffled_are_in_their_order() -> No
     assert inputs[:, 0].tolist() == [row[0] for row in chosen["x"]]
 
 
+def test_the_columns_of_a_format_are_those_that_are_used() -> None:
+    rows = numbered().add_column("number", list(range(60)))
+    rows.set_format("torch", columns=["x", "label"])
+    splits = load_data(Data(use=rows), seed=0)
+    assert splits.input_shape == (2,)
+    with pytest.raises(DataError, match="no column 'number'"):
+        load_data(Data(use=rows, args={"columns": ("number",)}), seed=0)
+
+
+def test_a_transform_of_the_data_set_is_refused() -> None:
+    """Rows are read as they are stored, so that it would have no effect."""
+    rows = numbered()
+    rows.set_transform(lambda batch: {"x": [[0.0, 0.0] for _ in batch["x"]], "label": batch["label"]})
+    with pytest.raises(DataError, match=r"the training set has a transform .*set_transform.*data.transform"):
+        load_data(Data(use=rows), seed=0)
+
+
+def test_classes_of_the_test_set_in_another_order_are_refused(tmp_path: Path) -> None:
+    other = datasets.Features({**numbered().features, "label": datasets.ClassLabel(names=["oak", "elm", "ash"])})
+    both = datasets.DatasetDict(
+        train=numbered(), test=datasets.Dataset.from_dict(numbered(3).to_dict(), features=other)
+    )
+    both.save_to_disk(tmp_path / "both")
+    refused(
+        r"class 0 is 'ash' in the training set and 'oak' in the test set", use="huggingface", path=tmp_path / "both"
+    )
+
+
 def test_what_was_saved_to_disk(tmp_path: Path) -> None:
     numbered(400_000).save_to_disk(tmp_path / "one", num_shards=3)
     splits = load("huggingface", path=tmp_path / "one", memory_mb=1, test_fraction=0.1)

@@ -73,6 +73,32 @@ def test_folders_are_classes(tmp_path: Path) -> None:
     assert (inputs[3:, 2, 3, 5] * 255).round().tolist() == [0, 3]
 
 
+def test_links_and_hidden_folders_above(tmp_path: Path) -> None:
+    place = folders(tmp_path / ".cache" / "set", cat=2, dog=1)
+    folders(tmp_path / "elsewhere", more=3)
+    (place / "dog" / "linked").symlink_to(tmp_path / "elsewhere" / "more")
+    (place / "dog" / ".hidden").mkdir()
+    (place / "dog" / ".hidden" / "0.png").write_bytes(picture(1))
+    assert everything(load("image-folder", path=place).train)[1].tolist() == [0, 0, 1, 1, 1, 1]
+    (place / "dog" / "again").symlink_to(place / "dog")
+    refused(r"again is a link to a folder that it is in", use="image-folder", path=place)
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I", "F"])
+def test_images_of_more_than_8_bits_are_refused(tmp_path: Path, mode: str) -> None:
+    """Pillow makes 255 of all larger numbers."""
+    place = folders(tmp_path, cat=2, dog=1)
+    Image.new(mode, (6, 4), 1000).save(place / "dog" / "x.tiff")
+    refused(rf"x.tiff has pixels of more than 8 bits \({mode}\).*data.transform", use="image-folder", path=place)
+    splits = load("image-folder", path=place, transform=f"{__name__}:as_numbers")
+    assert splits.train.gather(torch.tensor([3])).inputs.unique().item() == 1000
+
+
+def as_numbers(image: Image.Image) -> torch.Tensor:
+    pixels = np.array(image, dtype=np.float32)
+    return torch.from_numpy(pixels if pixels.ndim == 2 else pixels[..., 0])
+
+
 def test_every_image_once_in_any_process(tmp_path: Path) -> None:
     folders(tmp_path, a=5, b=6)
     settings = {"batch_size": 4, "seed": 0, "shuffle": True}
@@ -204,6 +230,24 @@ def test_the_index_of_a_tar_file_is_kept_until_the_file_changes(
     assert torch.equal(everything(first.train)[0], everything(again.train)[0])
     tar_of(path, {"cat/a.png": picture(1), "dog/b.png": picture(2), "dog/c.png": picture(5)})
     assert load("image-tar", path=path).train.num_samples == 3
+
+
+def test_members_that_are_links_are_the_images_that_they_link_to(tmp_path: Path) -> None:
+    path = tar_of(tmp_path / "0.tar", {"cat/a.png": picture(1), "dog/b.png": picture(2)})
+
+    def link(kind: bytes, name: str, target: str) -> None:
+        with tarfile.open(path, "a") as archive:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, target
+            archive.addfile(info)
+
+    link(tarfile.LNKTYPE, "cat/c.png", "dog/b.png")
+    link(tarfile.SYMTYPE, "dog/d.png", "../cat/a.png")
+    inputs, targets = everything(load("image-tar", path=path).train)
+    assert targets.tolist() == [0, 1, 0, 1]
+    assert (inputs[:, 0, 0, 0] * 255).round().tolist() == [1, 2, 2, 1]
+    link(tarfile.SYMTYPE, "dog/e.png", "/somewhere/e.png")
+    refused(r"0.tar: dog/e.png is a link to /somewhere/e.png, which is not in it before", use="image-tar", path=path)
 
 
 def test_tar_files_that_cannot_be_used(tmp_path: Path) -> None:

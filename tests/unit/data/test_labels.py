@@ -103,8 +103,8 @@ def test_labels_that_the_loss_ignores_may_come_in_a_stream() -> None:
     stream = load(Flowing(), ignored=-100).train
     assert isinstance(stream, IterableSource)
     plan = StreamPlan(0, 0, 0, 3, Shards(0, 1, 1))
-    (batch,) = read_stream(stream, plan, processes=0, ahead=1)
-    assert batch.targets.tolist() == [0, -100, 2]
+    (placed,) = read_stream(stream, plan, processes=0, ahead=1)
+    assert placed.batch.targets.tolist() == [0, -100, 2]
     stream.ignored = None
     with pytest.raises(DataError, match=r"the label at position 1 is -100, but labels must be from 0 to 2"):
         list(read_stream(stream, plan, processes=0, ahead=1))

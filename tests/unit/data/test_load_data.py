@@ -99,7 +99,7 @@ def test_bytes_are_kept_and_given_from_0_to_1():
         (((X, Y), (X, Y + 0.5)), "targets of training and test set differ"),
         (((X, Y), (X[:0], Y[:0])), "the test set has no samples"),
         ((X, Y, X), "the training set was given as a tuple of 3"),
-        ({"x": X}, "the training set was given as a value of type dict"),
+        ({"y": X, "label": Y[:3]}, "the targets of the training set have 3 rows, and the inputs 'y' of"),
         (lambda: 5, "the training set was given as a value of type int"),
         (lambda: None, "the training set was given as None"),
         ("user_data:make_broken", r"raised RuntimeError: the disk is not mounted \(at .*user_data.py:\d+\)"),

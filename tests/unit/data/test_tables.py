@@ -208,6 +208,15 @@ def test_a_folder_a_pattern_and_a_url_are_the_files_in_the_order_of_their_names(
     assert load(path="a.parquet", root=str(tmp_path)).train.num_samples == 10
 
 
+def test_files_behind_a_link_to_a_folder_count(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    write(tmp_path / "here" / "a.parquet", numbered(10))
+    write(tmp_path / "elsewhere" / "b.parquet", numbered(10, first=10))
+    (tmp_path / "here" / "linked").symlink_to(tmp_path / "elsewhere")
+    assert everything(load(path=tmp_path / "here").train)[0][:, 0].tolist() == list(range(20))
+
+
 def test_files_of_an_fsspec_storage() -> None:
     memory = fsspec.filesystem("memory")
     try:

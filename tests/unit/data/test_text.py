@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,22 @@ def test_tokens_are_kept_and_made_again_when_text_or_tokenizer_change(tmp_path: 
     assert first() == [13, 15, 15, 13]
     write(path, "a " * 100)
     assert first() == [11, 11, 11, 11]
+
+
+def test_code_that_changes_for_a_rare_word_makes_all_tokens_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pieces that are compared do not have the word."""
+    code = "def encode(text):\n    return [{rare} if word == 'rare' else 1 for word in text.split()]\n"
+    path = write(tmp_path / "a.txt", WORDS * 60_000 + "rare\n" * 9 + WORDS * 9_000)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for rare in (2, 30):
+        write(tmp_path / "rare_words.py", code.format(rare=rare))
+        sys.modules.pop("rare_words", None)
+        importlib.invalidate_caches()
+        tokens = load("text", path=path, sequence=9, tokenizer="rare_words:encode").train
+        assert tokens.gather(torch.tensor([60_000])).inputs.flatten().tolist() == [rare] * 9
+    sys.modules.pop("rare_words")
 
 
 def _count(folder: str, results: Any) -> None:

@@ -225,3 +225,28 @@ def test_what_cannot_be_cut_apart_stays_together() -> None:
     assert [(block.name, len(block.modules)) for block in chain.blocks] == [("0", 2), ("2", 2), ("4", 2)]
     with pytest.raises(ModelError, match="block '0' at the end of the model does not give a tensor"):
         make_chain(nn.Sequential(Pair()), torch.randn(2, 6))
+
+
+def test_hooks_of_what_is_cut_open_would_not_run() -> None:
+    layers = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2)]
+    model = nn.Sequential(*layers)
+    assert [block.name for block in make_chain(model, torch.randn(2, 4)).blocks] == ["0", "1.0", "1.1", "2"]
+    handle = layers[1].register_forward_hook(lambda module, inputs, outputs: 2 * outputs)
+    chain = make_chain(model, torch.randn(2, 4))
+    assert [block.name for block in chain.blocks] == ["0", "1", "2"]
+    inputs = torch.randn(3, 4)
+    outputs = inputs
+    for block in chain.blocks:
+        outputs = block(outputs)
+    torch.testing.assert_close(outputs, model(inputs))
+    handle.remove()
+    for register in (
+        model.register_forward_hook,
+        model.register_forward_pre_hook,
+        model.register_full_backward_hook,
+        model.register_full_backward_pre_hook,
+    ):
+        handle = register(lambda *arguments: None)
+        with pytest.raises(ModelError, match="has a hook, which does not run"):
+            make_chain(model, torch.randn(2, 4))
+        handle.remove()

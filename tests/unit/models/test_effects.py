@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cordee.core.errors import ModelError
 from cordee.models.cutting import Chain, make_chain
-from cordee.models.effects import Kept, find_kept
+from cordee.models.effects import Kept, find_kept, mixes_samples
 
 INPUTS = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 CALLS = [0]
@@ -308,10 +308,42 @@ def test_what_a_model_keeps_outside_of_buffers_is_found(kind: str, kept: Kept | 
     inner = Keeps(kind)
     model = nn.Sequential(nn.Identity(), inner).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
-    found = find_kept(model, INPUTS)
+    found = find_kept(model, lambda: model(INPUTS))
     if kept is not None:
         kept = kept._replace(what=f"the forward pass of module '1' (Keeps) {kept.what}")
     assert found == kept
     assert inner.passes == 0 and inner.mask is None and not model.training and not inner.mean.any()
     assert torch.equal(torch.get_rng_state(), before[1])
+    assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
+
+
+class Centred(nn.Module):
+    """Looks at the whole batch, always or when it is trained."""
+
+    def __init__(self, only_trained: bool) -> None:
+        super().__init__()
+        self.only_trained = only_trained
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs - inputs.mean(0) if self.training or not self.only_trained else inputs
+
+
+@pytest.mark.parametrize(
+    ("middle", "mixes"),
+    [
+        (Centred(False), True),
+        (Centred(True), True),
+        (nn.BatchNorm1d(8), False),  # which has settings of its own
+        (nn.LayerNorm(8), False),
+        (nn.Dropout(0.5), False),
+        (nn.Sequential(nn.Dropout(0.5), Centred(True)), True),
+        (nn.RReLU(), False),  # draws random numbers when it is trained
+        (DecaysInPlace(), False),
+    ],
+)
+def test_whether_samples_depend_on_each_other(middle: nn.Module, mixes: bool) -> None:
+    model = Model(middle)
+    before = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    assert mixes_samples(model, INPUTS) is mixes
+    assert model.training and middle.training and torch.equal(torch.get_rng_state(), before[1])
     assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())

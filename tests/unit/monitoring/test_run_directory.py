@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_killed_process_gives_its_run_back(tmp_path, hold_run):
     holder.wait()
     assert [run.state for run in list_runs(tmp_path)] == ["died"]
     with RunDirectory.open_existing(tmp_path / "run") as run:
-        assert (run.path / ".lock").read_text() == f"{os.getpid()}\n"
+        assert (run.path / ".lock").read_text() == f"{os.getpid()}\n{socket.gethostname()}\n"
 
 
 def test_children_forked_by_a_killed_process_do_not_keep_its_run(tmp_path, hold_run):

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from cordee.core.errors import RunDirectoryError
-from cordee.monitoring import JsonlSink, Monitor, RunDirectory, Summary, events, list_runs
+from cordee.monitoring import JsonlSink, Monitor, RunDirectory, Summary, events, find_run, list_runs
 from cordee.monitoring.run_list import Trace, resolve_state
 
 JOB = 'name = "iris"\n[strategy]\nname = "auto"\nworkers = 2\n'
@@ -176,3 +176,30 @@ def test_listing_does_not_disturb_a_run_that_starts(tmp_path):
     finally:
         is_done.set()
         lister.join()
+
+
+# Which run is meant -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_found_by_its_path_its_name_the_beginning_of_it_and_as_the_latest(tmp_path, monkeypatch):
+    runs = tmp_path / "runs"
+    for name in ("lenet-1", "lenet-10", "mlp-3"):
+        make_run(runs, name).release()
+    monkeypatch.chdir(tmp_path)
+    assert find_run("runs/lenet-1", runs) == Path("runs/lenet-1")
+    assert find_run("lenet-1", runs) == runs / "lenet-1"  # a whole name is not the beginning of another
+    assert find_run("mlp", runs) == runs / "mlp-3"
+    assert find_run("latest", runs) == runs / "mlp-3"
+    with pytest.raises(RunDirectoryError, match="'len' is the beginning of lenet-10, lenet-1: write more"):
+        find_run("len", runs)
+    with pytest.raises(RunDirectoryError, match=r"no run of this name in .*; did you mean 'mlp-3'"):
+        find_run("mlp-4", runs)
+    with pytest.raises(RunDirectoryError, match="there are no runs in "):
+        find_run("latest", tmp_path / "none")
+
+
+def test_a_path_that_exists_is_taken_before_a_name(tmp_path, monkeypatch):
+    make_run(tmp_path / "runs", "here").release()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert find_run("here", tmp_path / "runs") == Path("here")

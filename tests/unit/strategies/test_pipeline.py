@@ -113,7 +113,7 @@ def test_states_of_parts_make_the_state_of_the_whole() -> None:
         ({"schedule": "interleaved", "microbatches": 5}, "cannot share 5 micro-batches out over 2 workers"),
         (
             {"schedule": "zero-bubble", "recompute": True},
-            "recompute does not go with strategy.schedule = 'zero-bubble'",
+            "recompute, does not go with strategy.schedule = 'zero-bubble'",
         ),
         ({"schedule": "1f2b"}, "strategy.schedule = '1f2b' does not fit.*did you mean '1f1b'"),
         ({"stages": -1}, "strategy.stages = -1 must be at least 0"),

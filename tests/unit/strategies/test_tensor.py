@@ -34,6 +34,14 @@ class Softmaxed(nn.Module):
         return last
 
 
+class Normalized(Softmaxed):
+    """The weight of its first layer is computed from two parameters."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__(input_shape=input_shape, num_classes=num_classes)
+        nn.utils.parametrizations.weight_norm(self.first)
+
+
 def perceptron(*hidden: int) -> nn.Module:
     return mlp(input_shape=(6,), num_classes=5, hidden=hidden)
 
@@ -77,6 +85,11 @@ def test_both_ends_of_a_transformer_are_split_along_one_side() -> None:
         ),
         ({"data": IMAGES}, {"plan": {"classifier": "column"}}, "plan changes what the model computes: a layer of"),
         ({"model": {"use": "test_tensor:Softmaxed"}}, {"plan": PAIR}, "plan changes what the model computes"),
+        (
+            {"model": {"use": "test_tensor:Normalized"}},
+            {"plan": {"first": "gather"}},
+            "'first' has a weight that is computed from others",
+        ),
         ({"optimizer": {"use": "adafactor"}}, {}, "'Adafactor' may look at whole parameters, and strategy 'tensor'"),
         ({}, {"stages": 2}, "strategy.stages is a setting of 'pipeline', the job's strategy is 'tensor'"),
     ],

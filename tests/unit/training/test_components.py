@@ -82,7 +82,7 @@ NO_TEST = {"use": small_jobs.samples()}
         ),
         ({"model": Use(Wide, shape=())}, ModelError, r"outputs of shape \(2,\) .* has 3 classes"),
         ({"model": nn.Linear(5, 3)}, ModelError, r"cannot compute inputs of shape \(6,\) from data 'synthetic': mat1"),
-        ({"model": Strange}, ModelError, "returns a tuple; it must return a tensor"),
+        ({"model": Strange}, ModelError, r"the model returns a tuple of '0' .*, without 'logits': set loss.output"),
         ({"model": not_a_model}, ModelError, "is a int, not a torch.nn.Module"),
         ({"model": raises}, ModelError, "building the model .*raises' raised ValueError: no such net"),
         ({"model": Use(nn.Linear(6, 3), bias=False)}, JobError, "a module that is already built takes no settings"),
@@ -182,6 +182,28 @@ def test_what_a_model_keeps_is_told_alone_and_refused_with_workers() -> None:
         assemble(small_job(model=keeps, strategy=two), Team(0, 2))
     warning = "every worker has its own. Keep it in a buffer (register_buffer) if what the model computes depends on it"
     assert warning in assemble(small_job(model=counts, strategy=two), Team(0, 2)).warnings[0]
+
+
+class Centred(nn.Module):
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(input_shape[0], num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(inputs - inputs.mean(0))
+        return outputs
+
+
+def test_a_model_that_looks_at_the_whole_batch_is_warned_of_where_batches_are_cut() -> None:
+    two, four = {"name": "data_parallel", "workers": 2}, {"reproducible": True, "shards": 4}
+    assert assembled(small_job(model=Use(Centred))).warnings == ()
+    assert assemble(small_job(model=Use(Centred), strategy=two, training=four), Team(0, 2)).warnings == ()
+    (warning,) = assemble(small_job(model=Use(Centred), strategy=two), Team(0, 2)).warnings
+    assert (
+        "depends on the other samples of the batch, and strategy 'data_parallel' computes a batch in parts" in warning
+    )
+    (warning,) = assembled(small_job(model=Use(Centred), training={"accumulate": 2})).warnings
+    assert "and training.accumulate computes a batch in parts" in warning
 
 
 def test_shape_and_classes_follow_from_the_data() -> None:

@@ -261,14 +261,14 @@ class Slots:
 class SlotServer:
     """Hears the slots of other ranks in a thread, and has a function answer them."""
 
-    def __init__(self, meeting: Rendezvous, slots: Slots) -> None:
-        self._meeting = meeting
+    def __init__(self, rendezvous: Rendezvous, slots: Slots) -> None:
+        self._rendezvous = rendezvous
         self._slots = slots
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
         self._has_been_stopped = False
         self._asked: dict[int, tuple[Received, SlotState, float]] = {}  # by rank: not answered yet
-        self._channel: ServerChannel = open_server(meeting)
+        self._channel: ServerChannel = open_server(rendezvous)
         self._thread = threading.Thread(target=self._serve, name="cordee-slots", daemon=True)
         self._thread.start()
 
@@ -325,18 +325,18 @@ class SlotServer:
     def close(self) -> None:
         self._is_closing.set()
         self._thread.join()
-        close_server(self._meeting, self._channel)
+        close_server(self._rendezvous, self._channel)
 
 
 class Launch:
     """The processes of a launch, of which this is rank 0: heard from its beginning to its end."""
 
-    def __init__(self, meeting: Rendezvous) -> None:
-        self.task = meeting.task
-        self.slots = Slots(meeting.task.world_size)
-        self.server = SlotServer(meeting, self.slots)
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.task = rendezvous.task
+        self.slots = Slots(rendezvous.task.world_size)
+        self.server = SlotServer(rendezvous, self.slots)
         incarnation = time.time_ns()
-        own = Slot(meeting.task, lambda state: self.server.exchange(state, incarnation))
+        own = Slot(rendezvous.task, lambda state: self.server.exchange(state, incarnation))
         self._own = threading.Thread(target=own.serve, args=(lambda: False,), name="cordee-own-slot", daemon=True)
         self._own.start()
 
@@ -425,34 +425,34 @@ def check() -> Iterable[Finding]:
     else:
         yield Finding("job id", "ok", task.job_id)
     try:
-        meeting = find_rendezvous(task)
-        yield Finding("secret", "ok", "given" if meeting.secret else "not needed on one host")
+        rendezvous = find_rendezvous(task)
+        yield Finding("secret", "ok", "given" if rendezvous.secret else "not needed on one host")
         if not task.is_one_host:
             yield Finding("host of rank 0", "ok", f"{task.first_host} ({look_up(task.first_host)})")
-        yield from _check_as_first(meeting) if task.rank == 0 else _check_as_other(meeting)
+        yield from _check_as_first(rendezvous) if task.rank == 0 else _check_as_other(rendezvous)
     except CordeeError as error:
         yield Finding("launch", "problem", str(error))
 
 
-def _check_as_other(meeting: Rendezvous) -> Iterable[Finding]:
-    connection = Connection(meeting, find_timeout_s=CHECK_S)
+def _check_as_other(rendezvous: Rendezvous) -> Iterable[Finding]:
+    connection = Connection(rendezvous, find_timeout_s=CHECK_S)
     try:
-        Slot(meeting.task, connection.ask).serve(lambda: False)
+        Slot(rendezvous.task, connection.ask).serve(lambda: False)
     finally:
         connection.close()
     yield Finding("rank 0", "ok", "reached")
 
 
-def _check_as_first(meeting: Rendezvous) -> Iterable[Finding]:
+def _check_as_first(rendezvous: Rendezvous) -> Iterable[Finding]:
     folder = env.runs_folder()
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     marker, content = folder / f".cordee-doctor-{secrets.token_hex(8)}", secrets.token_hex(16)
     marker.write_text(content)
-    task = meeting.task
+    task = rendezvous.task
     found = _LookingSlots(task.world_size, str(marker.absolute()))
     try:
-        server = SlotServer(meeting, found)
+        server = SlotServer(rendezvous, found)
         try:
             yield Finding("listening", "ok", server.address)
             deadline_s = time.monotonic() + CHECK_S

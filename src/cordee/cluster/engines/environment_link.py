@@ -94,7 +94,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
         return [self.port] if self.port else candidate_ports(self.launch_id)
 
 
-class _Meeting(msgspec.Struct, frozen=True):
+class _ServerPlace(msgspec.Struct, frozen=True):
     """What the file of a launch on one host says."""
 
     address: str
@@ -193,16 +193,16 @@ def _is_loopback(name: str) -> bool:
     return name == "localhost"
 
 
-def open_server(meeting: Rendezvous) -> ServerChannel:
+def open_server(rendezvous: Rendezvous) -> ServerChannel:
     """Listen for the other processes of the launch, as its rank 0. `close_server` takes back what this leaves.
 
     Raises JobError if none of the ports is free.
     """
-    task, ip = meeting.task, own_ip(meeting.task)
-    secret = meeting.secret or os.urandom(32).hex()
-    keys = derive_keys(secret, meeting.launch_id, task.world_size)[0]
+    task, ip = rendezvous.task, own_ip(rendezvous.task)
+    secret = rendezvous.secret or os.urandom(32).hex()
+    keys = derive_keys(secret, rendezvous.launch_id, task.world_size)[0]
     host = f"[{ip}]" if ":" in ip else ip
-    ports: list[int | str] = [*meeting.ports()] if meeting.secret or meeting.port else ["*"]
+    ports: list[int | str] = [*rendezvous.ports()] if rendezvous.secret or rendezvous.port else ["*"]
     problem: CommunicationError | None = None
     for port in ports:
         try:
@@ -213,16 +213,16 @@ def open_server(meeting: Rendezvous) -> ServerChannel:
     else:
         tried = ", ".join(map(str, ports))
         raise JobError(f"rank 0 on {task.host} cannot listen at {ip}, ports {tried}: {problem}; set CORDEE_PORT")
-    if not meeting.secret:
+    if not rendezvous.secret:
         own = psutil.Process()
-        _write_private(meeting.file, _Meeting(channel.address, secret, own.pid, own.create_time()))
+        _write_private(rendezvous.file, _ServerPlace(channel.address, secret, own.pid, own.create_time()))
     return channel
 
 
-def close_server(meeting: Rendezvous, channel: ServerChannel) -> None:
-    if not meeting.secret:
+def close_server(rendezvous: Rendezvous, channel: ServerChannel) -> None:
+    if not rendezvous.secret:
         with contextlib.suppress(OSError):
-            meeting.file.unlink(missing_ok=True)
+            rendezvous.file.unlink(missing_ok=True)
     channel.close()
 
 
@@ -231,7 +231,7 @@ def _listen(address: str, keys: ServerKeys) -> ServerChannel:
     return ServerChannel(address, speaker, Codec(CODEC_MESSAGES), keys)
 
 
-def _write_private(path: Path, content: _Meeting) -> None:
+def _write_private(path: Path, content: _ServerPlace) -> None:
     """Write a file that only its owner can read; it appears complete or not at all."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -246,8 +246,8 @@ def _write_private(path: Path, content: _Meeting) -> None:
 class Connection:
     """The line of another rank to rank 0: found at first, and found again when it breaks."""
 
-    def __init__(self, meeting: Rendezvous, *, find_timeout_s: float = FIND_TIMEOUT_S) -> None:
-        self._meeting = meeting
+    def __init__(self, rendezvous: Rendezvous, *, find_timeout_s: float = FIND_TIMEOUT_S) -> None:
+        self._rendezvous = rendezvous
         self._timeout_s = find_timeout_s
         self._channel: ClientChannel | None = None
         self._incarnation = time.time_ns()
@@ -274,13 +274,13 @@ class Connection:
             time.sleep(0.2)
 
     def _describe_loss(self) -> str:
-        task = self._meeting.task
+        task = self._rendezvous.task
         if self._timeout_s == LOST_S:
             return f"rank 0 of the launch was lost: no answer within {LOST_S:g} s ({self._problem})"
         found = f"rank {task.rank} on {task.host} has not found rank 0 within {self._timeout_s:g} s: {self._problem}"
         if task.is_one_host:
             return f"{found}. The messages of rank 0 may say why"
-        ports = ", ".join(map(str, self._meeting.ports()))
+        ports = ", ".join(map(str, self._rendezvous.ports()))
         return (
             f"{found}. The messages of rank 0 may say why; between {task.host} and {task.first_host} one of the ports "
             f"{ports} must be open, or the one that CORDEE_PORT names"
@@ -289,7 +289,8 @@ class Connection:
     def _find(self, state: SlotState) -> SlotTask:
         """Connect to what listens and knows the secret; return its answer. Raises CommunicationError."""
         addresses, secret = self._addresses()
-        keys = derive_keys(secret, self._meeting.launch_id, self._meeting.task.world_size)[1][self._meeting.task.rank]
+        launch_id, task = self._rendezvous.launch_id, self._rendezvous.task
+        keys = derive_keys(secret, launch_id, task.world_size)[1][task.rank]
         problem = ""
         for ip, port in addresses:
             try:
@@ -308,20 +309,20 @@ class Connection:
 
     def _addresses(self) -> tuple[list[tuple[str, int]], str]:
         """Return where rank 0 may listen, and the secret. Raises CommunicationError if that is not known yet."""
-        meeting = self._meeting
-        if not meeting.secret:
-            found = self._read_meeting()
+        rendezvous = self._rendezvous
+        if not rendezvous.secret:
+            found = self._read_place()
             host, _, port = found.address.removeprefix("tcp://").rpartition(":")
             return [(host, int(port))], found.secret
         try:
-            ip = "127.0.0.1" if meeting.task.is_one_host else look_up(meeting.task.first_host)
+            ip = "127.0.0.1" if rendezvous.task.is_one_host else look_up(rendezvous.task.first_host)
         except JobError as error:  # the pod of rank 0 may not have its name yet
             raise CommunicationError(str(error)) from None
-        return [(ip, port) for port in meeting.ports()], meeting.secret
+        return [(ip, port) for port in rendezvous.ports()], rendezvous.secret
 
     def _connect(self, ip: str, port: int, keys: ClientKeys) -> ClientChannel:
         host = f"[{ip}]" if ":" in ip else ip
-        speaker = Speaker(run="launch", name=f"rank-{self._meeting.task.rank}", incarnation=self._incarnation)
+        speaker = Speaker(run="launch", name=f"rank-{self._rendezvous.task.rank}", incarnation=self._incarnation)
         return ClientChannel(f"tcp://{host}:{port}", speaker, Codec(CODEC_MESSAGES), keys, silence_s=LOST_S)
 
     def _request(self, state: SlotState) -> SlotTask:
@@ -330,11 +331,11 @@ class Connection:
         assert isinstance(reply, SlotTask), reply
         return reply
 
-    def _read_meeting(self) -> _Meeting:
-        path = self._meeting.file
+    def _read_place(self) -> _ServerPlace:
+        path = self._rendezvous.file
         found = None
         with contextlib.suppress(msgspec.DecodeError):
-            found = msgspec.json.decode(read_private(path, "keys"), type=_Meeting)
+            found = msgspec.json.decode(read_private(path, "keys"), type=_ServerPlace)
         with contextlib.suppress(psutil.Error):
             if found is not None and abs(psutil.Process(found.pid).create_time() - found.started) < 0.1:
                 return found

@@ -31,6 +31,7 @@ from cordee.core.interrupts import keep_handlers
 CONNECT_S = 3.0  # for a connection to the head node, before Ray itself tries, which takes a minute to give up
 CHECK_S = 30.0  # that nodes have to answer, when the cluster is checked
 CLIENT_PREFIX = "ray://"
+_NOT_THERE = (ConnectionError, RuntimeError, ValueError, TimeoutError)  # what `ray.init` raises without a Ray
 
 
 def make_source(request: EngineRequest) -> RaySource:
@@ -303,8 +304,14 @@ def _connect(ray: Any, address: str, *, may_start: bool = True) -> tuple[bool, b
         if address != "local":
             try:
                 ray.init(address or "auto", **options)
-            except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            except (*_NOT_THERE, ray.exceptions.AuthenticationError) as error:
                 ray.shutdown()
+                if _asks_for_token(ray, address, error):
+                    raise JobError(
+                        f"the Ray {f'at {address}' if address else 'of this host'} takes no driver without its token: "
+                        "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the token if that is not "
+                        "~/.ray/auth_token (where that file exists, `ray start --head` asks for its token)"
+                    ) from None
                 if address:
                     raise JobError(
                         f"cannot use the Ray at {address}: {_first_line(error)}. A driver has to run on a node of the "
@@ -316,6 +323,21 @@ def _connect(ray: Any, address: str, *, may_start: bool = True) -> tuple[bool, b
             raise JobError("no Ray runs on this host: start one with `ray start --head`, or set RAY_ADDRESS")
         ray.init("local", include_dashboard=False, **options)
     return True, True
+
+
+def _asks_for_token(ray: Any, address: str, error: Exception) -> bool:
+    """Whether a Ray refused this process because of its token. `ray.init` says that only in a log (2.60)."""
+    if isinstance(error, ray.exceptions.AuthenticationError):
+        return True
+    if address in ("", "auto"):
+        return False
+    try:
+        ray._raylet.GcsClient(address=address).get_all_node_info()
+    except ray.exceptions.AuthenticationError:
+        return True
+    except Exception:  # noqa: BLE001 - it is not there, or something else is: `error` says what
+        return False
+    return False
 
 
 def _reach(address: str) -> None:

@@ -8,6 +8,7 @@ The engine of agents asks for another agent, with another ticket.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import sys
@@ -173,7 +174,9 @@ class SparkSource(AgentSource):
         task.thread.start()
 
     def ended(self) -> Sequence[AgentEnded]:
-        self._find_losses()
+        """As of every source. Raises CordeeError if the Java process of the driver is gone."""
+        with _talking_to_java():
+            self._find_losses()
         over = [number for number, task in self._tasks.items() if task.how is not None]
         found = []
         for number in over:
@@ -186,7 +189,8 @@ class SparkSource(AgentSource):
         task = self._tasks.get(number)
         if task is not None and not task.is_stopped:
             task.is_stopped = True
-            self._context.cancelJobGroup(task.group)
+            with contextlib.suppress(CordeeError), _talking_to_java():  # without Java there is no job
+                self._context.cancelJobGroup(task.group)
 
     def close(self) -> None:
         tasks = list(self._tasks.values())
@@ -197,7 +201,8 @@ class SparkSource(AgentSource):
         _join(tasks, time.monotonic() + 2 * GRACE_S)
         self._tasks.clear()
         if self._is_ours:
-            self._context.stop()
+            with contextlib.suppress(CordeeError), _talking_to_java():
+                self._context.stop()
 
     def _run(self, task: _Task, order: AgentOrder) -> None:
         """Submit the job and wait for its end. Runs in a thread of its own: job groups are of threads."""
@@ -232,6 +237,20 @@ class SparkSource(AgentSource):
             elif now_s - task.idle_since_s > RETRY_S:
                 self._context.cancelJobGroup(task.group)
                 task.how = LOST
+
+
+@contextlib.contextmanager
+def _talking_to_java() -> Iterator[None]:
+    """Inside, the Java process of the driver is asked for something. Raises CordeeError if it is gone."""
+    from py4j.protocol import Py4JError
+
+    try:
+        yield
+    except (Py4JError, OSError):
+        raise CordeeError(
+            "the Java process of the Spark driver has ended, and the executors with it: what it has printed says why "
+            "(it may have been killed for its memory: spark.driver.memory)"
+        ) from None
 
 
 def open_context(connect: str, name: str) -> tuple[Any, bool]:

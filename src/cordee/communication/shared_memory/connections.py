@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
+from cordee.communication.traffic import SENT
 from cordee.core.errors import CommunicationError
 
 # A connection in use: it yields a descriptor and the events of `select.poll` to wait for, and is resumed then.
@@ -70,6 +71,7 @@ class Connection:
             except BlockingIOError:
                 yield self.descriptor, select.POLLOUT
                 continue
+            SENT.add(count)
             while views and count >= len(views[0]):
                 count -= len(views.pop(0))
             if count:

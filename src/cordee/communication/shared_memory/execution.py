@@ -21,6 +21,7 @@ from torch.distributed import Work
 
 from cordee.communication.shared_memory.liveness import PeerFailure
 from cordee.communication.shared_memory.rounds import Need, Rounds, Steps, WaitTimeoutError, describe
+from cordee.core.blocked_time import BLOCKED
 from cordee.core.errors import CommunicationError
 
 T = TypeVar("T")
@@ -112,7 +113,11 @@ class CollectiveExecutor(QueueThread[_Job]):
                     self._changed.wait_for(lambda: not self._queue)
             if self._broken is not None:
                 raise self._refusal()
-            self._drive(steps, None, limit_s)
+            if not BLOCKED.is_on:  # a block that counts nothing still costs 0.35 µs
+                self._drive(steps, None, limit_s)
+                return
+            with BLOCKED:
+                self._drive(steps, None, limit_s)
 
     def start(
         self,
@@ -135,7 +140,8 @@ class CollectiveExecutor(QueueThread[_Job]):
             try:
                 if self._broken is not None:
                     raise self._refusal()
-                need = self._drive(steps, None, min(self._patience_s, limit_s), give_up=False)
+                with BLOCKED:
+                    need = self._drive(steps, None, min(self._patience_s, limit_s), give_up=False)
                 if need is not None:
                     return self._hand_over(_Job(steps, need, self._work(result), after, limit_s))
                 if after is not None:
@@ -160,6 +166,8 @@ class CollectiveExecutor(QueueThread[_Job]):
         try:
             if need is not None:
                 wait(need, timeout_s)
+            else:
+                self._rounds.is_arriving = True
             for need in steps:
                 wait(need, timeout_s)
         except WaitTimeoutError:
@@ -276,7 +284,9 @@ class CordeeWork(Work):
         if not self._done:
             assert self._finished is not None
             limit_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
-            if not self._finished.wait(limit_s):
+            with BLOCKED:
+                is_finished = self._finished.wait(limit_s)
+            if not is_finished:
                 raise CommunicationError(f"the operation was not done within the {limit_s:g} s given to wait()")
         if self._error is not None:
             raise self._error

@@ -56,7 +56,7 @@ class LinkSettings:
     address: str | None  # of this host; None: all that it has
 
 
-class Meeting:
+class Handshake:
     """One member's part in connecting a group."""
 
     def __init__(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cordee.communication.shared_memory.connections import NO_EVENT, Connection, Pump, drive
-from cordee.communication.shared_memory.handshake import LinkSettings, Meeting, Purpose
+from cordee.communication.shared_memory.handshake import Handshake, LinkSettings, Purpose
 from cordee.communication.shared_memory.liveness import HEARTBEAT, Silence, forget_waits, watch_waits
 from cordee.communication.shared_memory.rounds import describe
 from cordee.core.errors import CommunicationError
@@ -64,7 +64,7 @@ class Links:
             for rank in remote
         }
         try:
-            made = Meeting(self._rank, self._names, self._settings, purposes, lambda: self._abandoned).run(store)
+            made = Handshake(self._rank, self._names, self._settings, purposes, lambda: self._abandoned).run(store)
         except BaseException:
             forget_waits(self)
             raise

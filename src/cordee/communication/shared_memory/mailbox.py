@@ -21,6 +21,7 @@ from cordee.communication.shared_memory.futex import SLEEP_S, Futex, yield_core
 from cordee.communication.shared_memory.links import Links
 from cordee.communication.shared_memory.liveness import PeerWatch
 from cordee.communication.shared_memory.segment import CHANNEL_FUTEX, Layout, Segment
+from cordee.core.blocked_time import BLOCKED, WAITED
 from cordee.core.errors import CommunicationError
 
 _YIELD_S = 0.0005
@@ -38,7 +39,10 @@ class MessageWork(CordeeWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._done:
             limit_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
-            self._mailbox.wait_for(self, limit_s)
+            with BLOCKED:
+                started = time.monotonic()
+                self._mailbox.wait_for(self, limit_s)
+                WAITED.add(time.monotonic() - started)  # the way through shared memory is short
         return super().wait(timeout)
 
     def _wait_quietly(self) -> None:

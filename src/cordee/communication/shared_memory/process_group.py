@@ -324,6 +324,10 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
             return self._gloo.barrier(opts)
         return self._submit(self._operations.barrier(), [], opts, None)
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        gloo: Any = self._gloo
+        gloo.monitored_barrier(timeout, wait_all_ranks)
+
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> Work:
         if self._mailbox is None:
             return self._gloo.send(tensors, target, tag)

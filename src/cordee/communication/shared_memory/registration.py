@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cordee.core.env import wants_gloo_replaced
 from cordee.core.errors import CommunicationError
 
 BACKEND_NAME = "cordee"
@@ -14,12 +15,17 @@ def register() -> None:
     """Make `init_process_group("cordee")` work in this process; calling it again changes nothing.
 
     The package's `torch.backends` entry point names this function, so that torch calls it by itself; call it
-    yourself where that is switched off (TORCH_DEVICE_BACKEND_AUTOLOAD=0).
+    yourself where that is switched off (TORCH_DEVICE_BACKEND_AUTOLOAD=0). With CORDEE_REPLACE_GLOO=1 a program that
+    asks for gloo gets this backend too.
     """
     from torch.distributed import Backend
 
     if BACKEND_NAME.upper() not in Backend._plugins:
         Backend.register_backend(BACKEND_NAME, _create_group, extended_api=True, devices=["cpu"])
+    if wants_gloo_replaced():
+        from cordee.communication.shared_memory.gloo_replacement import replace_gloo
+
+        replace_gloo()
 
 
 def _create_group(options: Any, settings: Any) -> Any:

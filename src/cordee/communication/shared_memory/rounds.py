@@ -25,6 +25,7 @@ import torch
 from cordee.communication.shared_memory.futex import Futex, yield_core
 from cordee.communication.shared_memory.liveness import PeerFailure, PeerWatch
 from cordee.communication.shared_memory.segment import FUTEX, SIGNATURE, Layout, Segment
+from cordee.core.blocked_time import WAITED
 
 # What a collective waits for: control words of members, and the stamp they must reach.
 Need = tuple[tuple[int, ...], int]
@@ -63,6 +64,7 @@ class Rounds:
         # both peers to one core.
         self.is_streaming = False
         self._patience = SpinPatience(member, layout.num_members, group_key)
+        self.is_arriving = True  # the first long wait of a collective is for peers to arrive, later ones are its course
 
     def open(self) -> Need | None:
         """Begin a round; return what must be true before this member may write or publish, if anything."""
@@ -125,6 +127,8 @@ class Rounds:
         looks = 0
         while not self.ready(need):
             if now > deadline:
+                if self.is_arriving:
+                    WAITED.add(now - started)
                 raise WaitTimeoutError
             if now < sleep_after:
                 yield_core()
@@ -136,6 +140,9 @@ class Rounds:
                     self._check_peers(need)
                 self._futex.sleep(lambda: self.ready(need))
                 now = time.monotonic()
+        if self.is_arriving:
+            self.is_arriving = False
+            WAITED.add(now - started)
         self._patience.learn(peer_needed_core=has_switched, waited_s=now - started)
 
     def _check_peers(self, need: Need) -> None:

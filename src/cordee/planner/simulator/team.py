@@ -67,6 +67,9 @@ def _orders(candidate: Candidate, work: Work, drawn: Callable[[float], float]) -
     if cost_model == "replicas":
         exchange_s = summing_s(hardware, profile.parameter_bytes, members)
         exchange_s += hardware.overhead_s(candidate.strategy, size, Amount(num_bytes=profile.parameter_bytes))
+    elif cost_model == "windows":
+        sync_every = int(candidate.settings.get("sync_every", 1))
+        exchange_s = summing_s(hardware, profile.parameter_bytes, members) / sync_every
     elif cost_model == "servers":
         num_servers = int(candidate.settings.get("servers", 1))
         exchange_s = hardware.serve_s(candidate.strategy, profile.parameter_bytes, members, num_servers)

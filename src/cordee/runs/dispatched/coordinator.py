@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import msgspec
+from torch.optim import Optimizer
 
 from cordee import checkpoint
 from cordee.cluster.coordinator import Addresses, CoordinatorSpec
@@ -14,13 +15,15 @@ from cordee.cluster.members import Members, check_join_request
 from cordee.communication.channel import ServerChannel
 from cordee.communication.messages import JoinRequest, Scale
 from cordee.communication.wire import Codec
-from cordee.compute import make_schedule
+from cordee.compute import OptimizerRecipe, make_schedule
+from cordee.compute.schedules import PlateauSchedule, TorchSchedule
 from cordee.core import Job
 from cordee.core.errors import JobError, StorageError, TrainingError
 from cordee.core.fault_points import reach
 from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger
 from cordee.monitoring import AnyEvent, Summary, events
+from cordee.monitoring.timeline import TimelineFolder
 from cordee.runs.dispatched.dispatcher import Dispatcher
 from cordee.runs.dispatched.facts import RunFacts
 from cordee.runs.dispatched.losses import Losses
@@ -50,7 +53,21 @@ class DispatchedLeader:
         self._facts = facts = msgspec.convert(spec.facts, RunFacts)
         job = self._job = Job.load(spec.job_file)
         self._settings = settings_of(job)
-        self._schedule = make_schedule(job.schedule, facts.total_steps, job.python_path)
+        num_batches = -(-facts.num_samples // job.training.batch_size)
+        self._recipe = OptimizerRecipe(
+            _make_nothing,
+            make_schedule(
+                job.schedule,
+                facts.total_steps,
+                job.python_path,
+                num_batches=num_batches,
+                better=lambda metric: "lower" if metric in facts.lower_is_better else "higher",
+            ),
+            facts.lr_factor,
+            groups=tuple(facts.groups),
+        )
+        if isinstance(self._recipe.schedule, TorchSchedule | PlateauSchedule):
+            self._recipe.schedule.fit(facts.groups)
         self._servers = ServerCalls(spec.run_id, spec.client_keys)
         self._has_changed = False  # what must be written down though nothing follows from it
         self._shut_down_by_s: float | None = None
@@ -87,6 +104,7 @@ class DispatchedLeader:
     def open(self, channel: ServerChannel) -> None:
         launcher, cluster, state = self._launcher, self._job.cluster, self._state
         dispatcher = self._dispatcher = self._make_dispatcher(channel, self._plan)
+        dispatcher.keep_timeline = TimelineFolder(self._run_dir).write
         starter = self._starter = ProcessStarter(
             self._spec, self._job, launcher, state.members, state.addresses, channel.fence, "cordee.runs.dispatched"
         )
@@ -190,8 +208,13 @@ class DispatchedLeader:
 
     def _make_plan(self) -> RunPlan:
         facts = self._facts
-        policy = StopPolicy(self._job.stop)
-        policy.patience = self._progress.patience
+        keep_best = self._job.checkpoint.keep_best
+        policy = StopPolicy(
+            self._job.stop,
+            self._progress.patience,
+            frozenset(facts.lower_is_better),
+            keep_best if isinstance(keep_best, str) else "",
+        )
         return RunPlan(
             self._job,
             self._settings,
@@ -201,6 +224,7 @@ class DispatchedLeader:
             facts.counts_classes,
             start=self._progress.step,
             dtype=facts.dtype,
+            schedule=self._recipe.schedule,
         )
 
     def _load_progress(self, resume: bool) -> Progress:
@@ -250,5 +274,11 @@ class DispatchedLeader:
         return self._state.base_s + time.perf_counter() - self._state.begun_s
 
     def _rate(self, step: int) -> float:
-        facts = self._facts
-        return facts.lr * self._schedule(step) * facts.lr_factor
+        schedule = self._recipe.schedule
+        if isinstance(schedule, PlateauSchedule):
+            schedule.level = int(self._progress.plateau.get("level", 0))
+        return self._recipe.first_rate(step)
+
+
+def _make_nothing(named_parameters: object) -> Optimizer:
+    raise AssertionError("a coordinator has no parameters")

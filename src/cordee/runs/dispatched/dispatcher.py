@@ -294,6 +294,7 @@ class Dispatcher(MemberChannel):
                 apply_step=apply_step,
                 scale=scale,
                 attempt=self._state.attempt,
+                level=int(self.progress.plateau.get("level", 0)),
             )
             self._reply(received, work)
 

@@ -5,7 +5,6 @@ While it reads, the dispatcher hands out no work; while it measures and writes, 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import signal
 import time
@@ -18,14 +17,13 @@ import torch
 from cordee import checkpoint
 from cordee.checkpoint import State, model_state
 from cordee.checkpoint.layout import decode_values, encode_values
+from cordee.checkpoint.optimizer import find_in_state
 from cordee.cluster import Team
 from cordee.cluster.member_link import MemberSpec
-from cordee.compute import Metrics, evaluate, number_groups
-from cordee.core.errors import StorageError
+from cordee.compute import Metrics, averaging, number_groups
+from cordee.core.errors import StorageError, TrainingError
 from cordee.core.fault_points import identify, reach
-from cordee.core.shards import sum_shards
-from cordee.core.stopping import StopPolicy
-from cordee.monitoring import setup_logging
+from cordee.monitoring import events, setup_logging
 from cordee.parameters.calls import ServerCalls
 from cordee.parameters.placement import make_layout
 from cordee.runs.dispatched.link import DispatchLink
@@ -34,8 +32,10 @@ from cordee.strategies.parameter_server.client import ParameterClient
 from cordee.strategies.parameter_server.messages import Snapshot, SnapshotExtras
 from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters, join_pieces
 from cordee.strategies.parameter_server.strategy import can_split, settings_of
+from cordee.training.callbacks import Callbacks, Context
 from cordee.training.components import Components, assemble
-from cordee.training.progress import Progress
+from cordee.training.measuring import make_policy, measure
+from cordee.training.progress import Outcome, Progress
 
 log = logging.getLogger("cordee.evaluator")
 
@@ -51,10 +51,14 @@ def main(argument: dict[str, Any]) -> int:
             parts = assemble(spec.load_job(), Team(num_workers=1, num_local_workers=spec.num_local))
             evaluator = Evaluator(parts, link, run_dir / "checkpoints", patience_s=6 * spec.failure_timeout_s)
             link.join()
+            evaluator.notify("on_start", parts.describe(run_dir), 0)
             while not isinstance(reply := link.ask(AskEvaluatorTask()), Leave):
                 assert isinstance(reply, EvaluatorTask)
                 link.step = reply.step
-                link.ask(evaluator.carry_out(reply))
+                done = evaluator.carry_out(reply)
+                evaluator.raise_problem()
+                link.ask(done)
+            evaluator.end()
             evaluator.close()
             link.leave()
         except Exception as error:
@@ -77,6 +81,10 @@ class Evaluator:
         self._flat = flatten_parameters(parts.model, self._layout)
         adopt_flat(parts.model, self._layout, self._flat, torch.zeros_like(self._flat))
         self._buffers = dict(parts.model.named_buffers())
+        self._callbacks = Callbacks(parts.callbacks)
+        self._problem = ""  # what a callback raised
+        self._has_ended = False
+        self._last = (0, Outcome(None, None, None, 0.0))  # step, and what callbacks are told at the end
         self._group_of = number_groups(parts.recipe.make(parts.model.named_parameters()), parts.model)
 
     def carry_out(self, task: EvaluatorTask) -> EvaluatorTaskDone:
@@ -84,29 +92,67 @@ class Evaluator:
         optimizer = self._read(task)
         reach("evaluator.read")
         state = State.join(model=State(model_state(self._parts.model), {}), optimizer=optimizer)
-        metrics = self._measure() if task.evaluate else None
+        metrics = self._measure(optimizer) if task.evaluate else None
         progress = msgspec.convert(decode_values(task.progress.encode()), Progress)
         is_best = metrics is not None and self._record_evaluation(progress, metrics)
         reach("evaluator.measured")
+        if metrics is not None:
+            self._last = (task.step, Outcome(None, metrics, None, 0.0))
+            self._call("on_evaluation", progress.describe_evaluation(metrics, task.step, progress.epoch), task.step)
         path, problem = "", ""
-        if task.save or is_best:
+        if task.save or is_best or self._problem:
             values = {**state.values, "progress": msgspec.to_builtins(progress)}
             try:
                 path = self._save(progress, State(state.tensors, values))
             except StorageError as error:
                 problem = str(error)
         reach("evaluator.saved")
+        seconds = time.perf_counter() - started
+        if path:
+            event = events.Checkpoint(step=task.step, path=path, seconds=seconds, stall_s=0.0)
+            self._call("on_checkpoint", event, task.step)
+        if task.is_last:
+            self._end()
         sha = checkpoint.weights_sha256(self._parts.model.state_dict())
         found = encode_values(msgspec.to_builtins(metrics)).decode() if metrics else ""
         return EvaluatorTaskDone(task.step, found, sha, path, time.perf_counter() - started, problem, task.number)
+
+    def notify(self, method: str, event: Any, step: int) -> None:
+        """Call a method of the job's callbacks. Raises TrainingError if one raises."""
+        self._call(method, event, step)
+        self.raise_problem()
+
+    def end(self) -> None:
+        """Tell the callbacks that the run is over, if they do not know. Raises TrainingError if one raises."""
+        self._end()
+        self.raise_problem()
+
+    def _end(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            step, outcome = self._last
+            self._call("on_end", outcome, step)
+
+    def raise_problem(self) -> None:
+        """Raise TrainingError for what a callback raised: by now, the state is saved."""
+        if self._problem:
+            raise TrainingError(self._problem)
+
+    def _call(self, method: str, event: Any, step: int) -> None:
+        if self._callbacks.has(method) and not self._problem:
+            parts = self._parts
+            context = Context(parts.job, parts.team, step, None, lambda: parts.model, self._link.emit)
+            self._problem = self._callbacks.call(method, event, context)
 
     def close(self) -> None:
         self._client.close()
 
     def _record_evaluation(self, progress: Progress, metrics: Metrics) -> bool:
         """Record in the progress that is saved what was measured; return whether the model is to be kept for it."""
-        progress.take_evaluation(metrics, progress.step, StopPolicy(self._parts.job.stop, progress.patience))
-        return self._parts.job.checkpoint.keep_best and progress.best_step == progress.step
+        policy = make_policy(self._parts)
+        policy.patience = progress.patience
+        progress.take_evaluation(metrics, progress.step, policy, self._parts.recipe.schedule)
+        return bool(self._parts.job.checkpoint.keep_best) and progress.best_step == progress.step
 
     def _save(self, progress: Progress, state: State) -> str:
         settings = self._parts.job.checkpoint
@@ -122,18 +168,16 @@ class Evaluator:
         self._link.ask(SnapshotTaken(self._client.pull_extras(self._buffers, SnapshotExtras(task.apply_step))))
         return join_pieces(self._layout, states, self._group_of)
 
-    def _measure(self) -> Metrics | None:
+    def _measure(self, optimizer: State) -> Metrics | None:
         parts = self._parts
         if parts.test is None:
             return None
-        with contextlib.closing(parts.test.batches(0)) as batches:
-            metrics = evaluate(
-                parts.model,
-                batches,
-                parts.computation,
-                num_classes=parts.splits.num_classes,
-                num_parts=parts.test_shards.num_held,
-                combine=lambda values: sum_shards(values, parts.test_shards),
-            )
+        trained = self._flat.clone()
+        with torch.no_grad():  # with training.ema, the moving average is what is measured
+            parameters = dict(parts.model.named_parameters())
+            for name, average in find_in_state(optimizer, averaging.KEY).items():
+                parameters[name].copy_(average)
+            metrics = measure(parts, parts.model, parts.test)
+            self._flat.copy_(trained)
         assert metrics is not None
         return metrics

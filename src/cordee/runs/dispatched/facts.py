@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from cordee.core.errors import JobError
 from cordee.data.source import fingerprint
 from cordee.monitoring.events import RunStarted
 from cordee.strategies.table import elastic_teams
+from cordee.training.callbacks import refuse_on_step
 from cordee.training.components import Components
 
 
@@ -18,8 +21,9 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     total_steps: int
     counts_classes: bool
     has_test: bool
-    lr: float  # of the optimizer's first group, before schedule and scale
+    groups: list[dict[str, Any]]  # settings of the optimizer's, before schedule and scale
     lr_factor: float
+    lower_is_better: tuple[str, ...] = ()  # metrics of which less is better
     dtype: str = "float32"  # of the parameters
     data: str = ""  # a fingerprint, where workers may be on other hosts
     description: RunStarted  # without its place
@@ -29,14 +33,14 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
         num_samples, total_steps = components.splits.train.num_samples, components.total_steps
         assert num_samples is not None and total_steps is not None
         trained = [parameter for parameter in components.model.parameters() if parameter.requires_grad]
-        optimizer = components.recipe.make(components.model.named_parameters())
         return cls(
             num_samples=num_samples,
             total_steps=total_steps,
             counts_classes=components.splits.num_classes is not None,
             has_test=components.test is not None,
-            lr=float(optimizer.param_groups[0]["initial_lr"]),
+            groups=[dict(group) for group in components.recipe.groups],
             lr_factor=components.recipe.lr_factor,
+            lower_is_better=tuple(components.lower_is_better),
             dtype=str(trained[0].dtype).removeprefix("torch."),
             data=fingerprint(components.splits) if has_other_hosts else "",
             description=components.describe(),
@@ -50,3 +54,4 @@ def check_dispatched(components: Components) -> None:
             f"strategy '{components.job.strategy.name}' hands out samples by their number, and a stream has none: "
             f"use a Dataset with a length, or strategy {elastic_teams()}"
         )
+    refuse_on_step(components.callbacks, components.job.strategy.name)

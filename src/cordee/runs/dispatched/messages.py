@@ -87,6 +87,7 @@ class Work(Message, frozen=True):
     apply_step: Number = -1  # step that the servers apply, scaled, before this one is computed
     scale: float = 1.0
     attempt: Count = 0  # what is done of an earlier one does not count
+    level: Count = 0  # of a schedule that follows a metric
 
 
 class Leave(Message, frozen=True):
@@ -110,6 +111,7 @@ class EvaluatorTask(Message, frozen=True):
     step: Count
     evaluate: bool
     save: bool
+    is_last: bool  # of the run
     progress: Text  # encoded like the values of a checkpoint, for the checkpoint
     apply_step: Number = -1
     scale: float = 1.0

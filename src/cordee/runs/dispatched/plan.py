@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cordee.compute.schedules import PlateauSchedule, Schedule, constant
 from cordee.core import Job
 from cordee.core.stopping import StopPolicy
 from cordee.data import Exchanges
@@ -25,6 +26,7 @@ class RunPlan:
     counts_classes: bool
     start: int = 0  # steps of the job that were taken before
     dtype: str = "float32"  # of the parameters
+    schedule: Schedule = constant()  # noqa: RUF009 - a function
 
     @property
     def exchanges(self) -> Exchanges:
@@ -73,9 +75,11 @@ class RunPlan:
 
     @property
     def evaluation_may_stop(self) -> bool:
-        """Whether an evaluation may end the run: training then waits for it."""
+        """Whether an evaluation may end the run, or change the rate: training then waits for it."""
         stop = self.job.stop
-        return stop.accuracy is not None or stop.loss is not None or stop.patience is not None
+        if isinstance(self.schedule, PlateauSchedule):
+            return True  # the rates that follow depend on it
+        return any(goal is not None for goal in (stop.accuracy, stop.loss, stop.patience)) or bool(stop.metrics)
 
     def steps_before(self, step: int) -> int:
         """Return how many steps of the job are taken before `step` of the ledger."""

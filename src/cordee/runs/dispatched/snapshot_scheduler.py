@@ -111,6 +111,7 @@ class SnapshotScheduler:
             step=progress.step,
             evaluate=evaluates,
             save=saves,
+            is_last=is_last,
             progress=encode_values(msgspec.to_builtins(progress)).decode(),
             apply_step=apply_step,
             scale=scale,
@@ -155,7 +156,7 @@ class SnapshotScheduler:
         outcome.metrics = metrics
         found = progress.describe_evaluation(metrics, done.step, max(1, epoch if batch == 0 else epoch + 1))
         self._emit(msgspec.structs.replace(found, train_loss=state.task_loss))
-        return progress.take_evaluation(metrics, done.step, self._plan.policy)
+        return progress.take_evaluation(metrics, done.step, self._plan.policy, self._plan.schedule)
 
     def _withdraw_task(self) -> None:
         state = self._state

@@ -46,7 +46,7 @@ class Summariser:
         reason = None
         is_measured = progress.metrics is not None and progress.evaluated_at == progress.step
         if progress.metrics is not None and is_measured:
-            reason = plan.policy.stop_reason(progress.metrics.loss, progress.metrics.accuracy)
+            reason = plan.policy.stop_reason(progress.metrics.get)
         if progress.step and plan.policy.is_time_up(progress.elapsed_s):
             reason = reason or "time"
         if reason is None and not (plan.is_at_end and (is_measured or not self._facts.has_test)):

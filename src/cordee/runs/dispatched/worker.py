@@ -15,21 +15,23 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from cordee.cluster import Team
-from cordee.cluster.member_link import MemberSpec
+from cordee.cluster.member_link import MemberSpec, open_timeline
 from cordee.cluster.members import REPLACED
 from cordee.communication.channel import RefusedError
 from cordee.compute import Loss, find_unsound, split_batch
 from cordee.compute.devices import MemoryWatch
+from cordee.compute.schedules import PlateauSchedule
 from cordee.core import Batch
+from cordee.core.blocked_time import BLOCKED
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import identify, reach
 from cordee.core.seeds import derive_seed
 from cordee.data.order import count_batches
 from cordee.data.source import check_same
 from cordee.monitoring import events, setup_logging
+from cordee.monitoring.timeline import Phase, Timeline
 from cordee.parameters.calls import ServerCalls
 from cordee.parameters.placement import Piece, make_layout
 from cordee.runs.dispatched.link import DispatchLink
@@ -76,6 +78,8 @@ def work(spec: MemberSpec) -> Exception | None:
 def _work(spec: MemberSpec, leave_asked: threading.Event, memory: MemoryWatch, num_returns: int) -> Exception | None:
     """Join and work; return why this worker could not continue, or that it was given up and may join again."""
     with DispatchLink(spec, num_returns) as link, contextlib.ExitStack() as stack:
+        timeline = stack.enter_context(contextlib.closing(open_timeline(spec, link)))
+        timeline.enter("loading")
         try:
             job = spec.load_job()
             team = Team(
@@ -87,7 +91,8 @@ def _work(spec: MemberSpec, leave_asked: threading.Event, memory: MemoryWatch, n
             stack.callback(parts.train.close)
             if spec.data:
                 check_same(spec.data, parts.splits)
-            loop = DispatchedWorker(parts, link, spec, leave_asked, memory)
+            loop = DispatchedWorker(parts, link, spec, leave_asked, memory, timeline)
+            timeline.enter("joining")
             link.join()
             loop.run()
             link.leave()
@@ -111,7 +116,9 @@ class DispatchedWorker:
         spec: MemberSpec,
         leave_asked: threading.Event,
         memory: MemoryWatch,
+        timeline: Timeline,
     ) -> None:
+        self._timeline = timeline
         self._leave_asked = leave_asked
         self._memory = memory
         self._parts = parts
@@ -148,9 +155,11 @@ class DispatchedWorker:
         began_s = None
         while True:
             asked_s = time.perf_counter()
+            self._timeline.switch(Phase.WAIT)
             reply = self._link.ask(done)
             if began_s is None:  # the first wait is for the others to start
                 began_s = time.perf_counter()
+                self._timeline.enter("training")
             else:
                 waited_s += time.perf_counter() - asked_s
             if isinstance(reply, Leave):
@@ -177,6 +186,7 @@ class DispatchedWorker:
     def _do(self, work: Work) -> TakeWork:
         self._work = work
         self._num_units += 1
+        self._timeline.switch(Phase.COMPUTE)
         if self._num_until_pull == 0 or work.apply_step >= 0:
             self._client.pull(self._flat, work.apply_step, work.scale)
             self._num_until_pull = self._settings.pull_every
@@ -189,7 +199,8 @@ class DispatchedWorker:
         reach("worker.computed")
         refused, norms = "", []
         for piece, push in self._pushes:
-            answer = push.result()
+            with BLOCKED:
+                answer = push.result()
             refused = refused or (answer.detail and answer.detail + self._blamed)
             norms += [
                 (self._parameter_numbers[one.name], norm)
@@ -200,6 +211,7 @@ class DispatchedWorker:
         reach("worker.pushed")
         if buffers:
             self._client.push_extras(buffers, work.unit, work.step, work.share, work.num_shares)
+        self._timeline.end_step(work.first_batch + work.num_batches)
         if self._num_until_pull and work.num_batches == 1:  # of several, `_compute` has taken the local steps
             self._step_locally(work.first_batch)
         return TakeWork(
@@ -223,12 +235,16 @@ class DispatchedWorker:
         parts = self._parts_of_batches(work)
         places = [(start, stop) for _, start, stop in parts]
         with contextlib.closing(self._parts.train.read(work.epoch, places)) as batches:
+            self._timeline.switch(Phase.DATA)
             for (step, start, stop), batch in zip(parts, batches, strict=True):
+                self._timeline.switch(Phase.COMPUTE)
                 self._gradient.zero_()
                 losses.append(self._compute_batch(work, step, batch, start, stop))
                 if total is not None:
                     total.add_(self._gradient)
                     self._step_locally(step)
+                self._timeline.switch(Phase.DATA)
+            self._timeline.switch(Phase.COMPUTE)
         if total is not None:
             self._gradient.copy_(total)
         self._count = sum(loss.count for loss in losses)
@@ -256,14 +272,14 @@ class DispatchedWorker:
             seed = derive_seed(derive_seed(self._job.seed, "step", step), "shard", work.share)
         torch.default_generator.manual_seed(seed)
         pieces = [part for part in split_batch(batch, self._job.training.accumulate) if part.num_samples]
-        self._count = sum(parts.computation.loss.count(part.targets) for part in pieces)
+        self._count = sum(parts.computation.loss.count_batch(part) for part in pieces)
         total = self._count if self._fixed is None else self._fixed.nominal
         if self._fixed is not None:
             pieces = [aligned(part) for part in pieces]
         passes = itertools.count(1)
 
-        def forward(inputs: Tensor) -> Tensor:
-            outputs: Tensor = self._model(inputs)
+        def forward(*args: Any, **keywords: Any) -> Any:
+            outputs = self._model(*args, **keywords)
             if next(passes) == len(pieces) and self._pushes_early:
                 self._watch.expect(outputs)
             return outputs
@@ -290,6 +306,7 @@ class DispatchedWorker:
             base=self._client.base(piece),
             floor=work.floor,
             unused=self._watch.unused(piece),
+            level=work.level,
         )
         self._pushes.append((piece, self._client.start_push(piece, self._gradient, push)))
 
@@ -299,6 +316,9 @@ class DispatchedWorker:
 
     def _step_locally(self, step: int) -> None:
         """Move the own copy against its own gradient until the next pull, as Downpour SGD does."""
+        schedule = self._parts.recipe.schedule
+        if isinstance(schedule, PlateauSchedule) and self._work is not None:
+            schedule.level = self._work.level
         self._parts.recipe.set_rate(self._rates, step)
         with torch.no_grad():
             for group in self._rates.param_groups:

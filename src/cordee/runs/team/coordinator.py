@@ -18,6 +18,7 @@ from cordee.communication.wire import Codec
 from cordee.core import Job
 from cordee.core.errors import TrainingError
 from cordee.monitoring import AnyEvent, Summary, events
+from cordee.monitoring.timeline import TimelineFolder
 from cordee.runs.team.checkpoints import CheckpointReceiver
 from cordee.runs.team.generations import Generations
 from cordee.runs.team.losses import Losses
@@ -34,6 +35,8 @@ class TeamLeader:
     """The `Leader` of one team."""
 
     codec = Codec(TEAM)
+    package = "cordee.runs.team"  # which has the main function of the workers
+    prints = False  # whether what workers print goes to the launcher's terminal
     _channel: TeamChannel
     _workers: Workers
     _losses: Losses
@@ -43,7 +46,6 @@ class TeamLeader:
         self._spec = spec
         self._launcher = launcher
         job = self._job = Job.load(spec.job_file)
-        self._strategy = bare_strategy(job)
         restored = launcher.restored
         self._state = self._begin() if restored is None else msgspec.msgpack.decode(restored, type=TeamState)
         self._membership = self._state.membership
@@ -59,7 +61,7 @@ class TeamLeader:
                 num_workers=job.strategy.workers,
                 failure_timeout_s=job.cluster.failure_timeout_s,
                 min_workers=job.cluster.min_workers,
-                is_elastic=entry_of(job).is_elastic,
+                is_elastic=self._is_elastic,
             ),
             addresses=Addresses.of(job, self._spec),
             recoveries=RecoveryState(restarts=Restarts(job.cluster.max_restarts)),
@@ -81,9 +83,11 @@ class TeamLeader:
         members = self._channel = TeamChannel(
             channel, self._membership, self._take_event, self._handle_request, self._take_report, self._checkpoints
         )
+        members.keep_timeline = TimelineFolder(Path(self._spec.run_dir)).write
         starter = MemberStarter(
-            self._spec, self._job, launcher, self._membership, state.addresses, channel.fence, "cordee.runs.team"
+            self._spec, self._job, launcher, self._membership, state.addresses, channel.fence, self.package
         )
+        starter.prints = self.prints
         workers = self._workers = Workers(self._job, launcher, members, starter, state.workers, self._check_size)
         losses = self._losses = Losses(
             self._job.cluster, launcher, self._membership, workers, self._recoveries, state.losses
@@ -140,9 +144,15 @@ class TeamLeader:
             return self._workers.admit(request, self.addresses.public)
         return self._scale(request.num_workers, request.threads)
 
+    @property
+    def _is_elastic(self) -> bool:
+        return entry_of(self._job).is_elastic
+
     def _check_size(self, num_workers: int) -> None:
         wanted = msgspec.structs.replace(self._job.strategy, workers=num_workers)
-        self._strategy.requirements(msgspec.structs.replace(self._job, strategy=wanted))  # raises what it cannot do
+        bare_strategy(self._job).requirements(
+            msgspec.structs.replace(self._job, strategy=wanted)
+        )  # raises what it cannot do
 
     def _take_event(self, event: AnyEvent) -> None:
         """Have an event of a worker recorded, unless it is of the past or another has told the same."""
@@ -212,6 +222,7 @@ class TeamLeader:
         return msgspec.structs.replace(
             summary,
             peak_memory_bytes=max(peaks) or None,
+            bytes_sent=sum(summary.bytes_sent or 0 for summary in summaries.values()),
             recoveries=recoveries.num_complete,
             steps_redone=recoveries.steps_redone,
             checkpoint_stall_seconds=self._state.stall_s,

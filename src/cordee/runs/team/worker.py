@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -14,7 +14,7 @@ import msgspec
 from cordee.checkpoint import Folder, Store
 from cordee.cluster import Team
 from cordee.cluster.control import has_run_directory
-from cordee.cluster.member_link import MemberSpec
+from cordee.cluster.member_link import MemberSpec, open_timeline
 from cordee.cluster.members import WORKER_PREFIX
 from cordee.cluster.messages import DataFingerprint, StepReached, WorkerSummary
 from cordee.cluster.rendezvous import BetweenHosts, CoordinatorStore, meet
@@ -27,6 +27,7 @@ from cordee.core import fault_points
 from cordee.core.errors import CommunicationError
 from cordee.data.source import check_same, fingerprint
 from cordee.monitoring import AnyEvent, Monitor, events, setup_logging
+from cordee.monitoring.timeline import Timeline
 from cordee.runs.team.checkpoints import RemoteCheckpoints
 from cordee.runs.team.link import Answer, TeamLink
 from cordee.training.components import assemble
@@ -70,27 +71,49 @@ def work(spec: MemberSpec) -> Exception | None:
     fault_points.identify(spec.name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
     log_file = spec.log_file
-    with setup_logging(log_file), TeamLink(spec) as link:
-        member = _Member(spec, link, log_file, memory)
-        try:
-            link.join()
-            with _leaving_in_order(link, also_on_interrupt=spec.is_external):
-                member.work()
-            link.leave()
-        except Exception as error:
-            log.exception("worker %d cannot continue", spec.index)
-            link.step = member.step
-            reason = find_lost_peer(error) or error
-            link.fail(reason)
-            return reason
+    with setup_logging(log_file), TeamLink(spec) as link, contextlib.closing(open_timeline(spec, link)) as timeline:
+        timeline.enter("starting")
+        member = _Member(spec, link, log_file, memory, timeline)
+
+        def record(error: Exception) -> None:
+            log.error("worker %d cannot continue", spec.index, exc_info=error)
+
+        return take_part(spec, link, member.work, lambda: member.step, record)
+
+
+def take_part(
+    spec: MemberSpec,
+    link: TeamLink,
+    work: Callable[[], None],
+    read_step: Callable[[], int],
+    record: Callable[[Exception], None],
+) -> Exception | None:
+    """Join the run, work, and leave; return why this worker could not continue, if it could not.
+
+    An error is recorded by `record`, and reported to the coordinator with the step that `read_step` returns.
+    """
+    try:
+        link.join()
+        with leaving_in_order(link, also_on_interrupt=spec.is_external):
+            work()
+        link.leave()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
+        record(error)
+        link.step = read_step()
+        reason = find_lost_peer(error) or error
+        link.fail(reason)
+        return reason
     return None
 
 
 class _Member:
     """This worker, from one generation to the next."""
 
-    def __init__(self, spec: MemberSpec, link: TeamLink, log_file: Path, memory: MemoryWatch) -> None:
+    def __init__(
+        self, spec: MemberSpec, link: TeamLink, log_file: Path, memory: MemoryWatch, timeline: Timeline
+    ) -> None:
         self._spec, self._link, self._log_file, self._memory = spec, link, log_file, memory
+        self._timeline = timeline
         self._run_dir = Path(spec.run_dir)
         self._session: Session | None = None
         self._answer: Answer | None = None
@@ -106,13 +129,15 @@ class _Member:
         spec, link = self._spec, self._link
         index = min(spec.index, spec.num_local - 1)
         places = Team(index, spec.num_local, num_local_workers=spec.num_local, local_rank=index)
+        self._timeline.enter("loading")
         parts = assemble(spec.load_job(), places)
         if spec.data:
             check_same(spec.data, parts.splits)
         elif spec.host_address:
             link.report(DataFingerprint(fingerprint(parts.splits)))
         sink = LinkSink(link, spec.index)
-        with self._open_store() as store, Monitor([sink], member=f"worker {spec.index}") as monitor:
+        monitor = Monitor([sink], member=f"worker {spec.index}", timeline=self._timeline)
+        with open_store(spec, link) as store, monitor:
             self._session = session = Session(
                 parts,
                 monitor,
@@ -128,16 +153,6 @@ class _Member:
                     return
             summary = session.summarise(None)
         link.report(WorkerSummary(summary))
-
-    @contextlib.contextmanager
-    def _open_store(self) -> Iterator[Store]:
-        """Inside, the checkpoints of the run can be written and read: in its directory, or through the coordinator."""
-        if has_run_directory(self._run_dir, self._spec.run_id):
-            yield Folder(self._run_dir / "checkpoints")
-            return
-        log.info("the run directory is out of reach: the coordinator writes and reads checkpoints")
-        with contextlib.closing(RemoteCheckpoints(self._spec, self._link)) as store:
-            yield store
 
     def _train_on(self, session: Session, sink: LinkSink) -> bool:
         """Train in one team after the other; return whether the run has ended, and not just for this worker."""
@@ -157,7 +172,7 @@ class _Member:
         """Train as a member of the generation that `answer` calls for; return whether the run has ended."""
         self._reason = ""
         try:
-            with _group(self._spec, answer, self._link) as team:
+            with form_group(self._spec, answer, self._link) as team:
                 sink.is_first = team.is_first
                 return session.train(
                     team,
@@ -172,6 +187,7 @@ class _Member:
 
     def _await(self, session: Session, *, has_dropped: bool) -> Answer:
         """Wait for what to do next; one that was given up meanwhile begins again."""
+        self._timeline.enter("joining")
         returns = self._num_returns
         if returns != self._link.num_returns:
             session.forget()
@@ -192,7 +208,19 @@ class _Member:
 
 
 @contextlib.contextmanager
-def _group(spec: MemberSpec, answer: Answer, link: TeamLink) -> Iterator[Team]:
+def open_store(spec: MemberSpec, link: TeamLink) -> Iterator[Store]:
+    """Inside, the checkpoints of the run can be written and read: in its directory, or through the coordinator."""
+    run_dir = Path(spec.run_dir)
+    if has_run_directory(run_dir, spec.run_id):
+        yield Folder(run_dir / "checkpoints")
+        return
+    log.info("the run directory is out of reach: the coordinator writes and reads checkpoints")
+    with contextlib.closing(RemoteCheckpoints(spec, link)) as store:
+        yield store
+
+
+@contextlib.contextmanager
+def form_group(spec: MemberSpec, answer: Answer, link: TeamLink) -> Iterator[Team]:
     """Form the group of a generation, and give it up afterwards. Collective."""
     members, generation = answer.directive.members, answer.generation
     rank = [member.name for member in members].index(spec.name)
@@ -215,7 +243,7 @@ def _group(spec: MemberSpec, answer: Answer, link: TeamLink) -> Iterator[Team]:
             between = BetweenHosts(stack.enter_context(store), spec.host_address, encrypt)
             how = "encrypted" if encrypt else "not encrypted: cluster.encrypt = false"
             log.info("generation %d has members on another host; what goes between hosts is %s", generation, how)
-        meeting = meet(
+        group = meet(
             Path(spec.store) / f"generation-{generation}",
             rank,
             len(members),
@@ -223,7 +251,7 @@ def _group(spec: MemberSpec, answer: Answer, link: TeamLink) -> Iterator[Team]:
             why_over=lambda: link.why_generation_ended(generation),
             between=between,
         )
-        stack.enter_context(meeting)
+        stack.enter_context(group)
         yield Team(
             worker_index=rank,
             num_workers=len(members),
@@ -236,7 +264,7 @@ def _group(spec: MemberSpec, answer: Answer, link: TeamLink) -> Iterator[Team]:
 
 
 @contextlib.contextmanager
-def _leaving_in_order(link: TeamLink, *, also_on_interrupt: bool) -> Iterator[None]:
+def leaving_in_order(link: TeamLink, *, also_on_interrupt: bool) -> Iterator[None]:
     """Inside, the first SIGTERM (a spot instance, Slurm, Kubernetes) asks to leave; the second ends the process."""
     numbers = [signal.SIGTERM, signal.SIGINT] if also_on_interrupt else [signal.SIGTERM]
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from cordee.checkpoint import State
+from cordee.communication.compression import DeltaReceiver, ErrorFeedback, make_codec
 from cordee.communication.messages import Message
 from cordee.communication.wire import Buffer
+from cordee.core.blocked_time import BLOCKED
 from cordee.parameters.calls import MappedValues, ServerCalls
-from cordee.parameters.compression import DeltaReceiver, ErrorFeedback, make_codec
 from cordee.parameters.placement import Layout, Piece
 from cordee.parameters.replication import decode_state
 from cordee.strategies.parameter_server.messages import (
@@ -58,11 +59,13 @@ class ParameterClient:
     def pull(self, flat: Tensor, apply_step: int = -1, scale: float = 1.0) -> None:
         """Bring all parameters up to date."""
         if self._pool is None:
-            self._pull_piece(self.layout.pieces[0], flat, apply_step, scale)
+            with BLOCKED:
+                self._pull_piece(self.layout.pieces[0], flat, apply_step, scale)
             return
         waiting = [self._pool.submit(self._pull_piece, piece, flat, apply_step, scale) for piece in self.layout.pieces]
-        for one in waiting:
-            one.result()
+        with BLOCKED:
+            for one in waiting:
+                one.result()
 
     def start_push(self, piece: Piece, gradient: Tensor, push: Push) -> Future[Pushed]:
         """Send the gradient of one piece; `gradient` is that of all pieces, and must not change until it is through."""
@@ -70,7 +73,8 @@ class ParameterClient:
             return self._pool.submit(self._push_piece, piece, gradient, push)
         done: Future[Pushed] = Future()
         try:
-            done.set_result(self._push_piece(piece, gradient, push))
+            with BLOCKED:
+                done.set_result(self._push_piece(piece, gradient, push))
         except BaseException as error:  # noqa: BLE001 - handed to the one who waits, as a thread would
             done.set_exception(error)
         return done
@@ -82,7 +86,8 @@ class ParameterClient:
     def push_extras(self, buffers: dict[str, Tensor], unit: int, step: int, share: int, num_shares: int) -> None:
         """Tell the first server of the model's buffers."""
         message = PushExtras(unit, tuple(buffers), step=step, share=share, num_shares=num_shares)
-        self._calls.call(0, message, list(buffers.values()))
+        with BLOCKED:
+            self._calls.call(0, message, list(buffers.values()))
 
     def pull_extras(self, buffers: dict[str, Tensor], pull: PullExtras | SnapshotExtras) -> tuple[int, ...]:
         """Bring the model's buffers to what all workers start from; return how old gradients were, by updates."""
@@ -95,7 +100,8 @@ class ParameterClient:
             return message.ages
 
         room = sum(value.numel() * value.element_size() + 64 for value in buffers.values()) + 4096
-        ages: tuple[int, ...] = self._calls.call(0, pull, receive=receive, reply_bytes=room)
+        with BLOCKED:
+            ages: tuple[int, ...] = self._calls.call(0, pull, receive=receive, reply_bytes=room)
         return ages
 
     def snapshot(self, piece: Piece, flat: Tensor, snapshot: Snapshot) -> State:

@@ -24,6 +24,7 @@ class Push(ServerMessage, frozen=True):
     floor: Count  # all units below it are committed
     unused: Annotated[tuple[Count, ...], Meta(max_length=65536)] = ()  # slices of the piece without a gradient
     worker: Client = ""  # whose it is, where a server passes it on to its follower
+    level: Count = 0  # of a schedule that follows a metric
 
 
 class Pushed(ServerMessage, frozen=True):

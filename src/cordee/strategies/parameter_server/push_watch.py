@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -39,7 +40,7 @@ class PushWatch:
         """Begin a unit of work: nothing has a gradient."""
         self._left, self._started, self._used = {}, set(), set()
 
-    def expect(self, outputs: Tensor) -> None:
+    def expect(self, outputs: Any) -> None:
         """Start pieces during the backward pass from `outputs`, after which no gradient of this unit changes."""
         reached = reached_parameters(outputs)
         if reached is None:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from cordee.checkpoint import State
 from cordee.communication.calls import Call, UnavailableError
+from cordee.communication.compression import DeltaSender, make_codec
 from cordee.communication.messages import Message
 from cordee.core.fault_points import reach
-from cordee.parameters.compression import DeltaSender, make_codec
 from cordee.parameters.messages import Done, Load
 from cordee.parameters.placement import Layout
 from cordee.parameters.replication import Answer, ReplicatedService, decode_state, encode_state

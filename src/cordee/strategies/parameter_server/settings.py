@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from cordee.communication.compression import SPARSE, Compression
 from cordee.core.errors import JobError
 from cordee.core.settings import Section
-from cordee.parameters.compression import Compression
 
 MAX_SERVERS = 64
 DEFAULT_TOPK = 0.01
@@ -24,7 +24,7 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
     staleness_lr: Literal["none", "inverse"] = "none"  # inverse: the rate is divided by the age of the gradient
     delay_compensation: float = 0.0  # the lambda of DC-ASGD; 0 is off
     compression: Compression = "none"  # of what travels, both ways
-    topk: float = DEFAULT_TOPK  # share of the values that `topk` sends
+    topk: float = DEFAULT_TOPK  # share of the values that `topk` and `topk_2bit` send
     weight_decay: float = 0.0  # added to the gradients on the servers
     clip_norm: float = 0.0  # largest norm of a gradient on the servers; 0 leaves it alone
     replicas: Literal[1, 2] = 1  # 2: every server has a follower that can take its place at once
@@ -65,8 +65,9 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
         )
         _check(0 < self.topk <= 1, f"strategy.topk = {self.topk} must be above 0 and at most 1")
         _check(
-            self.compression == "topk" or self.topk == DEFAULT_TOPK,
-            f"strategy.topk = {self.topk} is for compression = 'topk', and strategy.compression = '{self.compression}'",
+            self.compression in SPARSE or self.topk == DEFAULT_TOPK,
+            f"strategy.topk = {self.topk} is for compression = 'topk' and 'topk_2bit', and strategy.compression = "
+            f"'{self.compression}'",
         )
         _check(self.weight_decay >= 0, f"strategy.weight_decay = {self.weight_decay} must be at least 0")
         _check(self.clip_norm >= 0, f"strategy.clip_norm = {self.clip_norm} must be at least 0")

@@ -84,6 +84,7 @@ class PieceState(StoredValues):
         self._gradient = torch.zeros_like(values)
         self._gradients: list[Tensor] = []  # of the slices: views of the gradient
         self._unused: frozenset[int] = frozenset()  # slices that the gradient says nothing of
+        self._has_items = True  # the step counts; False where every label of the batch is ignored
         slices: list[tuple[str, Tensor]] = []
         for one in piece.slices:
             at, shape = one.offset - piece.start, one.shape if one.is_whole else (one.length,)
@@ -93,6 +94,7 @@ class PieceState(StoredValues):
         self.applied = PushLog()  # the units
         self._staged: dict[int, dict[int, Staged]] = {}  # step -> share
         self._waiting: int | None = None  # step that is complete here, and waits to be applied
+        self._level = 0  # of a schedule that follows a metric, in the step that waits
         self._completed: tuple[int, tuple[float, ...]] = (-1, ())  # (unit, norms) of the last completion
         self._seen: dict[str, Tensor] = {}  # what each worker pulled last, for delay compensation
 
@@ -157,7 +159,9 @@ class PieceState(StoredValues):
             "applied": self.applied.dump(),
             "staged": staged,
             "waiting": self._waiting,
+            "level": self._level,
             "unused": sorted(self._unused),
+            "has_items": self._has_items,
             "completed": self._completed,
         }
         return State.join(piece=State(tensors, plain), optimizer=self.optimizer.dump())
@@ -177,8 +181,8 @@ class PieceState(StoredValues):
         for step, share, items, has_gradient, unused in plain["staged"]:
             gradient = tensors[f"staged.{step}.{share}"].clone() if has_gradient else None
             self._staged.setdefault(step, {})[share] = Staged(items, gradient, frozenset(unused))
-        self._waiting = plain["waiting"]
-        self._unused = frozenset(plain["unused"])
+        self._waiting, self._level = plain["waiting"], plain["level"]
+        self._unused, self._has_items = frozenset(plain["unused"]), plain["has_items"]
         self._completed = (plain["completed"][0], tuple(plain["completed"][1]))
         self.optimizer.restore(state.part("optimizer"))
 
@@ -205,7 +209,7 @@ class PieceState(StoredValues):
         if has_any:
             # Not before all servers have all of the step: if a worker is lost in the middle of its pushes, another
             # computes its part again, and must find the parameters as they were everywhere.
-            self._waiting = push.step
+            self._waiting, self._level = push.step, push.level
         self._completed = (push.unit, norms)
         return Pushed("applied", norms)
 
@@ -222,6 +226,7 @@ class PieceState(StoredValues):
             return False
         counts = {share: staged[share].weight for share in parts}
         total, out = sum(counts.values()), self._gradient
+        self._has_items = total > 0
         self._unused = frozenset.intersection(*(staged[share].unused for share in parts))
         if self._fixed is not None:
             out.copy_(self._fixed.add(parts, out))
@@ -246,23 +251,26 @@ class PieceState(StoredValues):
     def _apply_alone(self, push: Push, gradient: Tensor) -> None:
         settings, age = self._settings, self.version - push.base
         self._gradient.copy_(gradient)
-        self._unused = frozenset(push.unused)
+        self._unused, self._has_items = frozenset(push.unused), push.count > 0
         seen = self._seen.get(push.worker)
         if settings.delay_compensation and seen is not None:
             # DC-ASGD: the change of the gradient since, to first order, with g * g for the Hessian.
             drift = torch.sub(self.values, seen)
             self._gradient.addcmul_(drift.mul_(gradient), gradient, value=settings.delay_compensation)
         factor = 1.0 / max(1, age) if settings.staleness_lr == "inverse" else 1.0
+        self._level = push.level
         self._step(push.step, factor)
 
     def _step(self, step: int, factor: float = 1.0) -> None:
+        self.version += 1
+        if not self._has_items:  # as `single` skips such a step: not even a moving average of the weights moves
+            return
         if self._settings.weight_decay:
             self._gradient.add_(self.values, alpha=self._settings.weight_decay)
-        self.optimizer.set_rate(step, factor)
+        self.optimizer.set_rate(step, factor, self._level)
         with self.changing(0, self.length):
             # Like `single`, which leaves parameters without a gradient alone.
             self.optimizer.step(None if at in self._unused else one for at, one in enumerate(self._gradients))
-        self.version += 1
 
 
 class ParameterShard:

@@ -7,19 +7,15 @@ of an epoch gets schedules of its own. Nothing is padded, and gradients add up a
 
 from __future__ import annotations
 
-import contextlib
-import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
@@ -27,14 +23,14 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
-from torch.utils.checkpoint import checkpoint
 
 from cordee.checkpoint import State, receive_state, send_state
 from cordee.compute import Computation
 from cordee.core import Batch
 from cordee.core.errors import ModelError
 from cordee.models.cutting import Block, Chain, Wire
-from cordee.models.effects import own_attributes
+from cordee.models.recomputation import recomputed
+from cordee.strategies.pipeline.split_backward import SplittableStage
 
 _MAX_SCHEDULES = 8  # shapes that are kept ready; a data set has four at most
 
@@ -119,7 +115,7 @@ class Runner:
         # The loss is weighted by what it counts: torch must not divide by the number of micro-batches as well.
         return made(which, num_microbatches, loss_fn=self._loss, scale_grads=False)
 
-    def _make_stage(self, stage: Stage, module: nn.Module, size: int) -> PipelineStage:
+    def _make_stage(self, stage: Stage, module: nn.Module, size: int) -> SplittableStage:
         # Shapes are given, so that torch need not find them out by a pass of its own and by pickled messages.
         if stage.given is None:
             given = torch.empty((size, 1), device=self._device)  # what the first stage reads is not sent by anybody
@@ -129,7 +125,7 @@ class Runner:
         gives = torch.empty(stage.gives.shape(size), dtype=stage.gives.dtype, device=self._device)
         is_trained = stage.is_trained_before or any(parameter.requires_grad for parameter in stage.parameters())
         gives.requires_grad_(is_trained)
-        return PipelineStage(
+        return SplittableStage(
             module, stage.index, self._num_stages, self._device, input_args=given, output_args=gives, group=self._group
         )
 
@@ -291,13 +287,7 @@ class StageModule(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         if not self._recompute:
             return self._run(inputs)
-        start = _StageState(self)
-        outputs: Tensor = checkpoint(
-            self._run,
-            inputs,
-            use_reentrant=False,
-            context_fn=lambda: (contextlib.nullcontext(), self._again_from(start)),
-        )
+        outputs: Tensor = recomputed(self, self._run, inputs)
         return outputs
 
     def _run(self, inputs: Tensor) -> Tensor:
@@ -307,47 +297,6 @@ class StageModule(nn.Module):
         outputs = inputs.contiguous()  # as its neighbour expects to receive it
         # torch detaches the output in place between the two, which a view cannot be: a linear layer's on 3 dimensions.
         return outputs.clone() if self._splits_backward and outputs._is_view() else outputs
-
-    @contextlib.contextmanager
-    def _again_from(self, start: _StageState) -> Iterator[None]:
-        """Inside, the stage computes a micro-batch for the second time: as it was then, and counting nothing."""
-        now = _StageState(self)
-        start.load_copies()
-        try:
-            yield
-        finally:
-            now.restore()
-
-
-class _StageState:
-    """What the modules of a stage hold beside parameters, and the random numbers torch does not keep itself."""
-
-    def __init__(self, stage: nn.Module) -> None:
-        modules = list(stage.modules())
-        self._buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
-        tensors = {id(t): t for _, buffers in self._buffers for t in buffers.values() if t is not None}
-        self._values = {key: tensor.clone() for key, tensor in tensors.items()}
-        self._attributes = [(module, own_attributes(module)) for module in modules]
-        self._random = random.getstate(), np.random.get_state()
-
-    def load_copies(self) -> None:
-        """Let the modules compute with copies of what they held; these may be changed."""
-        for module, buffers in self._buffers:
-            for name, tensor in buffers.items():
-                module._buffers[name] = None if tensor is None else self._values[id(tensor)]
-        self._put_rest()
-
-    def restore(self) -> None:
-        """Give the modules their own tensors again."""
-        for module, buffers in self._buffers:
-            module._buffers.update(buffers)
-        self._put_rest()
-
-    def _put_rest(self) -> None:
-        for module, attributes in self._attributes:
-            vars(module).update(attributes)
-        random.setstate(self._random[0])
-        np.random.set_state(self._random[1])
 
 
 # Bringing the optimizer states of all parts together on the first worker.

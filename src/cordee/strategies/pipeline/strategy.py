@@ -48,7 +48,7 @@ from cordee.strategies.split import (
     gather_weights,
     require_elementwise,
 )
-from cordee.strategies.strategy import Requirements, Update, require_samples
+from cordee.strategies.strategy import Requirements, Update, require_plain, require_samples
 from cordee.strategies.tensor import SliceStreams, TensorSettings, check_plan, check_same, slice_model, working_copy
 
 log = logging.getLogger("cordee.pipeline")
@@ -60,7 +60,7 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
     """Keys of [strategy] that belong to pipeline."""
 
     stages: int = 0  # 0: one per worker, two per worker with the interleaved schedule
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"  # the order of passes
     microbatches: int = 0  # 0: four per worker of the pipeline, as far as the batch goes
     recompute: bool = False  # compute activations again in the backward pass instead of keeping them
     placement: tuple[tuple[str, ...], ...] = ()  # names of the blocks of each stage, patterns allowed; empty: by time
@@ -92,6 +92,7 @@ class Pipeline(SplitModel):
         super().__init__(job, computation, mesh or Mesh(pipeline=job.strategy.workers))
         self._settings = settings
         self._slicing = slicing or TensorSettings()
+        self._recompute = settings.recompute or job.training.recompute
         num_parts = self._mesh.pipeline
         default = 2 * num_parts if settings.schedule == "interleaved" else num_parts
         self._num_stages = len(settings.placement) or settings.stages or default
@@ -124,16 +125,17 @@ class Pipeline(SplitModel):
                 f"strategy.schedule = '{settings.schedule}' has one stage per worker, the job has {num_stages} stages "
                 f"on {num_parts} workers: set strategy.stages = {num_parts}, or strategy.schedule = 'interleaved'"
             )
-        if settings.recompute and settings.schedule == "zero-bubble":
+        if self._recompute and settings.schedule == "zero-bubble":
             raise JobError(
-                "strategy.recompute does not go with strategy.schedule = 'zero-bubble', which goes backwards in two "
-                "halves: use '1f1b' or 'interleaved'"
+                "strategy.recompute, or training.recompute, does not go with strategy.schedule = 'zero-bubble', which "
+                "goes backwards in two halves: use '1f1b' or 'interleaved'"
             )
         self._check_microbatches(job, num_parts, num_stages)
         cuts_batches = self._mesh.num_shares > 1 or self._choose_microbatches(num_parts) > 1
         return Requirements(num_workers=workers, num_data_shards=self._mesh.num_shares, cuts_batches=cuts_batches)
 
     def check(self, model: nn.Module, recipe: OptimizerRecipe, example: Batch) -> None:
+        require_plain(model, example, self._computation, "a pipeline")
         with self._computation.autocast():
             inputs = example.inputs.to(next((p.device for p in model.parameters()), "cpu"))
             self._chain = self._make_chain(model, inputs)
@@ -183,7 +185,7 @@ class Pipeline(SplitModel):
                 StageModule(
                     stage.blocks,
                     self._computation,
-                    recompute=self._settings.recompute,
+                    recompute=self._recompute,
                     splits_backward=self._settings.schedule == "zero-bubble",
                 ),
             )
@@ -257,7 +259,8 @@ class Pipeline(SplitModel):
         if self._measures:
             self._num_correct += count_correct(outputs, targets, ignored=self._computation.loss.ignored)
             self._num_items += self._computation.loss.num_items(targets)
-        return loss * (count / self._loss_divisor)
+        scale = self._computation.scale
+        return loss * (count / self._loss_divisor * (1.0 if scale is None else scale.factor))
 
     def _spread(self) -> None:
         cut_weights(self._held, self.model)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cordee.cluster.members import MemberRecord, Members
-from cordee.cluster.messages import Event
+from cordee.cluster.messages import Event, TimelineReport
 from cordee.communication.messages import Acknowledged, Heartbeat, Join, Joined, Message, Refused
 from cordee.communication.this_host import host_id
 from cordee.core import Job
+from cordee.core.errors import StorageError
 from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger
 from cordee.monitoring import AnyEvent, events
+from cordee.monitoring.timeline import Line
 from cordee.runs.dispatched.dispatcher import Dispatcher
 from cordee.runs.dispatched.messages import (
     AskEvaluatorTask,
@@ -113,10 +116,27 @@ def work_of(answers: list[tuple[str, Message]]) -> Work:
     return work
 
 
+def test_a_timeline_of_another_host_is_kept_under_the_name_of_the_member_and_not_answered() -> None:
+    play, kept = Play(), []
+    play.dispatcher.keep_timeline = lambda member, line: kept.append((member, line))
+    line = Line(member="../../worker-1", pid=1, host="h", origin_us=5, step=[1], steps=[1], at=[0])
+    assert play.say("worker-0", TimelineReport(line)) == []
+    assert kept == [("worker-0", line)]
+
+    def refuse(member: str, line: Line) -> None:
+        raise StorageError("no space left on device")
+
+    play.dispatcher.keep_timeline = refuse
+    assert play.say("worker-0", TimelineReport(line)) == [], "a full disk does not end the run"
+
+
 def test_only_processes_that_are_expected_join_and_each_message_counts_once() -> None:
     play = Play()
     assert play.say("worker-7", Join(1, "host")) == [("worker-7", Refused("unknown-member", "worker-7"))]
-    assert play.say("worker-0", Join(1, "host")) == [("worker-0", Joined(5.0, 1.0))], "it had not heard"
+    ((name, joined),) = play.say("worker-0", Join(1, "host"))
+    assert name == "worker-0" and isinstance(joined, Joined), "it had not heard"
+    assert (joined.failure_timeout_s, joined.heartbeat_s) == (5.0, 1.0)
+    assert abs(joined.time_s - time.time()) < 60
     worker = play.members.records["worker-0"]
     told = Event(events.Warned(message="once"), 1)
     for _ in range(2):

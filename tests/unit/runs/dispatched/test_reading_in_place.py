@@ -14,7 +14,7 @@ from cordee.communication.calls import CallServer, Connection
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys
 from cordee.compute import make_optimizer_recipe
-from cordee.compute.optimizers import constant
+from cordee.compute.schedules import constant
 from cordee.core.references import Use
 from cordee.parameters.calls import ServerCalls
 from cordee.parameters.placement import make_layout

@@ -369,6 +369,8 @@ def test_messages_that_only_the_coordinator_sends_are_refused(coordinated: Coord
     with coordinated.channel("worker-0") as channel:
         with pytest.raises(RefusedError, match="not-joined"):
             channel.request(Joined(1.0, 1.0), timeout_s=5)
-        assert channel.request(Join(1, "host"), timeout_s=5).message == Joined(TIMEOUT_S, TIMEOUT_S / 5)
+        joined = channel.request(Join(1, "host"), timeout_s=5).message
+        assert isinstance(joined, Joined)
+        assert (joined.failure_timeout_s, joined.heartbeat_s) == (TIMEOUT_S, TIMEOUT_S / 5)
         with pytest.raises(RefusedError, match="unexpected"):
             channel.request(Joined(1.0, 1.0), timeout_s=5)

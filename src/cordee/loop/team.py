@@ -1,51 +1,57 @@
-"""One's own training loop on many workers: `with cordee.join() as team`.
+"""What one's own loop sees of the others: preparing, weighing, exchanging, comparing.
 
-The same script runs alone under `python`, and as a member under `cordee run` and `torchrun`. A batch of the
-script is the global batch: each worker computes its share, and gradients are weighted by the share's size, so
-the loop computes the same on any number of workers.
+A batch of the script is the global batch: each worker computes its share, and gradients are weighted by the share's
+size, so the loop computes the same on any number of workers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, SupportsFloat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, ParamSpec, SupportsFloat, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cordee.cluster import Team
 from cordee.communication.exchange import AccumulatingExchange, broadcast, find_differences
-from cordee.communication.shared_memory import register
 from cordee.compute import share_threads
 from cordee.compute.loop_parts import LoopParts
-from cordee.core import env
 from cordee.core.errors import DataError, JobError, TrainingError
-from cordee.core.importing import stop_import
+from cordee.core.fault_points import reach
 from cordee.core.seeds import derive_seed
-from cordee.data.shared_batches import Pass, Progress, Share, SharedBatches
+from cordee.loop.continuation import Continuation
+from cordee.loop.loaders import LoopLoaders
+from cordee.runs.script.member import ScriptMember
+from cordee.training.loop_state import LoopState
 
 COMPARED_EVERY = 100  # exchanges; a comparison reads the weights once, an exchange and a step read them ten times
 COMPARED_FIRST = 2  # the exchange by which a mistake of the script shows: one step has been taken
 FLOAT32_BITS = 24  # up to which whole numbers, and so their sums, are exact
-NUM_EXTRAS = 2  # numbers that travel with the gradients
+NUM_EXTRAS = 6  # numbers that travel with the gradients
+COMMITS_TOLD = 64  # commits are counted modulo this number in an exchange, which is exact in all types of gradients
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class LoopTeam:
     """What a script sees of the others. Alone, everything works and costs nothing."""
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: Team, member: ScriptMember | None = None) -> None:
+        """`member` is this process as a worker of an elastic run, whose team is formed where the loop begins."""
         self._team = team
         self._parts = LoopParts()
         self._exchanges: list[AccumulatingExchange] = []
-        self._progress = Progress()
-        self._loaders: list[SharedBatches] = []
+        self._loaders = LoopLoaders(is_place_kept=member is not None)
+        self._progress = self._loaders.progress
         self._num_exchanges = 0
+        self._seed = torch.initial_seed() % 2**62
+        self._continuation = Continuation(self, member)
 
     @property
     def worker_index(self) -> int:
@@ -70,6 +76,7 @@ class LoopTeam:
         """
         if not things:
             raise JobError("team.prepare: give it models, optimizers and batches")
+        self._continuation.check_preparing()
         models = [thing for thing in things if isinstance(thing, nn.Module)]
         seed = self._agree_on_start([model for model in models if self._parts.add_model(model)])
         prepared: list[Any] = []
@@ -79,7 +86,7 @@ class LoopTeam:
             if isinstance(thing, nn.Module | Optimizer | LRScheduler):
                 prepared.append(thing)
             elif isinstance(thing, Iterable) and not isinstance(thing, str | bytes | Tensor | dict):
-                prepared.append(self._share(thing, seed))
+                prepared.append(self._loaders.share(thing, self.worker_index, self.num_workers, seed))
             else:
                 raise JobError(
                     f"team.prepare: a {type(thing).__name__} is no model, no optimizer and no batches to iterate over"
@@ -106,10 +113,14 @@ class LoopTeam:
         if reduction not in ("mean", "sum") or (reduction == "sum" and count is not None):
             raise JobError(f"team.backward: reduction = {reduction!r} must be 'mean', or 'sum' without a count")
         own_count = _checked(count)
+        self._continuation.begin_exchange("team.backward", has_gradients=exchange)
         if self.num_workers == 1:
             self._parts.check_optimizers()
+            self._loaders.count_samples(batches)
             if own_count != 0:
                 loss.backward()  # type: ignore[no-untyped-call]
+            reach("loop.computed")
+            self._continuation.take_votes(0.0, float(loss.detach()) if exchange and loss.device.type == "cpu" else None)
             return
         if not self._parts.has_models:
             raise JobError("team.backward: call team.prepare(model, optimizer, batches) before the loop")
@@ -118,8 +129,9 @@ class LoopTeam:
         if is_check_due or self._num_exchanges == 0:
             self._parts.check_loss(loss)
         if is_check_due:
-            self._compare()
+            self.compare()
         weight = self._weight(batches, own_count, reduction)
+        self._loaders.count_samples(batches)
         self._add_exchange(self._parts.unexchanged())
         is_kept = weight > 0
         leftover = sum(each.begin_pass(is_kept=is_kept) for each in self._exchanges)
@@ -128,8 +140,11 @@ class LoopTeam:
         finally:
             for each in self._exchanges:
                 each.end_pass(is_kept=is_kept)
+        reach("loop.computed")
         if exchange:
-            self._exchange(leftover)
+            is_told = loss.device.type == "cpu" and math.isfinite(weighted := float(loss.detach()) * weight)
+            self._exchange(leftover, weighted if is_told else 0.0)
+            reach("loop.exchanged")
 
     def gather(self, values: Tensor, *, batches: Iterable[Any] | None = None) -> Tensor:
         """Return the rows of all workers, in order, each sample once. Collective; gradients do not flow.
@@ -137,12 +152,13 @@ class LoopTeam:
         A value without rows, a loss say, is one row of each worker. `batches` says which loader the rows belong
         to, where loops over several are open.
         """
+        self._continuation.begin_exchange("team.gather")
         values = values.detach()
         if values.ndim == 0:
             values = values.reshape(1)
         if self.num_workers == 1:
             return values
-        if (loader := self._standing_in(batches)) is not None:
+        if (loader := self._loaders.standing_in(batches, self.num_workers)) is not None:
             values = values[:0]  # a worker without samples has computed somebody else's
             loader.notice()
         lengths = [torch.zeros(2, dtype=torch.int64) for _ in range(self.num_workers)]
@@ -161,6 +177,7 @@ class LoopTeam:
         Raises DataError if a worker may have counted a sample that it computed in another's place: in the loop before,
         it had none of a batch, and the script did not ask whether (`batches.is_standing_in`).
         """
+        self._continuation.begin_exchange("team.sum")
         unnoticed, self._progress.num_unnoticed = self._progress.num_unnoticed, 0
         *totals, digest_sum, num_unnoticed = self._team.sum([*values, self._short_digest(), float(unnoticed)])
         self._check_digest(digest_sum)
@@ -177,13 +194,37 @@ class LoopTeam:
         if self.is_first:
             print(*values, flush=True)  # noqa: T201
 
+    # Continuing -----------------------------------------------------------------------------------------------
+
+    def state(self, **things: Any) -> LoopState:
+        """Return what the loop continues from, by name: models, optimizers, schedulers, tensors, plain values. Local.
+
+        `state.epoch` and the like are read and set as attributes. Call it once, with all that is prepared.
+        """
+        return self._continuation.make_state(things)
+
+    def elastic(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        """Make `function` the loop that is continued: called again from the last commit when a worker is lost or joins.
+
+        Collective. It calls `team.commit()` after each step. Where a run is not elastic, a loss ends it.
+        """
+        return self._continuation.wrap(function)
+
+    def commit(self) -> None:
+        """Have the loop continue from here when a worker is lost. Collective: all workers commit the same steps.
+
+        Workers that join or leave do so here. Raises JobError outside of a function with `@team.elastic`.
+        """
+        self._continuation.commit()
+
     # Preparing ----------------------------------------------------------------------------------------------
 
     def _agree_on_start(self, models: Sequence[nn.Module]) -> int:
         """Give everybody the first worker's seed, and its values of these models."""
-        seed = torch.tensor([torch.initial_seed() % 2**62])
-        if self.num_workers == 1:
-            return int(seed)
+        self._seed = torch.initial_seed() % 2**62
+        seed = torch.tensor([self._seed])
+        if self.num_workers == 1 or self.is_waiting:
+            return self._seed  # in an elastic run all get the state of one where the loop begins
         described = [(name, tuple(value.shape), str(value.dtype)) for m in models for name, value in _values(m)]
         everybody = self._team.gather(derive_seed(str(described)) % 2**62)
         odd = [index for index, other in enumerate(everybody) if other != everybody[0]]
@@ -195,7 +236,8 @@ class LoopTeam:
         broadcast([seed, *(value.detach() for model in models for _, value in _values(model))])
         for model in models:
             self._add_exchange([parameter for parameter in model.parameters() if parameter.requires_grad])
-        return int(seed)
+        self._seed = int(seed)
+        return self._seed
 
     def _add_exchange(self, parameters: Sequence[nn.Parameter]) -> None:
         """Exchange these gradients as well, but for those that are exchanged already."""
@@ -205,95 +247,71 @@ class LoopTeam:
             self._exchanges.append(AccumulatingExchange(new, NUM_EXTRAS, is_first=self.is_first))
             self._parts.record_exchanged(new)
 
-    def _share(self, batches: Iterable[Any], seed: int) -> SharedBatches:
-        known = [each for each in self._loaders if batches is each or batches is each.source]
-        if known:
-            return known[0]
-        number = len(self._loaders)
-        shared = SharedBatches(
-            batches, self.worker_index, self.num_workers, seed, number=number, progress=self._progress
-        )
-        self._loaders.append(shared)
-        return shared
+    # The place in the data, and another team ------------------------------------------------------------------
+
+    def read_progress(self) -> dict[str, Any]:
+        """Return where the loop is, in plain values and places."""
+        return {**self._loaders.read_progress(), "seed": self._seed}
+
+    def continue_from(self, team: Team, progress: dict[str, Any]) -> None:
+        """Continue as a member of `team` from what `read_progress` returned somewhere. Local."""
+        places = self._loaders.read_places(progress)
+        if team is not self._team and team.generation:
+            share_threads(team.threads, team.num_local_workers)
+        self._team, self._seed = team, progress["seed"]
+        self._loaders.continue_from(progress, places, self.worker_index, self.num_workers, self._seed)
+        self._num_exchanges, self._exchanges = 0, []
+        self._parts.forget_exchanged()
+        if self.num_workers > 1:
+            for model in self._parts.models:
+                self._add_exchange([parameter for parameter in model.parameters() if parameter.requires_grad])
+
+    @property
+    def is_iterating(self) -> bool:
+        """Whether a loop over prepared batches is open."""
+        return bool(self._progress.open)
+
+    @property
+    def num_trained(self) -> int:
+        """How many iterations over prepared batches were trained with and have ended."""
+        return self._progress.num_trained
+
+    def keep_place(self) -> None:
+        """Have the place in the data be part of a state."""
+        self._loaders.keep_place()
 
     # Weighing -----------------------------------------------------------------------------------------------
 
     def _weight(self, batches: Iterable[Any] | None, count: float | None, reduction: str) -> float:
         """Return what this worker's loss counts for. Collective with a count."""
         if count is not None:
-            own = count if self._standing_in(batches) is None else 0.0
+            own = count if self._loaders.standing_in(batches, self.num_workers) is None else 0.0
             total, digest_sum = self._team.sum([own, self._short_digest()])
             self._check_digest(digest_sum)
             return own / total if total else 0.0
-        share = self._present(batches)
+        share = self._loaders.present_share(batches, self.num_workers)
         if reduction == "sum":
             return float(share.num_own > 0)
         return share.num_own / share.num_all
 
-    def _present(self, batches: Iterable[Any] | None) -> Share:
-        """Return the share of the batch that the script computes with, or refuse to guess."""
-        if batches is not None:
-            return self._find(batches).share
-        passes = self._progress.open
-        if not passes:
-            raise JobError(
-                "team.backward: the loss is of which batch? There is no open loop over prepared batches: prepare the "
-                "loader and call team.backward inside of its loop, or write team.backward(loss, batches=loader) for "
-                "the batch that it gave last"
-            )
-        if any(not self._weigh_alike(passes[0], other) for other in passes[1:]):
-            raise JobError(
-                "team.backward: the loss is of which batch? Loops over several loaders are open, and their batches are "
-                f"of {' and '.join(str(one.share.num_all) for one in passes)} samples: write "
-                "team.backward(loss, batches=loader)"
-            )
-        return passes[0].share
-
-    def _weigh_alike(self, one: Pass, other: Pass) -> bool:
-        """Whether two batches have the same weights on all workers, so that all of them come to this conclusion."""
-        sizes = (one.share.num_all, other.share.num_all)
-        return sizes[0] == sizes[1] or not any(size % self.num_workers for size in sizes)
-
-    def _standing_in(self, batches: Iterable[Any] | None) -> SharedBatches | None:
-        """Return the loader of whose present batch this worker has no sample, so that it computes somebody else's."""
-        if batches is not None:
-            found = self._find(batches)
-            return None if found.share.num_own else found
-        if not self._progress.open:
-            return None
-        innermost = max(self._progress.open, key=lambda one: one.given_at)
-        for other in self._progress.open:
-            is_outer = innermost.begun_at >= other.given_at
-            sizes = {min(one.share.num_all, self.num_workers) for one in (innermost, other)}
-            if other is not innermost and not is_outer and len(sizes) > 1:
-                raise JobError(
-                    "team: rows of which batch? Loops over several loaders are open, and one has given a batch that is "
-                    f"smaller than the team ({innermost.share.num_all} and {other.share.num_all} samples): say "
-                    "which with batches=loader"
-                )
-        return None if innermost.share.num_own else innermost.batches
-
-    def _find(self, batches: Iterable[Any]) -> SharedBatches:
-        known = [each for each in self._loaders if batches is each or batches is each.source]
-        if not known:
-            raise JobError("batches=: this loader has not been prepared: give what team.prepare returned")
-        return known[0]
-
     # Exchanging and comparing -------------------------------------------------------------------------------
 
-    def _exchange(self, leftover: float) -> None:
+    def _exchange(self, leftover: float, loss: float) -> None:
         """Sum what is local over the workers, in one call where there is one model."""
         self._num_exchanges += 1
-        extras = [self._short_digest(), leftover]
+        commits = self._continuation.num_commits % COMMITS_TOLD
+        extras = [self._short_digest(), leftover, float(self._continuation.wants_halt), loss, commits, commits**2]
         if len(self._exchanges) == 1:
-            digest_sum, leftover_sum = self._exchanges[0].reduce_local(extras)
+            digest_sum, leftover_sum, votes, loss, *told = self._exchanges[0].reduce_local(extras)
         else:
             # Who has gradients of which model differs between losses, and may between workers: first agree.
             wanted = [float(each.has_local) for each in self._exchanges]
-            *counts, digest_sum, leftover_sum = self._team.sum([*wanted, *extras])
+            *counts, digest_sum, leftover_sum, votes, loss, one, other = self._team.sum([*wanted, *extras])
+            told = [one, other]
             for each, num_wanting in zip(self._exchanges, counts, strict=True):
                 if num_wanting:
                     each.reduce_local([0.0] * NUM_EXTRAS)
+        self.check_commits(*told)
         self._check_digest(digest_sum)
         mean = leftover_sum / self.num_workers
         if not math.isclose(leftover, mean, rel_tol=1e-3, abs_tol=1e-30) and math.isfinite(mean):
@@ -301,12 +319,50 @@ class LoopTeam:
                 f"worker {self.worker_index} has gradients from before this team.backward that other workers do not "
                 "have: use team.backward for every loss that depends on the data, in place of loss.backward()"
             )
+        self._continuation.take_votes(votes, loss)
+
+    def vote(self) -> None:
+        """Agree on whether to halt where no exchange of gradients has done so. Collective."""
+        commits = self._continuation.num_commits % COMMITS_TOLD
+        votes, *told = self._team.sum([float(self._continuation.wants_halt), commits, commits**2])
+        self.check_commits(*told)
+        self._continuation.take_votes(votes, None)
+
+    def check_commits(self, total: float, total_of_squares: float) -> None:
+        """Raise TrainingError on every worker if some have committed more steps than others. Collective."""
+        if self.num_workers * total_of_squares == total**2:
+            return
+        counts = self._team.gather(self._continuation.num_commits)
+        described = ", ".join(f"worker {number} {count}" for number, count in zip(self._team.numbers, counts))
+        raise TrainingError(
+            f"the workers have committed different steps ({described}): every worker must call team.commit() after the "
+            "same steps, not only where team.is_first"
+        )
+
+    @property
+    def team(self) -> Team:
+        return self._team
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this is a worker of an elastic run whose loop has not begun."""
+        return self._continuation.is_waiting
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """Inside, the group of an elastic run may be formed; afterwards it is given up."""
+        with self._continuation.closing():
+            yield
+
+    @property
+    def has_local_gradients(self) -> bool:
+        return any(each.local_parameters() for each in self._exchanges)
 
     def _is_check_due(self) -> bool:
         number = self._num_exchanges + 1
         return number == COMPARED_FIRST or number % COMPARED_EVERY == 0
 
-    def _compare(self) -> None:
+    def compare(self) -> None:
         """Raise TrainingError if the workers' copies are not the same. Collective."""
         if self.num_workers == 1 or not self._parts.has_models:
             return
@@ -338,6 +394,9 @@ class LoopTeam:
 
     def _check_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before each step of any optimizer."""
+        self._continuation.note_step()
+        if self.num_workers == 1:
+            return
         self._parts.check_step(optimizer)
         local = {id(parameter) for each in self._exchanges for parameter in each.local_parameters()}
         if local and any(id(p) in local for group in optimizer.param_groups for p in group["params"]):
@@ -358,48 +417,3 @@ def _checked(count: SupportsFloat | None) -> float | None:
     if not (math.isfinite(value) and value >= 0):
         raise JobError(f"team.backward: count = {value!r} must be a number of at least 0")
     return value
-
-
-@contextlib.contextmanager
-def join() -> Iterator[LoopTeam]:
-    """Join the processes this one was started with, or be alone; leave again at the end.
-
-    Under `cordee run` and torchrun a `torch.distributed` group is formed unless the script has one already:
-    over shared memory on CPUs, NCCL where every worker has a GPU. A lost worker is an error that names it.
-    At the end the workers' models are compared: TrainingError if they are not the same.
-    """
-    stop_import("cordee.join")
-    place = env.place()
-    if place is None or place.world_size == 1:
-        yield LoopTeam(Team())
-        return
-    is_ours = not dist.is_initialized()
-    if is_ours:
-        register()
-        has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world_size
-        if has_gpus:
-            torch.cuda.set_device(place.local_rank)
-        share_threads(0, place.local_world_size)
-        dist.init_process_group("cpu:cordee,cuda:nccl" if has_gpus else "cordee")
-    team = LoopTeam(
-        Team(
-            worker_index=place.rank,
-            num_workers=place.world_size,
-            num_local_workers=place.local_world_size,
-            local_rank=place.local_rank,
-        )
-    )
-    watch = register_optimizer_step_pre_hook(team._check_step)
-    try:
-        yield team
-        if dist.is_initialized():
-            team._compare()
-    except BaseException:
-        if is_ours:
-            with contextlib.suppress(Exception):  # the error that is on its way says more
-                dist.destroy_process_group()
-        raise
-    finally:
-        watch.remove()
-    if is_ours and dist.is_initialized():
-        dist.destroy_process_group()

@@ -1,0 +1,218 @@
+// Charts that share one axis of time, one cursor and one zoom. A table with the same values is behind each.
+
+import { duration, element, number } from "./format.js";
+
+// As wide as the page, so that labels have the size of other text on a phone too.
+const WIDTH = Math.max(320, Math.min(1240, document.getElementById("main").clientWidth - 20));
+const LEFT = 58, RIGHT = 12, TOP = 10, BOTTOM = 22;
+const SIGNS = { lost: "✕", recovery: "↻", resumed: "▶", checkpoint: "◆", generation: "G", scale: "±", warning: "!", left: "←", end: "■" };
+
+function shape(name, attributes = {}, text = "") {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.textContent = text;
+  return made;
+}
+
+// What all charts of a page look at: the part of time that is shown, and where the cursor is.
+export class View extends EventTarget {
+  constructor() { super(); this.begin = 0; this.end = 1; this.full = 1; this.cursor = null; this.isZoomed = false; }
+  setFull(end) {
+    this.full = Math.max(end, 0.001);
+    if (!this.isZoomed) { this.begin = 0; this.end = this.full; }
+  }
+  zoom(begin, end) {
+    if (end - begin < 0.001) return;
+    this.begin = Math.max(0, begin); this.end = Math.min(this.full, end); this.isZoomed = this.begin > 0 || this.end < this.full;
+    this.dispatchEvent(new Event("zoom"));
+  }
+  reset() { this.isZoomed = false; this.begin = 0; this.end = this.full; this.dispatchEvent(new Event("zoom")); }
+  point(at) { this.cursor = at; this.dispatchEvent(new Event("cursor")); }
+  x(at) { return LEFT + (at - this.begin) / (this.end - this.begin) * (WIDTH - LEFT - RIGHT); }
+  at(x) { return this.begin + (x - LEFT) / (WIDTH - LEFT - RIGHT) * (this.end - this.begin); }
+}
+
+function ticks(low, high, count) {
+  const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= raw);
+  const found = [];
+  for (let value = Math.ceil(low / step) * step; value <= high + step / 1e6; value += step) found.push(value);
+  return found;
+}
+
+class Panel {
+  constructor(view, title, height) {
+    this.view = view; this.height = height; this.title = title;
+    this.readout = element("output", {});
+    this.svg = shape("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", tabindex: "0", "aria-label": title });
+    this.table = element("details", {}, element("summary", {}, `${title} as a table`));
+    this.table.addEventListener("toggle", () => this.table.open && this.fillTable());
+    this.figure = element("figure", {}, element("figcaption", {}, element("span", {}, title), this.readout), this.svg, this.table);
+    this.listen();
+    view.addEventListener("cursor", () => this.drawCursor());
+  }
+  listen() {
+    let from = null;
+    const place = (event) => {
+      const box = this.svg.getBoundingClientRect();
+      return this.view.at((event.clientX - box.left) / box.width * WIDTH);
+    };
+    this.svg.addEventListener("pointermove", (event) => {
+      this.view.point(place(event));
+      if (from !== null) this.drawSelection(from, place(event));
+    });
+    this.svg.addEventListener("pointerleave", () => { if (from === null) this.view.point(null); });
+    this.svg.addEventListener("pointerdown", (event) => { from = place(event); });
+    this.svg.addEventListener("pointerup", (event) => {
+      const to = place(event), begin = from; from = null;
+      this.selection?.remove();
+      if (begin !== null && Math.abs(this.view.x(to) - this.view.x(begin)) > 6) this.view.zoom(Math.min(begin, to), Math.max(begin, to));
+    });
+    this.svg.addEventListener("dblclick", () => this.view.reset());
+    this.svg.addEventListener("keydown", (event) => this.press(event));
+  }
+  press(event) {
+    const view = this.view, width = view.end - view.begin, at = view.cursor ?? (view.begin + view.end) / 2;
+    const moves = { ArrowLeft: -0.01, ArrowRight: 0.01, PageUp: -0.1, PageDown: 0.1 };
+    if (event.key in moves) view.point(Math.min(view.end, Math.max(view.begin, at + moves[event.key] * width)));
+    else if (event.key === "+" || event.key === "=") view.zoom(at - width / 4, at + width / 4);
+    else if (event.key === "-") view.zoom(at - width, at + width);
+    else if (event.key === "Escape" || event.key === "0") view.reset();
+    else return;
+    event.preventDefault();
+  }
+  drawSelection(from, to) {
+    this.selection?.remove();
+    const [left, right] = [from, to].map((at) => this.view.x(at)).sort((a, b) => a - b);
+    this.selection = shape("rect", { class: "select", x: left, y: 0, width: right - left, height: this.height - BOTTOM });
+    this.svg.append(this.selection);
+  }
+  drawCursor() {
+    this.line?.remove();
+    const at = this.view.cursor;
+    if (at === null) { this.readout.value = ""; return; }
+    const x = this.view.x(at);
+    this.line = shape("line", { class: "cursor", x1: x, x2: x, y1: 0, y2: this.height - BOTTOM });
+    this.svg.append(this.line);
+    this.readout.value = this.describe(at);
+  }
+  drawTime() {
+    const bottom = this.height - BOTTOM;
+    this.svg.append(shape("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: bottom, y2: bottom }));
+    const unit = this.view.end - this.view.begin < 6 ? (at) => `${at.toFixed(1)} s` : this.view.end < 90 ? (at) => `${Math.round(at)} s` : duration;
+    for (const at of ticks(this.view.begin, this.view.end, WIDTH > 600 ? 7 : 4)) {
+      const x = this.view.x(at);
+      this.svg.append(shape("text", { x, y: this.height - 6, "text-anchor": "middle" }, unit(at)));
+    }
+  }
+  drawMarks(marks) {
+    let last = -100;
+    for (const mark of marks) {
+      if (mark.at < this.view.begin || mark.at > this.view.end) continue;
+      const x = this.view.x(mark.at);
+      if (mark.kind !== "checkpoint") this.svg.append(shape("line", { class: `mark ${mark.kind}`, x1: x, x2: x, y1: 0, y2: this.height - BOTTOM }));
+      if (this.showsSigns && (x - last > 9 || mark.kind === "lost")) {
+        const sign = shape("text", { class: `sign ${mark.kind}`, x, y: 12 }, SIGNS[mark.kind] ?? "·");
+        sign.append(shape("title", {}, mark.text));
+        this.svg.append(sign);
+        last = x;
+      }
+    }
+  }
+}
+
+// Curves: `series` is a list of { name, x, low, high }.
+export class CurveChart extends Panel {
+  constructor(view, title, height = 190) { super(view, title, height); this.series = []; this.showsSigns = false; }
+  draw(series, marks = []) {
+    this.series = series.filter((each) => each.x.length);
+    this.svg.replaceChildren();
+    const values = this.series.flatMap((each) => [...each.low, ...each.high]);
+    let low = Math.min(...values), high = Math.max(...values);
+    if (!values.length) { low = 0; high = 1; }
+    if (low === high) { low -= Math.abs(low) / 10 || 0.5; high += Math.abs(high) / 10 || 0.5; }
+    const bottom = this.height - BOTTOM;
+    const y = (value) => TOP + (high - value) / (high - low) * (bottom - TOP);
+    for (const value of ticks(low, high, 4)) {
+      this.svg.append(shape("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
+      this.svg.append(shape("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, number(value, 3)));
+    }
+    this.drawTime();
+    this.drawMarks(marks);
+    this.series.forEach((each, index) => {
+      const xs = each.x.map((at) => this.view.x(at).toFixed(1));
+      const upper = xs.map((x, place) => `${x},${y(each.high[place]).toFixed(1)}`);
+      const lower = xs.map((x, place) => `${x},${y(each.low[place]).toFixed(1)}`);
+      this.svg.append(shape("polygon", { class: `spread f${index % 6}`, points: [...upper, ...lower.reverse()].join(" ") }));
+      const middle = xs.map((x, place) => `${x},${y((each.low[place] + each.high[place]) / 2).toFixed(1)}`);
+      this.svg.append(shape("polyline", { class: `curve c${index % 6}`, points: middle.join(" ") }));
+      if (xs.length === 1) this.svg.append(shape("circle", { class: `f${index % 6}`, cx: xs[0], cy: y(each.high[0]), r: 3 }));
+    });
+    this.drawCursor();
+    if (this.table.open) this.fillTable();
+  }
+  describe(at) {
+    const found = this.series.map((each) => {
+      let best = 0;
+      each.x.forEach((x, place) => { if (Math.abs(x - at) < Math.abs(each.x[best] - at)) best = place; });
+      const [low, high] = [each.low[best], each.high[best]];
+      const value = low === high ? number(high) : `${number(low)} … ${number(high)}`;
+      return this.series.length > 1 ? `${each.name}: ${value}` : value;
+    });
+    return `${duration(at)}  ${found.join("   ")}`;
+  }
+  fillTable() {
+    const rows = [];
+    for (const each of this.series) {
+      const step = Math.max(1, Math.ceil(each.x.length / 40));
+      for (let place = 0; place < each.x.length; place += step) {
+        rows.push(element("tr", {}, element("td", {}, each.name), element("td", { className: "number" }, duration(each.x[place])),
+          element("td", { className: "number" }, number(each.low[place])), element("td", { className: "number" }, number(each.high[place]))));
+      }
+    }
+    const head = element("tr", {}, ...["curve", "time", "lowest", "highest"].map((each, place) => element("th", { scope: "col", className: place ? "number" : "" }, each)));
+    const table = element("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: `${this.title}, table` }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
+    this.table.replaceChildren(this.table.firstChild, table);
+  }
+}
+
+// A lane for each member: when it was up, when it was down; marks with their signs above.
+export class LaneChart extends Panel {
+  constructor(view, title) { super(view, title, 60); this.members = {}; this.marks = []; this.showsSigns = true; }
+  draw(members, marks) {
+    this.members = members; this.marks = marks;
+    const names = Object.keys(members), lane = names.length > 50 ? 4 : 18;
+    this.height = 18 + Math.max(1, names.length) * lane + BOTTOM + 4;
+    this.svg.setAttribute("viewBox", `0 0 ${WIDTH} ${this.height}`);
+    this.svg.replaceChildren();
+    names.forEach((name, row) => {
+      const top = 18 + row * lane;
+      if (lane > 10) this.svg.append(shape("text", { x: LEFT - 6, y: top + 12, "text-anchor": "end" }, name));
+      for (const span of members[name]) {
+        const left = Math.max(this.view.x(span.begin), LEFT), right = Math.min(this.view.x(span.end ?? this.view.full), WIDTH - RIGHT);
+        if (right <= left - 1) continue;
+        const bar = shape("rect", { class: span.state, x: left, y: top + 1, width: Math.max(1, right - left), height: lane - 3 });
+        bar.append(shape("title", {}, `${name}: ${span.state} from ${duration(span.begin)}`));
+        this.svg.append(bar);
+      }
+    });
+    this.drawTime();
+    this.drawMarks(marks);
+    this.drawCursor();
+    if (this.table.open) this.fillTable();
+  }
+  describe(at) {
+    const down = Object.entries(this.members).filter(([, spans]) => spans.some((span) => span.state === "down" && span.begin <= at && (span.end ?? Infinity) > at));
+    const near = this.marks.filter((mark) => Math.abs(this.view.x(mark.at) - this.view.x(at)) < 6).slice(0, 2).map((mark) => mark.text);
+    return [duration(at), down.length ? `down: ${down.map(([name]) => name).join(", ")}` : "all up", ...near].join("   ").slice(0, 120);
+  }
+  fillTable() {
+    const rows = this.marks.slice(-200).reverse().map((mark) => element("tr", {}, element("td", { className: "number" }, duration(mark.at)),
+      element("td", {}, mark.kind), element("td", { className: "number" }, mark.step ?? ""), element("td", {}, mark.text)));
+    const head = element("tr", {}, ...["time", "what", "step", "details"].map((each) => element("th", { scope: "col" }, each)));
+    const table = element("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: `${this.title}, table` }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
+    this.table.replaceChildren(this.table.firstChild, table);
+  }
+}
+
+export const COLUMNS = WIDTH - LEFT - RIGHT;

@@ -1,0 +1,292 @@
+"""What a page shows of a run, read from its directory as the run writes it.
+
+A run directory is not trusted: it may come from anybody. Nothing of it is executed or followed, texts are cut and
+stripped of control characters, and keys, journals and checkpoints are never read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import stat
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cordee.core.errors import RunDirectoryError
+from cordee.dashboard.series import Curve
+from cordee.monitoring import RunInfo, follow, inspect_run, list_runs
+from cordee.monitoring import events as kinds
+from cordee.monitoring.diagnosis import add_up, diagnose_phases
+from cordee.monitoring.files import open_regular
+from cordee.monitoring.merged_logs import printable
+from cordee.monitoring.overview import CHUNK_BYTES, OverviewBuilder, describe_overview
+from cordee.monitoring.run_directory import JOB_FILE
+from cordee.monitoring.timeline import Phase, follow_member, list_members
+
+_READING_S = 0.5  # for which one answer reads on; a page shows what there is, and asks again
+_NUM_KEPT = 4  # runs whose curves stay in memory
+_MOST_MARKS = 2000  # the newest
+_MOST_MEMBERS = 1000  # whose timelines are read
+_MOST_JOB_BYTES = 1 << 18
+CURVES = {"loss": "Training loss", "rate": "Samples per second", "test_loss": "Test loss", "accuracy": "Test accuracy"}
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """Something that happened, on the axis of time."""
+
+    at: float  # seconds of the run
+    kind: str
+    text: str
+    step: int | None = None
+
+
+class Span(msgspec.Struct):
+    """A member in one state; `end` is None as long as it lasts."""
+
+    state: str  # "up", "down"
+    begin: float
+    end: float | None = None
+
+
+class RunReader:
+    """The curves, marks and members of one run; `update` reads what is new."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+        self.curves = {name: Curve() for name in CURVES}
+        self.marks: list[Mark] = []
+        self.members: dict[str, list[Span]] = {}
+        self.total_steps: int | None = None
+        self.step = 0
+        self.end = 0.0  # the last time that anything happened, in seconds of the run
+        self.facts = OverviewBuilder()
+        self._origin: float | None = None
+        self._has_ended = False
+        self.is_behind = False
+        self.phases: dict[str, list[int]] = {}  # microseconds of each phase, by member
+        self._timeline_offsets: dict[str, int] = {}
+
+    def update(self, budget_s: float = math.inf) -> None:
+        """Read what the run has written since, for about `budget_s`; `is_behind` says whether there is more.
+
+        Raises RunDirectoryError if the file is another run's.
+        """
+        deadline_s = time.monotonic() + budget_s
+        self._read_timelines(deadline_s)
+        self.is_behind = True
+        while time.monotonic() < deadline_s:
+            found, offset = follow(self.path, self.offset, CHUNK_BYTES)
+            for event in found:
+                self.facts.take(event)
+                if not isinstance(event, kinds.UnreadableLine):
+                    self.take(event)
+            if offset == self.offset:
+                self.is_behind = False
+                return
+            self.offset = offset
+
+    def _read_timelines(self, deadline_s: float) -> None:
+        """Add up what members have recorded since; a file that cannot be read is passed over."""
+        for member in list_members(self.path)[:_MOST_MEMBERS]:
+            offset = self._timeline_offsets.get(member, 0)
+            with contextlib.suppress(RunDirectoryError):
+                while time.monotonic() < deadline_s:
+                    lines, end = follow_member(self.path, member, offset, CHUNK_BYTES)
+                    if end == offset:
+                        break
+                    totals = self.phases.setdefault(printable(member), [0] * len(Phase))
+                    self.phases[printable(member)] = [a + b for a, b in zip(totals, add_up(lines), strict=True)]
+                    offset = self._timeline_offsets[member] = end
+
+    def take(self, event: kinds.AnyEvent) -> list[Mark]:
+        """Add an event; return what is to be marked of it."""
+        if self._origin is None:
+            self._origin = event.time
+        is_resumed = isinstance(event, kinds.RunStarted) and event.start_step
+        if is_resumed or self._has_ended:  # the hours in which it did not run are not drawn
+            self._origin += max(event.time - self._origin - self.end - 1.0, 0.0)
+        self._has_ended = isinstance(event, kinds.RunEnded)
+        at = max(event.time - self._origin, 0.0)
+        self.end = max(self.end, at)
+        match event:
+            case kinds.Step():
+                self.step = event.step
+                self.curves["loss"].append(at, event.loss)
+                self.curves["rate"].append(at, event.samples_per_second)
+            case kinds.Evaluation():
+                self.curves["test_loss"].append(at, event.test_loss)
+                self.curves["accuracy"].append(at, event.test_accuracy)
+            case kinds.RunStarted():
+                self.total_steps = event.total_steps
+            case kinds.WorkerStarted():
+                self._change(f"{event.role} {event.worker}", "up", at)
+            case kinds.WorkerLost():
+                self._change(f"{event.role} {event.worker}", "down", at)
+            case kinds.WorkerLeft():
+                self._change(f"{event.role} {event.worker}", "", at)
+            case kinds.RunEnded():
+                for member in self.members:
+                    self._change(member, "", at)
+        marks = [Mark(at, kind, printable(text), step) for kind, text, step in describe(event)]
+        self.marks += marks
+        del self.marks[:-_MOST_MARKS]
+        return marks
+
+    def _change(self, member: str, state: str, at: float) -> None:
+        spans = self.members.setdefault(member, [])
+        if spans and spans[-1].end is None:
+            spans[-1].end = at
+        if state:
+            spans.append(Span(state, at))
+
+
+def describe(event: kinds.AnyEvent) -> list[tuple[str, str, int | None]]:
+    """Return kind, text and step of what is worth a mark in an event."""
+    match event:
+        case kinds.WorkerLost():
+            return [("lost", f"{event.role} {event.worker} {event.reason}", event.step)]
+        case kinds.WorkerLeft():
+            return [("left", f"{event.role} {event.worker} left", event.step)]
+        case kinds.Recovery():
+            return [("recovery", f"recovered in {event.seconds:.2f} s, {event.steps_redone} steps redone", event.step)]
+        case kinds.Generation():
+            return [("generation", f"generation {event.generation}: {len(event.members)} workers", event.step)]
+        case kinds.Scale():
+            return [("scale", f"{event.before} to {event.workers} workers", event.step)]
+        case kinds.Checkpoint():
+            return [("checkpoint", f"checkpoint of step {event.step} in {event.seconds:.2f} s", event.step)]
+        case kinds.Warned():
+            return [("warning", event.message, None)]
+        case kinds.Straggler():
+            return [("warning", f"worker {event.worker} takes {event.seconds:.3g} s a step", event.step)]
+        case kinds.CoordinatorLost() | kinds.ForkServerLost():
+            return [("lost", f"{event.member or 'a process'}: {event.reason}", None)]
+        case kinds.UpdatesLost():
+            return [("lost", f"server {event.server}: {event.updates} updates lost", event.step)]
+        case kinds.RunStarted() if event.start_step:
+            return [("resumed", f"resumed after step {event.start_step}", event.start_step)]
+        case kinds.RunEnded():
+            return [("end", f"{event.status}{f': {event.error}' if event.error else ''}", event.steps)]
+    return []
+
+
+class Runs:
+    """The runs of one folder, by name."""
+
+    def __init__(self, folder: Path, only: Path | None = None) -> None:
+        self._folder = folder
+        self._only = only  # a run elsewhere, which is shown as well
+        self._readers: OrderedDict[str, RunReader] = OrderedDict()
+
+    def list(self) -> list[dict[str, Any]]:
+        """Return all runs, newest first."""
+        infos = list_runs(self._folder)
+        if self._only is not None and all(not _is_same(info.path, self._only) for info in infos):
+            found = inspect_run(self._only)
+            infos = [*([found] if found is not None else []), *infos]
+        return [_listed(info) for info in infos]
+
+    def find(self, name: str) -> Path:
+        """Return the directory of a run by its name. Raises RunDirectoryError for what is none, or is a link."""
+        candidates = [self._only] if self._only is not None and self._only.name == name else []
+        if name not in ("", ".", "..") and "/" not in name and "\0" not in name:
+            candidates.append(self._folder / name)
+        for path in candidates:
+            with contextlib.suppress(OSError):
+                if stat.S_ISDIR(os.lstat(path).st_mode) and (path / JOB_FILE).is_file():
+                    return path
+        raise RunDirectoryError(f"there is no run {name!r}")
+
+    def reader(self, name: str) -> RunReader:
+        """Return the curves of a run as they are now. Raises RunDirectoryError."""
+        path = self.find(name)
+        reader = self._readers.pop(name, None) or RunReader(path)
+        try:
+            reader.update(_READING_S)
+        except RunDirectoryError:  # another run has taken the place of the one that was read
+            reader = RunReader(path)
+            reader.update(_READING_S)
+        self._readers[name] = reader
+        while len(self._readers) > _NUM_KEPT:
+            self._readers.popitem(last=False)
+        return reader
+
+    def overview(self, name: str) -> dict[str, Any]:
+        """Return what a page of a run begins with."""
+        reader = self.reader(name)
+        info = inspect_run(reader.path)
+        if info is None:
+            raise RunDirectoryError(f"the run {name!r} is gone")
+        state = info.state
+        return {
+            "name": name,
+            "state": state,
+            "rows": [[label, printable(value)] for label, value in describe_overview(reader.facts.build(info))],
+            "step": reader.step,
+            "total_steps": reader.total_steps,
+            "end": reader.end,
+            "offset": reader.offset,
+            "is_behind": reader.is_behind,
+            "marks": [msgspec.to_builtins(mark) for mark in reader.marks],
+            "members": {name: msgspec.to_builtins(spans) for name, spans in reader.members.items()},
+            "curves": {name: title for name, title in CURVES.items() if len(reader.curves[name])},
+            "diagnosis": diagnose(reader, state),
+        }
+
+    def series(self, name: str, begin: float, end: float, columns: int) -> dict[str, Any]:
+        """Return all curves of a run between two moments, in at most so many columns."""
+        reader = self.reader(name)
+        return {
+            "begin": begin,
+            "end": end,
+            "curves": {key: curve.part(begin, end, columns)._asdict() for key, curve in reader.curves.items()},
+        }
+
+    def job(self, name: str) -> str:
+        """Return the job file of a run, as text."""
+        try:
+            with open_regular(self.find(name) / JOB_FILE) as file:
+                return file.read(_MOST_JOB_BYTES).decode("utf-8", "replace")
+        except OSError as error:
+            raise RunDirectoryError(f"cannot read {JOB_FILE}: {error.strerror}") from error
+
+
+def _listed(info: RunInfo) -> dict[str, Any]:
+    known = msgspec.to_builtins(info, enc_hook=str)
+    return {**known, "path": info.path.name, "problem": printable(info.problem or "")}
+
+
+def diagnose(reader: RunReader, state: str) -> str:
+    """Return one line of what a person should know first."""
+    losses = [mark for mark in reader.marks if mark.kind == "lost"]
+    if state == "died":
+        return "The process of this run was killed: `cordee resume` continues it from its newest checkpoint."
+    if state == "failed":
+        ends = [mark.text for mark in reader.marks if mark.kind == "end"]
+        return f"The run failed: {ends[-1] if ends else 'see the logs'}"
+    last = {member: spans[-1] for member, spans in reader.members.items() if spans}
+    down = [member for member, span in last.items() if span.end is None and span.state == "down"]
+    if state == "running" and down:
+        return f"{', '.join(down)} is down and being replaced; the others continue."
+    slow = [mark.text for mark in reader.marks if mark.kind == "warning" and "s a step" in mark.text]
+    if state == "running" and slow:
+        return f"A slow worker holds the others up: {slow[-1]}."
+    if phases := diagnose_phases(reader.phases):
+        return f"{phases[0].upper()}{phases[1:]}."
+    if losses:
+        return f"{len(losses)} losses; the last: {losses[-1].text}."
+    if state == "running" and reader.end and not len(reader.curves["loss"]):
+        return "Starting: no step has been taken yet."
+    return "Nothing unusual."
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return one.samefile(other)
+    return False

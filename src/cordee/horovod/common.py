@@ -1,0 +1,1 @@
+"""The names of `horovod.common` that scripts import: its modules for exceptions and process sets."""

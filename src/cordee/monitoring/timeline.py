@@ -1,0 +1,272 @@
+"""What each member of a run did when: phases of its steps, and its states, in `timeline/<member>.jsonl`.
+
+A row is one step, or several short ones: it lasts at least 10 ms and at least 1/100,000 of the run so far, so that a
+file stays small however long the run is. Rows are kept in one plain array and written once a second, as columns of one
+line. Times are those of the member's own clock; each line has the offset of that clock to the coordinator's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from cordee.core.blocked_time import BLOCKED, WAITED
+from cordee.core.errors import RunDirectoryError, StorageError
+from cordee.monitoring.files import open_regular, reason, to_json
+
+log = logging.getLogger("cordee.timeline")
+
+FOLDER = "timeline"  # of a run directory
+WRITE_EVERY_NS = 1_000_000_000
+_SHORTEST_ROW_NS = 10_000_000
+_ROWS_OF_A_RUN = 100_000
+_MOST_ROWS = 4096  # of a line: a second has at most 100, but one that cannot be written waits
+MOST_LINE_BYTES = 1 << 20
+
+
+class Phase(IntEnum):
+    """What the time of a step goes to; the order is that of the columns."""
+
+    DATA = 0  # the loader has no batch ready
+    COMPUTE = 1
+    EXCHANGE = 2  # all are there, and bytes are on their way
+    WAIT = 3  # for a peer that has not arrived
+    EVALUATE = 4
+    SAVE = 5
+
+
+State = Literal["starting", "loading", "joining", "training", "ended"]
+Micros = Annotated[int, Meta(ge=-(2**62), le=2**62)]
+Column = Annotated[list[Annotated[int, Meta(ge=0, le=2**62)]], Meta(max_length=_MOST_ROWS)]
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process did in about a second."""
+
+    member: Annotated[str, Meta(max_length=64)]
+    pid: Annotated[int, Meta(ge=0, le=2**31)]
+    host: Annotated[str, Meta(max_length=256)]
+    origin_us: Micros  # by the member's clock, since 1970; `at` counts from here
+    offset_us: Micros = 0  # to be added to the member's clock for the coordinator's
+    offset_error_us: Micros = 0  # at most
+    states: Annotated[list[tuple[Micros, State]], Meta(max_length=1024)] = []  # since when, in which state
+    step: Column = []  # the last of the row
+    steps: Column = []  # how many the row has
+    at: Column = []  # when the row begins
+    data: Column = []
+    compute: Column = []
+    exchange: Column = []
+    wait: Column = []
+    evaluate: Column = []
+    save: Column = []
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows are complete: a damaged line may have columns of several lengths."""
+        return min(len(column) for column in (self.step, self.steps, self.at, *self.phases))
+
+    @property
+    def phases(self) -> tuple[list[int], ...]:
+        """The columns of the phases, in microseconds, in the order of `Phase`."""
+        return self.data, self.compute, self.exchange, self.wait, self.evaluate, self.save
+
+
+_COLUMNS = ("step", "steps", "at", *(phase.name.lower() for phase in Phase))
+
+
+class Timeline:
+    """Records the phases of one process. Used by the thread that trains. Without `write` nothing is recorded."""
+
+    def __init__(
+        self,
+        member: str = "",
+        write: Callable[[Line], None] | None = None,
+        clock_offset: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
+        """`clock_offset` returns the offset of this clock to the coordinator's and its error, in microseconds."""
+        self._write, self._member, self._clock_offset = write, member, clock_offset
+        # Once: where the system's clock is set during a run, rows stay one after the other.
+        self._origin_ns = perf_counter_ns()
+        self._origin_us = time.time_ns() // 1000
+        self._rows = array("q")
+        self._states: list[tuple[int, State]] = []
+        self._next_write_ns = self._origin_ns + WRITE_EVERY_NS
+        self._phase: Phase | None = None
+        self._begin_row(self._origin_ns)
+        self._take_counts(self._origin_ns)
+        if write is not None:
+            BLOCKED.start()
+
+    def _begin_row(self, now_ns: int) -> None:
+        self._row = [0] * len(Phase)
+        self._row_ns, self._num_steps, self._step = now_ns, 0, 0
+
+    def _take_counts(self, now_ns: int) -> None:
+        self._since_ns, self._blocked_ns, self._waited_ns = now_ns, BLOCKED.ns, WAITED.ns
+
+    def switch(self, phase: Phase) -> Phase | None:
+        """Begin a phase; return the one that ended. Communication inside phases other than EVALUATE and SAVE is apart.
+
+        Takes 1.4 µs, `end_step` 2.1 µs, on a busy host of 2 cores.
+        """
+        if self._write is None:
+            return None
+        now_ns, row, before = perf_counter_ns(), self._row, self._phase
+        spent_ns = now_ns - self._since_ns
+        if before is None:
+            self._begin_row(now_ns)
+        elif before >= Phase.EVALUATE:
+            row[before] += spent_ns
+            if phase != before:
+                self._end_row(now_ns)
+        else:
+            blocked_ns = min(BLOCKED.ns - self._blocked_ns, spent_ns)
+            waited_ns = min(WAITED.ns - self._waited_ns, blocked_ns)
+            row[before] += spent_ns - blocked_ns
+            row[Phase.EXCHANGE] += blocked_ns - waited_ns
+            row[Phase.WAIT] += waited_ns
+            if phase >= Phase.EVALUATE and self._num_steps:
+                self._end_row(now_ns)
+        self._phase = phase
+        self._take_counts(now_ns)
+        return before
+
+    @contextlib.contextmanager
+    def inside(self, phase: Phase) -> Iterator[None]:
+        """Inside, time goes to a phase; afterwards to the phase that was before."""
+        before = self.switch(phase)
+        try:
+            yield
+        finally:
+            if before is not None:
+                self.switch(before)
+
+    def end_step(self, step: int) -> None:
+        """`step` steps are taken."""
+        if self._write is None:
+            return
+        self.switch(Phase.COMPUTE)
+        now_ns = self._since_ns
+        self._step, self._num_steps = step, self._num_steps + 1
+        if now_ns - self._row_ns >= max(_SHORTEST_ROW_NS, (now_ns - self._origin_ns) // _ROWS_OF_A_RUN):
+            self._end_row(now_ns)
+
+    def _end_row(self, now_ns: int) -> None:
+        at_us = (self._row_ns - self._origin_ns) // 1000
+        self._rows.extend((self._step, self._num_steps, at_us, *(spent // 1000 for spent in self._row)))
+        self._begin_row(now_ns)
+        if now_ns >= self._next_write_ns:
+            self._flush(now_ns)
+
+    def enter(self, state: State) -> None:
+        """This process is in another state from now on; it is in no phase."""
+        if self._write is None:
+            return
+        if self._phase is not None:
+            self.switch(self._phase)
+            if any(self._row):
+                self._end_row(self._since_ns)
+            self._phase = None
+        now_ns = perf_counter_ns()
+        self._states.append(((now_ns - self._origin_ns) // 1000, state))
+        self._flush(now_ns)
+
+    def close(self) -> None:
+        """Write what is left; nothing is recorded any more. May be called again."""
+        if self._write is not None:
+            self.enter("ended")
+            self._write = None
+            BLOCKED.stop()
+
+    def _flush(self, now_ns: int) -> None:
+        self._next_write_ns = now_ns + WRITE_EVERY_NS
+        rows, self._rows = self._rows, array("q")
+        states, self._states = self._states, []
+        offset_us, error_us = self._clock_offset()
+        width = len(_COLUMNS)
+        line = Line(
+            member=self._member,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            origin_us=self._origin_us,
+            offset_us=offset_us,
+            offset_error_us=error_us,
+            states=states,
+            **{name: rows[place::width].tolist() for place, name in enumerate(_COLUMNS)},
+        )
+        assert self._write is not None
+        try:
+            self._write(line)
+        except StorageError as error:  # training is worth more than a record of it
+            log.warning("%s; the timeline of this member ends here", error)
+            self._write = None
+
+
+class TimelineFolder:
+    """Writes the timelines of a run. Raises StorageError where it cannot."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / FOLDER
+
+    def write(self, member: str, line: Line) -> None:
+        """Append a line to the file of a member, in one piece."""
+        path = self._folder / f"{member}.jsonl"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(path, flags, 0o644)
+            try:
+                os.write(descriptor, to_json(line) + b"\n")
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {reason(error)}") from error
+
+
+_decoder = msgspec.json.Decoder(Line)
+
+
+def list_members(run: Path) -> list[str]:
+    """Return the names of the members that have a timeline, in order of their numbers."""
+    try:
+        names = [path.stem for path in (run / FOLDER).iterdir() if path.suffix == ".jsonl"]
+    except OSError:
+        return []
+    return sorted(names, key=lambda name: (name.rstrip("0123456789"), len(name), name))
+
+
+def follow_member(run: Path, member: str, offset: int = 0, max_bytes: int = -1) -> tuple[list[Line], int]:
+    """Return the lines of a member from `offset` on, and where to continue.
+
+    A line that is being written is left for the next time. A line that cannot be read is passed over. Raises
+    RunDirectoryError if the file cannot be read or is a link.
+    """
+    path = run / FOLDER / f"{member}.jsonl"
+    if path.is_symlink() or path.parent.is_symlink():
+        raise RunDirectoryError(f"{path} is a link")
+    try:
+        with open_regular(path) as file:
+            file.seek(offset)
+            content = file.read(max_bytes)
+            if 0 < max_bytes == len(content) and b"\n" not in content:
+                content += file.readline(MOST_LINE_BYTES)
+    except OSError as error:
+        raise RunDirectoryError(f"cannot read {path}: {reason(error)}") from error
+    end = content.rfind(b"\n") + 1
+    lines = []
+    for text in content[:end].splitlines():
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            lines.append(_decoder.decode(text))
+    return lines, offset + end

@@ -1,0 +1,119 @@
+"""Continuing a run: which one, with which job, and how a user is told that it can be."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cordee import checkpoint
+from cordee.checkpoint.storage import Storage
+from cordee.core import Job
+from cordee.core.env import runs_folder
+from cordee.core.errors import CheckpointError, JobError, RunDirectoryError
+from cordee.core.job import changed_keys
+from cordee.monitoring import RunDirectory, list_runs, new_run_path
+from cordee.runs.storage import find_stored
+from cordee.strategies.choice import choose_strategy, foreign_settings
+
+
+def find_run_path(job: Job, run_dir: str | Path | None, resume: bool, storage: Storage | None) -> Path:
+    """Return the directory of a run that begins, or of the newest run of the job's name to resume.
+
+    Raises RunDirectoryError if there is none to resume, neither here nor in the storage.
+    """
+    if run_dir is not None:
+        return Path(run_dir)
+    if not resume:
+        return new_run_path(runs_folder(), job.name)
+    candidates = [info for info in list_runs(runs_folder()) if info.name == job.name]
+    newest = max(candidates, key=lambda info: info.started or 0.0, default=None)
+    stored = find_stored(storage, job.name) if storage is not None else None
+    if stored is not None and (newest is None or stored.started > (newest.started or 0.0)):
+        return runs_folder() / stored.name
+    if newest is None:
+        where = f"{runs_folder()}" + (f" or in {storage.url}" if storage is not None else "")
+        raise RunDirectoryError(
+            f"no run of '{job.name}' in {where} to resume: name one with --run-dir, or start without --resume"
+        )
+    return newest.path
+
+
+def fit_to_run(job: Job, path: Path, overrides: Iterable[str]) -> tuple[Job, str]:
+    """Return the job as it continues in the run directory `path`, and what is left out of it, in words.
+
+    Settings of the strategy that the run had before are left out if it continues with another, unless `overrides` (of
+    the form "a.b=c") give them. Raises JobError for changes that would make it another run, and RunDirectoryError if
+    what the directory says is damaged.
+    """
+    before = _recorded(path)
+    if before is None:
+        return job, ""
+    now = tomllib.loads(job.to_toml())
+    if changes := changed_keys(before, now):
+        raise JobError(
+            f"the job has changed since the run in {path} began: {'; '.join(changes)}. "
+            "Put it back to resume, or start a new run"
+        )
+    name, old = choose_strategy(job), before.get("strategy", {})
+    if name == old.get("name"):
+        return job, ""
+    asked_for = {keys[-1] for keys in map(_keys, overrides) if keys[0] == "strategy"}
+    stale = [
+        key
+        for key in foreign_settings(name, job.strategy.settings)
+        if key not in asked_for and key in old and old[key] == now["strategy"].get(key)
+    ]
+    if not stale:
+        return job, ""
+    settings = {key: value for key, value in job.strategy.settings.items() if key not in stale}
+    listed = ", ".join(f"strategy.{key} = {old[key]!r}" for key in stale)
+    note = f"left out, since the run continues with '{name}' and not with '{old.get('name')}': {listed}"
+    return msgspec.structs.replace(job, strategy=msgspec.structs.replace(job.strategy, settings=settings)), note
+
+
+def _recorded(path: Path) -> Mapping[str, Any] | None:
+    try:
+        return tomllib.loads((path / "job.toml").read_text(encoding="utf-8"))
+    except OSError:
+        return None  # whoever opens the directory says what is wrong with it
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RunDirectoryError(f"{path / 'job.toml'} is damaged: {error}") from None
+
+
+def _keys(override: str) -> list[str]:
+    return override.partition("=")[0].strip().split(".")
+
+
+def resume_command(path: Path) -> str:
+    """Return what a user types to continue the run in `path`."""
+    return f"cordee train {shlex.quote(str(path / 'job.toml'))} --resume --run-dir {shlex.quote(str(path))}"
+
+
+@contextlib.contextmanager
+def saying_how_to_resume(directory: RunDirectory, say: Callable[[str], None]) -> Iterator[None]:
+    """After a second Ctrl-C or a failure: say what is kept and the command that continues from it."""
+    try:
+        yield
+    except (KeyboardInterrupt, Exception) as error:
+        is_interrupted = isinstance(error, KeyboardInterrupt)
+        kept = _newest_whole(directory.checkpoints)
+        start = f"continues from {kept}" if kept else "starts again: there is no checkpoint yet"
+        if is_interrupted or (kept and not isinstance(error, CheckpointError)):
+            what = "stopped at once" if is_interrupted else "the run failed"
+            say(f"{what}; this {start}\n  {resume_command(directory.path)}")
+        raise
+
+
+def _newest_whole(checkpoints: Path) -> str | None:
+    """Return the name of the newest checkpoint that is whole by its manifest and sizes, if there is one."""
+    try:
+        found = checkpoint.list_checkpoints(checkpoints)
+    except CheckpointError:
+        return None
+    return next((path.name for path in reversed(found) if checkpoint.looks_whole(path)), None)

@@ -1,0 +1,1 @@
+"""Runs of one's own script: its workers train in lockstep, like a team, in a loop that the script has."""

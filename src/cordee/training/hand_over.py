@@ -1,0 +1,52 @@
+"""The state of a member that is furthest, given to all members of a new team."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cordee import checkpoint
+from cordee.checkpoint import State
+from cordee.cluster import Team
+from cordee.core.fault_points import reach
+
+
+def share_furthest(team: Team, held: State | None, step: int) -> State | None:
+    """Return the state of the member that is furthest, on every member; None where nobody has any. Collective.
+
+    `held` is what this member has after `step` steps; -1 is nothing.
+    """
+    reach("enter.begun")
+    steps = team.gather(step)
+    reach("enter.gathered")
+    furthest = max(steps)
+    if furthest < 0:
+        return None
+    if team.num_workers == 1:
+        return held
+    source = steps.index(furthest)
+    own = held if step == furthest else None
+    if min(steps) < furthest:
+        received = checkpoint.share_state(held if team.worker_index == source else None, source)
+        own = own or received
+    assert own is not None
+    # Where all took the step, one may have evaluated it already and another not: all continue as the source does.
+    shared = checkpoint.share_value("progress", own, source)
+    reach("enter.shared")
+    return shared
+
+
+def load_together(team: Team, load: Callable[[], State | None]) -> State | None:
+    """Return the checkpoint that the first member's `load` returns, on every member; None if there is none. Collective.
+
+    The first reads it: others may have no way to the run directory, or find another one to be the newest.
+    """
+    state = load() if team.is_first else None
+    reach("enter.loaded")
+    if not team.gather(int(state is not None))[0]:
+        return None
+    return state if team.num_workers == 1 else checkpoint.share_state(state)
+
+
+def nothing_left(step: int, advice: str) -> str:
+    """Return the message for a team that was lost with all that it had."""
+    return f"the team was lost at step {step}, and there is no checkpoint yet: start the run again, {advice}"

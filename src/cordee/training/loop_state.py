@@ -1,0 +1,351 @@
+"""What a loop of one's own continues from: models, optimizers, schedulers, tensors and plain values, by name."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from cordee import checkpoint
+from cordee.checkpoint import State, pack_values, unpack_values
+from cordee.checkpoint.layout import decode_values, encode_values
+from cordee.core.errors import CheckpointError, JobError, nearest
+
+_KINDS = "loop"  # under which a state says what its names are
+RESERVED = ("save", "restore")
+_SCALARS = (bool, int, float, str, type(None))
+
+
+class LoopState:
+    """What `team.state(...)` returns: its things are attributes. Plain values may be set, all else stays the object."""
+
+    def __init__(
+        self, contents: LoopContents, save: Callable[[Path | None], None], restore: Callable[[Path | None], bool]
+    ) -> None:
+        for name, value in (("_contents", contents), ("_save", save), ("_restore", restore)):
+            object.__setattr__(self, name, value)
+
+    def save(self, path: str | Path | None = None) -> None:
+        """Commit, and save what is committed as a checkpoint: whole or not there. Collective; the first worker writes.
+
+        `path` is a folder for the checkpoints of this loop; else the run directory, or where there is none
+        SCRIPT-checkpoints in the working directory. Old ones are removed but for the last three.
+        """
+        self._save(None if path is None else Path(path))
+
+    def restore(self, path: str | Path | None = None) -> bool:
+        """Continue from the newest whole checkpoint, in the middle of an epoch where it was saved there. Collective.
+
+        `path` is a checkpoint, a folder of checkpoints or a run directory; without it, where `save` puts them. For
+        before the loop. Returns False where there is none, if no `path` is given. Raises CheckpointError if it does not
+        fit.
+        """
+        return bool(self._restore(None if path is None else Path(path)))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._contents.get(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._contents.assign(name, value)
+
+    def __repr__(self) -> str:
+        return f"<state: {', '.join(self._contents.names)}>"
+
+
+class LoopContents:
+    """The things of a state by their names. All of it is local.
+
+    `record` keeps what is small: values, settings, schedulers, buffers. Weights and the optimizers' tensors are large,
+    and change in steps of an optimizer only: `changes` says whether they have.
+    """
+
+    def __init__(self, things: Mapping[str, Any]) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        self.stateful: dict[str, Any] = {}  # schedulers, and whatever has a state_dict
+        self.tensors: dict[str, Tensor] = {}
+        self.values: dict[str, Any] = {}
+        for name, thing in things.items():
+            self._add(name, thing)
+        self._parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
+        known = {id(parameter) for parameter in self._parameters}
+        for name, optimizer in self.optimizers.items():
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if id(parameter) not in known:
+                    raise JobError(
+                        f"team.state: '{name}' ({type(optimizer).__name__}) has a parameter of shape "
+                        f"{tuple(parameter.shape)} of no model of the state: give its model to team.state as well"
+                    )
+        self._buffers = list(self._find_buffers())
+        self._settings: dict[str, list[dict[str, Any]]] = {}
+        self._recorded_values: dict[str, Any] = {}
+        self._recorded_stateful: dict[str, Any] = {}
+        self._recorded_tensors: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}  # of the tensors that are recorded
+        self.record()
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.modules, *self.optimizers, *self.stateful, *self.tensors, *self.values]
+
+    def get(self, name: str) -> Any:
+        for things in (self.values, self.modules, self.optimizers, self.stateful, self.tensors):
+            if name in things:
+                return things[name]
+        raise AttributeError(f"the state has no '{name}'{nearest(name, self.names)}: give it to team.state(...)")
+
+    def assign(self, name: str, value: Any) -> None:
+        """Set a plain value. Raises JobError for any other name, and for what is no plain value."""
+        if name not in self.values:
+            if name in self.names:
+                raise JobError(f"state.{name} = …: '{name}' stays the object that team.state was given: change that")
+            known = nearest(name, self.names)
+            raise JobError(f"state.{name} = …: the state has no '{name}'{known}: give it to team.state")
+        self._plain(name, value)
+        self.values[name] = value
+
+    def _add(self, name: str, thing: Any) -> None:
+        if name.startswith("_") or name in RESERVED:
+            raise JobError(f"team.state: '{name}' cannot be a name in a state")
+        if isinstance(thing, nn.Module):
+            self.modules[name] = thing
+        elif isinstance(thing, Optimizer):
+            self.optimizers[name] = thing
+        elif isinstance(thing, Tensor):
+            self.tensors[name] = thing
+        elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
+            self.stateful[name] = thing
+        else:
+            self.values[name] = thing
+
+    @property
+    def kinds(self) -> dict[str, list[str]]:
+        """The names of each kind, as a checkpoint of the state has them."""
+        return {
+            "models": sorted(self.modules),
+            "optimizers": sorted(self.optimizers),
+            "stateful": sorted(self.stateful),
+            "tensors": sorted(self.tensors),
+            "values": sorted(self.values),
+        }
+
+    # What is small is kept at each commit --------------------------------------------------------------------
+
+    def record(self) -> None:
+        """Keep a copy of everything but parameters and the optimizers' tensors. Raises JobError for what cannot be."""
+        self._recorded_values = {name: self._plain(name, value) for name, value in self.values.items()}
+        self._settings = {
+            name: [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+            for name, optimizer in self.optimizers.items()
+        }
+        changed: dict[str, Tensor] = {}
+        for name, thing in self.stateful.items():
+            tensors: dict[str, Tensor] = {}
+            try:
+                self._recorded_stateful[name] = pack_values(thing.state_dict(), name, tensors)
+            except CheckpointError as error:
+                raise JobError(f"state: '{name}' ({type(thing).__name__}) cannot be saved: {error}") from None
+            changed |= {f"stateful.{key}": value for key, value in tensors.items()}
+        for name, tensor in self._small_tensors():
+            if self._versions.get(name) != tensor._version:
+                changed[name] = tensor
+                self._versions[name] = tensor._version
+        for name, tensor in changed.items():
+            kept = self._recorded_tensors.get(name)
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                self._recorded_tensors[name] = tensor.detach().clone()
+            else:
+                kept.copy_(tensor.detach())
+
+    def _find_buffers(self) -> Iterator[tuple[str, nn.Module, str]]:
+        """Yield the buffers that are saved: the name, the module that has it, its name there."""
+        for prefix, module in self._prefixed():
+            for path, owner in module.named_modules():
+                for key in owner._buffers.keys() - owner._non_persistent_buffers_set:
+                    yield f"model.{prefix}{path}{'.' if path else ''}{key}", owner, key
+
+    def _plain(self, name: str, value: Any) -> Any:
+        if type(value) in _SCALARS:
+            return value
+        try:
+            return encode_values({name: value})
+        except CheckpointError as error:
+            raise JobError(
+                f"state: '{name}' cannot be saved: {error}. Keep models, optimizers, schedulers, tensors, numbers, "
+                "texts, and lists and dicts of these last two in a state"
+            ) from None
+
+    def _small_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.tensors.items():
+            yield f"tensors.{name}", tensor
+        for name, owner, key in self._buffers:
+            if (buffer := owner._buffers[key]) is not None:
+                yield name, buffer
+
+    @property
+    def changes(self) -> int:
+        """A number that is another one when a parameter was changed in place, but through `.data`."""
+        return sum(parameter._version for parameter in self._parameters)
+
+    # Whole states ---------------------------------------------------------------------------------------------
+
+    def recorded(self) -> State:
+        """Return the state as it was recorded; parameters and optimizer tensors are those of now, in their memory."""
+        state = self._large()
+        for name, settings in self._settings.items():
+            groups = self._optimizer_values(state, name)["groups"]
+            for group, kept in zip(groups, settings, strict=True):
+                tensors: dict[str, Tensor] = {}
+                packed = pack_values({key: kept[key] for key in group["settings"]}, "$settings", tensors)
+                if not tensors:  # settings that are tensors, a rate say, are among the optimizer's own
+                    group["settings"] = packed
+        tensors = {**state.tensors, **self._recorded_tensors}
+        values = {
+            name: decode_values(value)[name] if isinstance(value, bytes) else value
+            for name, value in self._recorded_values.items()
+        }
+        return State(
+            tensors, {**state.values, _KINDS: self.kinds, "values": values, "stateful": {**self._recorded_stateful}}
+        )
+
+    def _large(self) -> State:
+        tensors = {
+            f"model.{prefix}{name}": tensor
+            for prefix, module in self._prefixed()
+            for name, tensor in checkpoint.model_state(module).items()
+        }
+        values: dict[str, Any] = {}
+        for name, optimizer in self.optimizers.items():
+            own = checkpoint.optimizer_state(optimizer, _Joined(self))
+            prefix = self._prefix(name, self.optimizers)
+            tensors |= {f"optimizer.{prefix}{key}": tensor for key, tensor in own.tensors.items()}
+            if prefix:
+                values[name] = own.values
+            else:
+                values = own.values
+        return State(tensors, {"optimizer": values} if values else {})
+
+    def load(self, state: State) -> None:
+        """Make everything what it is in `state`, which keeps its memory. Raises CheckpointError if it does not fit."""
+        kinds = state.values.get(_KINDS)
+        if kinds != self.kinds:
+            raise CheckpointError(f"the state does not fit: {_describe_kinds(self.kinds, kinds)}")
+        weights = state.part("model").tensors
+        for prefix, module in self._prefixed():
+            own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+            checkpoint.load_model_state(module, own)
+        tensors = state.part("optimizer").tensors
+        for name, optimizer in self.optimizers.items():
+            prefix = self._prefix(name, self.optimizers)
+            own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            checkpoint.load_optimizer_state(optimizer, _Joined(self), State(own, self._optimizer_values(state, name)))
+        for name, tensor in self.tensors.items():
+            given = state.tensors[f"tensors.{name}"]
+            if given.shape != tensor.shape or given.dtype != tensor.dtype:
+                raise CheckpointError(f"the state does not fit: '{name}' has shape {tuple(given.shape)}, {given.dtype}")
+            with torch.no_grad():
+                tensor.copy_(given)
+        packed, stateful = state.values["stateful"], state.part("stateful").tensors
+        for name, thing in self.stateful.items():
+            thing.load_state_dict(unpack_values(packed[name], {k: v.clone() for k, v in stateful.items()}))
+        self.values.update(state.values["values"])
+        for parameter in self._parameters:
+            parameter.grad = None  # of a step that did not happen
+        self.record()
+
+    def comparable(self, state: State) -> State:
+        """Return what must be the same on all workers: all but the statistics of norms, which are of own samples."""
+        own = {
+            f"model.{prefix}{path}{'.' if path else ''}{name}"
+            for prefix, module in self._prefixed()
+            for path, part in module.named_modules()
+            if isinstance(part, _NormBase)
+            for name, _ in part.named_buffers(recurse=False)
+        }
+        kept = {name: tensor for name, tensor in state.tensors.items() if name not in own}
+        progress = {**state.values["progress"], "values": state.values["values"], "stateful": state.values["stateful"]}
+        return State(kept, {**state.values, "progress": progress})
+
+    def named_values(self) -> dict[str, Tensor | float]:
+        """Return what must be the same on all workers, by the names to report."""
+        state = self.recorded()
+        state = self.comparable(State(state.tensors, {**state.values, "progress": {}}))
+        found: dict[str, Tensor | float] = {f"'{name}'": tensor for name, tensor in state.tensors.items()}
+        for table in ("values", "stateful"):
+            found |= {f"'{name}'": _fingerprint(value) for name, value in state.values[table].items()}
+        return found
+
+    def buffer_names(self) -> set[str]:
+        return {f"{prefix}{name}" for prefix, module in self._prefixed() for name in checkpoint.buffer_names(module)}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return all parameters and buffers by name, as `summary.json` has their hash."""
+        return {
+            f"{prefix}{name}": value
+            for prefix, module in self._prefixed()
+            for name, value in module.state_dict().items()
+        }
+
+    def gradients(self) -> Iterator[Tensor | None]:
+        return (parameter.grad for parameter in self._parameters)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum({id(p): p.numel() for p in self._parameters}.values())
+
+    @property
+    def num_trainable(self) -> int:
+        return sum({id(p): p.numel() for p in self._parameters if p.requires_grad}.values())
+
+    def _prefixed(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in self.modules.items():
+            yield self._prefix(name, self.modules), module
+
+    def _prefix(self, name: str, among: Mapping[str, Any]) -> str:
+        """One of a kind has no prefix: a checkpoint of one model is like that of a job."""
+        return "" if len(among) == 1 else f"{name}."
+
+    def _optimizer_values(self, state: State, name: str) -> dict[str, Any]:
+        values = state.values["optimizer"]
+        own: dict[str, Any] = values if len(self.optimizers) == 1 else values[name]
+        return own
+
+
+class _Joined:
+    """The parameters of all models of a state."""
+
+    def __init__(self, contents: LoopContents) -> None:
+        self._contents = contents
+
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        seen: set[int] = set()
+        for prefix, module in self._contents._prefixed():
+            for name, parameter in module.named_parameters(remove_duplicate=remove_duplicate):
+                if not (remove_duplicate and id(parameter) in seen):
+                    seen.add(id(parameter))
+                    yield f"{prefix}{name}", parameter
+
+
+def _fingerprint(value: Any) -> Tensor:
+    return torch.tensor(zlib.crc32(encode_values({"value": value})))
+
+
+def _describe_kinds(own: dict[str, list[str]], other: Any) -> str:
+    if not isinstance(other, dict):
+        return "it is of no loop of one's own, but of a job"
+    found = []
+    for kind, names in own.items():
+        theirs = other.get(kind, [])
+        if names != theirs:
+            found.append(
+                f"this script's has the {kind} {', '.join(names) or 'none'}; it has {', '.join(theirs) or 'none'}"
+            )
+    return "; ".join(found)

@@ -1,0 +1,57 @@
+"""What a model does that has another effect with several workers than alone: found by trying it, before training."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from cordee.compute import Computation, refuse_uneven_hooks
+from cordee.core import Batch, Job
+from cordee.core.errors import JobError
+from cordee.models.effects import find_kept, mixes_samples
+from cordee.strategies.strategy import Requirements
+
+
+def check_model(job: Job, model: nn.Module, computation: Computation, example: Batch, needs: Requirements) -> list[str]:
+    """Return warnings. Raises a CordeeError for a model that cannot give what it gives alone. Local, no effect."""
+    device = next((p.device for p in model.parameters()), "cpu")
+    example = example.map(lambda tensor: tensor.to(device))
+    return list(_check(job, model, computation, example, needs))
+
+
+def _check(job: Job, model: nn.Module, computation: Computation, example: Batch, needs: Requirements) -> Iterator[str]:
+    how = needs.cut_by(job)
+    if how is not None:
+        refuse_uneven_hooks(model, how)
+    if warning := _check_kept(job, model, functools.partial(computation.outputs, model, example)):
+        yield warning
+    if how is not None and not job.training.reproducible and _mixes_samples(model, example):
+        yield (
+            f"what the model computes for a sample depends on the other samples of the batch, and {how} computes a "
+            "batch in parts: the result is another one than that of the whole batch"
+        )
+
+
+def _mixes_samples(model: nn.Module, example: Batch) -> bool:
+    """Whether a model of one tensor computes a sample from others too; models of several inputs are not looked at."""
+    return isinstance(example.inputs, Tensor) and mixes_samples(model, example.inputs)
+
+
+def _check_kept(job: Job, model: nn.Module, compute: Callable[[], Any]) -> str | None:
+    """Refuse a model that keeps what its next pass depends on outside of buffers, where workers have copies of it.
+
+    Alone it is a warning, as is what has no effect that can be seen.
+    """
+    kept = find_kept(model, compute)
+    if kept is None or (job.strategy.workers == 1 and not kept.has_effect):
+        return None
+    what = f"{kept.what}, which is not saved"
+    advice = "Keep it in a buffer (register_buffer)"
+    if job.strategy.workers == 1:
+        return f"{what}: a resumed run begins with it as it was at the start. {advice}"
+    if kept.has_effect and (job.training.reproducible or not kept.is_generator):
+        raise JobError(f"{what}, and every worker would have its own: {advice[0].lower()}{advice[1:]}")
+    return f"{what}, and every worker has its own. {advice} if what the model computes depends on it"

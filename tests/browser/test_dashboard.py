@@ -1,0 +1,155 @@
+"""The dashboard in a real browser: what a person sees, in both themes, on a phone, by keyboard and by screen reader.
+
+Run by `make test-dashboard`, which needs Debian's chromium. CORDEE_PICTURES=folder keeps pictures of the pages.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from cordee.monitoring import RunDirectory, events
+
+CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+pytestmark = pytest.mark.timeout(120)
+
+
+def write(run: Path, *emitted: events.AnyEvent) -> None:
+    with (run / "events.jsonl").open("ab") as file:
+        for event in emitted:
+            file.write(msgspec.json.encode(event) + b"\n")
+
+
+def fill(run: Path, num_steps: int = 400) -> None:
+    """A run of two workers, one of which is lost and comes back."""
+    write(run, *(events.WorkerStarted(time=1000.0, worker=w, pid=1, host="h", role="worker") for w in range(2)))
+    write(run, events.RunStarted(time=1001.0, strategy="data_parallel", workers=2, start_step=0, total_steps=num_steps))
+    for step in range(1, num_steps + 1):
+        at = 1001.0 + step / 10
+        write(run, events.Step(time=at, step=step, epoch=1, loss=2.0 / step**0.5, samples_per_second=5000.0 + step % 7))
+        if step % 50 == 0:
+            write(run, events.Evaluation(time=at, step=step, test_loss=1.0 / step, test_accuracy=1 - 1 / step**0.5))
+            write(run, events.Checkpoint(time=at, step=step, path="p", seconds=0.1, stall_s=0.0))
+        if step == 150:
+            write(run, events.WorkerLost(time=at, worker=1, step=150, reason="was killed by SIGKILL"))
+            write(run, events.WorkerStarted(time=at + 3, worker=1, pid=2, host="h", role="worker"))
+            write(run, events.Recovery(time=at + 0.1, lost=[1], seconds=0.1, step=150, steps_redone=1))
+    write(run, events.Warned(time=1042.0, message="<img src=x onerror=alert(1)> is text"))
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    for name in ("first", "second"):
+        with RunDirectory.create(tmp_path / "runs" / name, 'name = "digits"\n') as run:
+            fill(run.path)
+            (run.path / "logs" / "worker-0.log").write_text("2026-11-18 10:00:00,000 INFO    a: hello\n")
+    command = [sys.executable, "-m", "cordee", "dashboard", "first", "--until-closed", "--runs", str(tmp_path / "runs")]
+    environment = {**os.environ, "CORDEE_RUNS": str(tmp_path / "runs")}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.stdin.close()
+
+
+def opened(browser: Browser, address: str, **options: object) -> tuple[Page, list[str]]:
+    page = browser.new_context(viewport={"width": 1200, "height": 900}, **options).new_page()  # type: ignore[arg-type]
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(address)
+    expect(page.locator("polyline.curve").first).to_be_visible()
+    return page, problems
+
+
+def keep(page: Page, name: str) -> None:
+    if folder := os.environ.get("CORDEE_PICTURES"):
+        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_run_on_one_screen(browser: Browser, address: str, theme: str) -> None:
+    page, problems = opened(browser, address, color_scheme=theme)
+    assert "token" not in page.url
+    expect(page.locator("h1")).to_contain_text("first died")
+    expect(page.locator(".diagnosis")).to_contain_text("cordee resume")
+    assert page.locator("rect.down").count() == 1
+    page.get_by_text("Members as a table").click()
+    expect(page.get_by_role("cell", name="worker 1 was killed by SIGKILL")).to_be_visible()
+    expect(page.get_by_role("cell", name="<img src=x onerror=alert(1)> is text")).to_be_visible()
+    assert page.locator("img").count() == 0
+    page.get_by_text("Logs of all members").click()
+    expect(page.locator("pre").first).to_contain_text("hello")
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+    keep(page, f"dashboard-{theme}")
+    assert problems == []
+    page.context.close()
+
+
+def test_zooming_and_the_cursor_by_keyboard(browser: Browser, address: str) -> None:
+    page, _ = opened(browser, address)
+    chart = page.locator("svg.chart[aria-label='Training loss']")
+    chart.focus()
+    page.keyboard.press("ArrowRight")
+    readout = page.locator("figure", has=chart).locator("output")
+    expect(readout).to_have_text(re.compile(r"\d"))
+    with page.expect_response("**/series*"):
+        page.keyboard.press("+")
+    assert "0 s" not in chart.locator("text").all_inner_texts()
+    with page.expect_response("**/series*"):
+        page.keyboard.press("Escape")
+    page.context.close()
+
+
+def test_the_page_follows_the_run(browser: Browser, address: str, tmp_path: Path) -> None:
+    page, _ = opened(browser, address)
+    write(tmp_path / "runs" / "first", events.Step(time=1100.0, step=4321, loss=0.5))
+    expect(page.locator("dl")).to_contain_text("4,321", timeout=10_000)
+    page.context.close()
+
+
+def test_runs_are_listed_and_compared(browser: Browser, address: str) -> None:
+    page, problems = opened(browser, address)
+    page.get_by_text("All runs").click()
+    expect(page.locator("input[type=checkbox]")).to_have_count(2)
+    for box in page.locator("input[type=checkbox]").all():
+        box.check()
+    page.get_by_role("button", name="Compare").click()
+    expect(page.locator("figure").first.locator("polyline")).to_have_count(2)
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+    keep(page, "dashboard-runs")
+    assert problems == []
+    page.context.close()
+
+
+def test_a_phone_needs_no_sideways_scrolling(browser: Browser, address: str) -> None:
+    page, _ = opened(browser, address)
+    page.set_viewport_size({"width": 380, "height": 800})
+    page.reload()
+    expect(page.locator("polyline.curve").first).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
+    keep(page, "dashboard-phone")
+    page.context.close()

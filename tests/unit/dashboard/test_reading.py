@@ -1,0 +1,141 @@
+"""What a page shows of a run directory, which may be damaged, growing, or made by somebody else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cordee.core.errors import RunDirectoryError
+from cordee.dashboard.reading import RunReader, Runs, diagnose
+from cordee.monitoring import RunDirectory, events
+from cordee.monitoring.timeline import Line, Phase, TimelineFolder
+
+
+def write(run: Path, *emitted: events.AnyEvent) -> None:
+    with (run / "events.jsonl").open("ab") as file:
+        for event in emitted:
+            file.write(msgspec.json.encode(event) + b"\n")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    with RunDirectory.create(tmp_path / "runs" / "one", 'name = "iris"\n') as made:
+        write(
+            made.path,
+            events.WorkerStarted(time=100.0, worker=0, pid=1, host="h", role="worker"),
+            events.WorkerStarted(time=100.0, worker=1, pid=2, host="h", role="worker"),
+            events.RunStarted(time=101.0, strategy="x", workers=2, start_step=0, total_steps=50),
+            events.Step(time=102.0, step=1, loss=2.0, samples_per_second=10.0),
+            events.WorkerLost(time=103.0, worker=1, step=1, reason="was killed by SIGKILL"),
+            events.WorkerStarted(time=104.0, worker=1, pid=3, host="h", role="worker"),
+            events.Recovery(time=105.0, lost=[1], seconds=0.5, step=2, steps_redone=1),
+            events.Step(time=106.0, step=2, loss=1.0, samples_per_second=20.0),
+            events.Evaluation(time=107.0, step=2, test_loss=0.5, test_accuracy=0.75),
+        )
+    return tmp_path / "runs" / "one"
+
+
+def test_the_curves_marks_and_members_of_a_run(run: Path) -> None:
+    reader = RunReader(run)
+    reader.update()
+    assert reader.curves["loss"].part(0, 10, 10).x == [2.0, 6.0]
+    assert reader.curves["accuracy"].part(0, 10, 10).high == [0.75]
+    assert [(mark.at, mark.kind) for mark in reader.marks] == [(3.0, "lost"), (5.0, "recovery")]
+    spans = [(span.state, span.begin, span.end) for span in reader.members["worker 1"]]
+    assert spans == [("up", 0.0, 3.0), ("down", 3.0, 4.0), ("up", 4.0, None)]
+
+
+def test_only_what_is_new_is_read(run: Path) -> None:
+    reader = RunReader(run)
+    reader.update()
+    before = reader.offset
+    write(run, events.Step(time=108.0, step=3, loss=0.5))
+    with (run / "events.jsonl").open("ab") as file:
+        file.write(b'{"type": "step", "time": 109.0, "st')  # the run is still writing it
+    reader.update()
+    assert reader.step == 3
+    assert before < reader.offset < (run / "events.jsonl").stat().st_size
+    assert len(reader.curves["loss"]) == 3
+
+
+def test_hours_between_two_parts_of_a_run_are_not_drawn(run: Path) -> None:
+    write(
+        run,
+        events.RunEnded(time=108.0, status="interrupted"),
+        events.WorkerStarted(time=9000.0, worker=0, pid=5, host="h", role="worker"),
+        events.RunStarted(time=9001.0, strategy="x", workers=1, start_step=2),
+        events.Step(time=9002.0, step=3, loss=0.5),
+    )
+    reader = RunReader(run)
+    reader.update()
+    assert reader.end < 15
+    assert [mark.kind for mark in reader.marks][-2:] == ["end", "resumed"]
+
+
+def test_another_run_in_the_same_place_is_read_from_its_beginning(run: Path) -> None:
+    runs = Runs(run.parent)
+    assert runs.overview("one")["step"] == 2
+    (run / "events.jsonl").write_bytes(b"")
+    write(run, events.Step(time=500.0, step=1, loss=3.0))
+    assert runs.overview("one")["step"] == 1
+
+
+def test_an_overview_says_what_matters_first(run: Path) -> None:
+    overview = Runs(run.parent).overview("one")
+    assert overview["state"] == "died"
+    assert "cordee resume" in overview["diagnosis"]
+    assert overview["total_steps"] == 50
+    assert set(overview["curves"]) == {"loss", "rate", "test_loss", "accuracy"}
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../runs/one", "one/../one", "\0", "two", "one/"])
+def test_names_that_are_no_runs(run: Path, name: str) -> None:
+    with pytest.raises(RunDirectoryError, match="there is no run"):
+        Runs(run.parent).find(name)
+
+
+def test_links_are_not_followed(run: Path, tmp_path: Path) -> None:
+    (run.parent / "link").symlink_to(run)
+    with pytest.raises(RunDirectoryError):
+        Runs(run.parent).find("link")
+
+
+def test_text_of_a_run_has_no_control_characters_and_is_cut(run: Path) -> None:
+    write(run, events.Warned(time=108.0, message="\x1b[31m<b>red</b>" + "x" * 10_000))
+    (mark,) = [mark for mark in Runs(run.parent).overview("one")["marks"] if mark["kind"] == "warning"]
+    assert "\x1b" not in mark["text"]
+    assert len(mark["text"]) <= 2000
+
+
+def test_a_job_that_is_a_pipe_is_not_waited_for(run: Path) -> None:
+    (run / "job.toml").unlink()
+    os.mkfifo(run / "job.toml")
+    with pytest.raises(RunDirectoryError):
+        Runs(run.parent).job("one")
+
+
+def test_damaged_lines_are_passed_over(run: Path) -> None:
+    with (run / "events.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe garbage\n" + b"[" * 5000 + b"\n" + b'{"type": "of the future", "time": 1}\n')
+    write(run, events.Step(time=110.0, step=9, loss=0.1))
+    overview = Runs(run.parent).overview("one")
+    assert overview["step"] == 9
+    assert ["unreadable", "3 lines"] in overview["rows"]
+
+
+def test_the_diagnosis_names_the_member_that_waits_for_its_data(run: Path) -> None:
+    reader = RunReader(run)
+    folder = TimelineFolder(run)
+    columns = {name: [0] for name in ("exchange", "evaluate", "save")}
+    facts = {"pid": 1, "host": "h", "origin_us": 0, "step": [1], "steps": [1], "at": [0], **columns}
+    folder.write("worker-0", Line(member="worker-0", data=[0], compute=[6_000_000], wait=[4_000_000], **facts))
+    folder.write("worker-1", Line(member="worker-1", data=[1_000_000], compute=[1_500_000], wait=[0], **facts))
+    reader.update()
+    folder.write("worker-1", Line(member="worker-1", data=[3_000_000], compute=[4_500_000], wait=[0], **facts))
+    for _ in range(2):  # what was read is not counted again
+        reader.update()
+    assert reader.phases["worker-1"][Phase.DATA] == 4_000_000
+    assert diagnose(reader, "completed") == "Worker 1 waits for its data 40% of the time: raise data.processes."

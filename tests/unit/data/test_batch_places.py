@@ -1,0 +1,147 @@
+"""The place in a script's batches: kept, found again by another process or team, and refused where it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
+
+from cordee.core.errors import DataError
+from cordee.data.shared_batches import Place, Progress, SharedBatches
+
+DATA = TensorDataset(torch.arange(20))
+
+
+class Ready:
+    """Batches that are made already, which begin again each time."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(20).split(3))
+
+
+class Hidden(Sampler[int]):
+    """Draws from random numbers that nobody can put back."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(20).tolist())
+
+
+def shuffled() -> DataLoader[Any]:
+    return DataLoader(DATA, batch_size=3, shuffle=True)
+
+
+def with_generator() -> DataLoader[Any]:
+    return DataLoader(DATA, batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+def with_replacement() -> DataLoader[Any]:
+    sampler = RandomSampler(DATA, replacement=True, num_samples=50, generator=torch.Generator().manual_seed(5))
+    return DataLoader(DATA, batch_size=3, sampler=sampler)
+
+
+def share(batches: Iterable[Any], worker: int = 0, num_workers: int = 1, seed: int = 7) -> SharedBatches:
+    progress = Progress()
+    progress.is_kept = True
+    return SharedBatches(batches, worker, num_workers, seed, progress=progress)
+
+
+def numbers(batch: Any) -> list[int]:
+    found: list[int] = (batch[0] if isinstance(batch, list | tuple) else batch).tolist()
+    return found
+
+
+def through_message(place: Place) -> Place:
+    return msgspec.convert(msgspec.json.decode(msgspec.json.encode(place)), Place)
+
+
+MAKERS = [shuffled, with_generator, with_replacement, Ready]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("num_taken", [0, 1, 4, 7])
+def test_another_process_continues_in_the_middle_of_an_epoch(make: Callable[[], Any], num_taken: int) -> None:
+    one = share(make())
+    first_epoch = [numbers(batch) for batch in one]
+    iterator = iter(one)
+    taken = [numbers(batch) for batch in islice(iterator, num_taken)]
+    place = through_message(one.place())
+    rest = [numbers(batch) for batch in iterator]
+    third = [numbers(batch) for batch in one]
+    other = share(make(), seed=99)
+    other.continue_from(place, 7)
+    assert other.place() == place  # kept again before anything was taken
+    assert [numbers(batch) for batch in other] == rest
+    assert [numbers(batch) for batch in other] == third
+    assert make is Ready or first_epoch != [*taken, *rest]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_another_number_of_workers_takes_what_is_left_once(make: Callable[[], Any]) -> None:
+    one = share(make())
+    iterator = iter(one)
+    _ = list(islice(iterator, 2))
+    place = one.place()
+    rest = sorted(number for batch in iterator for number in numbers(batch))
+    found = []
+    for worker in range(2):
+        other = share(make())
+        other.share_among(worker, 2)
+        other.continue_from(place, 7)
+        for batch in other:
+            found += [] if other.is_standing_in else numbers(batch)
+    assert sorted(found) == rest
+
+
+def test_an_epoch_that_is_over_is_not_given_again() -> None:
+    one = share(shuffled())
+    iterator = iter(one)
+    _ = list(islice(iterator, 7))  # all of it, and the loop has not noticed
+    other = share(shuffled())
+    other.continue_from(one.place(), 7)
+    assert list(other) == []
+    assert [numbers(batch) for batch in other] == [numbers(batch) for batch in one]
+
+
+def test_an_order_that_cannot_be_found_again_is_refused() -> None:
+    loader = DataLoader(DATA, batch_size=3, sampler=Hidden())
+    one = share(loader)
+    iterator = iter(one)
+    _ = list(islice(iterator, 3))
+    other = share(loader)
+    other.continue_from(one.place(), 7)
+    with pytest.raises(DataError, match="are not the first ones now"):
+        _ = list(other)
+
+
+def test_an_iterator_cannot_be_continued() -> None:
+    one = share(iter(torch.arange(20).split(3)))
+    iterator = iter(one)
+    next(iterator)
+    place = one.place()
+    with pytest.raises(DataError, match="cannot be continued"):
+        share(iter(torch.arange(20).split(3))).continue_from(place, 7)
+
+
+def test_an_iteration_of_an_earlier_attempt_is_refused() -> None:
+    one = share(shuffled())
+    iterator = iter(one)
+    next(iterator)
+    one._progress.begin_attempt(0, 0)
+    with pytest.raises(DataError, match="begun before the loop"):
+        next(iterator)
+
+
+def test_two_loops_over_one_loader_have_no_place() -> None:
+    one = share(shuffled())
+    pair = zip(one, one, strict=True)
+    next(pair)
+    with pytest.raises(DataError, match="two loops over one loader"):
+        one.place()

@@ -1,0 +1,179 @@
+"""Commits, checkpoints and refusals of a loop of one's own, alone in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import cordee
+from cordee.core.errors import JobError
+from cordee.loop import LoopTeam
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Loop:
+    """A model, its data and its state; `run` trains an epoch after the other and calls back after each batch."""
+
+    def __init__(self, team: LoopTeam) -> None:
+        torch.manual_seed(0)
+        data = DataLoader(TensorDataset(torch.randn(12, 3), torch.randn(12, 1)), batch_size=4, shuffle=True)
+        self.team, self.losses = team, []
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        self.model, self.optimizer, self.batches = team.prepare(model, optimizer, data)
+        self.state = team.state(model=model, optimizer=optimizer, epoch=0, step=0)
+
+    def backward(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        loss = (self.model(x) - y).square().mean()
+        self.losses.append(loss.item())
+        self.team.backward(loss)
+
+    def run(self, num_epochs: int = 2, after: Callable[[], None] = lambda: None) -> list[float]:
+        @self.team.elastic
+        def train() -> None:
+            while self.state.epoch < num_epochs:
+                for x, y in self.batches:
+                    self.backward(x, y)
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                    self.state.step += 1
+                    self.team.commit()
+                    after()
+                self.state.epoch += 1
+
+        train()
+        return self.losses
+
+
+def test_saved_in_the_middle_of_an_epoch_and_continued(folder: Path) -> None:
+    class EndError(Exception):
+        pass
+
+    with cordee.join() as team:
+        expected = Loop(team).run()
+    with pytest.raises(EndError), cordee.join() as team:
+        first = Loop(team)
+
+        def save() -> None:
+            if first.state.step == 4:
+                first.state.save()
+                raise EndError
+
+        first.run(after=save)
+    (checkpoints,) = folder.glob("*-checkpoints")
+    assert [path.name for path in checkpoints.iterdir()] == ["step-5"]  # four commits, and that of the save
+    with cordee.join() as team:
+        torch.manual_seed(3)
+        second = Loop(team)
+        assert second.state.restore() and (second.state.epoch, second.state.step) == (1, 4)
+        assert second.run() == expected[4:]
+
+
+def test_where_nothing_was_saved_nothing_is_restored() -> None:
+    with cordee.join() as team:
+        assert not Loop(team).state.restore()
+
+
+def inside(act: Callable[[Loop], Any]) -> Callable[[Loop], None]:
+    def call(loop: Loop) -> None:
+        loop.run(after=lambda: act(loop))
+
+    return call
+
+
+def commit_after_the_batches(loop: Loop) -> None:
+    @loop.team.elastic
+    def train() -> None:
+        for x, y in loop.batches:
+            loop.backward(x, y)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        loop.team.commit()
+
+    train()
+
+
+def commit_before_the_step(loop: Loop) -> None:
+    @loop.team.elastic
+    def train() -> None:
+        for x, y in loop.batches:
+            loop.backward(x, y)
+            loop.team.commit()
+
+    train()
+
+
+def begin_outside(loop: Loop) -> None:
+    iterator = iter(loop.batches)
+    next(iterator)
+
+    @loop.team.elastic
+    def train() -> None:
+        next(iterator)
+
+    train()
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda loop: loop.team.commit(), "outside of the loop"),
+        (lambda loop: loop.team.state(more=1), "there is a state already"),
+        (inside(lambda loop: loop.state.restore()), "restore before it begins"),
+        (inside(lambda loop: loop.run()), "one loop inside of another"),
+        (commit_after_the_batches, "state.epoch is still 0"),
+        (commit_before_the_step, r"between team.backward and optimizer.step\(\)"),
+        (begin_outside, "begun before the loop"),
+    ],
+)
+def test_mistakes_are_refused(act: Callable[[Loop], None], message: str) -> None:
+    with pytest.raises(cordee.CordeeError, match=message), cordee.join() as team:
+        act(Loop(team))
+
+
+def test_a_loop_needs_a_state() -> None:
+    with pytest.raises(JobError, match="make the state"), cordee.join() as team:
+        team.elastic(lambda: None)()
+
+
+def test_a_pass_inside_of_another_is_no_end_of_an_epoch() -> None:
+    with cordee.join() as team:
+        loop = Loop(team)
+        outer = team.prepare(DataLoader(TensorDataset(torch.randn(4, 3)), batch_size=2))
+
+        @team.elastic
+        def train() -> None:
+            for _ in outer:
+                for x, y in loop.batches:
+                    loop.backward(x, y)
+                    loop.optimizer.step()
+                    loop.optimizer.zero_grad()
+                team.commit()
+
+        train()
+    assert len(loop.losses) == 6
+
+
+def test_a_step_that_is_left_out_may_be_committed() -> None:
+    with cordee.join() as team:
+        loop = Loop(team)
+
+        @team.elastic
+        def train() -> None:
+            for x, y in loop.batches:
+                loop.backward(x, y)
+                loop.optimizer.zero_grad(set_to_none=False)
+                team.commit()
+
+        train()

@@ -1,0 +1,245 @@
+"""Recording phases, reading them back, the trace of them, and what is said of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cordee.core.blocked_time import BLOCKED, WAITED
+from cordee.core.errors import RunDirectoryError, StorageError
+from cordee.monitoring.diagnosis import add_up, diagnose_phases
+from cordee.monitoring.events import WorkerLost
+from cordee.monitoring.timeline import (
+    FOLDER,
+    Line,
+    Phase,
+    Timeline,
+    TimelineFolder,
+    follow_member,
+    list_members,
+)
+from cordee.monitoring.trace import make_trace, write_trace
+
+
+def require_nested(trace: list[dict[str, Any]]) -> int:
+    """Fail unless slices of each track are one after the other or one inside the other; return how many there are."""
+    by_track: dict[int, list[dict[str, Any]]] = {}
+    for event in trace:
+        if event["ph"] == "X":
+            by_track.setdefault(event["tid"], []).append(event)
+    for slices in by_track.values():
+        open_until: list[int] = []
+        for one in sorted(slices, key=lambda one: (one["ts"], -one["dur"])):
+            while open_until and open_until[-1] <= one["ts"]:
+                open_until.pop()
+            assert not open_until or one["ts"] + one["dur"] <= open_until[-1], one
+            open_until.append(one["ts"] + one["dur"])
+    return sum(len(slices) for slices in by_track.values())
+
+
+def record(work: Any) -> list[Line]:
+    lines: list[Line] = []
+    timeline = Timeline("worker-0", lines.append)
+    try:
+        timeline.enter("training")
+        work(timeline)
+    finally:
+        timeline.close()
+    return lines
+
+
+def test_every_moment_of_training_is_in_one_phase() -> None:
+    def work(timeline: Timeline) -> None:
+        for step in range(1, 4):
+            timeline.switch(Phase.DATA)
+            time.sleep(0.02)
+            timeline.switch(Phase.COMPUTE)
+            time.sleep(0.01)
+            with BLOCKED:
+                time.sleep(0.02)
+                WAITED.add(0.015)
+            timeline.end_step(step)
+        with timeline.inside(Phase.EVALUATE), BLOCKED:
+            time.sleep(0.03)
+
+    lines = record(work)
+    totals = add_up(lines)
+    assert totals[Phase.DATA] == pytest.approx(60_000, rel=0.5)
+    assert totals[Phase.WAIT] == pytest.approx(45_000, rel=0.02), "what was waited is not exchange"
+    assert 10_000 <= totals[Phase.EXCHANGE] <= 30_000
+    assert 30_000 <= totals[Phase.EVALUATE] <= 60_000, "communication in an evaluation is the evaluation's"
+    assert [state for line in lines for _, state in line.states] == ["training", "ended"]
+    steps = [step for line in lines for step, num in zip(line.step, line.steps, strict=True) if num]
+    assert steps == [1, 2, 3]
+    ends = [at + sum(column[i] for column in line.phases) for line in lines for i, at in enumerate(line.at)]
+    begins = [at for line in lines for at in line.at]
+    for end, begin in zip(ends, begins[1:], strict=False):
+        assert 0 <= begin - end < 1000, "rows leave no gap and do not overlap"
+
+
+def test_short_steps_share_a_row() -> None:
+    def work(timeline: Timeline) -> None:
+        timeline.switch(Phase.COMPUTE)
+        for step in range(1, 1001):
+            timeline.end_step(step)
+
+    lines = record(work)
+    assert sum(sum(line.steps) for line in lines) == 1000
+    assert sum(line.num_rows for line in lines) < 100
+
+
+def test_what_another_thread_communicates_does_not_hold_training_up() -> None:
+    def work(timeline: Timeline) -> None:
+        def communicate() -> None:
+            with BLOCKED:
+                time.sleep(0.05)
+
+        timeline.switch(Phase.COMPUTE)
+        other = threading.Thread(target=communicate)
+        other.start()
+        other.join()
+        timeline.end_step(1)
+
+    assert add_up(record(work))[Phase.EXCHANGE] == 0
+
+
+def test_nothing_is_counted_after_the_end_or_without_a_writer() -> None:
+    record(lambda timeline: None)
+    before = BLOCKED.ns
+    with BLOCKED:
+        time.sleep(0.001)
+    assert BLOCKED.ns == before
+    idle = Timeline()
+    idle.switch(Phase.COMPUTE)
+    idle.end_step(1)
+    idle.enter("training")
+    idle.close()
+
+
+def test_a_disk_that_refuses_ends_the_record_and_not_the_training() -> None:
+    def refuse(line: Line) -> None:
+        raise StorageError("no space left on device")
+
+    timeline = Timeline("worker-0", refuse)
+    timeline.enter("training")
+    timeline.switch(Phase.COMPUTE)
+    timeline.end_step(1)
+    timeline.close()
+
+
+def test_nested_blocks_count_once() -> None:
+    def work(timeline: Timeline) -> None:
+        timeline.switch(Phase.COMPUTE)
+        with BLOCKED, BLOCKED:
+            time.sleep(0.02)
+        timeline.end_step(1)
+
+    assert 20_000 <= add_up(record(work))[Phase.EXCHANGE] < 39_000
+
+
+def line(
+    at: list[int], *, steps: int = 1, origin_us: int = 1_000_000, member: str = "worker-0", **columns: int
+) -> Line:
+    values = {phase.name.lower(): [columns.get(phase.name.lower(), 0)] * len(at) for phase in Phase}
+    places: dict[str, Any] = {"step": list(range(1, len(at) + 1)), "steps": [1] * len(at), "at": at}
+    return Line(member="worker-0", pid=1, host="h", origin_us=1_000_000, **places, **values)
+
+
+def test_files_are_read_as_they_grow_and_damage_is_passed_over(tmp_path: Path) -> None:
+    folder = TimelineFolder(tmp_path)
+    folder.write("worker-10", line([0], compute=5))
+    folder.write("worker-2", line([0], compute=5))
+    assert list_members(tmp_path) == ["worker-2", "worker-10"]
+    lines, offset = follow_member(tmp_path, "worker-2")
+    assert len(lines) == 1 and follow_member(tmp_path, "worker-2", offset) == ([], offset)
+    with (tmp_path / FOLDER / "worker-2.jsonl").open("ab") as file:
+        file.write(b'not json\n{"member": 3}\n')
+    folder.write("worker-2", line([9], compute=7))
+    with (tmp_path / FOLDER / "worker-2.jsonl").open("ab") as file:
+        file.write(b'{"member": "wor')
+    more, _ = follow_member(tmp_path, "worker-2", offset)
+    assert [one.at for one in more] == [[9]]
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "worker-0.jsonl").symlink_to("/etc/hostname")
+    with pytest.raises(RunDirectoryError, match="link"):
+        follow_member(tmp_path, "worker-0")
+    with pytest.raises(StorageError):
+        TimelineFolder(tmp_path).write("worker-0", line([0]))
+
+
+def test_a_trace_is_strictly_nested_even_where_rows_overlap() -> None:
+    overlapping = [line([0, 50, 60], data=30, compute=40, wait=20, exchange=10), line([150], evaluate=500)]
+    trace = list(make_trace({"worker-0": overlapping, "worker-1": [line([0], compute=5)]}, []))
+    assert require_nested(trace) == 3 * 5 + 2 + 2
+    names = {event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    assert names == {"worker-0", "worker-1"}
+
+
+def test_the_check_of_nesting_can_fail() -> None:
+    one = {"ph": "X", "tid": 1, "ts": 0, "dur": 10}
+    with pytest.raises(AssertionError):
+        require_nested([one, {**one, "ts": 5}])
+
+
+def test_clocks_of_other_hosts_are_set_right_in_the_trace() -> None:
+    late = Line(**{**{name: getattr(line([0], compute=5), name) for name in Line.__struct_fields__}, "offset_us": 700})
+    trace = list(make_trace({"worker-0": [line([0], compute=5)], "worker-1": [late]}, []))
+    begins = {event["tid"]: event["ts"] for event in trace if event["ph"] == "X"}
+    assert begins == {1: 0, 2: 700}
+
+
+def test_a_trace_names_losses_and_is_refused_without_rows(tmp_path: Path) -> None:
+    lost = WorkerLost(worker=0, step=1, reason="was killed", role="worker", time=1.5)
+    (mark,) = [e for e in make_trace({"worker-0": [line([0], compute=5)]}, [lost]) if e["name"] == "lost"]
+    assert mark["ts"] == 500_000
+    with pytest.raises(RunDirectoryError, match="no timeline"):
+        write_trace(tmp_path, tmp_path / "trace.json.gz")
+    TimelineFolder(tmp_path).write("worker-0", line([0], compute=5))
+    assert write_trace(tmp_path, tmp_path / "trace.json.gz") == (1, 1)
+    content = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
+    assert require_nested(content["traceEvents"]) == 2
+
+
+def phases(**shares: float) -> list[int]:
+    return [round(shares.get(phase.name.lower(), 0.0) * 10_000_000) for phase in Phase]
+
+
+@pytest.mark.parametrize(
+    ("totals", "said"),
+    [
+        ({}, ""),
+        ({"worker-0": phases(compute=1.0)}, ""),
+        (
+            {"worker-3": phases(data=0.38, compute=0.62), "worker-0": phases(wait=0.38, compute=0.62)},
+            "worker 3 waits for its data 38% of the time: raise data.processes",
+        ),
+        (
+            {"worker-0": phases(compute=0.5, wait=0.5), "worker-1": phases(compute=1.0)},
+            "worker 0 waits 50% of the time for worker 1, which computes longer",
+        ),
+        (
+            {"worker-0": phases(compute=0.6, wait=0.4), "worker-1": phases(compute=0.65, wait=0.35)},
+            "the workers wait 40% of the time for each other: their steps differ in length",
+        ),
+        (
+            {"worker-0": phases(compute=0.5, exchange=0.5)},
+            "worker 0 exchanges 50% of the time: raise training.batch_size, or see docs/slow-links.md",
+        ),
+        (
+            {"worker-0": phases(compute=0.5, evaluate=0.5)},
+            "worker 0 spends 50% of the time in evaluate: raise evaluation.every_steps",
+        ),
+        ({"worker-0": [1000, 0, 0, 0, 0, 0]}, ""),
+    ],
+)
+def test_diagnosis(totals: dict[str, list[int]], said: str) -> None:
+    assert diagnose_phases(totals) == said

@@ -1,0 +1,80 @@
+"""What there is to name, what keys mean, and first jobs to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cordee.core import Job
+from cordee.core.errors import JobError
+from cordee.strategies.table import STRATEGIES
+from cordee.tools.explain import all_keys, explain_key
+from cordee.tools.look_up import KINDS, look_up
+from cordee.tools.new import TEMPLATES, write_template
+
+
+def test_every_key_has_a_meaning() -> None:
+    keys = list(all_keys())
+    assert [key.name for key in keys if not key.meaning or not key.values] == []
+    assert {"seed", "training.lr_scale", "data.prefetch", "model.use", "stop.time"} <= {key.name for key in keys}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "default"),
+    [
+        ("training.lr_scale", "'none', 'linear' or 'sqrt'", "'none'"),
+        ("training.reproducible", "true or false", "false"),
+        ("stop.steps", "whole number, or not set", "not set"),
+        ("strategy.workers", "whole number", "1"),
+        ("data.use", "text", "required"),
+        ("checkpoint.storage", "text", "''"),
+    ],
+)
+def test_a_key_is_explained(name: str, values: str, default: str) -> None:
+    (key,) = explain_key(name)
+    assert (key.name, key.values, key.default) == (name, values, default)
+
+
+def test_a_section_and_a_key_without_its_section() -> None:
+    assert {key.name for key in explain_key("stop")} >= {"stop.accuracy", "stop.time"}
+    assert [key.name for key in explain_key("lr_scale")] == ["training.lr_scale"]
+    (staleness,) = explain_key("staleness")
+    assert STRATEGIES[staleness.owner].run_kind == "dispatched"
+
+
+def test_an_unknown_key_has_a_nearest() -> None:
+    with pytest.raises(JobError, match=r"no key 'training.lr_scal'; did you mean 'training.lr_scale'"):
+        explain_key("training.lr_scal")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_name_has_a_line(kind: str) -> None:
+    listed = look_up(kind)
+    assert len(listed) >= 4
+    assert [name for name, text in listed.items() if not text] == []
+
+
+def test_an_unknown_list() -> None:
+    with pytest.raises(JobError, match="no list of 'model'; did you mean 'models'"):
+        look_up("model")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_is_whole_and_is_not_written_twice(name: str, tmp_path: Path) -> None:
+    made = write_template(name, tmp_path / "new")
+    assert [path.name for path in made.files] == list(TEMPLATES[name].files)
+    assert made.files[0].name in made.command
+    for path in made.files:
+        assert "examples/" not in path.read_text()
+        if path.suffix == ".toml":
+            Job.load(path)
+    made.files[0].write_text("mine")
+    with pytest.raises(JobError, match="exists already"):
+        write_template(name, tmp_path / "new")
+    assert made.files[0].read_text() == "mine"
+
+
+def test_an_unknown_template() -> None:
+    with pytest.raises(JobError, match="no template 'digit'; did you mean 'digits'"):
+        write_template("digit", Path())
