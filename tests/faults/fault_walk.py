@@ -11,9 +11,10 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from signal import SIGCONT, SIGINT, SIGKILL
+from signal import SIGCONT
 
 from fault_trials import FAIL, Scenario, Trial, Walker, job_text
+from team_actions import interrupt, join, kill_coordinator, scale, until_size
 from walking import DEATHS, Walk, cases, main, of
 
 from cordee.cluster.control import TOKEN_FILE
@@ -30,63 +31,10 @@ HOLD_0_LATE = Fault(STEP, "worker-0", "hold", 7)
 HOLD_1 = Fault(STEP, "worker-1", "hold", 7)
 
 
-def _after_loss(trial: Trial) -> None:
-    trial.until_held(HOLD_0_LATE)
-    trial.until_members(2, "worker-0")
-    trial.release(HOLD_0_LATE)
-
-
 def _hear_of_loss(trial: Trial) -> None:
     """Who is held does not notice the loss by itself: it hears of it."""
     trial.until_held(HOLD_0)
     trial.until(lambda: trial.num_visits("link.generation_ended", "worker-0"))
-    trial.release(HOLD_0)
-
-
-def _after_loss_of_first(trial: Trial) -> None:
-    trial.until_held(HOLD_1)
-    trial.until_members(2, "worker-1")
-    trial.release(HOLD_1)
-
-
-def _scale_out(trial: Trial) -> None:
-    trial.until_held(HOLD_0)
-    trial.scale(3)
-    trial.until_members(3, "worker-0")
-    trial.release(HOLD_0)
-
-
-def _join(trial: Trial) -> None:
-    trial.until_held(HOLD_0)
-    trial.join()
-    trial.until_members(3, "worker-0")
-    trial.release(HOLD_0)
-
-
-def _leave(trial: Trial) -> None:
-    trial.until_held(HOLD_0)
-    trial.until_members(1, "worker-0")
-    trial.release(HOLD_0)
-
-
-def _scale_in(trial: Trial) -> None:
-    trial.until_held(HOLD_0)
-    trial.scale(1)
-    trial.until_members(1, "worker-0")
-    trial.release(HOLD_0)
-
-
-def _kill_coordinator(trial: Trial) -> None:
-    trial.until_held(HOLD_0)
-    trial.signal(trial.pid_of("coordinator_started"), SIGKILL)
-    trial.until(lambda: trial.num_visits("coordinator.control_written", "coordinator") >= 2)
-    trial.release(HOLD_0)
-
-
-def _interrupt(trial: Trial) -> None:
-    trial.until_held(HOLD_0)
-    trial.process.send_signal(SIGINT)
-    trial.until(lambda: trial.num_visits("link.stop", "worker-0"))
     trial.release(HOLD_0)
 
 
@@ -152,22 +100,22 @@ def _make_mistake(folder: Path) -> None:
 SCENARIOS = {
     "plain": Scenario(),
     "final save": Scenario(settings=("checkpoint.every_steps=1000",)),
-    "loss": Scenario(_after_loss, (Fault(STEP, "worker-1", "kill", 4), HOLD_0_LATE)),
+    "loss": Scenario(until_size(2, HOLD_0_LATE), (Fault(STEP, "worker-1", "kill", 4), HOLD_0_LATE)),
     "told of a loss": Scenario(_hear_of_loss, (Fault(STEP, "worker-1", "kill", 5), HOLD_0)),
-    "loss of the first": Scenario(_after_loss_of_first, (Fault(STEP, "worker-0", "kill", 4), HOLD_1)),
-    "scale out": Scenario(_scale_out, (HOLD_0,)),
-    "join": Scenario(_join, (HOLD_0,)),
-    "leave": Scenario(_leave, (Fault(STEP, "worker-1", "leave", 4), HOLD_0)),
-    "scale in": Scenario(_scale_in, (HOLD_0,)),
-    "coordinator": Scenario(_kill_coordinator, (HOLD_0,)),
-    "interrupt": Scenario(_interrupt, (HOLD_0,), ends_early=True),
+    "loss of the first": Scenario(until_size(2, HOLD_1), (Fault(STEP, "worker-0", "kill", 4), HOLD_1)),
+    "scale out": Scenario(scale(3, HOLD_0), (HOLD_0,)),
+    "join": Scenario(join(3, HOLD_0), (HOLD_0,)),
+    "leave": Scenario(until_size(1, HOLD_0), (Fault(STEP, "worker-1", "leave", 4), HOLD_0)),
+    "scale in": Scenario(scale(1, HOLD_0), (HOLD_0,)),
+    "coordinator": Scenario(kill_coordinator(HOLD_0), (HOLD_0,)),
+    "interrupt": Scenario(interrupt(HOLD_0), (HOLD_0,), ends_early=True),
     "failure": Scenario(settings=("model.use='failing:net'",), prepare=_make_mistake, ends_early=True),
     "resume": Scenario(resumes="interrupt"),
     "resume over a damaged one": Scenario(resumes="interrupt", prepare=_leave_damaged),
     "remote": Scenario(prepare=_hide_directory),
     "remote resume": Scenario(resumes="interrupt", prepare=_hide_directory),
     "stored": Scenario(_put_two, (HOLD_0,), STORED, prepare=_make_storage),
-    "stored and interrupted": Scenario(_interrupt, (HOLD_0,), STORED, ends_early=True, prepare=_make_storage),
+    "stored and interrupted": Scenario(interrupt(HOLD_0), (HOLD_0,), STORED, ends_early=True, prepare=_make_storage),
     "resume from the storage": Scenario(settings=STORED, resumes="stored and interrupted", prepare=_lose_directory),
     "woken": Scenario(_wake, (Fault(STEP, "worker-1", "freeze", 4), HOLD_0_LATE), settings=("cluster.max_restarts=0",)),
 }

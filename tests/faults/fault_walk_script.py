@@ -11,9 +11,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from signal import SIGCONT, SIGINT, SIGKILL
+from signal import SIGCONT
 
 from fault_trials import Scenario, Trial, Walker
+from team_actions import interrupt, join, kill_coordinator, scale, until_size
 from walking import DEATHS, Case, Walk, cases, main, of
 
 from cordee.core.fault_points import Fault
@@ -120,48 +121,6 @@ def _after_loss_of_first(trial: Trial) -> None:
     _until_replaced(trial, HOLD_1)
 
 
-def _change(trial: Trial, num_workers: int) -> None:
-    trial.until_members(num_workers, "worker-0")
-    trial.release(HOLD_0)
-
-
-def _scale_out(trial: Trial) -> None:
-    trial.until_held(HOLD_0)
-    trial.scale(3)
-    _change(trial, 3)
-
-
-def _join(trial: Trial) -> None:
-    trial.until_held(HOLD_0)
-    trial.join()
-    _change(trial, 3)
-
-
-def _scale_in(trial: Trial) -> None:
-    trial.until_held(HOLD_0)
-    trial.scale(1)
-    _change(trial, 1)
-
-
-def _leave(trial: Trial) -> None:
-    trial.until_held(HOLD_0)
-    _change(trial, 1)
-
-
-def _kill_coordinator(trial: Trial) -> None:
-    trial.until_held(HOLD_0)
-    trial.signal(trial.pid_of("coordinator_started"), SIGKILL)
-    trial.until(lambda: trial.num_visits("coordinator.control_written", "coordinator") >= 2)
-    trial.release(HOLD_0)
-
-
-def _interrupt(trial: Trial) -> None:
-    trial.until_held(HOLD_0)
-    trial.process.send_signal(SIGINT)
-    trial.until(lambda: trial.num_visits("link.stop", "worker-0"))
-    trial.release(HOLD_0)
-
-
 def _wake(trial: Trial) -> None:
     trial.until_held(HOLD_0_LATE)
     trial.signal(trial.pid_of("worker_started", 1), SIGCONT)
@@ -172,12 +131,12 @@ SCENARIOS = {
     "plain": Scenario(),
     "loss": Scenario(_after_loss, (Fault(STEP, "worker-1", "kill", 4), HOLD_0_LATE)),
     "loss of the first": Scenario(_after_loss_of_first, (Fault(STEP, "worker-0", "kill", 4), HOLD_1)),
-    "scale out": Scenario(_scale_out, (HOLD_0,)),
-    "scale in": Scenario(_scale_in, (HOLD_0,)),
-    "join": Scenario(_join, (HOLD_0,)),
-    "leave": Scenario(_leave, (Fault(STEP, "worker-1", "leave", 4), HOLD_0)),
-    "coordinator": Scenario(_kill_coordinator, (HOLD_0,)),
-    "interrupt": Scenario(_interrupt, (HOLD_0,), ends_early=True),
+    "scale out": Scenario(scale(3, HOLD_0), (HOLD_0,)),
+    "scale in": Scenario(scale(1, HOLD_0), (HOLD_0,)),
+    "join": Scenario(join(3, HOLD_0), (HOLD_0,)),
+    "leave": Scenario(until_size(1, HOLD_0), (Fault(STEP, "worker-1", "leave", 4), HOLD_0)),
+    "coordinator": Scenario(kill_coordinator(HOLD_0), (HOLD_0,)),
+    "interrupt": Scenario(interrupt(HOLD_0), (HOLD_0,), ends_early=True),
     "resume": Scenario(resumes="interrupt"),
     "woken": Scenario(_wake, (Fault(STEP, "worker-1", "freeze", 4), HOLD_0_LATE), settings=("max_restarts=0",)),
 }
