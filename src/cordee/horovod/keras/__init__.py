@@ -1,81 +1,20 @@
 """Horovod's API for Keras 3, on its three backends: `import cordee.horovod.keras as hvd`."""
 
-from cordee.horovod.built import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from cordee.horovod.errors import HorovodInternalError
+from cordee.horovod import front_end
+from cordee.horovod.front_end import *  # noqa: F403 - its __all__ says which
 from cordee.horovod.keras import callbacks
 from cordee.horovod.keras.optimizer import Compression, DistributedOptimizer, load_model
 from cordee.horovod.keras.values import allgather, allreduce, broadcast, broadcast_variables, reducescatter
-from cordee.horovod.operations import Adasum, Average, Max, Min, Product, Sum
-from cordee.horovod.timeline import start_timeline, stop_timeline
-from cordee.horovod.world import (
-    ProcessSet,
-    add_process_set,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-)
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allreduce",
     "broadcast",
     "broadcast_variables",
     "callbacks",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "load_model",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
 ]
+__all__ += front_end.__all__

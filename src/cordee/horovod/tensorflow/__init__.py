@@ -1,19 +1,7 @@
 """Horovod's API for TensorFlow 2, over Cordée's collectives: `import cordee.horovod.tensorflow as hvd`."""
 
-from cordee.horovod.built import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from cordee.horovod.errors import HorovodInternalError
-from cordee.horovod.operations import Adasum, Average, Max, Min, Product, Sum
+from cordee.horovod import front_end
+from cordee.horovod.front_end import *  # noqa: F403 - its __all__ says which
 from cordee.horovod.tensorflow.compression import Compression
 from cordee.horovod.tensorflow.functions import (
     allgather_object,
@@ -40,37 +28,11 @@ from cordee.horovod.tensorflow.mpi_ops import (
     reducescatter,
     size_op,
 )
-from cordee.horovod.timeline import start_timeline, stop_timeline
-from cordee.horovod.world import (
-    ProcessSet,
-    add_process_set,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-)
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -82,37 +44,14 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
     "local_rank_op",
-    "local_size",
     "local_size_op",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
     "rank_op",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
     "size_op",
-    "start_timeline",
-    "stop_timeline",
 ]
+__all__ += front_end.__all__

@@ -2,21 +2,8 @@
 
 from typing import Any
 
-from cordee.horovod.built import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from cordee.horovod.errors import HorovodInternalError
-from cordee.horovod.operations import Adasum, Average, Max, Min, Product, Sum
-from cordee.horovod.timeline import start_timeline, stop_timeline
+from cordee.horovod import front_end
+from cordee.horovod.front_end import *  # noqa: F403 - its __all__ says which
 from cordee.horovod.torch.compression import Compression
 from cordee.horovod.torch.functions import (
     allgather_object,
@@ -56,36 +43,11 @@ from cordee.horovod.torch.mpi_ops import (
 )
 from cordee.horovod.torch.optimizer import DistributedOptimizer
 from cordee.horovod.torch.sync_batch_norm import SyncBatchNorm
-from cordee.horovod.world import (
-    ProcessSet,
-    add_process_set,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-)
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
     "SyncBatchNorm",
-    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -104,14 +66,6 @@ __all__ = [
     "broadcast_object_fn",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -120,29 +74,14 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
     "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
     "synchronize",
 ]
+__all__ += front_end.__all__
 
 
 def __getattr__(name: str) -> Any:
