@@ -273,7 +273,7 @@ def meet(
     if between:
         connecting_s = max(LEAST_CONNECTING_S, 2 * failure_timeout_s)
         settings = replace(
-            settings, address=between.address or None, encrypt=between.encrypt, meeting_timeout_s=connecting_s
+            settings, address=between.address or None, encrypt=between.encrypt, connect_timeout_s=connecting_s
         )
     try:
         reach("rendezvous.begin")

@@ -156,7 +156,7 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
     return any(find(environ, host) is not None for find in LAUNCHERS.values())
 
 
-def meeting_point(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Return `MASTER_ADDR` and `MASTER_PORT`; empty and 0 where they are not set."""
     address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT") or "0"
     if not port.isdecimal() or int(port) >= 65536:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,6 @@ from cordee.communication.this_host import own_host_id
 from cordee.compute import share_threads
 from cordee.core import env
 from cordee.core.errors import CordeeError, JobError
-from cordee.horovod.launching import find_place, open_store
 from cordee.horovod.queue import OperationQueue
 from cordee.runs.script.member import present_member
 
@@ -97,7 +97,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
             "hvd.init: `cordee run --elastic` is for loops of cordee.join: leave out --elastic, or write the loop with "
             "cordee.join and @team.elastic"
         )
-    task = find_place()
+    task = _launched_place()
     if task is None and dist.is_initialized():  # the script has formed the group by itself
         task = env.Place(dist.get_rank(), dist.get_world_size(), -1, -1)
     size = task.world_size if task else 1
@@ -110,7 +110,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         if not dist.is_initialized():
             register()
             share_threads(0, task.local_world_size)
-            store = open_store(task)
+            store = _open_store(task)
             if store is None:
                 dist.init_process_group(BACKEND_NAME)
             else:
@@ -264,3 +264,37 @@ def _find_place(task: env.Place, group: dist.ProcessGroup | None) -> _Place:
         cross_size=len(with_local),
         is_homogeneous=len({len(locals_) for locals_ in hosts.values()}) == 1,
     )
+
+
+# Where the processes of one launch connect to each other, whatever launched them.
+
+
+def _launched_place() -> env.Place | None:
+    """Return the place that `cordee run`, torchrun, mpirun or srun gave this process; None if it runs alone."""
+    if (place := env.place()) is not None:
+        return place
+    if not env.is_launched():
+        return None
+    task = env.launched_task()
+    return env.Place(task.rank, task.world_size, task.local_rank, task.tasks_per_host)
+
+
+def _open_store(place: env.Place) -> Any:
+    """Return the store through which the processes connect; None where torch finds it by itself."""
+    if env.place() is not None:
+        return None
+    task = env.launched_task()
+    address, port = env.master_address()
+    if address and port:
+        return dist.TCPStore(address, port, place.world_size, place.rank == 0)  # type: ignore[attr-defined]
+    if not task.is_one_host:
+        raise JobError(
+            f"hvd.init: {task.describe()}: set MASTER_ADDR and MASTER_PORT on all processes, the address and a free "
+            "port of the first host, so that they can connect"
+        )
+    if not (launch := env.launch_name(task)):
+        raise JobError(f"hvd.init: {task.launcher} gives its launches no id: set MASTER_ADDR and MASTER_PORT")
+    folder = env.cache_folder() / "rendezvous"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", launch)
+    return dist.FileStore(str(folder / name), place.world_size)  # type: ignore[attr-defined]

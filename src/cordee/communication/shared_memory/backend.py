@@ -111,7 +111,7 @@ def _connect(
     """Connect with the members on other hosts. Collective over the group."""
     ranks = next(ranks for ranks in hosts if rank in ranks)
     names = [f"{record.identity} on {record.host}" for record in records]
-    connecting_s = settings.meeting_timeout_s or timeout.total_seconds()
+    connecting_s = settings.connect_timeout_s or timeout.total_seconds()
     links = Links(
         rank, names, LinkSettings(settings.encrypt, settings.failure_timeout_s, connecting_s, settings.address)
     )
@@ -135,7 +135,7 @@ def _compare_settings(records: Sequence[MemberRecord]) -> None:
 
 def _form_wide(store: Any, rank: int, size: int, timeout: timedelta, settings: BackendSettings) -> ProcessGroupGloo:
     """Form a gloo group across hosts, for what is not done here."""
-    connecting = timedelta(seconds=settings.meeting_timeout_s) if settings.meeting_timeout_s else timeout
+    connecting = timedelta(seconds=settings.connect_timeout_s) if settings.connect_timeout_s else timeout
     with recording_gloo_sockets(settings.address):
         if settings.address is None:
             group = ProcessGroupGloo(store, rank, size, timeout=connecting)
