@@ -256,6 +256,10 @@ class Codec:
 
     def encode_message(self, message: Message) -> msgspec.Raw:
         """Return the payload of an envelope, checked by the rules the receiver will apply."""
+        return msgspec.Raw(self.encode_payload(message))
+
+    def encode_payload(self, message: Message) -> bytes:
+        """Return a message that goes without an envelope, checked by the rules the receiver will apply."""
         if type(message) not in self._messages:
             raise WireError(f"{type(message).__name__} does not belong to the messages of this channel")
         try:
@@ -263,7 +267,7 @@ class Codec:
             self._message_decoder.decode(payload)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise WireError(f"{type(message).__name__} cannot be sent: {error}") from error
-        return msgspec.Raw(payload)
+        return payload
 
     def encode_header(self, envelope: Envelope) -> bytes:
         """Return frame 0. Its size and buffers are held against the limits, so that the error is the sender's."""

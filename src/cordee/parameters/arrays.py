@@ -73,9 +73,9 @@ def make_target(kind: str, shape: tuple[int, ...], origin: Origin, out: Any) -> 
     """Return where a result of this kind and shape goes: `out`, which must fit, or a new array."""
     if out is None:
         return _new_target(kind, shape, origin)
-    if _is_tensor(out):
-        return _tensor_target(kind, shape, out)
     if not isinstance(out, np.ndarray):
+        if _is_tensor(out):
+            return _tensor_target(kind, shape, out)
         raise StoreError(f"out is a {type(out).__name__}: it must be a NumPy array or a torch tensor, or left away")
     own_kind = ARRAY_KINDS.get(out.dtype)  # None: another byte order, or a type that cannot be stored
     if (own_kind or out.dtype.name) != kind or out.shape != shape:

@@ -146,7 +146,10 @@ class Connection:
         `reply_bytes` is how much the buffers of the reply may take. Without `timeout_s` it waits as long as the
         server lives. Raises RefusedError if the server refuses, CommunicationError if it dies, freezes or is late.
         """
-        return self.begin(message, buffers, reply_bytes=reply_bytes).finish(receive, timeout_s=timeout_s)
+        if self._board is None:
+            return self._begin_channel(message, buffers).finish(receive, timeout_s=timeout_s)
+        shm_channel = self._begin_shm(message, buffers, reply_bytes)
+        return self._finish_shm(shm_channel, receive, timeout_s)
 
     def begin(self, message: Message, buffers: Sequence[Any] = (), *, reply_bytes: int = 0) -> Pending:
         """Make a request without waiting for the reply, which `finish` of the result returns; several may be under way.
@@ -155,15 +158,7 @@ class Connection:
         """
         if self._board is None:
             return self._begin_channel(message, buffers)
-        parcel = outgoing(buffers)
-        payload = self._codec.encode_message(message)
-        shm_channel = self._take_shm_channel(max(parcel.extent, reply_bytes))
-        try:
-            shm_channel.end.write(bytes(payload), parcel)
-        except BaseException:
-            shm_channel.close(self._board)
-            raise
-        shm_channel.show(self._board)
+        shm_channel = self._begin_shm(message, buffers, reply_bytes)
         return Pending(partial(self._finish_shm, shm_channel), partial(shm_channel.close, self._board))
 
     def close(self) -> None:
@@ -197,6 +192,19 @@ class Connection:
             channel.close(0)
             raise
         return Pending(partial(self._finish_channel, channel, asked), partial(channel.close, 0))
+
+    def _begin_shm(self, message: Message, buffers: Sequence[Any], reply_bytes: int) -> _ClientShmChannel:
+        assert self._board is not None
+        parcel = outgoing(buffers)
+        payload = self._codec.encode_payload(message)
+        shm_channel = self._take_shm_channel(max(parcel.extent, reply_bytes))
+        try:
+            shm_channel.end.write(payload, parcel)
+        except BaseException:
+            shm_channel.close(self._board)
+            raise
+        shm_channel.show(self._board)
+        return shm_channel
 
     def _finish_shm(self, shm_channel: _ClientShmChannel, receive: Receive, timeout_s: float | None) -> Any:
         assert self._board is not None and self._watch is not None

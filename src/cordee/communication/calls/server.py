@@ -206,13 +206,12 @@ class CallServer:
         shm_channel = served.end
 
         def send(message: Message, buffers: Sequence[Any]) -> None:
-            payload = self._codec.encode_message(message)
+            payload = self._codec.encode_payload(message)
             try:
-                shm_channel.write(bytes(payload), outgoing(buffers))
+                shm_channel.write(payload, outgoing(buffers))
             except WireError as error:
-                shm_channel.write(
-                    bytes(self._codec.encode_message(Refused("reply-too-large", str(error)))), outgoing(())
-                )
+                refused = Refused("reply-too-large", str(error))
+                shm_channel.write(self._codec.encode_payload(refused), outgoing(()))
             shm_channel.words[REPLY_STAMP] = stamp
             wake(shm_channel, CLIENT_FUTEX)
 
