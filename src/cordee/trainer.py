@@ -63,7 +63,7 @@ class Trainer:
         self._without_value = WithoutValue()
         self._comparison = StateComparison()
         self._callbacks = RunCallbacks(parts.callbacks, monitor.emit, self._save_now)
-        self._saver = Checkpointer(checkpoints, parts.job.checkpoint, monitor, self._callbacks.told)
+        self._saver = Checkpointer(checkpoints, parts.job.checkpoint, monitor, self._callbacks.on_written)
         self._votes = NO_VOTES  # of all workers, in the last step
         self._is_stopping = False  # agreed on by all
         self._newest: Batch | None = None  # samples of growing data that were set aside

@@ -53,7 +53,7 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int  # processes that have a core of their own
     most_workers: int | None = None  # that the engine can start
     address: str = ""  # HOST or HOST:PORT at which the engine's processes on other hosts reach this one
-    facts: dict[str, Any]  # what the kind of run has its coordinator told of the job's components
+    facts: dict[str, Any]  # what the kind of run lets its coordinator know of the job's components
     launcher: LauncherSpec
 
     @property
@@ -105,12 +105,12 @@ class MemberStarter:
         self.data = ""  # what is known of the run's data
         self.prints = False  # whether what workers print goes to the launcher's terminal, and not into their logs
 
-    def start(self, role: str, index: int, *, replica: int = 0, **told: Any) -> MemberRecord:
-        """Have a process started for a member, in the place of an earlier one if there was; `told` is for it alone."""
+    def start(self, role: str, index: int, *, replica: int = 0, **extra: Any) -> MemberRecord:
+        """Have a process started for a member, in the place of an earlier one if any, with `extra` in its spec."""
         members = self._members
         members.num_started += 1
         record = self._expect(MemberRecord(role=role, index=index, replica=replica, number=members.num_started))
-        argument = msgspec.to_builtins(self._make_spec(record, told))
+        argument = msgspec.to_builtins(self._make_spec(record, extra))
         log = None if self.prints else str(self.log_file(record))
         place: Place = "slot" if role == "worker" else "launcher"  # others use the run directory
         process = ProcessSpec.new(record.number, f"{self._package}.{role}:main", argument, log=log, place=place)
@@ -119,7 +119,7 @@ class MemberStarter:
         return record
 
     def admit(self, index: int, request: JoinRequest) -> str:
-        """Take a worker that somebody else started; return what it is told: the same as others, and the launcher.
+        """Take a worker that somebody else started; return its spec: the same as others, and the launcher.
 
         The worker takes part when it has said that it is there.
         """
@@ -145,7 +145,7 @@ class MemberStarter:
             self._fence(record.name, record.fenced)
         return record
 
-    def _make_spec(self, record: MemberRecord, told: dict[str, Any]) -> MemberSpec:
+    def _make_spec(self, record: MemberRecord, extra: dict[str, Any]) -> MemberSpec:
         spec, public = self._spec, self._addresses.public
         common = MemberSpec(
             kind=spec.kind,
@@ -168,7 +168,7 @@ class MemberStarter:
             job=self._text,
             data=self.data,
         )
-        return msgspec.structs.replace(common, **told)
+        return msgspec.structs.replace(common, **extra)
 
 
 class Leader(Protocol):

@@ -90,6 +90,11 @@ class MemberSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.public if self.is_remote else self.address
 
     @property
+    def silence_s(self) -> float:
+        """How long the coordinator's host may be silent before a channel to it counts as broken; 0 on its own host."""
+        return self.failure_timeout_s if self.is_remote else 0.0  # nothing else shows that a connection is broken
+
+    @property
     def host_address(self) -> str:
         """The address of this host for what goes between hosts; empty if the run has no processes on others."""
         return own_address(self.public) if self.public else ""
@@ -129,8 +134,7 @@ class MemberLink(abc.ABC):
         self._keys = ClientKeys.from_text(spec.client_keys)
         speaker = Speaker(run=spec.run_id, name=spec.name, incarnation=incarnation_of(spec.serial, num_returns))
         self._is_remote = spec.is_remote
-        silence_s = spec.failure_timeout_s if self._is_remote else 0.0  # a broken connection is told by nothing else
-        self._channel = ClientChannel(spec.coordinator_address, speaker, codec, self._keys, silence_s=silence_s)
+        self._channel = ClientChannel(spec.coordinator_address, speaker, codec, self._keys, silence_s=spec.silence_s)
         self._asking = threading.Lock()
         self._outbox_changed = threading.Condition()
         self._num_sent = 0

@@ -223,13 +223,13 @@ class RunCallbacks:
         self._callbacks = Callbacks(found)
         self._emit, self._save = emit, save
         self._has_started = False
-        self._written: list[events.Checkpoint] = []  # by another thread, and not told of yet
+        self._written: list[events.Checkpoint] = []  # by another thread, and not reported yet
 
     def __bool__(self) -> bool:
         return bool(self._callbacks)
 
     @property
-    def told(self) -> Callable[[events.Checkpoint], None] | None:
+    def on_written(self) -> Callable[[events.Checkpoint], None] | None:
         """What takes the event of a checkpoint that was written, from any thread; None if nobody wants it."""
         return self._written.append if self._callbacks.has("on_checkpoint") else None
 

@@ -23,10 +23,10 @@ class Checkpointer:
         store: Store,
         rules: settings.Checkpoint,
         monitor: Monitor,
-        told: Callable[[events.Checkpoint], None] | None = None,
+        on_written: Callable[[events.Checkpoint], None] | None = None,
     ) -> None:
-        """`told` is called with each checkpoint that was written, from the thread that wrote it."""
-        self._told = told
+        """`on_written` is called with each checkpoint that was written, from the thread that wrote it."""
+        self._on_written = on_written
         self._store = store
         self._rules = rules
         self._monitor = monitor
@@ -94,8 +94,8 @@ class Checkpointer:
             return
         event = events.Checkpoint(step=saved.step, path=str(saved.path), seconds=saved.seconds, stall_s=saved.stall_s)
         self._monitor.emit(event)
-        if self._told is not None:
-            self._told(event)
+        if self._on_written is not None:
+            self._on_written(event)
 
 
 def find_not_finite(state: State, parameters: Collection[str]) -> str | None:

@@ -57,9 +57,8 @@ class RemoteCheckpoints:
         self._worker = spec.index
         speaker = Speaker(run=spec.run_id, name=f"checkpoints-{spec.index}", incarnation=time.time_ns())
         keys = ClientKeys.from_text(spec.client_keys)
-        silence_s = spec.failure_timeout_s if spec.is_remote else 0.0  # a broken connection is told by nothing else
         # A connection of its own: what is large does not hold up heartbeats.
-        self._channel = ClientChannel(spec.coordinator_address, speaker, Codec(TEAM), keys, silence_s=silence_s)
+        self._channel = ClientChannel(spec.coordinator_address, speaker, Codec(TEAM), keys, silence_s=spec.silence_s)
         self._asking = threading.Lock()
         self._is_closed = False
         self._num_saves = 0
