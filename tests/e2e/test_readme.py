@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(600)
 
 README = (REPOSITORY / "README.md").read_text()
 README_ZH = (REPOSITORY / "README.zh.md").read_text()
-TUTORIAL = (REPOSITORY / "docs/tutorial.md").read_text()
+TUTORIAL = (REPOSITORY / "docs/tutorials/own-model.md").read_text()
 
 
 def marked_commands(page: str) -> list[str]:

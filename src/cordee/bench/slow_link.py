@@ -153,7 +153,7 @@ def _ratio(theirs: list[float] | None, ours: list[float]) -> float | None:
 
 def _find_text() -> str:
     docs = Path(__file__).parents[3] / "docs"
-    return str(docs / "*.md") if docs.is_dir() else "/usr/share/common-licenses/*"
+    return str(docs / "**" / "*.md") if docs.is_dir() else "/usr/share/common-licenses/*"
 
 
 def _job(tables: Mapping[str, Any], strategy: Mapping[str, Any]) -> dict[str, Any]:

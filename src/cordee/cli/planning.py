@@ -81,7 +81,7 @@ def simulate(
 ) -> None:
     """Predict scaling, idle time, staleness and failures on other clusters.
 
-    A scenario is a TOML file (docs/planner.md lists its keys), a job with a cluster file, or a published one:
+    A scenario is a TOML file (docs/reference/planner.md lists its keys), a job with a cluster file, or a published one:
     horovod-inception3, horovod-resnet101, horovod-vgg16, parameter-server.
 
     For example:

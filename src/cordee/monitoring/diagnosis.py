@@ -41,7 +41,8 @@ def diagnose_phases(totals: Mapping[str, list[int]]) -> str:
     sending = max(shares, key=lambda name: shares[name][Phase.EXCHANGE])
     if (share := shares[sending][Phase.EXCHANGE]) >= _MUCH:
         return (
-            f"{_words(sending)} exchanges {share:.0%} of the time: raise training.batch_size, or see docs/slow-links.md"
+            f"{_words(sending)} exchanges {share:.0%} of the time: raise training.batch_size, "
+            "or see docs/how-to/slow-links.md"
         )
     for phase, key in ((Phase.EVALUATE, "evaluation.every_steps"), (Phase.SAVE, "checkpoint.every_steps")):
         name = max(shares, key=lambda name, phase=phase: shares[name][phase])  # type: ignore[misc]

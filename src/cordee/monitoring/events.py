@@ -1,6 +1,6 @@
 """The events of a run: one struct for each type of a line of `events.jsonl`.
 
-The table in docs/monitoring.md is made of the docstrings, fields and comments below
+The table in docs/reference/monitoring.md is made of the docstrings, fields and comments below
 (`python tests/unit/monitoring/event_table.py`). A field with a default may be missing from a line. A change that makes
 lines of older runs unreadable, or gives a field another meaning, raises `SCHEMA_VERSION`.
 """

@@ -1,7 +1,7 @@
 """The cost model: step time, memory, traffic and idle time of each strategy. Pure.
 
 Times come from the profile and the hardware; what a strategy does with them follows its implementation where there is
-one (docs/planner.md has the formulas).
+one (docs/reference/planner.md has the formulas).
 """
 
 from __future__ import annotations

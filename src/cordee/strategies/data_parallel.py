@@ -37,7 +37,7 @@ class DataParallelSettings(Section, frozen=True, kw_only=True):
     # kept, after each step; sync: statistics of the whole batch, as one worker would compute them, at two exchanges
     # a layer.
     batch_norm: Literal["local", "average", "sync"] = "average"
-    # Of gradients on their way: a name, or a table such as { use = "topk", share = 0.01 } (docs/slow-links.md).
+    # Of gradients on their way: a name, or a table like { use = "topk", share = 0.01 } (docs/reference/local-sgd.md).
     compression: str | dict[str, Any] = "none"
     # auto: flat on CPUs of one host and to compress, overlapped between hosts, ddp on GPUs
     reducer: Literal["auto", "flat", "overlapped", "ddp"] = "auto"

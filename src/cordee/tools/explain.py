@@ -25,7 +25,7 @@ _NAMED = {
 }
 # Sections whose keys are names of the user's choice.
 _LISTED = {
-    "metrics": "what is measured on the test set: accuracy, f1, mae, … (docs/job-file.md), torchmetrics.… or "
+    "metrics": "what is measured on the test set: accuracy, f1, mae, … (docs/reference/job-file.md), torchmetrics.… or "
     "'module:callable', or a table with use, arguments and better = 'higher' or 'lower'",
     "callbacks": "an object that is called while the run trains: 'module:callable', or a table with use and arguments",
 }

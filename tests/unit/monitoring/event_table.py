@@ -1,4 +1,4 @@
-"""The table of events in docs/monitoring.md, made of the structs. Run as a script, it writes the table."""
+"""The table of events in docs/reference/monitoring.md, made of the structs. Run as a script, it writes the table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cordee.monitoring.events import EVENT_TYPES, RunEnded
 
-PAGE = Path(__file__).parents[3] / "docs" / "monitoring.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "monitoring.md"
 BEGIN, END = "<!-- events: made by tests/unit/monitoring/event_table.py -->\n", "<!-- end of events -->\n"
 FIELD = re.compile(r"^    (\w+): .*?(?:  # (.*))?$", re.MULTILINE)
 

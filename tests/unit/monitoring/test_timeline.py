@@ -232,7 +232,7 @@ def phases(**shares: float) -> list[int]:
         ),
         (
             {"worker-0": phases(compute=0.5, exchange=0.5)},
-            "worker 0 exchanges 50% of the time: raise training.batch_size, or see docs/slow-links.md",
+            "worker 0 exchanges 50% of the time: raise training.batch_size, or see docs/how-to/slow-links.md",
         ),
         (
             {"worker-0": phases(compute=0.5, evaluate=0.5)},

@@ -19,7 +19,7 @@ class LocalSgdSettings(Section, frozen=True, kw_only=True):
     outer: dict[str, Any] = msgspec.field(default_factory=dict)
     # local: the first worker's statistics are kept; average: the mean of all workers' is, where they agree.
     batch_norm: Literal["local", "average"] = "average"
-    # What is sent in a smaller form: a name, or { use = "topk", share = 0.01 }; see docs/slow-links.md.
+    # What is sent in a smaller form: a name, or { use = "topk", share = 0.01 }; see docs/reference/local-sgd.md.
     compress: str | dict[str, Any] = "none"
     fragments: int = 1  # parts of the model, of which one is agreed on at a time
     delay: int = 0  # steps that workers train on while what they agree on is on its way
