@@ -1,81 +1,19 @@
-"""Draws the pictures of the concept pages: `python docs/pictures/draw.py` writes them beside this file.
-
-Each picture brings its own background, and follows the light or dark theme of the reader's system. Nothing is told by
-colour alone: every shape has a word in it or beside it. Title and description are read out by screen readers.
-"""
+"""Draws the pictures of the concept pages: `python docs/pictures/draw.py` writes them beside this file."""
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
 
+from shapes import Picture
+
 FOLDER = Path(__file__).parent
-
-STYLE = """
-text { font: 14px system-ui, "DejaVu Sans", sans-serif; fill: #1f2328; }
-.small { font-size: 12px; } .head { font-weight: 600; }
-.ground { fill: #fbfbf9; } .line { stroke: #57606a; stroke-width: 1.5; fill: none; } .tip { fill: #57606a; }
-.box { stroke: #57606a; stroke-width: 1.5; } .plain { fill: #ffffff; } .blue { fill: #cfe3fb; } .green { fill: #cdebd3; }
-.yellow { fill: #fbe6b5; } .purple { fill: #e6d9f7; } .red { fill: #fbd3cf; } .grey { fill: #e7e9ec; }
-.gone { stroke-dasharray: 5 4; }
-@media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3; } .ground { fill: #161b22; } .line { stroke: #9aa4af; } .tip { fill: #9aa4af; }
-  .box { stroke: #9aa4af; } .plain { fill: #0d1117; } .blue { fill: #1d3f66; } .green { fill: #1f4a2b; }
-  .yellow { fill: #54431a; } .purple { fill: #41305e; } .red { fill: #5e2a26; } .grey { fill: #30363d; }
-}
-"""
-
-
-class Picture:
-    """Shapes on a ground of a given size; each method adds one."""
-
-    def __init__(self, name: str, width: int, height: int, title: str, description: str) -> None:
-        self.name = name
-        self.parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-            f'role="img" aria-labelledby="title description">',
-            f'<title id="title">{escape(title)}</title>',
-            f'<desc id="description">{escape(description)}</desc>',
-            f"<style>{STYLE}</style>",
-            f'<rect class="ground" width="{width}" height="{height}" rx="8"/>',
-        ]
-
-    def text(self, x: float, y: float, words: str, *, anchor: str = "start", style: str = "") -> None:
-        self.parts.append(
-            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" class="{style}">{escape(words, quote=False)}</text>'
-        )
-
-    def box(
-        self, x: float, y: float, w: float, h: float, words: str = "", color: str = "plain", *, s: str = ""
-    ) -> None:
-        """Draw a box with its words in the middle, a line of text for each line."""
-        self.parts.append(f'<rect class="box {color}" x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="4"/>')
-        lines = words.split("\n") if words else []
-        for number, line in enumerate(lines):
-            height = y + h / 2 + 5 + 17 * (number - (len(lines) - 1) / 2)
-            self.text(x + w / 2, height, line, anchor="middle", style=s)
-
-    def line(self, *points: tuple[float, float], style: str = "") -> None:
-        path = " ".join(f"{x:g},{y:g}" for x, y in points)
-        self.parts.append(f'<polyline class="line {style}" points="{path}"/>')
-
-    def arrow(self, *points: tuple[float, float], style: str = "") -> None:
-        """Draw a line through the points with a tip at its end. Its last piece is level or upright."""
-        (x0, y0), (x, y) = points[-2:]
-        dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
-        self.line(*points[:-1], (x - 6 * dx, y - 6 * dy), style=style)
-        tip = [(x, y), (x - 8 * dx + 5 * dy, y - 8 * dy + 5 * dx), (x - 8 * dx - 5 * dy, y - 8 * dy - 5 * dx)]
-        self.parts.append(f'<polygon class="tip" points="{" ".join(f"{a:g},{b:g}" for a, b in tip)}"/>')
-
-    def content(self) -> str:
-        return "\n".join([*self.parts, "</svg>"]) + "\n"
 
 
 def three_questions() -> Picture:
     p = Picture(
         "three-questions", 960, 330, "The three questions, for two workers",
         "A table with a column for each of six strategies. single: one worker has all data and all parameters. "
-        "data_parallel: half of the batch each, a full copy of the parameters each, gradients are summed in every step. "
+        "data_parallel: half of the batch each, all parameters each, gradients are summed in every step. "
         "sharded: half of the batch each, half of the parameters each, gradients are summed and cut. parameter_server: "
         "half of the batch each, parameters on a server, pushes and pulls. pipeline: the same batch, some layers each, "
         "activations pass on. tensor: the same batch, half of each layer each, partial results are summed.",
@@ -181,11 +119,11 @@ def hand_over() -> Picture:
         "hand-over", 880, 300, "Who owns the state while a member joins",
         "Member 0 keeps the state with which it entered the generation until the next generation is entered. It sends "
         "the state to the newcomer in pieces. The newcomer owns its state only when the last byte has come and the "
-        "digests are equal. Whoever dies before that moment, the other members still have everything.",
+        "digests are equal. Whoever dies before that moment, the members that had the state still have it.",
     )  # fmt: skip
     p.text(16, 78, "member 0")
     p.text(16, 198, "newcomer")
-    p.box(110, 50, 740, 44, "owns weights, optimizer state and place in the data, all the time", "green")
+    p.box(110, 50, 740, 44, "owns weights, optimizer, place in the data", "green")
     p.box(110, 170, 120, 44, "owns nothing", "grey", s="small")
     p.box(240, 170, 290, 44, "receives: what has come does not count", "yellow", s="small")
     p.box(540, 170, 110, 44, "compares", "yellow", s="small")
@@ -197,7 +135,7 @@ def hand_over() -> Picture:
     p.line((655, 40), (655, 225), style="gone")
     p.text(655, 28, "the next generation is entered", anchor="middle", style="small")
     p.text(380, 248, "newcomer dies here: nothing is lost", anchor="middle", style="small")
-    p.text(380, 268, "member 0 dies here: another old member sends again", anchor="middle", style="small")
+    p.text(380, 268, "member 0 dies here: another old member sends, or the checkpoint", anchor="middle", style="small")
     p.text(755, 248, "from here on each of", anchor="middle", style="small")
     p.text(755, 268, "them can be lost", anchor="middle", style="small")
     return p
@@ -206,9 +144,9 @@ def hand_over() -> Picture:
 def staleness() -> Picture:
     p = Picture(
         "staleness", 900, 430, "How far apart workers may be",
-        "Time lines of a fast and a slow worker under three settings. With staleness 0 the fast worker waits at the end "
-        "of each step. With staleness 2 it takes steps ahead, and waits when it is two steps ahead. With unbounded "
-        "staleness it never waits.",
+        "Time lines of a fast and a slow worker under three settings. With staleness 0 the fast worker waits at "
+        "the end of each step. With staleness 2 it takes steps ahead, and waits when it is two steps ahead. "
+        "With unbounded staleness it never waits.",
     )  # fmt: skip
     unit, slow = 60.0, 150.0
     for row, (bound, words) in enumerate(
@@ -239,23 +177,22 @@ def servers() -> Picture:
     p = Picture(
         "parameter-servers", 880, 330, "The processes of a parameter_server run",
         "The coordinator hands out units of work to four workers. Workers push gradients to two servers and pull "
-        "parameters. Each server has half of the parameters, with their optimizer state, and a follower that applies each "
-        "push before it is acknowledged. An evaluator reads snapshots of the servers, evaluates them and saves them.",
+        "parameters. Each server has half of the parameters, with their optimizer state, and a follower that applies "
+        "each push before it is acknowledged. An evaluator reads snapshots of the servers, and saves them.",
     )  # fmt: skip
     p.box(20, 40, 150, 50, "coordinator", "purple")
-    p.text(184, 30, "units of work", style="small")
     p.line((170, 65), (230, 65), (230, 20), (800, 20))
+    p.text(120, 25, "units of work", style="small")
     for number in range(4):
         x = 290 + 150 * number
         p.box(x, 40, 120, 50, f"worker {number}", "green")
         p.arrow((x + 60, 20), (x + 60, 40))
-        p.line((x + 40, 90), (x + 40, 135))
-        p.arrow((x + 80, 135), (x + 80, 90))
-    p.line((330, 135), (780, 135))
-    p.text(555, 128, "push gradients ↓   pull parameters ↑", anchor="middle", style="small")
+        p.arrow((x + 40, 90), (x + 40, 115))
+        p.arrow((x + 80, 115), (x + 80, 90))
+    p.box(290, 115, 570, 28, "gradients are pushed ↓   parameters are pulled ↑", s="small")
     for x, number in ((350, 0), (590, 1)):
-        p.arrow((x + 60, 135), (x + 60, 170))
-        p.arrow((x + 120, 170), (x + 120, 135))
+        p.arrow((x + 60, 143), (x + 60, 170))
+        p.arrow((x + 120, 170), (x + 120, 143))
         p.box(x, 170, 180, 54, f"server {number}\nslice {number}, optimizer state", "yellow", s="small")
         p.arrow((x + 90, 224), (x + 90, 262))
         p.box(x, 262, 180, 44, f"follower {number} (replicas = 2)", "plain", s="small")
@@ -384,16 +321,16 @@ def slices() -> Picture:
     for x in (665, 815):
         p.line((x, 130), (x, 180))
     p.text(740, 160, "gradients", anchor="middle", style="small")
-    p.text(720, 290, "Copies compute different samples and sum their gradients.", anchor="middle", style="small")
+    p.text(712, 290, "Copies compute different samples, sum gradients.", anchor="middle", style="small")
     return p
 
 
 def reproducibility() -> Picture:
     p = Picture(
         "reproducibility", 900, 330, "One tree of sums, whoever computes its leaves",
-        "A batch is cut into eight logical shards. Their gradients are added in one fixed tree: 0 with 1, 2 with 3, then "
-        "the pairs. Below, the same eight shards are computed by one worker, by three workers (three, three and two "
-        "shards) or by four workers (two each). The tree, and so the result, stays the same.",
+        "A batch is cut into eight logical shards. Their gradients are added in one fixed tree: 0 with 1, 2 with 3, "
+        "then the pairs. Below, the same eight shards are computed by one worker, by three workers (three, three and "
+        "two shards) or by four workers (two each). The tree, and so the result, stays the same.",
     )  # fmt: skip
     width = 92
     xs: list[float] = [120 + width * shard for shard in range(8)]
@@ -449,12 +386,14 @@ def planner() -> Picture:
 def processes() -> Picture:
     p = Picture(
         "processes", 900, 350, "The processes of a run, and what connects them",
-        "The launcher starts a coordinator and, through a fork server, the workers of its host. Agents start workers on "
-        "other hosts. All members have an encrypted channel to the coordinator. Workers of one host exchange tensors "
-        "through shared memory. Between hosts one leader of each host exchanges over encrypted connections.",
+        "The launcher starts a coordinator and, through a fork server, the workers of its host. Agents start workers "
+        "on other hosts. All members have an encrypted channel to the coordinator. Workers of one host exchange "
+        "tensors through shared memory. Between hosts one leader of each host exchanges over encrypted connections.",
     )  # fmt: skip
     p.text(30, 34, "host A", style="head")
     p.box(20, 44, 560, 286, "", "plain")
+    p.text(670, 34, "host B", style="head")
+    p.box(660, 44, 220, 286, "", "plain")
     p.box(40, 64, 150, 54, "launcher\nshows, records", "purple", s="small")
     p.box(40, 254, 150, 54, "fork server\nhas torch imported", "grey", s="small")
     p.arrow((115, 118), (115, 254))
@@ -469,17 +408,15 @@ def processes() -> Picture:
     p.line((500, 284), (500, 300))
     p.arrow((190, 270), (260, 270))
     p.text(225, 262, "forks", anchor="middle", style="small")
-    p.line((320, 230), (320, 170), (700, 170))
+    p.line((320, 230), (320, 170), (670, 170), (670, 245), (700, 245))
     p.line((500, 230), (500, 170))
     p.arrow((470, 170), (470, 118))
-    p.text(478, 150, "heartbeats, requests, events", style="small")
-    p.text(670, 34, "host B", style="head")
-    p.box(660, 44, 220, 286, "", "plain")
-    p.box(700, 144, 140, 50, "agent", "grey")
+    p.text(478, 150, "heartbeats", style="small")
+    p.box(700, 124, 140, 50, "agent", "grey")
     p.box(700, 230, 140, 54, "worker 2", "green")
-    p.arrow((770, 194), (770, 230))
-    p.arrow((560, 257), (700, 257))
-    p.arrow((700, 257), (560, 257))
+    p.arrow((770, 174), (770, 230))
+    p.arrow((560, 265), (700, 265))
+    p.arrow((700, 265), (560, 265))
     p.text(622, 214, "tensors,", anchor="middle", style="small")
     p.text(622, 232, "encrypted", anchor="middle", style="small")
     return p
@@ -488,8 +425,8 @@ def processes() -> Picture:
 def windows() -> Picture:
     p = Picture(
         "windows", 900, 250, "local_sgd: windows of steps alone, then one agreement",
-        "Two workers train alone for sync_every steps. Then they exchange the differences of their parameters, take the "
-        "mean, and an outer optimizer makes one step of it. Both continue from the same parameters.",
+        "Two workers train alone for sync_every steps. Then they exchange the differences of their parameters, take "
+        "the mean, and an outer optimizer makes one step of it. Both continue from the same parameters.",
     )  # fmt: skip
     for row in range(2):
         y = 50 + 80 * row
@@ -511,7 +448,8 @@ def checkpoint() -> Picture:
     p = Picture(
         "checkpoint", 900, 240, "A checkpoint is complete or not there",
         "Training stands still while the state is copied. A thread writes the files into a temporary folder, then the "
-        "manifest with the digest of each file, and syncs all of them. Then the folder gets its name, and the parent folder is synced. A "
+        "manifest with the digest of each file, and syncs all of them. "
+        "Then the folder gets its name, and the parent folder is synced. A "
         "process that is killed before the renaming leaves the older checkpoints complete, and a temporary folder that "
         "the next save removes. After the renaming the new checkpoint is complete.",
     )  # fmt: skip

@@ -34,7 +34,10 @@ class HybridSettings(Section, frozen=True, kw_only=True):
 
 
 def make_hybrid(job: Job, settings: HybridSettings, computation: Computation) -> Strategy:
-    """Return the strategy that computes, given the other axes of the mesh."""
+    """Copies of a model, each split over some workers: a mesh of data, sharded, pipeline and tensor.
+
+    Returns the strategy of the axis that computes, given the other axes.
+    """
     mesh = read_mesh(settings.mesh, job.strategy.workers)
     given = {key: value for key, value in job.strategy.settings.items() if key != "mesh"}
     _refuse_without_axis(given, settings.mesh)

@@ -17,7 +17,10 @@ from cordee.strategies.strategy import Requirements, require_samples
 
 
 class ParameterServer:
-    """Checks a job; workers, servers and the evaluator are processes with loops of their own."""
+    """Workers push gradients to servers, which hold the parameters; synchronous, at most some steps apart, or freely.
+
+    Checks a job; workers, servers and the evaluator are processes with loops of their own.
+    """
 
     def __init__(self, job: Job, settings: ParameterServerSettings, computation: Computation) -> None:
         self.settings = settings
