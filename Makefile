@@ -112,8 +112,8 @@ fuzz: $(VENV)/.cordee
 
 docs: $(VENV)/.cordee
 	@$(PIP) -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/zensical build --strict --clean
 
 clean:
-	rm -rf $(VENV) .venv-ray .venv-spark .venv-frameworks site build dist fault-walks .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-ray .venv-spark .venv-frameworks site .cache build dist fault-walks .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
