@@ -85,7 +85,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 def test_every_page_is_of_one_kind() -> None:
     others = {page.name for page in MANUAL if page.relative_to(DOCS).parts[0] not in (*KINDS, "decisions")}
-    assert others == {"index.md", "benchmarks.md"}
+    assert others == {"index.md", "benchmarks.md"}, "a page is in the folder of its kind"
     for page in (DOCS / "concepts").glob("*.md"):
         assert "../pictures/" in page.read_text(), f"{page.name} has no drawing"
 
