@@ -32,6 +32,7 @@ BASES: dict[str, Table] = {
 }
 ALL = tuple(BASES)
 REPRODUCING = tuple(sorted(name for name, entry in STRATEGIES.items() if entry.can_reproduce))
+AVERAGING = tuple(name for name in ALL if name != "local_sgd")  # which has no common weights between agreements
 WITH_SHARES = ("data_parallel", "parameter_server", "sharded")  # workers compute other samples
 
 
@@ -154,7 +155,7 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "training.clip_norm": Changes(0.01, weights),
     "training.recompute": Elsewhere("unit/models/test_recomputation.py"),  # the same weights: drawn by random jobs
     "training.freeze": Changes([r"^2\."], weights, base={"model.blocks": ["linear", "linear", "linear"]}),
-    "training.ema": Changes(0.9, test_losses),
+    "training.ema": Changes(0.9, test_losses, AVERAGING),
     "training.device": Changes("cuda", exit_code),
     "training.threads": Changes(2, started("threads")),
     "strategy.name": Elsewhere("differences/generator.py"),
