@@ -47,5 +47,6 @@ echo "the second host is lost ..."
 kill -KILL "${pids[1]}"
 code=0
 wait "${pids[0]}" || code=$?
+echo "what the run recorded: who was lost, and which workers trained from which step on"
 grep -E '"type":"(worker_lost|generation|run_ended)"' "$run/events.jsonl" | cut -c1-200
 exit "$code"

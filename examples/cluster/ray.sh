@@ -28,11 +28,18 @@ node() {  # one CPU and one folder each, as on hosts of their own; --block keeps
     pids+=($!)
 }
 
-echo "starting two nodes ..."
+await_nodes() {  # until Ray counts so many
+    until [ "$(ray status --address="127.0.0.1:$port" 2>/dev/null | grep -c '1 node_')" -ge "$1" ]; do
+        kill -0 "${pids[-1]}" 2>/dev/null || { echo "a node did not start:"; tail -n 20 "$temporary/node-$((${#pids[@]} - 1)).log"; exit 1; }
+        sleep 0.5
+    done
+}
+
+echo "starting two nodes (half a minute) ..."
 node --head --port="$port" --include-dashboard=false
-until ray status --address="127.0.0.1:$port" >/dev/null 2>&1; do sleep 0.5; done
+await_nodes 1
 node --address="127.0.0.1:$port"
-until [ "$(ray status --address="127.0.0.1:$port" 2>/dev/null | grep -c '1 node_')" -ge 2 ]; do sleep 0.5; done
+await_nodes 2
 
 cordee train "$here/job.toml" --engine ray --set cluster.connect="127.0.0.1:$port" --run-dir "$run" --set training.epochs=400 &
 training=$!
@@ -45,4 +52,5 @@ echo "killing the second node ..."
 pkill -KILL -P "${pids[1]}" || true
 kill -KILL "${pids[1]}" || true
 wait "$training"
+echo "what the run recorded: who was lost, and which workers trained from which step on"
 grep -E '"type":"(worker_lost|generation|run_ended)"' "$run/events.jsonl" | cut -c1-200

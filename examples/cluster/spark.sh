@@ -28,14 +28,21 @@ daemon() {
     pids+=($!)
 }
 
-echo "starting a master and two workers ..."
+await_line() {  # until the log of a daemon has a text
+    until grep -qs "$2" "$temporary/daemon-$1.log"; do
+        kill -0 "${pids[$1]}" 2>/dev/null || { echo "a daemon did not start:"; tail -n 20 "$temporary/daemon-$1.log"; exit 1; }
+        sleep 0.5
+    done
+}
+
+echo "starting a master and two workers (half a minute) ..."
 daemon master.Master --host 127.0.0.1 --port "$port" --webui-port 0
-until grep -qs "elected leader" "$temporary/daemon-0.log"; do sleep 0.5; done
+await_line 0 "elected leader"
 for number in 1 2; do
     daemon worker.Worker --host 127.0.0.1 --cores 1 --memory 1g --webui-port 0 --work-dir "$temporary/$number" "spark://127.0.0.1:$port"
 done
 for number in 1 2; do
-    until grep -qs "Successfully registered" "$temporary/daemon-$number.log"; do sleep 0.5; done
+    await_line "$number" "Successfully registered"
 done
 
 cordee train "$here/job.toml" --engine spark --set cluster.connect="spark://127.0.0.1:$port" --run-dir "$run" --set training.epochs=400 &
@@ -48,4 +55,5 @@ sleep 3
 echo "killing the executor of the second worker ..."
 pkill -KILL -P "${pids[2]}"
 wait "$training"
+echo "what the run recorded: who was lost, and which workers trained from which step on"
 grep -E '"type":"(worker_lost|generation|run_ended)"' "$run/events.jsonl" | cut -c1-200

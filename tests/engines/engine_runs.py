@@ -151,7 +151,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) ->
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.02)
+        time.sleep(0.1)  # looking through all processes takes a core otherwise
 
 
 def agents(cluster: Cluster) -> list[psutil.Process]:

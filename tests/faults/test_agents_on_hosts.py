@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from wires import Wires, two_networks
+from wires import Wires, third_host, two_networks
 
 from agent_runs import CORDEE, AgentRun, agent_run
 
@@ -161,3 +163,47 @@ def test_the_host_of_the_run_is_lost_and_the_run_resumes_elsewhere(
         summary = run.finish()
         assert summary["weights_sha256"] == weights and summary["steps"] == STEPS, run.describe()
         assert run.events("run_started")[0]["start_step"] >= stored
+
+
+@pytest.mark.long
+def test_hosts_that_cannot_reach_each_other_are_named(wires: Wires, job: Path, tmp_path: Path) -> None:
+    """Both reach the host of the run; a firewall is between them."""
+    with third_host(wires) as at_third:
+        inside = [wires.inside(1), at_third]
+        with agent_run(
+            job,
+            tmp_path / "run",
+            address=wires.addresses[0],
+            inside=lambda agent: inside[agent % 2],
+            launcher_inside=tuple(wires.inside(0)),
+        ) as run:
+            assert run.process.wait(200) == 1, run.describe()
+            said = " ".join(" ".join(run.errors).split())
+            host = os.uname().nodename
+            assert f"{host} (worker 0) and {host} (worker 1) could not connect to each other" in said, run.describe()
+            assert re.search(r"\((10\.98\.0\.2|10\.99\.0\.2) port \d+ does not answer\)", said), run.describe()
+            assert not run.events("step")
+
+
+def test_a_module_that_a_member_does_not_have_is_named(wires: Wires, tmp_path: Path) -> None:
+    """The folder of the job is empty where the second agent runs, as on a host to which it was not copied."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "mine.py").write_text(
+        "import torch\n\ndef build():\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
+    )
+    (folder / "job.toml").write_text(JOB.replace('use = "mlp"\nhidden = [32]', 'use = "mine:build"'))
+    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {folder} && exec "$@"', "sh"]
+    inside = [wires.inside(0), wires.inside(1, *hidden)]
+    with agent_run(
+        folder / "job.toml",
+        tmp_path / "run",
+        address=wires.addresses[0],
+        inside=lambda agent: inside[agent % 2],
+        launcher_inside=tuple(wires.inside(0)),
+    ) as run:
+        assert run.process.wait(100) == 1, run.describe()
+        said = " ".join(" ".join(run.errors).split())
+        assert "worker 1" in said and f"model.use = 'mine:build': no module 'mine' (searched: {folder}" in said
+        assert f" on host {os.uname().nodename}" in said, said
+        assert not run.events("step")

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -400,6 +401,23 @@ def test_a_storage_that_refuses_later_is_a_warning(
     assert found["not_in_storage"] == [12] and 12 not in steps_of(objects(s3, bucket), "run")
     train(folder, "run", *options, "--resume", env=environment(s3))
     assert summary(folder / "run")["not_in_storage"] == [] and 12 in steps_of(objects(s3, bucket), "run")
+
+
+@pytest.mark.long  # writing is tried again for half a minute
+def test_a_storage_that_becomes_full_is_a_warning(folder: Path, expected: dict[str, Any]) -> None:
+    """A file system of 8 KB: there is room for the entry of the run, and for no checkpoint."""
+    shared = str(folder / "shared")
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "none", shared], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        output = " ".join(train(folder, "run", *storing("shared")).split())
+        assert f"cannot write {shared}/run/checkpoints/step-12/model.safetensors: No space left on device" in output
+        assert "step-8, step-12. The run directory has them; --resume there puts what is missing" in output
+        found = summary(folder / "run")
+        same(found, expected)
+        assert found["not_in_storage"] == [8, 12]
+    finally:
+        subprocess.run(["umount", shared], check=True)
 
 
 def test_ctrl_c_leaves_while_the_storage_is_waited_for(folder: Path, bucket: str, proxy: Proxy) -> None:

@@ -52,6 +52,29 @@ class Wires:
 
 
 @contextmanager
+def third_host(wires: Wires) -> Iterator[list[str]]:
+    """Inside, there is a host that reaches the first end, and not the second; gives what runs a command there.
+
+    The first end passes nothing on, as a firewall between the others: what they send each other is dropped.
+    """
+    name, device = f"{wires.names[0]}c", "rope1"
+    ip("netns", "add", name)
+    try:
+        ip("link", "add", device, "netns", wires.names[0], "type", "veth", "peer", "name", device, "netns", name)
+        for place, address in ((wires.names[0], "10.98.0.1"), (name, "10.98.0.2")):
+            ip("-n", place, "addr", "add", f"{address}/24", "dev", device)
+            ip("-n", place, "link", "set", device, "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "route", "add", "default", "via", "10.98.0.1")
+        ip("-n", wires.names[1], "route", "add", "default", "via", wires.addresses[0])
+        yield ["ip", "netns", "exec", name]
+    finally:
+        with suppress(OSError, subprocess.CalledProcessError):
+            ip("-n", wires.names[1], "route", "del", "default")
+        ip("netns", "delete", name)
+
+
+@contextmanager
 def two_networks() -> Iterator[Wires]:
     """Skips the test where namespaces cannot be made."""
     wires = Wires()

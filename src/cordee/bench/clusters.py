@@ -179,8 +179,12 @@ class RayCluster:
         )
         options = ["--num-cpus=1", "--num-gpus=0", "--object-store-memory=100000000", f"--node-ip-address={HOST}"]
         options.append(f"--temp-dir={folder}")
+        # Each node serves submitted jobs at a port of its own. Ray's default is one port for all of them: the first
+        # node of the host has it, of whatever cluster, and jobs for the others find "no available agent".
+        options.append(f"--dashboard-agent-listen-port={free_port()}")
         ray = str(Path(sys.executable).parent / "ray")
-        variables = {"RAY_USAGE_STATS_ENABLED": "0"}
+        # Ray's default niceness is 15: beside anything else its workers would hardly get a processor.
+        variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
         before = self.living_nodes()  # a node that was killed counts as alive for a while
         number = self._nodes.spawn([ray, "start", *place, *options, "--disable-usage-stats", "--block"], variables)
         self._nodes.wait(number, lambda: bool(self.living_nodes() - before))

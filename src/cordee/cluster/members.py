@@ -96,6 +96,11 @@ class MemberRecord(msgspec.Struct, kw_only=True):
         return self.phase == "starting" or self.is_away
 
     @property
+    def place(self) -> str:
+        """Where the member runs, to be appended to what is said of it; empty on this host."""
+        return f" on host {self.host}" if self.is_remote else ""
+
+    @property
     def local_pid(self) -> int:
         """The process on this host; 0 if there is none that is known."""
         return 0 if self.is_remote else self.pid

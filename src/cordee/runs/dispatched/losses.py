@@ -150,7 +150,8 @@ class Losses:
         causes = [entry for entry in failures if not entry[1].is_consequence]
         for name, failure in causes or failures:
             log.error("%s failed:\n%s", name, failure.traceback)
-            where = f"(in step {failure.step + 1}); its log is {self._starter.log_file(records[name])}"
+            log_file = self._starter.log_file(records[name])
+            where = f"(in step {failure.step + 1}){records[name].place}; its log is {log_file}"
             raise TrainingError(f"{name} {failure.error} {where}")
 
     def check_shortage(self) -> None:

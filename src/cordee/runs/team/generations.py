@@ -119,7 +119,7 @@ class Generations:
             return False
         reason = next((r.reason for i in members if (r := membership.of(i)).reason), "")
         if COULD_NOT_FORM in reason and membership.has_other_hosts(members[0]) and not has_losses:
-            self._expel_unreachable(members[0])
+            self._expel_unreachable(members[0], reason)
             for index in members:
                 membership.of(index).reason = ""
             return False
@@ -147,17 +147,22 @@ class Generations:
             where = f"; its log is {self._workers.log_file(last.worker_index)}" if last is not None else ""
             raise TrainingError(f"{problem}{where}")
 
-    def _expel_unreachable(self, first: int) -> None:
-        """Continue without workers of other hosts than the first's: they would keep the others waiting for ever."""
+    def _expel_unreachable(self, first: int, reason: str) -> None:
+        """Continue without workers of other hosts than the first's: they would keep the others waiting for ever.
+
+        `reason` is what the members said: who dialled which address, and what came of it.
+        """
         membership = self._membership
         others = [i for i in membership.active if membership.of(i).host_id != membership.of(first).host_id]
         late = [i for i in others if i not in self._recoveries.trained] or others
         if not late:
             return
-        where = ", ".join(f"{membership.of(i).host} (worker {i})" for i in late)
+        kept = [i for i in membership.active if i not in late]
+        ends = [", ".join(f"{membership.of(i).host} (worker {i})" for i in side) for side in (kept, late)]
+        tried = reason.rpartition(f"{COULD_NOT_FORM}: ")[2]
         message = (
-            f"the run and {where} could not connect to each other: workers exchange gradients over TCP at ports that "
-            "the system chooses, which a firewall between the hosts must let through"
+            f"{' and '.join(ends)} could not connect to each other: workers exchange gradients over TCP at ports that "
+            f"the system chooses, which a firewall between the hosts must let through. {tried[:1].upper()}{tried[1:]}"
         )
         self._channel.direct("leave", late, message)
         for index in late:

@@ -131,4 +131,5 @@ class Losses:
         self._launcher.emit(events.WorkerLost(worker=failure.worker_index, step=failure.step, reason=failure.reason))
         if failure.traceback:
             log.error("worker %d failed:\n%s", failure.worker_index, failure.traceback)
-        raise TrainingError(f"{failure.describe()}; its log is {self._workers.log_file(failure.worker_index)}")
+        place = self._membership.of(failure.worker_index).place
+        raise TrainingError(f"{failure.describe()}{place}; its log is {self._workers.log_file(failure.worker_index)}")
