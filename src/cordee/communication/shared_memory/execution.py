@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -331,9 +331,10 @@ class CordeeWork(Work):
             if self._error is None:
                 self._future.set_result(self._result)
             elif isinstance(self._error, Exception):
-                self._future.set_exception(self._error)
+                self._future.set_exception(_raised_in_native_code(self._error))
             else:
-                self._future.set_exception(CommunicationError(f"interrupted: {self._error!r}"))
+                interrupted = CommunicationError(f"interrupted: {self._error!r}")
+                self._future.set_exception(_raised_in_native_code(interrupted))
         finally:
             _here.is_completing = was_completing
             if self._callbacks is not None:
@@ -343,6 +344,21 @@ class CordeeWork(Work):
         """Block until done, well or not: for the future, which carries the error."""
         assert self._finished is not None
         self._finished.wait()
+
+
+def _raised_in_native_code(error: Exception) -> Exception:
+    """Return the error, which C++ that takes it for the value of a future now raises.
+
+    A future of Python holds an error as a value that its own methods raise. DDP reads the value in C++: it pickles an
+    object to find tensors in it, and takes the first one without asking whether there is any. With an error it found
+    none and crashed (a survivor of a killed peer ended by SIGSEGV). So pickling this error raises it.
+    """
+
+    def refuse(protocol: object) -> NoReturn:
+        raise error
+
+    error.__reduce_ex__ = refuse  # type: ignore[method-assign]
+    return error
 
 
 class CordeeFuture(torch.futures.Future[Any]):
