@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -197,9 +198,12 @@ class LoopContents:
 
     # Whole states ---------------------------------------------------------------------------------------------
 
-    def recorded(self) -> State:
-        """Return the state as it was recorded; parameters and optimizer tensors are those of now, in their memory."""
-        state = self._large()
+    def recorded(self, large: State | None = None) -> State:
+        """Return the state as it was recorded, with the parameters and optimizer tensors of now, in their memory.
+
+        `large` are others: a copy that was made when the state was recorded.
+        """
+        state = self._large() if large is None else State(large.tensors, copy.deepcopy(large.values))
         for name, settings in self._settings.items():
             groups = self._optimizer_values(state, name)["groups"]
             for group, kept in zip(groups, settings, strict=True):
@@ -232,6 +236,23 @@ class LoopContents:
             else:
                 values = own.values
         return State(tensors, {"optimizer": values} if values else {})
+
+    def large_tensors(self) -> list[Tensor] | None:
+        """Return the parameters and the optimizers' tensors; None where they are not all of an optimizer's state."""
+        found: list[Tensor] = list(self._parameters)
+        for optimizer in self.optimizers.values():
+            if any(isinstance(value, Tensor) for group in optimizer.param_groups for value in group.values()):
+                return None
+            for inner in optimizer.state.values():
+                for value in inner.values():
+                    if not isinstance(value, Tensor):
+                        return None
+                    found.append(value)
+        return found
+
+    def is_small(self, name: str) -> bool:
+        """Whether a tensor of a state is recorded at each commit."""
+        return name in self._recorded_tensors
 
     def load(self, state: State) -> None:
         """Make everything what it is in `state`, which keeps its memory. Raises CheckpointError if it does not fit."""
@@ -270,6 +291,7 @@ class LoopContents:
             if isinstance(part, _NormBase)
             for name, _ in part.named_buffers(recurse=False)
         }
+        own |= {f"stateful.{n}.{key}" for n, thing in self.stateful.items() for key in getattr(thing, "own_values", ())}
         kept = {name: tensor for name, tensor in state.tensors.items() if name not in own}
         progress = {**state.values["progress"], "values": state.values["values"], "stateful": state.values["stateful"]}
         return State(kept, {**state.values, "progress": progress})
