@@ -223,7 +223,7 @@ def run(
     """
 
     @functools.wraps(function)
-    def call(state: AnyState, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def call(state: AnyState, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if not isinstance(state, ObjectState):
             raise JobError(
                 f"hvd.elastic.run: the first argument is a {type(state).__name__}: give it a TorchState, ObjectState "

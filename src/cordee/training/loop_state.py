@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cordee.core.errors import CheckpointError, JobError, nearest
 
 _KINDS = "loop"  # under which a state says what its names are
 RESERVED = ("save", "restore")
+_version = attrgetter("_version")
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -143,10 +145,13 @@ class LoopContents:
     def record(self) -> None:
         """Keep a copy of everything but parameters and the optimizers' tensors. Raises JobError for what cannot be."""
         self._recorded_values = {name: self._plain(name, value) for name, value in self.values.items()}
-        self._settings = {
-            name: [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-            for name, optimizer in self.optimizers.items()
-        }
+        # Whole groups, parameters included, are copied faster than the settings among them.
+        self._settings = {name: list(map(dict, thing.param_groups)) for name, thing in self.optimizers.items()}
+        if self.stateful or self.tensors or self._buffers:
+            self._record_small()
+
+    def _record_small(self) -> None:
+        """Keep schedulers and the like, tensors of the state and buffers, as far as they have changed."""
         changed: dict[str, Tensor] = {}
         for name, thing in self.stateful.items():
             tensors: dict[str, Tensor] = {}
@@ -194,7 +199,7 @@ class LoopContents:
     @property
     def changes(self) -> int:
         """A number that is another one when a parameter was changed in place, but through `.data`."""
-        return sum(parameter._version for parameter in self._parameters)
+        return sum(map(_version, self._parameters))
 
     # Whole states ---------------------------------------------------------------------------------------------
 

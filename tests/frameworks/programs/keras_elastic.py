@@ -37,7 +37,7 @@ def gradient(x, y):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(x) * y)
         return hvd.DistributedGradientTape(tape, op=hvd.Sum).gradient(loss, model.trainable_variables)
-    return [hvd.allreduce(x.T @ y, name="gradient", op=hvd.Sum)]
+    return [keras.ops.convert_to_tensor(hvd.allreduce(x.T @ y, name="gradient", op=hvd.Sum))]
 
 
 def step(x, y):
