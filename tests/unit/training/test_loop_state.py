@@ -215,13 +215,13 @@ def test_copies_of_every_commit_are_of_that_commit(optimizer: type[torch.optim.O
     parts = Parts(optimizer=optimizer)
     parts.commits.is_copying = True
     for step in range(1, 5):
-        parts.train()
+        parts.step()
         parts.contents.assign("epoch", step)
         parts.commits.commit()
         expected = {name: value.clone() for name, value in parts.model.state_dict().items()}
         rate = parts.optimizer.param_groups[0]["lr"]
-        parts.train()
-        parts.model[0].weight.data.fill_(9.0)
+        parts.step()
+        next(parts.model.parameters()).data.fill_(9.0)
         parts.contents.assign("epoch", -1)
         parts.optimizer.param_groups[0]["lr"] = 7.0
         state = parts.commits.state()
