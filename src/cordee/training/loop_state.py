@@ -92,7 +92,6 @@ class LoopContents:
         self._recorded_values: dict[str, Any] = {}
         self._recorded_stateful: dict[str, Any] = {}
         self._recorded_tensors: dict[str, Tensor] = {}
-        self._versions: dict[str, int] = {}  # of the tensors that are recorded
         self.record()
 
     @property
@@ -151,7 +150,7 @@ class LoopContents:
             self._record_small()
 
     def _record_small(self) -> None:
-        """Keep schedulers and the like, tensors of the state and buffers, as far as they have changed."""
+        """Keep schedulers and the like, tensors of the state and buffers."""
         changed: dict[str, Tensor] = {}
         for name, thing in self.stateful.items():
             tensors: dict[str, Tensor] = {}
@@ -160,10 +159,8 @@ class LoopContents:
             except CheckpointError as error:
                 raise JobError(f"state: '{name}' ({type(thing).__name__}) cannot be saved: {error}") from None
             changed |= {f"stateful.{key}": value for key, value in tensors.items()}
-        for name, tensor in self._small_tensors():
-            if self._versions.get(name) != tensor._version:
-                changed[name] = tensor
-                self._versions[name] = tensor._version
+        # Whether they have changed cannot be known: batch norms change their statistics without counting a version up.
+        changed |= dict(self._small_tensors())
         for name, tensor in changed.items():
             kept = self._recorded_tensors.get(name)
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
