@@ -47,3 +47,12 @@ def test_a_script_of_horovod_for_tensorflow_unchanged(tmp_path: Path) -> None:
     script.write_text(text.replace("import cordee.horovod.tensorflow as hvd", "import horovod.tensorflow as hvd"))
     output = run("--as-horovod", str(script), folder=tmp_path)
     assert "loss" in output
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_a_killed_rank_leaves_a_keras_model_as_it_is(backend: str, tmp_path: Path) -> None:
+    program = str(PROGRAMS / "keras_elastic.py")
+    alone = run(program, folder=tmp_path, workers=1, KERAS_BACKEND=backend).splitlines()[-1]
+    together = run("--elastic", program, "kill", folder=tmp_path, workers=2, KERAS_BACKEND=backend)
+    assert (tmp_path / "died").exists()
+    assert alone.startswith("weights") and together.splitlines()[-1] == alone

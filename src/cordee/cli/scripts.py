@@ -65,6 +65,8 @@ def run(
         cordee run --replace-gloo -n 2 train.py
 
         cordee run --as-horovod -n 2 horovod_script.py
+
+        cordee run --elastic --as-horovod -n 2 elastic_horovod_script.py
     """
     from cordee.core.env import gloo_replacement_environment, horovod_alias_environment
     from cordee.core.errors import JobError
@@ -82,15 +84,21 @@ def run(
         if not run_script(script, context.args, workers, extra):
             raise typer.Exit(INTERRUPTED)
         return
-    if replace_gloo or as_horovod:
-        raise JobError("--elastic is for loops of cordee.join: leave out --replace-gloo and --as-horovod")
+    if replace_gloo:
+        raise JobError("--elastic is for loops of cordee.join and of hvd.elastic: leave out --replace-gloo")
     from cordee.tools.script_run import run_elastic
 
     table: dict[str, Any] = {}
     for setting in settings or []:
         apply_override(table, setting if setting.startswith("cluster.") else f"cluster.{setting}")
     summary = run_elastic(
-        script, context.args, workers, run_dir=run_dir, resume=resume, cluster=table.get("cluster", {})
+        script,
+        context.args,
+        workers,
+        run_dir=run_dir,
+        resume=resume,
+        cluster=table.get("cluster", {}),
+        as_horovod=as_horovod,
     )
     if summary.status == "interrupted":
         raise typer.Exit(INTERRUPTED)

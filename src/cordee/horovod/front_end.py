@@ -12,7 +12,7 @@ from cordee.horovod.built import (
     nccl_built,
     rocm_built,
 )
-from cordee.horovod.errors import HorovodInternalError
+from cordee.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from cordee.horovod.operations import Adasum, Average, Max, Min, Product, Sum
 from cordee.horovod.timeline import start_timeline, stop_timeline
 from cordee.horovod.world import (
@@ -36,6 +36,7 @@ __all__ = [
     "Adasum",
     "Average",
     "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "Max",
     "Min",
     "ProcessSet",

@@ -77,6 +77,7 @@ class OperationQueue:
         self._turn = threading.RLock()
         self._joined: list[int] = []
         self._has_joined = False
+        self.lost: HorovodInternalError | None = None  # why nothing more can be done: a rank is gone
 
     @property
     def size(self) -> int:
@@ -144,6 +145,7 @@ class OperationQueue:
         except CommunicationError as error:
             failure = error if isinstance(error, HorovodInternalError) else HorovodInternalError(str(error))
             failure.__cause__ = None if failure is error else error
+            self.lost = failure
             for operation in self._pending.values():
                 operation.fail(failure)
             self._pending.clear()

@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from cordee.cluster import Team
 from cordee.communication.shared_memory import BACKEND_NAME, BackendSettings, register
 from cordee.communication.this_host import own_host_id
 from cordee.compute import share_threads
 from cordee.core import env
 from cordee.core.errors import CordeeError, JobError
+from cordee.horovod.errors import HorovodInternalError
 from cordee.horovod.queue import OperationQueue
-from cordee.runs.script.member import present_member
+from cordee.runs.script.member import ScriptMember, present_member
 
 
 class _Place(NamedTuple):
@@ -63,6 +65,11 @@ class ProcessSet:
             raise ValueError(
                 f"{self}: this process set has not been added: call hvd.add_process_set(...) on every rank"
             )
+        if self._queue is None and self.process_set_id == 0:
+            raise JobError(
+                "an operation before the loop: under --elastic the ranks meet where the function of hvd.elastic.run "
+                "begins, which gives all of them the state of one. Call it inside of that function, or after it"
+            )
         if self._queue is None:
             raise ValueError(f"{self}: rank {rank()} does not belong to this process set")
         return self._queue
@@ -92,11 +99,9 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     global _place, _owns_group
     if _place is not None:
         return
-    if present_member() is not None:
-        raise JobError(
-            "hvd.init: `cordee run --elastic` is for loops of cordee.join: leave out --elastic, or write the loop with "
-            "cordee.join and @team.elastic"
-        )
+    if (member := present_member()) is not None:
+        _init_elastic(member, process_sets)
+        return
     task = _launched_place()
     if task is None and dist.is_initialized():  # the script has formed the group by itself
         task = env.Place(dist.get_rank(), dist.get_world_size(), -1, -1)
@@ -123,15 +128,49 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
             )
         group = dist.group.WORLD
     _place = _find_place(task, group) if task is not None else _Place(0, 1, 0, 1, 0, 1, True)
-    global_process_set.ranks = list(range(_place.size))
-    global_process_set._form(0, OperationQueue(group, list(range(_place.size)), _place.rank))
-    _sets[0], _groups[0] = global_process_set, group
+    _form_global(OperationQueue(group, list(range(_place.size)), _place.rank), group)
     from cordee.horovod import timeline
 
     timeline.start_if_wanted(_place.rank)
     atexit.register(shutdown)
     for one in process_sets if isinstance(process_sets, list | tuple) else ():
         add_process_set(one)
+
+
+def _init_elastic(member: ScriptMember, process_sets: Sequence[ProcessSet] | str | None) -> None:
+    """Know the own number, and with how many the run was started: ranks meet where the elastic loop begins."""
+    global _place
+    if isinstance(process_sets, list | tuple) and process_sets:
+        raise JobError(
+            "hvd.init(process_sets=…): ranks change under --elastic: add process sets in the loop's function"
+        )
+    index, size = member.spec.index, member.spec.num_local
+    _place = _Place(index, max(size, index + 1), index, max(size, index + 1), 0, 1, True)
+    _form_global(None)
+
+
+def form(team: Team) -> None:
+    """Become a rank of a team whose group has been formed. Process sets are those of no team then. Local."""
+    global _place, _next_set
+    for one in _sets.values():
+        one._dissolve()
+    _sets.clear()
+    _groups.clear()
+    rank, size, here = team.worker_index, team.num_workers, team.num_local_workers
+    _place, _next_set = _Place(rank, size, team.local_rank, here, 0, 1, True), 1
+    group = dist.group.WORLD if size > 1 else None
+    _form_global(OperationQueue(group, list(range(size)), rank), group)
+
+
+def _form_global(queue: OperationQueue | None, group: dist.ProcessGroup | None = None) -> None:
+    global_process_set.ranks = list(range(_require_init().size))
+    global_process_set._form(0, queue)
+    _sets[0], _groups[0] = global_process_set, group
+
+
+def lost_rank() -> HorovodInternalError | None:
+    """Return the error of an operation in which a rank was lost, if one was."""
+    return next((one._queue.lost for one in _sets.values() if one._queue and one._queue.lost), None)
 
 
 def shutdown() -> None:
@@ -225,6 +264,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def process_set_ids() -> list[int]:
     return sorted(_sets)
+
+
+def require_init() -> None:
+    """Raise ValueError before `init`."""
+    _require_init()
 
 
 def _require_init() -> _Place:

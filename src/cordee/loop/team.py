@@ -27,6 +27,7 @@ from cordee.core.seeds import derive_seed
 from cordee.loop.continuation import Continuation
 from cordee.loop.loaders import LoopLoaders
 from cordee.runs.script.member import ScriptMember
+from cordee.training.commits import check_same_commits
 from cordee.training.loop_state import LoopState
 
 COMPARED_EVERY = 100  # exchanges; a comparison reads the weights once, an exchange and a step read them ten times
@@ -311,7 +312,7 @@ class LoopTeam:
             for each, num_wanting in zip(self._exchanges, counts, strict=True):
                 if num_wanting:
                     each.reduce_local([0.0] * NUM_EXTRAS)
-        self.check_commits(*told)
+        self._check_commits(*told)
         self._check_digest(digest_sum)
         mean = leftover_sum / self.num_workers
         if not math.isclose(leftover, mean, rel_tol=1e-3, abs_tol=1e-30) and math.isfinite(mean):
@@ -325,19 +326,12 @@ class LoopTeam:
         """Agree on whether to halt where no exchange of gradients has done so. Collective."""
         commits = self._continuation.num_commits % COMMITS_TOLD
         votes, *told = self._team.sum([float(self._continuation.wants_halt), commits, commits**2])
-        self.check_commits(*told)
+        self._check_commits(*told)
         self._continuation.take_votes(votes, None)
 
-    def check_commits(self, total: float, total_of_squares: float) -> None:
-        """Raise TrainingError on every worker if some have committed more steps than others. Collective."""
-        if self.num_workers * total_of_squares == total**2:
-            return
-        counts = self._team.gather(self._continuation.num_commits)
-        described = ", ".join(f"worker {number} {count}" for number, count in zip(self._team.numbers, counts))
-        raise TrainingError(
-            f"the workers have committed different steps ({described}): every worker must call team.commit() after the "
-            "same steps, not only where team.is_first"
-        )
+    def _check_commits(self, total: float, total_of_squares: float) -> None:
+        commits = self._continuation.num_commits
+        check_same_commits(self._team, commits, total, total_of_squares, call="team.commit()")
 
     @property
     def team(self) -> Team:

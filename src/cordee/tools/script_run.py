@@ -21,6 +21,8 @@ from cordee.runs.script.program import SCRIPT, SOURCE_FILE, is_script, read_sour
 
 SETTINGS = ("failure_timeout", "max_restarts", "min_workers", "wait_for_workers")  # of the section cluster
 
+ALIAS = "cordee.horovod.alias:install"  # has workers import Cordée's modules where a script imports Horovod's
+
 
 def resume_script(run_dir: Path, overrides: Sequence[str]) -> Summary:
     """Continue the run of a script from its newest checkpoint, as `run_elastic` does; return the summary."""
@@ -28,7 +30,13 @@ def resume_script(run_dir: Path, overrides: Sequence[str]) -> Summary:
     cluster = {key: getattr(job.cluster, key) for key in SETTINGS}
     script = Path(job.model.args["path"])
     return run_elastic(
-        script, list(job.model.args["args"]), job.strategy.workers, run_dir=run_dir, resume=True, cluster=cluster
+        script,
+        list(job.model.args["args"]),
+        job.strategy.workers,
+        run_dir=run_dir,
+        resume=True,
+        cluster=cluster,
+        as_horovod=bool(job.model.args.get("setup")),
     )
 
 
@@ -40,11 +48,13 @@ def run_elastic(
     run_dir: Path | None = None,
     resume: bool = False,
     cluster: dict[str, Any] | None = None,
+    as_horovod: bool = False,
 ) -> Summary:
     """Run `script` on `num_workers` processes, and continue its loop without those that are lost; return the summary.
 
     `cluster` are settings of the section of that name in a job file. With `resume` the run in `run_dir` continues from
-    its newest checkpoint. Raises CordeeError that names the worker that failed first.
+    its newest checkpoint. With `as_horovod` the script's `import horovod` imports Cordée's. Raises CordeeError that
+    names the worker that failed first.
     """
     identify("launcher")
     if num_workers < 1:
@@ -55,7 +65,7 @@ def run_elastic(
                 f"--set {key}: the settings of a script's run are {', '.join(SETTINGS)}{nearest(key, SETTINGS)}; its "
                 "workers are processes of this host"
             )
-    job = script_job(script, args, num_workers, cluster or {})
+    job = script_job(script, args, num_workers, cluster or {}, ALIAS if as_horovod else "")
     if resume and run_dir is None:
         raise JobError("--resume: say which run with --run-dir")
     with contextlib.ExitStack() as stack:

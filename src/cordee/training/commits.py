@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import msgspec
@@ -18,9 +19,27 @@ import torch
 from torch import Tensor
 
 from cordee.checkpoint import Copies, State
+from cordee.checkpoint.layout import memory_of
+from cordee.cluster import Team
+from cordee.core.errors import TrainingError
 from cordee.training.loop_state import LoopContents
 
 SHARE = 0.001  # of the time that copies take which are made just in case
+
+
+def check_same_commits(team: Team, num_commits: int, total: float, total_of_squares: float, *, call: str) -> None:
+    """Raise TrainingError on every worker if some have committed more steps than others. Collective.
+
+    `total` is the sum over the workers of their commits, in any modulus, `total_of_squares` that of the squares.
+    """
+    if team.num_workers * total_of_squares == total**2:
+        return
+    counts = team.gather(num_commits)
+    described = ", ".join(f"worker {number} {count}" for number, count in zip(team.numbers, counts, strict=True))
+    raise TrainingError(
+        f"the workers have committed different steps ({described}): every worker must call {call} after the same "
+        "steps, not only where it is the first"
+    )
 
 
 class Commits:
@@ -36,7 +55,11 @@ class Commits:
         self._progress: dict[str, Any] = {}
         self._random = torch.get_rng_state()
         self._copies, self._copy = Copies(), State({}, {})
-        self._copied_random: Tensor | None = None
+        # Where tensors are at the same places as at the last copy, only they are copied, in one call.
+        self._sources: list[Tensor] | None = None
+        self._targets: list[Tensor] = []
+        self._is_copy_recorded = False  # the copy has tensors only, of the commit that is recorded
+        self._copied_random, self._copied_step = self._random, -1
         self._next_copy_s = 0.0
         self.copy_s = 0.0  # that the last copy took
 
@@ -57,6 +80,9 @@ class Commits:
         self._contents.record()
         self.step += 1
         self._note()
+        if self.is_copying and self._copy_again():
+            return
+        self._is_copy_recorded = False
         if self.is_copying or time.perf_counter() >= self._next_copy_s:
             self._make_copy()
 
@@ -77,31 +103,59 @@ class Commits:
     def state(self) -> State:
         """Return the last commit that is still there: the last one, unless weights were changed and not copied.
 
-        Tensors share the memory of the models and optimizers where these have not changed.
+        Tensors are those of the copy of this commit; without one they share the memory of the models and optimizers.
         """
-        if not self.is_changed:
+        if self._copied_step != self.step and not self.is_changed:
             return self._as_state()
-        return self._copy
+        return self._as_state(self._copy) if self._is_copy_recorded else self._copy
 
     def random_state(self) -> Tensor:
         """Return the state of torch's random numbers at the commit that `state` returns."""
-        if self.is_changed and self._copied_random is not None:
-            return self._copied_random
-        return self._random
+        if self._copied_step != self.step and not self.is_changed:
+            return self._random
+        return self._copied_random
 
     def _note(self) -> None:
         self._progress = self._read_progress()
         self._random = torch.get_rng_state()
         self._is_stepped, self._changes = False, self._contents.changes
 
-    def _as_state(self) -> State:
-        state = self._contents.recorded()
+    def _as_state(self, large: State | None = None) -> State:
+        state = self._contents.recorded(large)
         progress = {**msgspec.to_builtins(self._progress), "step": self.step}
         return State(state.tensors, {**state.values, "progress": progress})
 
     def _make_copy(self) -> None:
         started_s = time.perf_counter()
-        self._copy, self._copied_random = self._copies.copy(self._as_state()), self._random
+        state = self._as_state()
+        self._copy, self._copied_random = self._copies.copy(state), self._random
+        self._copied_step, self._is_copy_recorded = self.step, False
+        self._pair(state)
         now_s = time.perf_counter()
         self.copy_s = now_s - started_s
         self._next_copy_s = now_s + self.copy_s / SHARE
+
+    def _pair(self, state: State) -> None:
+        """Note which tensors are copied to which, where these are all that a later copy needs."""
+        self._sources = None
+        if not self.is_copying or (sources := self._contents.large_tensors()) is None:
+            return
+        places = {
+            memory_of(tensor): name for name, tensor in state.tensors.items() if not self._contents.is_small(name)
+        }
+        names = [places.get(memory_of(source)) for source in sources]
+        if None in names or places.keys() - {memory_of(source) for source in sources}:
+            return
+        self._sources, self._targets = sources, [self._copy.tensors[name] for name in names if name is not None]
+
+    def _copy_again(self) -> bool:
+        """Copy tensors that are where they were at the last copy; return False, and do nothing, if they are not."""
+        if self._sources is None or (sources := self._contents.large_tensors()) is None:
+            return False
+        if len(sources) != len(self._sources) or not all(map(is_, sources, self._sources)):
+            return False
+        if sources:
+            with torch.no_grad():
+                torch._foreach_copy_(self._targets, sources)
+        self._copied_random, self._copied_step, self._is_copy_recorded = self._random, self.step, True
+        return True

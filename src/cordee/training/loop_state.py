@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from cordee.core.errors import CheckpointError, JobError, nearest
 
 _KINDS = "loop"  # under which a state says what its names are
 RESERVED = ("save", "restore")
+_version = attrgetter("_version")
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -89,7 +92,6 @@ class LoopContents:
         self._recorded_values: dict[str, Any] = {}
         self._recorded_stateful: dict[str, Any] = {}
         self._recorded_tensors: dict[str, Tensor] = {}
-        self._versions: dict[str, int] = {}  # of the tensors that are recorded
         self.record()
 
     @property
@@ -142,10 +144,13 @@ class LoopContents:
     def record(self) -> None:
         """Keep a copy of everything but parameters and the optimizers' tensors. Raises JobError for what cannot be."""
         self._recorded_values = {name: self._plain(name, value) for name, value in self.values.items()}
-        self._settings = {
-            name: [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-            for name, optimizer in self.optimizers.items()
-        }
+        # Whole groups, parameters included, are copied faster than the settings among them.
+        self._settings = {name: list(map(dict, thing.param_groups)) for name, thing in self.optimizers.items()}
+        if self.stateful or self.tensors or self._buffers:
+            self._record_small()
+
+    def _record_small(self) -> None:
+        """Keep schedulers and the like, tensors of the state and buffers."""
         changed: dict[str, Tensor] = {}
         for name, thing in self.stateful.items():
             tensors: dict[str, Tensor] = {}
@@ -154,10 +159,8 @@ class LoopContents:
             except CheckpointError as error:
                 raise JobError(f"state: '{name}' ({type(thing).__name__}) cannot be saved: {error}") from None
             changed |= {f"stateful.{key}": value for key, value in tensors.items()}
-        for name, tensor in self._small_tensors():
-            if self._versions.get(name) != tensor._version:
-                changed[name] = tensor
-                self._versions[name] = tensor._version
+        # Whether they have changed cannot be known: batch norms change their statistics without counting a version up.
+        changed |= dict(self._small_tensors())
         for name, tensor in changed.items():
             kept = self._recorded_tensors.get(name)
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
@@ -193,13 +196,16 @@ class LoopContents:
     @property
     def changes(self) -> int:
         """A number that is another one when a parameter was changed in place, but through `.data`."""
-        return sum(parameter._version for parameter in self._parameters)
+        return sum(map(_version, self._parameters))
 
     # Whole states ---------------------------------------------------------------------------------------------
 
-    def recorded(self) -> State:
-        """Return the state as it was recorded; parameters and optimizer tensors are those of now, in their memory."""
-        state = self._large()
+    def recorded(self, large: State | None = None) -> State:
+        """Return the state as it was recorded, with the parameters and optimizer tensors of now, in their memory.
+
+        `large` are others: a copy that was made when the state was recorded.
+        """
+        state = self._large() if large is None else State(large.tensors, copy.deepcopy(large.values))
         for name, settings in self._settings.items():
             groups = self._optimizer_values(state, name)["groups"]
             for group, kept in zip(groups, settings, strict=True):
@@ -232,6 +238,23 @@ class LoopContents:
             else:
                 values = own.values
         return State(tensors, {"optimizer": values} if values else {})
+
+    def large_tensors(self) -> list[Tensor] | None:
+        """Return the parameters and the optimizers' tensors; None where they are not all of an optimizer's state."""
+        found: list[Tensor] = list(self._parameters)
+        for optimizer in self.optimizers.values():
+            if any(isinstance(value, Tensor) for group in optimizer.param_groups for value in group.values()):
+                return None
+            for inner in optimizer.state.values():
+                for value in inner.values():
+                    if not isinstance(value, Tensor):
+                        return None
+                    found.append(value)
+        return found
+
+    def is_small(self, name: str) -> bool:
+        """Whether a tensor of a state is recorded at each commit."""
+        return name in self._recorded_tensors
 
     def load(self, state: State) -> None:
         """Make everything what it is in `state`, which keeps its memory. Raises CheckpointError if it does not fit."""
@@ -270,6 +293,7 @@ class LoopContents:
             if isinstance(part, _NormBase)
             for name, _ in part.named_buffers(recurse=False)
         }
+        own |= {f"stateful.{n}.{key}" for n, thing in self.stateful.items() for key in getattr(thing, "own_values", ())}
         kept = {name: tensor for name, tensor in state.tensors.items() if name not in own}
         progress = {**state.values["progress"], "values": state.values["values"], "stateful": state.values["stateful"]}
         return State(kept, {**state.values, "progress": progress})

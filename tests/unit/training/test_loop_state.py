@@ -207,3 +207,47 @@ def test_several_models_and_optimizers_keep_apart() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
     assert other.optimizers["two"].param_groups[0]["lr"] == 0.2
     assert flat(other.recorded()) == flat(one.recorded())
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.ASGD, torch.optim.Rprop])
+def test_copies_of_every_commit_are_of_that_commit(optimizer: type[torch.optim.Optimizer]) -> None:
+    """Also where only tensors are copied: what was changed since, in any way, is not in the state."""
+    parts = Parts(optimizer=optimizer)
+    parts.commits.is_copying = True
+    for step in range(1, 5):
+        parts.step()
+        parts.contents.assign("epoch", step)
+        parts.commits.commit()
+        expected = {name: value.clone() for name, value in parts.model.state_dict().items()}
+        rate = parts.optimizer.param_groups[0]["lr"]
+        parts.step()
+        next(parts.model.parameters()).data.fill_(9.0)
+        parts.contents.assign("epoch", -1)
+        parts.optimizer.param_groups[0]["lr"] = 7.0
+        state = parts.commits.state()
+        assert state.values["values"]["epoch"] == step and state.values["progress"]["step"] == step
+        parts.contents.load(state)
+        found = parts.model.state_dict()
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+        assert parts.optimizer.param_groups[0]["lr"] == rate
+
+
+def test_copies_follow_parameters_whose_state_comes_late() -> None:
+    """An optimizer that has state for another parameter than at the last copy is copied in full."""
+    model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    contents = LoopContents({"model": model, "optimizer": optimizer})
+    commits = Commits(contents, lambda: {"samples": 0})
+    commits.begin(0)
+    commits.is_copying = True
+    for layer in (0, 0, 1, 1):
+        optimizer.zero_grad()
+        model[layer](torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        commits.commit()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    steps = [float(inner["step"]) for inner in optimizer.state.values()]
+    optimizer.step()
+    contents.load(commits.state())
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert [float(inner["step"]) for inner in optimizer.state.values()] == steps == [2.0, 2.0, 2.0, 2.0]

@@ -2,7 +2,7 @@
 
 from cordee.horovod import front_end
 from cordee.horovod.front_end import *  # noqa: F403 - its __all__ says which
-from cordee.horovod.keras import callbacks
+from cordee.horovod.keras import callbacks, elastic
 from cordee.horovod.keras.optimizer import Compression, DistributedOptimizer, load_model
 from cordee.horovod.keras.values import allgather, allreduce, broadcast, broadcast_variables, reducescatter
 
@@ -14,6 +14,7 @@ __all__ = [
     "broadcast",
     "broadcast_variables",
     "callbacks",
+    "elastic",
     "load_model",
     "reducescatter",
 ]

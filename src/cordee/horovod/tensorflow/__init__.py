@@ -2,6 +2,7 @@
 
 from cordee.horovod import front_end
 from cordee.horovod.front_end import *  # noqa: F403 - its __all__ says which
+from cordee.horovod.tensorflow import elastic
 from cordee.horovod.tensorflow.compression import Compression
 from cordee.horovod.tensorflow.functions import (
     allgather_object,
@@ -44,6 +45,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
+    "elastic",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",

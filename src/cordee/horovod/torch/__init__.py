@@ -1,9 +1,8 @@
 """Horovod's API for PyTorch, over Cordée's collectives: `import cordee.horovod.torch as hvd`."""
 
-from typing import Any
-
 from cordee.horovod import front_end
 from cordee.horovod.front_end import *  # noqa: F403 - its __all__ says which
+from cordee.horovod.torch import elastic
 from cordee.horovod.torch.compression import Compression
 from cordee.horovod.torch.functions import (
     allgather_object,
@@ -66,6 +65,7 @@ __all__ = [
     "broadcast_object_fn",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "elastic",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -82,12 +82,3 @@ __all__ = [
     "synchronize",
 ]
 __all__ += front_end.__all__
-
-
-def __getattr__(name: str) -> Any:
-    if name == "elastic":
-        raise AttributeError(
-            "hvd.elastic is missing: a loop that survives lost workers is written with cordee.join and @team.elastic, "
-            "and started with `cordee run --elastic`"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -71,6 +71,17 @@ class _Reducing(Optimizer):
             self._reduction.run(self)
             self._reduction.was_synchronized = True
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether backward passes were made that no step has used."""
+        return bool(self._reduction.num_passes)
+
+    def forget_step(self) -> None:
+        """Forget a step that was begun and did not happen: backward passes, a reduction, weights that were kept."""
+        self._reduction.num_passes.clear()
+        self._reduction.was_synchronized = self._reduction.is_skipped = False
+        self._reduction.forget_weights()
+
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Inside, `step()` does not reduce: for gradients that were changed after `synchronize` has reduced them."""
@@ -190,6 +201,9 @@ class _Reduction:
         with torch.no_grad():
             for parameter, old, handle, (_, context) in zip(parameters, self._weights, handles, sent, strict=True):
                 parameter.copy_(old + self._compression.decompress(synchronize(handle), context))
+        self._weights = []
+
+    def forget_weights(self) -> None:
         self._weights = []
 
     def run(self, optimizer: Optimizer) -> None:

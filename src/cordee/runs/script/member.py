@@ -98,6 +98,10 @@ class ScriptMember:
         self._stack.close()
         self.monitor.close()
 
+    def at_end(self, close: Callable[[], None]) -> None:
+        """Have something closed when the script has come to its end."""
+        self._stack.callback(close)
+
     def warn(self, message: str) -> None:
         self.monitor.emit(events.Warned(message=message))
 
@@ -115,14 +119,16 @@ class ElasticLoop:
         contents: LoopContents,
         commits: Commits,
         enter: Callable[[Team, dict[str, Any]], None],
+        *,
+        advice: str = "and call state.save() now and then",
     ) -> None:
+        """`advice` is what a script does so that a team that is lost as a whole has a checkpoint."""
         if member.has_loop:
-            raise JobError(
-                "a script has one loop of @team.elastic: call both functions from one that has the decorator"
-            )
+            raise JobError("a script has one elastic loop: call both functions from one that has the decorator")
         member.has_loop = True
         self._member, self._link = member, member.link
         self._contents, self._commits, self._enter_team = contents, commits, enter
+        self._advice = advice
         self._saver = Checkpointer(member.store, Checkpoint(), member.monitor)
         self._group = contextlib.ExitStack()
         # Between two generations `_held` is what this worker has; in one, the models have it and `_is_live` is set.
@@ -272,7 +278,7 @@ class ElasticLoop:
         team = self.team
         untrained = team.gather(int(self._is_untrained))
         if not any(untrained):
-            raise TrainingError(nothing_left(self._link.step, "and call state.save() now and then"))
+            raise TrainingError(nothing_left(self._link.step, self._advice))
         source = untrained.index(1)
         own = None
         if team.worker_index == source:

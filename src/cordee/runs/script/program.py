@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import sys
 import traceback
 import types
@@ -17,12 +18,15 @@ SCRIPT = "script"  # what a job names as its model and data where a script has b
 SOURCE_FILE = "script.py"  # in the run directory: a worker that is started later executes what the others do
 
 
-def script_job(script: Path, args: list[str], num_workers: int, cluster: dict[str, Any]) -> Job:
-    """Return the job of a run of a script. Raises JobError."""
+def script_job(script: Path, args: list[str], num_workers: int, cluster: dict[str, Any], setup: str = "") -> Job:
+    """Return the job of a run of a script. Raises JobError.
+
+    `setup` is a function, as "module:function", that each worker calls before it executes the script.
+    """
     source = read_source(script)
     return Job(
         name=script.stem,
-        model=Use(SCRIPT, path=str(script.absolute()), args=list(args), sha256=_digest(source)),
+        model=Use(SCRIPT, path=str(script.absolute()), args=list(args), sha256=_digest(source), setup=setup),
         data=Data(use=SCRIPT),
         strategy=Strategy(workers=num_workers),
         cluster=Cluster(**cluster),
@@ -59,6 +63,13 @@ def source_of(job: Job, run_dir: Path) -> bytes:
     if _digest(source) != job.model.args["sha256"]:
         raise JobError(f"{script} is not what it was when the run began: copy the run's script to this host")
     return source
+
+
+def set_up(job: Job) -> None:
+    """Call what the job says that a worker does before it executes the script."""
+    module, _, function = str(job.model.args.get("setup", "")).partition(":")
+    if module:
+        getattr(importlib.import_module(module), function)()
 
 
 def execute(script: Path, args: list[str], source: bytes) -> None:

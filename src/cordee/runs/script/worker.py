@@ -21,7 +21,7 @@ from cordee.core.errors import JobError
 from cordee.monitoring import setup_logging
 from cordee.runs.script import member as members
 from cordee.runs.script.member import LoopLeft, ScriptMember
-from cordee.runs.script.program import execute, format_error, source_of
+from cordee.runs.script.program import execute, format_error, set_up, source_of
 from cordee.runs.team.link import TeamLink
 from cordee.runs.team.worker import take_part
 
@@ -57,6 +57,7 @@ def _execute(spec: MemberSpec, member: ScriptMember) -> None:
     share_threads(0, spec.num_local)
     with members.present_as(member):
         try:
+            set_up(job)
             execute(script, args, source_of(job, Path(spec.run_dir)))
         except LoopLeft:
             return
@@ -66,8 +67,8 @@ def _execute(spec: MemberSpec, member: ScriptMember) -> None:
     if not member.has_loop:
         raise JobError(
             f"{script.name} came to its end without a loop that could be continued: under --elastic the loop is a "
-            "function with the decorator @team.elastic, and calls team.commit() after each step. Without --elastic "
-            "any script runs"
+            "function with the decorator @team.elastic, and calls team.commit() after each step (in a Horovod script "
+            "@hvd.elastic.run and state.commit()). Without --elastic any script runs"
         )
 
 
