@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from cordee.core.errors import JobError, RunDirectoryError
+from cordee.core.errors import JobError, MissingExtraError, RunDirectoryError
 from cordee.dashboard.reading import RunReader
 from cordee.dashboard.report_page import render_page
 from cordee.monitoring import inspect_run
@@ -201,6 +201,31 @@ def to_csv(comparison: Comparison) -> str:
 def to_html(comparison: Comparison, title: str) -> str:
     """Return one page that needs nothing else."""
     return render_page(title, comparison, "report.js")
+
+
+def to_png(comparison: Comparison) -> bytes:
+    """Return the curves of all runs as a picture. Needs matplotlib (extra `report`)."""
+    try:
+        from matplotlib.figure import Figure  # without pyplot: no display, no global state
+    except ImportError:
+        raise MissingExtraError("the picture of a comparison", "report") from None
+
+    strokes = ("-", "--", ":", "-.", (0, (1, 3)), (0, (8, 3)))
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for place, (key, title) in enumerate((("accuracy", "test accuracy"), ("loss", "training loss"))):
+        axes = figure.add_subplot(1, 2, place + 1)
+        for number, run in enumerate(comparison.runs):
+            curve = comparison.curves[run.run].get(key)
+            if curve is not None:
+                axes.plot(curve["x"], curve["high"], linestyle=strokes[number % len(strokes)], label=run.run)
+        axes.set(xlabel="seconds", ylabel=title)
+        if key == "loss" and any(key in curves for curves in comparison.curves.values()):
+            axes.set_yscale("log")
+        if axes.lines:
+            axes.legend(fontsize="small")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    return picture.getvalue()
 
 
 def compare_job(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def _rows_until(path: Path, step: int) -> list[tuple[object, ...]]:
     return [row for row in rows if len(row) == len(HEADER) and str(row[1]).isdecimal() and int(str(row[1])) <= step]
 
 
-def _text(rows: list[tuple[object, ...]]) -> bytes:
+def _text(rows: Sequence[tuple[object, ...]]) -> bytes:
     text = StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().encode()

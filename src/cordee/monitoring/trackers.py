@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,13 @@ class MlflowSink:
 
     def __init__(self, run_dir: Path, name: str, settings: dict[str, Any]) -> None:
         try:
-            from mlflow import MlflowClient
+            mlflow: Any = importlib.import_module("mlflow")
         except ImportError:
             raise MissingExtraError("monitoring.mlflow", "mlflow") from None
         self._id_file = run_dir / _ID_FILE
         address = mlflow_address() or f"sqlite:///{(run_dir / 'mlflow.db').absolute()}"
         with _reporting("MLflow"):
-            self._client = MlflowClient(tracking_uri=address)
+            self._client = mlflow.MlflowClient(tracking_uri=address)
             self._run_id = self._begin(run_dir, name, settings)
 
     def _begin(self, run_dir: Path, name: str, settings: dict[str, Any]) -> str:
@@ -82,10 +83,9 @@ class WandbSink:
 
     def __init__(self, run_dir: Path, name: str, settings: dict[str, Any]) -> None:
         try:
-            import wandb
+            self._wandb: Any = importlib.import_module("wandb")
         except ImportError:
             raise MissingExtraError("monitoring.wandb", "wandb") from None
-        self._wandb = wandb
         self._open = {"project": name, "name": run_dir.name, "id": run_dir.name, "dir": str(run_dir)}
         self._settings = settings
         self._run: Any = None

@@ -87,7 +87,10 @@ def draw(results: Results) -> bytes:
     grid = figure.add_gridspec(rows, columns)
     history = figure.add_subplot(grid[0, : columns - 1])
     _scatter(history, results, [float(trial.number) for trial in results.trials])
-    history.step([trial.number for trial in results.trials], results.best, where="post", color="#1a7f37", label="best")
+    best = [
+        (trial.number, value) for trial, value in zip(results.trials, results.best, strict=True) if value is not None
+    ]
+    history.step([at for at, _ in best], [value for _, value in best], where="post", color="#1a7f37", label="best")
     history.set(xlabel="trial", ylabel=results.metric, title="History")
     history.legend(fontsize="small")
     weights = figure.add_subplot(grid[0, columns - 1])
@@ -101,6 +104,11 @@ def draw(results: Results) -> bytes:
     for place, key in enumerate(keys):
         axes = figure.add_subplot(grid[1 + place // columns, place % columns])
         values: list[Any] = [trial.point.get(key) for trial in results.trials]
+        if any(isinstance(value, str) for value in values):
+            names = sorted({str(value) for value in values})
+            axes.set_xticks(range(len(names)), names)
+            axes.set_xlim(-0.5, len(names) - 0.5)
+            values = [names.index(str(value)) for value in values]
         _scatter(axes, results, values)
         positive = [value for value in values if isinstance(value, float) and value > 0]
         if len(positive) == len(values) and max(positive) > 50 * min(positive):

@@ -21,7 +21,7 @@ from cordee.monitoring.run_directory import LOCK_FILE, DirectoryLock, is_locked
 from cordee.monitoring.wording import number, percent
 from cordee.tuning.results import write_results
 from cordee.tuning.space import Dimension, corners, describe, place
-from cordee.tuning.study import Study, Tried, open_study
+from cordee.tuning.study import Direction, Study, Tried, open_study
 from cordee.tuning.trials import Readings, TrialProcess, finished_summary
 
 BEST_FILE = "best.toml"
@@ -101,7 +101,7 @@ def tune(
     )
 
 
-def _check(job: Path, overrides: list[str], space: list[Dimension], metric: str) -> tuple[str, str]:
+def _check(job: Path, overrides: list[str], space: list[Dimension], metric: str) -> tuple[str, Direction]:
     """Return the metric and the direction of the search, if the job is sound at the edges. Raises JobError."""
     for point in corners(space):
         values = place(point)

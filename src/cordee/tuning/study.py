@@ -12,7 +12,7 @@ import tomllib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -34,6 +34,7 @@ _JOB, _SEARCH, _METRIC, _ERROR = "job", "search", "metric", "error"
 _CHANGEABLE = ("python_path", "cluster.", "checkpoint.", "monitoring.")
 _STARTUP_TRIALS = 4  # that are drawn at random, and that are never pruned
 State = optuna.trial.TrialState
+Direction = Literal["maximize", "minimize"]
 _STATES = {State.COMPLETE: "completed", State.PRUNED: "pruned", State.FAIL: "failed"}
 
 
@@ -144,7 +145,9 @@ class Study:
         return optuna.Trial(self._study, found._trial_id)
 
 
-def open_study(folder: Path, job: Job, space: Sequence[Dimension], metric: str, direction: str, seed: int) -> Study:
+def open_study(
+    folder: Path, job: Job, space: Sequence[Dimension], metric: str, direction: Direction, seed: int
+) -> Study:
     """Return the study in a folder, made if there is none.
 
     Raises JobError if the folder has the study of another job, search or metric, RunDirectoryError if it is damaged.

@@ -1,10 +1,9 @@
-"""The sinks beside events.jsonl: a table, MLflow and Weights & Biases, each with a run that is resumed."""
+"""The numbers of a run under one name in all sinks, and the table metrics.csv. tests/trackers has the trackers."""
 
 from __future__ import annotations
 
 import csv
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,9 @@ from cordee.monitoring import Monitor
 from cordee.monitoring import events as kinds
 from cordee.monitoring.csv_file import CsvSink
 from cordee.monitoring.scalars import scalars_of
-from cordee.monitoring.summary import Summary
 from cordee.monitoring.trackers import MlflowSink, WandbSink, flatten
 
 SETTINGS = flatten({"seed": 0, "model": {"use": "mlp", "hidden": [8, 8]}})
-needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="the extra mlflow")
-needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="the extra wandb")
 
 
 def started(start_step: int = 0) -> kinds.RunStarted:
@@ -32,9 +28,6 @@ def step(number: int, loss: float) -> kinds.Step:
 
 def evaluated(number: int, accuracy: float) -> kinds.Evaluation:
     return kinds.Evaluation(step=number, test_accuracy=accuracy, metrics={"f1": 0.5, "odd": None}, time=1000.5 + number)
-
-
-ENDED = kinds.RunEnded.of(Summary(status="completed", weights_sha256="ab"))
 
 
 def test_numbers_have_one_name_in_all_sinks() -> None:
@@ -81,49 +74,3 @@ def test_mlflow_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_wandb_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingExtraError, match=r"cordee\[wandb\]"):
         WandbSink(tmp_path, "digits", SETTINGS)
-
-
-@needs_mlflow
-def test_mlflow_has_the_numbers_the_job_and_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlflow import MlflowClient
-
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    for emitted in ((started(), step(1, 2.0), evaluated(1, 0.5)), (started(1), step(2, 1.5), ENDED)):
-        with Monitor([MlflowSink(tmp_path, "digits", SETTINGS)]) as monitor:
-            for event in emitted:
-                monitor.emit(event)
-    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("digits")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.status == "FINISHED"
-    assert run.data.params["model.use"] == "mlp"
-    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "train/loss")] == [(1, 2.0), (2, 1.5)]
-    assert run.data.metrics["test/f1"] == 0.5
-
-
-@needs_wandb
-def test_wandb_offline_keeps_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
-    before = dict(os.environ)
-    with Monitor([WandbSink(tmp_path, "digits", SETTINGS)]) as monitor:
-        for event in (started(), step(1, 2.0), evaluated(1, 0.5), step(2, 1.5), ENDED):
-            monitor.emit(event)
-    for name in os.environ.keys() - before.keys():  # what the library leaves behind
-        monkeypatch.delenv(name)
-    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(file))
-    logged: list[tuple[str, str]] = []
-    while (data := store.scan_data()) is not None:
-        record = Record()
-        record.ParseFromString(data)
-        logged += [("".join(item.nested_key) or item.key, item.value_json) for item in record.history.item]
-    assert [value for key, value in logged if key == "train/loss"] == ["2.0", "1.5"] or [
-        float(value) for key, value in logged if key == "train/loss"
-    ] == [2.0, 1.5]
-    assert ("test/f1", "0.5") in logged

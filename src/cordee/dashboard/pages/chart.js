@@ -217,7 +217,7 @@ export class LaneChart extends Panel {
 
 // Points by a number, by its powers where they span much, or by a name; `line` is a list of [x, y] that is drawn as steps.
 export function scatter(title, points, { line = [], xName = "", format = number, height = 220 } = {}) {
-  const names = points.some((point) => typeof point.x !== "number") ? [...new Set(points.map((point) => String(point.x)))] : null;
+  const names = points.some((point) => typeof point.x !== "number") ? [...new Set(points.map((point) => String(point.x)))].sort() : null;
   const values = points.map((point) => point.x);
   const isLog = !names && values.length > 1 && Math.min(...values) > 0 && Math.max(...values) > 50 * Math.min(...values) && xName !== "trial";
   const raw = names ? (x) => names.indexOf(String(x)) : isLog ? Math.log10 : (x) => x;

@@ -5,7 +5,7 @@ import { duration, element, number, percent } from "./format.js";
 
 const results = JSON.parse(document.getElementById("data").textContent);
 const page = document.getElementById("main");
-const SIGNS = { completed: "●", pruned: "✕", failed: "▼" };
+const STATE_SIGNS = { completed: "●", pruned: "✕", failed: "▼" };
 const show = (value) => (results.metric.endsWith("accuracy") ? percent(value) : number(value));
 const keys = [...new Set(results.trials.flatMap((trial) => Object.keys(trial.point)))];
 const named = (trial) => keys.map((key) => `${key} = ${typeof trial.point[key] === "number" ? number(trial.point[key]) : trial.point[key]}`).join(", ");
@@ -20,8 +20,8 @@ lines.push("The test set has chosen the best trial: measure its model on samples
 page.append(element("h2", {}, "Result"), element("ul", {}, ...lines.map((line) => element("li", {}, line))));
 
 const points = (x) => results.trials.filter((trial) => trial.value !== null && x(trial) !== undefined)
-  .map((trial) => ({ x: x(trial), y: trial.value, sign: SIGNS[trial.state], style: trial.state, text: `trial ${trial.number}, ${trial.state}: ${results.metric} ${show(trial.value)}, ${named(trial)}` }));
-const legend = element("p", { className: "soft" }, Object.entries(SIGNS).map(([state, sign]) => `${sign} ${state}`).join("   ") + "   line: the best so far");
+  .map((trial) => ({ x: x(trial), y: trial.value, sign: STATE_SIGNS[trial.state], style: trial.state, text: `trial ${trial.number}, ${trial.state}: ${results.metric} ${show(trial.value)}, ${named(trial)}` }));
+const legend = element("p", { className: "soft" }, Object.entries(STATE_SIGNS).map(([state, sign]) => `${sign} ${state}`).join("   ") + "   line: the best so far");
 const best = results.trials.map((trial, place) => [trial.number, results.best[place]]).filter(([, value]) => value !== null);
 page.append(element("h2", {}, "History"), legend, scatter(`${results.metric} by trial`, points((trial) => trial.number), { line: best, xName: "trial", format: show }));
 
