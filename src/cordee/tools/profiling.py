@@ -40,7 +40,7 @@ _GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 _OTHER, _OUTSIDE = "other operations", "outside of torch's operations"
 _ADVICE = {
     "optimizer": "a larger training.batch_size takes fewer updates",
-    "exchange": "a larger training.batch_size exchanges less often; see docs/slow-links.md",
+    "exchange": "a larger training.batch_size exchanges less often; see docs/how-to/slow-links.md",
     "copies": "look for .to() and .contiguous() in the model",
     _OUTSIDE: "this is Python, data and waiting: a larger training.batch_size, or data.processes, spreads it",
 }

@@ -3,7 +3,7 @@
 import { duration, element, number } from "./format.js";
 
 // As wide as the page, so that labels have the size of other text on a phone too.
-const WIDTH = Math.max(320, Math.min(1240, document.getElementById("main").clientWidth - 20));
+export const WIDTH = Math.max(320, Math.min(1240, document.getElementById("main").clientWidth - 20));
 const LEFT = 58, RIGHT = 12, TOP = 10, BOTTOM = 22;
 const SIGNS = { lost: "✕", recovery: "↻", resumed: "▶", checkpoint: "◆", generation: "G", scale: "±", warning: "!", left: "←", end: "■" };
 
@@ -209,7 +209,7 @@ export class LaneChart extends Panel {
   fillTable() {
     const rows = this.marks.slice(-200).reverse().map((mark) => element("tr", {}, element("td", { className: "number" }, duration(mark.at)),
       element("td", {}, mark.kind), element("td", { className: "number" }, mark.step ?? ""), element("td", {}, mark.text)));
-    const head = element("tr", {}, ...["time", "what", "step", "details"].map((each) => element("th", { scope: "col" }, each)));
+    const head = element("tr", {}, ...["time", "what", "step", "details"].map((each, place) => element("th", { scope: "col", className: place % 2 ? "" : "number" }, each)));
     const table = element("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: `${this.title}, table` }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
     this.table.replaceChildren(this.table.firstChild, table);
   }
