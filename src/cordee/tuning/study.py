@@ -70,7 +70,9 @@ class Study:
     def prune_by_median(self, is_wanted: bool) -> None:
         """Have trials end early that are worse than the median of the others after as many evaluations, or none."""
         self._study.pruner = (
-            optuna.pruners.MedianPruner(n_startup_trials=_STARTUP_TRIALS, n_warmup_steps=1)
+            optuna.pruners.MedianPruner(
+                n_startup_trials=_STARTUP_TRIALS, n_warmup_steps=2
+            )  # not by the first evaluation
             if is_wanted
             else optuna.pruners.NopPruner()
         )
