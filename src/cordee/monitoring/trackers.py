@@ -113,7 +113,7 @@ class WandbSink:
         run, self._run = self._run, None
         if run is not None:
             with _reporting("Weights & Biases"):
-                run.finish(exit_code=self._code, quiet=True)
+                run.finish(exit_code=self._code)
 
 
 def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
