@@ -51,6 +51,7 @@ def test_mlflow_has_the_numbers_the_job_and_the_state(tmp_path: Path, monkeypatc
 
 @pytest.mark.filterwarnings("ignore")
 def test_wandb_offline_keeps_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
     from wandb.sdk.internal.datastore import DataStore
 
@@ -61,6 +62,7 @@ def test_wandb_offline_keeps_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with Monitor([WandbSink(tmp_path, "digits", SETTINGS)]) as monitor:
         for event in (started(), step(1, 2.0), evaluated(1, 0.5), step(2, 1.5), ENDED):
             monitor.emit(event)
+    wandb.teardown()  # ends its own process, which a program does at its end
     for name in os.environ.keys() - before.keys():  # what the library leaves behind
         monkeypatch.delenv(name)
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
