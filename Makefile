@@ -13,9 +13,9 @@ FAULT_RESULTS ?=
 # How long `make test-long` compares random jobs of fresh seeds with the single run.
 DIFFERENCE_MINUTES ?= 60
 
-.PHONY: help quickstart test test-long test-faults test-env test-ray test-spark test-frameworks bench-engines test-dashboard unit lint types bench docs fuzz clean
+.PHONY: help quickstart test test-long test-faults test-env test-ray test-spark test-frameworks bench-engines test-dashboard test-trackers unit lint types bench docs fuzz clean
 help:
-	@echo "make quickstart  set up, train a first model, show the result"
+	@echo "make quickstart  set up, train by three strategies, kill a worker, show the results (two minutes)"
 	@echo "make test        set up, run the tests"
 	@echo "make test-long   also those that take minutes, and an hour of random jobs (DIFFERENCE_MINUTES=60)"
 	@echo "make test-faults every kind of fault at every fault point; continues where it was ended (hours)"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-ray    the engine 'ray' on a Ray of two nodes, in an environment of its own (.venv-ray)"
 	@echo "make test-spark  the engine 'spark' on a Spark of two workers (.venv-spark; needs Java 17)"
 	@echo "make test-dashboard  the dashboard in a browser (needs chromium)"
+	@echo "make test-trackers  the sinks for MLflow and Weights & Biases, offline (installs both)"
 	@echo "make test-frameworks  Accelerate, Lightning, the Hugging Face Trainer, TensorFlow, Keras, JAX (.venv-frameworks)"
 	@echo "make bench-engines  the engines 'env', 'ray' and 'spark' beside their peers (in .venv-ray; needs Java 17)"
 	@echo "make unit        only the unit tests (about a minute)"
@@ -46,8 +47,13 @@ $(VENV)/.dev: $(VENV)/.cordee
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
-quickstart: $(VENV)/.cordee
-	@$(BIN)/cordee train examples/digits.toml
+# With matplotlib, for the picture.
+$(VENV)/.quickstart: $(VENV)/.cordee
+	@$(PIP) -e '.[report]'
+	@touch $@
+
+quickstart: $(VENV)/.quickstart
+	@$(BIN)/python examples/quickstart.py
 
 test: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -78,6 +84,11 @@ test-ray test-spark: test-%: .venv-%/.engine
 test-dashboard: $(VENV)/.dev
 	@$(PIP) -e '.[dashboard]' playwright axe-playwright-python
 	$(BIN)/pytest tests/browser
+
+# MLflow and Weights & Biases, offline.
+test-trackers: $(VENV)/.dev
+	@$(PIP) -e '.[mlflow,wandb]'
+	$(BIN)/pytest tests/trackers
 
 test-frameworks: .venv-frameworks/.engine
 	.venv-frameworks/bin/pytest tests/frameworks

@@ -46,7 +46,9 @@ from cordee.monitoring import (
     render_result,
     setup_logging,
 )
+from cordee.monitoring.csv_file import CsvSink
 from cordee.monitoring.timeline import Timeline, TimelineFolder
+from cordee.monitoring.trackers import MlflowSink, WandbSink, flatten
 from cordee.planner.auto import Decision, Replanner, decide, plans_first
 from cordee.run import Run
 from cordee.runs import PROCESS_MODULES
@@ -334,6 +336,12 @@ def _sinks(job: Job, directory: RunDirectory, quiet: bool) -> list[Sink]:
         sinks.append(ProgressSink(_console()))
     if job.monitoring.tensorboard:
         sinks.append(TensorBoardSink(directory.tensorboard))
+    if job.monitoring.csv:
+        sinks.append(CsvSink(directory.path / "metrics.csv"))
+    if job.monitoring.mlflow:
+        sinks.append(MlflowSink(directory.path, job.name, flatten(job.to_dict())))
+    if job.monitoring.wandb:
+        sinks.append(WandbSink(directory.path, job.name, flatten(job.to_dict())))
     return sinks
 
 

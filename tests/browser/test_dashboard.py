@@ -5,6 +5,7 @@ Run by `make test-dashboard`, which needs Debian's chromium. CORDEE_PICTURES=fol
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -19,6 +20,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from cordee.monitoring import RunDirectory, events
+from cordee.monitoring.summary import Summary
+from cordee.monitoring.timeline import Line
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
@@ -45,6 +48,14 @@ def fill(run: Path, num_steps: int = 400) -> None:
             write(run, events.WorkerLost(time=at, worker=1, step=150, reason="was killed by SIGKILL"))
             write(run, events.WorkerStarted(time=at + 3, worker=1, pid=2, host="h", role="worker"))
             write(run, events.Recovery(time=at + 0.1, lost=[1], seconds=0.1, step=150, steps_redone=1))
+    write(run, events.Staleness(time=1042.0, ages={"0": 300, "1": 80, "2": 20}))
+    (run / "timeline").mkdir()
+    for worker in range(2):
+        times = {"data": 100, "compute": 5000 - 2000 * worker, "exchange": 400, "wait": 100 + 2000 * worker}
+        columns = {name: [1000 * time] for name, time in times.items()}
+        columns |= {"step": [9], "steps": [9], "at": [0], "evaluate": [0], "save": [0]}
+        line = Line(member=f"worker-{worker}", pid=1, host="h", origin_us=10**9, **columns)
+        (run / "timeline" / f"worker-{worker}.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
     write(run, events.Warned(time=1042.0, message="<img src=x onerror=alert(1)> is text"))
 
 
@@ -62,8 +73,14 @@ def address(tmp_path: Path) -> Iterator[str]:
         with RunDirectory.create(tmp_path / "runs" / name, 'name = "digits"\n') as run:
             fill(run.path)
             (run.path / "logs" / "worker-0.log").write_text("2026-11-18 10:00:00,000 INFO    a: hello\n")
-    command = [sys.executable, "-m", "cordee", "dashboard", "first", "--until-closed", "--runs", str(tmp_path / "runs")]
-    environment = {**os.environ, "CORDEE_RUNS": str(tmp_path / "runs")}
+    with serving(tmp_path / "runs") as found:
+        yield found
+
+
+@contextlib.contextmanager
+def serving(runs: Path) -> Iterator[str]:
+    command = [sys.executable, "-m", "cordee", "dashboard", "first", "--until-closed", "--runs", str(runs)]
+    environment = {**os.environ, "CORDEE_RUNS": str(runs)}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
@@ -99,6 +116,14 @@ def test_a_run_on_one_screen(browser: Browser, address: str, theme: str) -> None
     expect(page.get_by_role("cell", name="worker 1 was killed by SIGKILL")).to_be_visible()
     expect(page.get_by_role("cell", name="<img src=x onerror=alert(1)> is text")).to_be_visible()
     assert page.locator("img").count() == 0
+    page.get_by_text("Shares as a table").click()
+    table = page.get_by_role("region", name="Where the time of each member went").locator("tbody tr")
+    assert [row.split()[0] for row in table.all_inner_texts()] == [
+        "worker-0",
+        "worker-1",
+    ]  # worker 1 waits for worker 0
+    page.get_by_text("Staleness as a table").click()
+    expect(page.get_by_role("cell", name="75.00 %")).to_be_visible()
     page.get_by_text("Logs of all members").click()
     expect(page.locator("pre").first).to_contain_text("hello")
     found = Axe().run(page)
@@ -153,3 +178,21 @@ def test_a_phone_needs_no_sideways_scrolling(browser: Browser, address: str) -> 
     assert page.evaluate("document.documentElement.scrollWidth") <= 380
     keep(page, "dashboard-phone")
     page.context.close()
+
+
+def test_predicted_and_measured_and_many_members(browser: Browser, tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "runs" / "first", 'name = "digits"\n') as directory:
+        run = directory.path
+    fill(run)
+    source = (run / "timeline" / "worker-0.jsonl").read_bytes()
+    for worker in range(2, 120):
+        (run / "timeline" / f"worker-{worker}.jsonl").write_bytes(source)
+    summary = Summary(status="completed", step_seconds=0.01, predicted_step_seconds=0.011, prediction_is_sure=False)
+    write(run, events.RunEnded(time=1050.0, **msgspec.structs.asdict(summary)))
+    with serving(tmp_path / "runs") as address:
+        page, problems = opened(browser, address)
+        expect(page.get_by_role("row", name="time of a step 11 ms 10 ms +10 %")).to_be_visible()
+        assert page.locator("svg[aria-label^='Where the time']").locator("rect").count() >= 4 * 120 - 8
+        keep(page, "dashboard-many")
+        assert problems == []
+        page.context.close()

@@ -95,6 +95,10 @@ def stages(outcome: Outcome) -> Any:
     return sorted(line for lines in found for line in lines)
 
 
+def csv_file(outcome: Outcome) -> Any:
+    return (outcome.folder / "metrics.csv").exists()
+
+
 def tensorboard(outcome: Outcome) -> Any:
     return (outcome.folder / "tensorboard").exists()
 
@@ -205,6 +209,9 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "checkpoint.asynchronous": Elsewhere("unit/test_trainer.py"),
     "monitoring.every_steps": Changes(2, reported),
     "monitoring.tensorboard": Changes(True, tensorboard),
+    "monitoring.csv": Changes(True, csv_file),
+    "monitoring.mlflow": Elsewhere("trackers/test_trackers.py"),
+    "monitoring.wandb": Elsewhere("trackers/test_trackers.py"),
     "data_parallel.batch_norm": Changes("sync", weights, base=NORMED),
     "data_parallel.compression": Changes("fp16", weights, base={"model.double": False}),
     "data_parallel.reducer": Elsewhere("distributed/test_data_parallel.py"),

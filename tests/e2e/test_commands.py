@@ -105,6 +105,19 @@ def test_the_doctor_examines_this_machine(workspace: Workspace) -> None:
     assert {finding["state"] for finding in findings} <= {"ok", "note"}
 
 
+def test_the_doctor_says_which_examples_can_run(workspace: Workspace) -> None:
+    findings = json.loads(workspace.run("doctor", "--json").stdout)
+    (runnable,) = [each["detail"] for each in findings if each["subject"] == "examples" and each["state"] == "ok"]
+    assert "digits.toml" in runnable
+    assert "parquet.toml" not in runnable  # its files are written by a script
+
+
+def test_watching_needs_a_terminal_and_a_run(workspace: Workspace) -> None:
+    done = workspace.run("watch", "nothing")
+    assert done.returncode == 2
+    assert "nothing" in done.stderr
+
+
 def test_the_doctor_says_what_to_fix(workspace: Workspace) -> None:
     (workspace.path / "file").write_text("")
     done = workspace.run("doctor", CORDEE_RUNS=str(workspace.path / "file" / "runs"))

@@ -24,6 +24,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("run", "launch"),
     ("loop", "horovod"),
     ("tools", "dashboard", "bench", "spark", "jax"),
+    ("tuning",),
     ("cli",),
     ("__init__", "__main__"),
 )

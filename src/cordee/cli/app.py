@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cordee.cli import checks, look_up, planning, run_commands, scripts, training
+from cordee.cli import checks, look_up, planning, run_commands, scripts, training, tuning
 from cordee.cli.output import end_interrupted, print_error
 from cordee.core.env import wants_traceback
 from cordee.core.errors import CordeeError
@@ -16,9 +16,9 @@ from cordee.version import __version__
 
 # How `cordee --help` groups the commands.
 SECTIONS = {
-    "Train": ("train", "resume", "plan", "compare", "simulate", "run", "new"),
-    "Runs": ("runs", "show", "dashboard", "logs", "timeline", "stop", "scale", "join", "export"),
-    "Look up and check": ("list", "explain", "doctor", "chaos", "bench"),
+    "Train": ("train", "resume", "plan", "compare", "tune", "simulate", "run", "new"),
+    "Runs": ("runs", "show", "watch", "dashboard", "logs", "timeline", "stop", "scale", "join", "export"),
+    "Look up and check": ("list", "explain", "profile", "doctor", "chaos", "bench"),
     "Other hosts and servers": ("agent", "server", "worker"),
 }
 
@@ -103,11 +103,13 @@ app.command(cls=Command)(training.train)
 app.command(cls=Command)(run_commands.resume)
 app.command(cls=Command)(planning.plan)
 app.command(cls=Command)(planning.compare)
+app.command(cls=Command)(tuning.tune)
 app.command(cls=Command)(planning.simulate)
 app.command(cls=Command, context_settings=_WITH_A_SCRIPT)(scripts.run)
 app.command(cls=Command)(look_up.new)
 app.command(cls=Command)(run_commands.runs)
 app.command(cls=Command)(run_commands.show)
+app.command(cls=Command)(run_commands.watch)
 app.command(cls=Command)(run_commands.dashboard)
 app.command(cls=Command)(run_commands.logs)
 app.command(cls=Command)(run_commands.timeline)
@@ -117,6 +119,7 @@ app.command(cls=Command)(training.join)
 app.command(cls=Command)(run_commands.export)
 app.command("list", cls=Command)(look_up.list_names)
 app.command(cls=Command)(look_up.explain)
+app.command(cls=Command)(checks.profile)
 app.command(cls=Command)(checks.doctor)
 app.command(cls=Command)(checks.chaos)
 app.command(cls=BenchCommand)(checks.bench)

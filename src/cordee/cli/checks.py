@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from cordee.cli.output import print_text
+from cordee.cli.output import print_json, print_text
 from cordee.cli.run_commands import found
+from cordee.core.interrupts import INTERRUPTED
 
 
 def chaos(
@@ -88,6 +89,45 @@ def chaos(
         )
     if not can_train(outcome.findings):
         raise typer.Exit(1)
+
+
+def profile(
+    job: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False)],
+    steps: Annotated[int, typer.Option(help="Steps that are profiled.", metavar="N")] = 20,
+    warmup: Annotated[int, typer.Option(help="Steps before them.", metavar="N")] = 5,
+    worker: Annotated[int, typer.Option(help="The worker that is profiled.", metavar="W", min=0)] = 0,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where the run is written; else a new folder in ./runs.", metavar="D")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key, e.g. strategy.workers=2.", metavar="K=V")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the operations as JSON.")] = False,
+) -> None:
+    """Train a job for some steps with torch's profiler on one worker, and say in words where the time goes.
+
+    Writes profile.json and profile.trace.json.gz, which ui.perfetto.dev opens, into the run directory. Not for
+    parameter servers, where no worker takes whole steps.
+    """
+    from cordee.core import Job
+    from cordee.core.env import runs_folder
+    from cordee.monitoring import new_run_path
+
+    loaded = Job.load(job, settings or [])
+    folder = (run_dir or new_run_path(runs_folder(), f"{loaded.name}-profile")).absolute()
+    from cordee.launch import train
+    from cordee.tools.profiling import TRACE_FILE, describe_profile, phases_of, profile_overrides, read_profile
+
+    overrides = [*(settings or []), *profile_overrides(folder, worker, warmup, steps)]
+    ended = train(job, overrides=overrides, run_dir=folder, quiet=True)
+    if ended.status == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+    found = read_profile(folder)
+    if as_json:
+        print_json(found)
+        return
+    print_text("\n".join(describe_profile(found, phases_of(folder, worker))))
+    print_text(f"trace: {folder / TRACE_FILE} (ui.perfetto.dev opens it)")
 
 
 def doctor(

@@ -154,6 +154,7 @@ def compare(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The report; a .csv is written beside it.", metavar="F.html")
     ] = None,
+    picture: Annotated[Path | None, typer.Option("--png", help="Also draw the curves: a picture.", metavar="F")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Compare strategies on a job, or runs that have ended: figures, curves and a verdict in one HTML file.
@@ -177,7 +178,7 @@ def compare(
             "compare takes a job file with --strategies a,b,c, or two runs or more without it: "
             "cordee compare job.toml --strategies A,B (`cordee list strategies`)"
         )
-    from cordee.dashboard.comparison import compare_job, compare_runs, to_csv, to_html
+    from cordee.dashboard.comparison import compare_job, compare_runs, to_csv, to_html, to_png
 
     groups: list[str] = []
     if is_job:
@@ -193,8 +194,11 @@ def compare(
         to_html(comparison, f"Comparison of {', '.join(dict.fromkeys(groups or [run.name for run in runs]))}")
     )
     output.with_suffix(".csv").write_text(to_csv(comparison))
+    if picture is not None:
+        picture.write_bytes(to_png(comparison))
     if as_json:
         print_json(comparison.runs)
         return
     print_text("\n".join(comparison.verdict))
-    print_text(f"report: {output}, figures: {output.with_suffix('.csv')}")
+    shown = f", picture: {picture}" if picture is not None else ""
+    print_text(f"report: {output}, figures: {output.with_suffix('.csv')}{shown}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -74,6 +75,21 @@ def show(
     widest = max(len(label) for label, _ in rows)
     lines = [f"{label:<{widest}}  {value}" for label, value in rows]
     print_text("\n".join([*lines, "next", *(f"  {command}" for command in next_commands(overview.run))]))
+
+
+def watch(run: RunName = "latest") -> None:
+    """Show a run on the whole terminal, as it goes: progress, curves, members and what happened.
+
+    Reads the run directory and changes nothing. Press q to leave; the run continues.
+    """
+    from cordee.core.errors import JobError
+
+    path = found(run)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise JobError(f"cordee watch needs a terminal: `cordee show {path.name}` prints the same as lines")
+    from cordee.tools.watch import watch_run
+
+    watch_run(path)
 
 
 def timeline(

@@ -70,6 +70,11 @@ def log_file(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(name) if name else None
 
 
+def mlflow_address(environ: Mapping[str, str] = os.environ) -> str:
+    """Return where MLflow keeps runs; empty if the user has not said."""
+    return environ.get("MLFLOW_TRACKING_URI", "")
+
+
 def ray_address(environ: Mapping[str, str] = os.environ) -> str:
     """Return the address of the Ray cluster, `RAY_ADDRESS`, which Ray sets in submitted jobs; empty if not set."""
     return environ.get("RAY_ADDRESS", "")

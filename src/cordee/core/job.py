@@ -167,18 +167,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return Job.from_dict(table)
 
 
-def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def changed_keys(
+    before: Mapping[str, Any], after: Mapping[str, Any], changeable: Sequence[str] = CHANGEABLE_ON_RESUME
+) -> list[str]:
     """Return "key was x, is y" for each difference between two job tables that forbids resuming."""
     old, new = _leaves(before), _leaves(after)
     return [
         f"{key} was {old.get(key, 'not set')!r}, is {new.get(key, 'not set')!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not _is_changeable(key)
+        if old.get(key) != new.get(key)
+        and not any(key.startswith(name) if name.endswith(".") else key == name for name in changeable)
     ]
-
-
-def _is_changeable(key: str) -> bool:
-    return any(key.startswith(name) if name.endswith(".") else key == name for name in CHANGEABLE_ON_RESUME)
 
 
 def _folders(value: Any) -> tuple[str, ...]:

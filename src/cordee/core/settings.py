@@ -237,6 +237,9 @@ class Monitoring(Section, frozen=True, kw_only=True):
 
     every_steps: int = 20  # steps between two 'step' events
     tensorboard: bool = False  # also write TensorBoard files into the run directory
+    csv: bool = False  # also write the numbers of the run into metrics.csv
+    mlflow: bool = False  # also log to MLflow, at $MLFLOW_TRACKING_URI or in the run directory
+    wandb: bool = False  # also log to Weights & Biases, as its own environment variables say
 
     def __post_init__(self) -> None:
         _at_least("monitoring", self, every_steps=1)

@@ -12,26 +12,14 @@ from typing import Any
 
 import msgspec
 
-from cordee.core.errors import JobError, RunDirectoryError
+from cordee.core.errors import JobError, MissingExtraError, RunDirectoryError
 from cordee.dashboard.reading import RunReader
+from cordee.dashboard.report_page import render_page
 from cordee.monitoring import inspect_run
 from cordee.monitoring.run_directory import SUMMARY_FILE
 from cordee.monitoring.summary import Summary, read_summary
 from cordee.monitoring.wording import percent, quantity
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-{style}</style></head>
-<body><main id="main"><h1>{title}</h1></main>
-<script type="application/json" id="data">{data}</script>
-<script>
-{{
-{script}
-}}
-</script></body></html>
-"""
 _REACHED = 0.99  # of the accuracy that all runs reached: the target, where none is given
 
 
@@ -211,23 +199,33 @@ def to_csv(comparison: Comparison) -> str:
 
 
 def to_html(comparison: Comparison, title: str) -> str:
-    """Return one page that needs nothing else: the modules of the dashboard, with the data in it."""
-    pages = Path(__file__).parent / "pages"
-    modules = [(pages / name).read_text() for name in ("format.js", "chart.js", "report.js")]
-    script = "\n".join(_without_modules(text) for text in modules)
-    # "</script>" in a name would end the element: JSON may write '<' as an escape.
-    data = msgspec.json.encode(comparison).decode().replace("<", "\\u003c")
-    style = (pages / "style.css").read_text()
-    return _PAGE.format(title=_escape(title), style=style, data=data, script=script)
+    """Return one page that needs nothing else."""
+    return render_page(title, comparison, "report.js")
 
 
-def _without_modules(text: str) -> str:
-    lines = [line for line in text.splitlines() if not line.startswith("import ")]
-    return "\n".join(line.removeprefix("export ") for line in lines)
+def to_png(comparison: Comparison) -> bytes:
+    """Return the curves of all runs as a picture. Needs matplotlib (extra `report`)."""
+    try:
+        from matplotlib.figure import Figure  # without pyplot: no display, no global state
+    except ImportError:
+        raise MissingExtraError("the picture of a comparison", "report") from None
 
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    strokes = ("-", "--", ":", "-.", (0, (1, 3)), (0, (8, 3)))
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for place, (key, title) in enumerate((("accuracy", "test accuracy"), ("loss", "training loss"))):
+        axes = figure.add_subplot(1, 2, place + 1)
+        for number, run in enumerate(comparison.runs):
+            curve = comparison.curves[run.run].get(key)
+            if curve is not None:
+                axes.plot(curve["x"], curve["high"], linestyle=strokes[number % len(strokes)], label=run.run)
+        axes.set(xlabel="seconds", ylabel=title)
+        if key == "loss" and any(key in curves for curves in comparison.curves.values()):
+            axes.set_yscale("log")
+        if axes.lines:
+            axes.legend(fontsize="small")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    return picture.getvalue()
 
 
 def compare_job(

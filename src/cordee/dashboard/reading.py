@@ -33,6 +33,13 @@ _NUM_KEPT = 4  # runs whose curves stay in memory
 _MOST_MARKS = 2000  # the newest
 _MOST_MEMBERS = 1000  # whose timelines are read
 _MOST_JOB_BYTES = 1 << 18
+_MEASURED = (  # of a summary, with what was predicted beside it
+    "step_seconds",
+    "predicted_step_seconds",
+    "peak_memory_bytes",
+    "predicted_memory_bytes",
+    "prediction_is_sure",
+)
 CURVES = {"loss": "Training loss", "rate": "Samples per second", "test_loss": "Test loss", "accuracy": "Test accuracy"}
 
 
@@ -71,6 +78,8 @@ class RunReader:
         self.is_behind = False
         self.phases: dict[str, list[int]] = {}  # microseconds of each phase, by member
         self._timeline_offsets: dict[str, int] = {}
+        self.staleness: dict[str, int] = {}  # gradients by how many updates had overtaken them
+        self.measured: dict[str, Any] = {}  # beside what the planner predicted, when the run has ended
 
     def update(self, budget_s: float = math.inf) -> None:
         """Read what the run has written since, for about `budget_s`; `is_behind` says whether there is more.
@@ -130,7 +139,10 @@ class RunReader:
                 self._change(f"{event.role} {event.worker}", "down", at)
             case kinds.WorkerLeft():
                 self._change(f"{event.role} {event.worker}", "", at)
+            case kinds.Staleness():
+                self.staleness = {age: count for age, count in event.ages.items() if age.isdecimal()}
             case kinds.RunEnded():
+                self.measured = {key: getattr(event, key) for key in _MEASURED}
                 for member in self.members:
                     self._change(member, "", at)
         marks = [Mark(at, kind, printable(text), step) for kind, text, step in describe(event)]
@@ -237,6 +249,9 @@ class Runs:
             "members": {name: msgspec.to_builtins(spans) for name, spans in reader.members.items()},
             "curves": {name: title for name, title in CURVES.items() if len(reader.curves[name])},
             "diagnosis": diagnose(reader, state),
+            "phases": reader.phases,
+            "staleness": reader.staleness,
+            "facts": reader.measured,
         }
 
     def series(self, name: str, begin: float, end: float, columns: int) -> dict[str, Any]:

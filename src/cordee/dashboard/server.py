@@ -286,6 +286,7 @@ def serve(
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(128)  # before the address is said: whoever opens it at once waits, and is not refused
     except OSError as error:
         listener.close()
         raise JobError(

@@ -20,6 +20,7 @@ from cordee.monitoring.events import (
     EngineOpened,
     Evaluation,
     Fetched,
+    Generation,
     Logged,
     Picture,
     Plan,
@@ -28,6 +29,7 @@ from cordee.monitoring.events import (
     Step,
     Uploading,
     Warned,
+    WorkerStarted,
 )
 from cordee.monitoring.files import reason
 from cordee.monitoring.wording import View
@@ -46,6 +48,7 @@ class ProgressSink:
         self._screen = choose_screen(console)
         self._tracker: Tracker | None = None
         self._next_logged_s = 0.0
+        self._before: list[AnyEvent] = []  # of the team, until the run begins
 
     def emit(self, event: AnyEvent) -> None:
         self._guarded(lambda: self._render(event))
@@ -66,8 +69,15 @@ class ProgressSink:
 
     def _render(self, event: AnyEvent) -> None:
         now_s, tracker = self._clock_s(), self._tracker
+        if tracker is not None:
+            tracker.team.take(event)
+        elif isinstance(event, WorkerStarted | Generation):
+            self._before.append(event)
         if isinstance(event, RunStarted):
-            self._tracker = Tracker(event, now_s)
+            self._tracker = tracker = Tracker(event, now_s)
+            for early in self._before:  # workers may be there before training begins
+                tracker.team.take(early)
+            self._before.clear()
             first, *others = wording.header_lines(event)
             self._screen.line(first, "bold")
             for line in others:
@@ -136,6 +146,7 @@ class Tracker:
         self._steps_per_second: float | None = None
         self._anchor_step, self._anchor_s = self.step, now_s
         self._paused_s = 0.0
+        self.team = wording.TeamCount(run.workers)
 
     def advance(self, step: int, loss: SupportsFloat | None, now_s: float) -> None:
         """Record that `step` optimizer steps are done."""
@@ -174,6 +185,7 @@ class Tracker:
             samples_per_second=speed * self._batch_size if has_speed else None,  # type: ignore[operator]
             left_s=self._left_s(),
             elapsed_s=self.elapsed_s(now_s),
+            team=self.team.describe(),
         )
 
     def _left_s(self) -> float | None:

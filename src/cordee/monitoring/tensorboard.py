@@ -6,23 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from cordee.core.errors import MissingExtraError, StorageError
-from cordee.monitoring.events import AnyEvent, Evaluation, Logged, Picture, RunStarted, Step
+from cordee.monitoring.events import AnyEvent, Evaluation, Picture, RunStarted
 from cordee.monitoring.files import reason
 from cordee.monitoring.pictures import size_of_png
-
-_SCALARS: dict[type, dict[str, str]] = {
-    Step: {
-        "loss": "train/loss",
-        "accuracy": "train/accuracy",
-        "lr": "train/lr",
-        "samples_per_second": "train/samples_per_second",
-    },
-    Evaluation: {
-        "test_loss": "test/loss",
-        "test_accuracy": "test/accuracy",
-        "test_top5_accuracy": "test/top5_accuracy",
-    },
-}
+from cordee.monitoring.scalars import scalars_of
 
 
 class TensorBoardSink:
@@ -46,19 +33,8 @@ class TensorBoardSink:
         try:
             if isinstance(event, RunStarted):
                 self._open(event.start_step)
-            elif isinstance(event, Step | Evaluation):
-                for field, tag in _SCALARS[type(event)].items():
-                    value = getattr(event, field)
-                    if value is not None:
-                        self._open(0).add_scalar(tag, float(value), event.step, walltime=event.time)
-            if isinstance(event, Evaluation):
-                for name, value in event.metrics.items():
-                    if value is not None:
-                        self._open(0).add_scalar(f"test/{name}", float(value), event.step, walltime=event.time)
-            if isinstance(event, Logged):
-                for name, value in event.values.items():
-                    if value is not None:
-                        self._open(0).add_scalar(f"logged/{name}", value, event.step, walltime=event.time)
+            for name, value in scalars_of(event).items():
+                self._open(0).add_scalar(name, value, event.step, walltime=event.time)  # type: ignore[union-attr]
             if isinstance(event, Picture):
                 self._add_picture(event)
             if isinstance(event, Evaluation):

@@ -9,7 +9,19 @@ import msgspec
 from rich.text import Text
 
 from cordee.core.durations import format_duration
-from cordee.monitoring.events import Evaluation, Logged, Plan, RunStarted, Uploading
+from cordee.monitoring.events import (
+    AnyEvent,
+    Evaluation,
+    Generation,
+    Logged,
+    Plan,
+    RunStarted,
+    Scale,
+    Uploading,
+    WorkerLeft,
+    WorkerLost,
+    WorkerStarted,
+)
 
 _DONE, _LEFT = "cyan", "bright_black"
 _WIDEST_BAR = 40
@@ -27,6 +39,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_second: float | None
     left_s: float | None
     elapsed_s: float
+    team: str = ""  # how many workers there are of how many, where there are several
 
 
 def bar(view: View, width: int, *, is_ascii: bool = False) -> Text:
@@ -34,6 +47,9 @@ def bar(view: View, width: int, *, is_ascii: bool = False) -> Text:
     dot = " | " if is_ascii else " · "
     epoch = _of("epoch", view.epoch, view.epochs)
     steps = f"{view.step}/{view.total_steps}" if view.total_steps else f"step {view.step}"
+    share = f"{_percentage(view.step, view.total_steps)}%" if view.total_steps else ""
+    full_team, team = (f"workers {view.team}", view.team.partition(",")[0]) if view.team else ("", "")
+    team = f"workers {team}" if team else ""
     loss = _some("loss {}", number(view.loss))
     long_accuracy = _some("test accuracy {}", percent(view.test_accuracy))
     accuracy = _some("test {}", percent(view.test_accuracy, digits=1).replace(" ", ""))
@@ -41,11 +57,14 @@ def bar(view: View, width: int, *, is_ascii: bool = False) -> Text:
     rate = _some("{}/s", quantity(view.samples_per_second))
     time = f"{clock(view.left_s)} left" if view.left_s is not None else clock(view.elapsed_s)
     layouts: list[tuple[int, str, str, list[str]]] = [
-        (20, dot, epoch, [steps, loss, long_accuracy, long_rate, time]),
-        (8, " ", epoch, [steps, loss, accuracy, long_rate, time]),
-        (8, " ", epoch, [steps, loss, accuracy, rate, time]),
-        (8, " ", epoch, [steps, loss, accuracy, time]),
-        (6, " ", epoch, [steps, loss, time]),
+        (20, dot, epoch, [share, steps, loss, long_accuracy, long_rate, full_team, time]),
+        (8, " ", epoch, [share, steps, loss, accuracy, long_rate, full_team, time]),
+        (8, " ", epoch, [share, steps, loss, accuracy, rate, full_team, time]),
+        (8, " ", epoch, [share, steps, loss, accuracy, rate, team, time]),
+        (8, " ", epoch, [share, steps, loss, accuracy, team, time]),
+        (8, " ", epoch, [share, steps, loss, accuracy, time]),
+        (6, " ", epoch, [share, steps, loss, time]),
+        (4, " ", "", [share, steps, loss, time]),
         (4, " ", "", [steps, loss, time]),
         (4, " ", "", [steps, time]),
         (0, " ", "", [steps]),
@@ -69,14 +88,51 @@ def bar(view: View, width: int, *, is_ascii: bool = False) -> Text:
 def step_line(view: View) -> str:
     """Return progress as a line of a log."""
     steps = f"step {view.step}" + (f"/{view.total_steps}" if view.total_steps else "")
+    share = f"{_percentage(view.step, view.total_steps)}%" if view.total_steps else ""
     parts = [
         _of("epoch", view.epoch, view.epochs),
-        steps,
+        _some(f"{steps} ({{}})", share) or steps,
         _some("loss {}", number(view.loss)),
         _some("{} samples/s", quantity(view.samples_per_second)),
+        _some("workers {}", view.team),
         f"{clock(view.left_s)} left" if view.left_s is not None else "",
     ]
     return "  ".join(part for part in parts if part)
+
+
+class TeamCount:
+    """Which workers of a run are there, by its events. Pure."""
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+        self._present: set[int] = set()
+        self._lost: set[int] = set()
+
+    def take(self, event: AnyEvent) -> None:
+        match event:
+            case Generation():
+                # Those who are in the team are there; a lost worker that is not in it is on its way back.
+                self._present = set(event.members)
+                self._lost -= self._present
+            case WorkerStarted(role="worker"):
+                self._present.add(event.worker)
+                self._lost.discard(event.worker)
+            case WorkerLost(role="worker"):
+                self._present.discard(event.worker)
+                self._lost.add(event.worker)
+            case WorkerLeft(role="worker"):
+                self._present.discard(event.worker)
+                self._lost.discard(event.worker)
+            case Scale():
+                self._wanted = event.workers
+
+    def describe(self) -> str:
+        """Return "3/4, 1 rejoining"; nothing for a run of one worker."""
+        if self._wanted < 2 and len(self._present) < 2:
+            return ""
+        rejoining = min(len(self._lost), max(self._wanted - len(self._present), 0))
+        known = len(self._present) or self._wanted
+        return f"{known}/{self._wanted}" + (f", {rejoining} rejoining" if rejoining else "")
 
 
 def evaluation_line(found: Evaluation, train_loss: float | None, elapsed_s: float, width: int | None) -> str:
@@ -197,6 +253,10 @@ def clock(seconds: float) -> str:
 
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def _percentage(step: int, total_steps: int) -> int:
+    return min(100, 100 * step // total_steps)  # 100 only at the end
 
 
 def _three_digits(value: float) -> str:

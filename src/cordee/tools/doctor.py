@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import platform
 import shutil
 import socket
@@ -11,9 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from cordee.core import Job
 from cordee.core.env import cache_folder, runs_folder
 from cordee.core.errors import CommunicationError, DataError
 from cordee.core.findings import Finding
+from cordee.tools.new import examples_folder
 
 GIB = 2**30
 LEAST_DISK_BYTES = 1 * GIB
@@ -32,6 +36,7 @@ def examine() -> list[Finding]:
         check_ports,
         check_data,
         check_extras,
+        check_examples,
     ]
     return [finding for check in checks for finding in check()]
 
@@ -145,14 +150,73 @@ def check_data() -> Iterable[Finding]:
             yield Finding(name, "note", "not on this machine", " ".join(advice))
 
 
-def check_extras() -> Iterable[Finding]:
-    import importlib.util
+EXTRAS = {
+    "tensorboard": "tensorboard",
+    "onnx": "onnxscript",
+    "report": "matplotlib",
+    "dashboard": "starlette",
+    "watch": "textual",
+    "tune": "optuna",
+    "storage": "fsspec",
+    "parquet": "pyarrow",
+}
 
-    for extra, module in (("tensorboard", "tensorboard"), ("onnx", "onnxscript"), ("report", "matplotlib")):
+
+def check_extras() -> Iterable[Finding]:
+    for extra, module in EXTRAS.items():
         if importlib.util.find_spec(module) is None:
             yield Finding(extra, "note", "not installed", f"pip install 'cordee[{extra}]'")
         else:
             yield Finding(extra, "ok", "installed")
+
+
+def check_examples() -> Iterable[Finding]:
+    """Say which job files among the examples can be trained here, and what the others lack."""
+    runnable, missing = [], []
+    for path in sorted(examples_folder().glob("*.toml")):
+        if lack := _lacks(path):
+            missing.append(f"{path.name} needs {lack}")
+        else:
+            runnable.append(path.name)
+    if runnable:
+        yield Finding("examples", "ok", f"can run here: {', '.join(runnable)}")
+    if missing:
+        yield Finding("examples", "note", "cannot run here", "; ".join(missing))
+
+
+def _lacks(path: Path) -> str:
+    """Return what an example needs and this machine has not; empty if it can be trained."""
+    from cordee.data import FILE_SOURCES, find_files
+
+    job = Job.load(path)
+    source = str(job.data.use)
+    if source in FILE_SOURCES:
+        try:
+            find_files(source)
+        except DataError:
+            return f"the files of {source}"
+    for used in (source, str(job.model.use)):
+        own = path.with_name(f"{used.partition(':')[0]}.py")
+        if ":" in used and own.is_file():
+            for package in _imported(own):
+                if importlib.util.find_spec(package) is None:
+                    return f"the package {package}"
+    place = job.data.args.get("path") or job.data.args.get("root")
+    if isinstance(place, str) and "://" not in place and not any(Path(place).parent.glob(Path(place).name)):
+        script = next((name.name for name in path.parent.glob(f"{path.stem}_*.py")), "")
+        return f"the files in {place}" + (f", which {script} writes" if script else "")
+    return ""
+
+
+def _imported(module: Path) -> list[str]:
+    """Return the packages that a file imports when it is imported itself."""
+    names = []
+    for node in ast.parse(module.read_text()).body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+    return list(dict.fromkeys(name.partition(".")[0] for name in names))
 
 
 def can_train(findings: list[Finding]) -> bool:

@@ -43,7 +43,7 @@ def write_template(name: str, folder: Path) -> Made:
     """Write the files of a template into a folder. Raises JobError for an unknown name, and if a file is there."""
     if name not in TEMPLATES:
         raise JobError(f"there is no template {name!r}{nearest(name, TEMPLATES)}: it is one of {', '.join(TEMPLATES)}")
-    template, source = TEMPLATES[name], _examples()
+    template, source = TEMPLATES[name], examples_folder()
     targets = [folder / file for file in template.files]
     if there := [str(path) for path in targets if path.exists()]:
         raise JobError(f"{' and '.join(there)} exists already: choose another folder, as in `cordee new FOLDER`")
@@ -58,7 +58,7 @@ def write_template(name: str, folder: Path) -> Made:
     return Made(targets, command if folder == Path() else f"cd {shlex.quote(str(folder))} && {command}")
 
 
-def _examples() -> Path:
+def examples_folder() -> Path:
     """Return where the examples are: in an installed package inside of it, in a checkout at its root."""
     package = Path(__file__).parents[1]
     inside = package / "examples"

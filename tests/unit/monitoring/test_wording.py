@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cordee.monitoring import wording
+from cordee.monitoring import events, wording
 from cordee.monitoring.events import Evaluation, RunStarted
 from cordee.monitoring.progress import Tracker, View
 
@@ -40,7 +40,7 @@ EMPTY = View(
 def test_the_bar_at_77_columns_says_everything():
     text = wording.bar(VIEW, 77).plain
     assert len(text) == 77
-    for part in ("epoch 2/5", "812/2345", "loss 0.4123", "test 86.1%", "12.3k samples/s", "0:34 left"):
+    for part in ("epoch 2/5", "812/2345", "loss 0.4123", "34%", "test 86.1%", "12.3k/s", "0:34 left"):
         assert part in text
 
 
@@ -189,3 +189,29 @@ def test_how_many_parameters_are_trained():
     run = msgspec.structs.replace(RUN, name="n", parameters=1200, trainable_parameters=1000)
     assert wording.header_lines(run)[0].startswith("n: 1,200 parameters (1,000 of them trained), ")
     assert "trained" not in wording.header_lines(msgspec.structs.replace(run, trainable_parameters=1200))[0]
+
+
+def test_the_team_is_counted_by_its_events():
+    team = wording.TeamCount(4)
+    started = [events.WorkerStarted(worker=w, pid=1, host="h", role="worker") for w in range(4)]
+    for event in (*started, events.Generation(generation=1, members=[0, 1, 2, 3])):
+        team.take(event)
+    assert team.describe() == "4/4"
+    team.take(events.WorkerLost(worker=2, step=5, reason="was killed"))
+    team.take(events.Generation(generation=2, members=[0, 1, 3], step=5))
+    assert team.describe() == "3/4, 1 rejoining"
+    team.take(events.WorkerStarted(worker=2, pid=2, host="h", role="worker"))
+    assert team.describe() == "4/4"
+    team.take(events.Scale(workers=2, before=4, step=9))
+    team.take(events.Generation(generation=3, members=[0, 1], step=9))
+    assert team.describe() == "2/2"
+    assert wording.TeamCount(1).describe() == ""
+
+
+def test_the_bar_shows_the_team_where_there_is_room():
+    view = msgspec.structs.replace(VIEW, team="3/4, 1 rejoining")
+    assert "workers 3/4, 1 rejoining" in wording.bar(view, 140).plain
+    assert "workers 3/4" in wording.bar(view, 90).plain
+    assert len(wording.bar(view, 40).plain) <= 40
+    assert "step 812/2345 (34%)" in wording.step_line(view)
+    assert "workers 3/4, 1 rejoining" in wording.step_line(view)

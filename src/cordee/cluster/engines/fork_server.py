@@ -175,11 +175,11 @@ def _write_to(path: str) -> None:
     )
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when its parent dies."""
+def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process a signal when its parent dies."""
     pr_set_pdeathsig = 1
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, number, 0, 0, 0)
     if os.getppid() != parent_pid:  # it died before the kernel was asked
         os._exit(1)
 

@@ -3,11 +3,11 @@
 import { duration, element, number } from "./format.js";
 
 // As wide as the page, so that labels have the size of other text on a phone too.
-const WIDTH = Math.max(320, Math.min(1240, document.getElementById("main").clientWidth - 20));
+export const WIDTH = Math.max(320, Math.min(1240, document.getElementById("main").clientWidth - 20));
 const LEFT = 58, RIGHT = 12, TOP = 10, BOTTOM = 22;
 const SIGNS = { lost: "✕", recovery: "↻", resumed: "▶", checkpoint: "◆", generation: "G", scale: "±", warning: "!", left: "←", end: "■" };
 
-function shape(name, attributes = {}, text = "") {
+export function shape(name, attributes = {}, text = "") {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   made.textContent = text;
@@ -209,10 +209,39 @@ export class LaneChart extends Panel {
   fillTable() {
     const rows = this.marks.slice(-200).reverse().map((mark) => element("tr", {}, element("td", { className: "number" }, duration(mark.at)),
       element("td", {}, mark.kind), element("td", { className: "number" }, mark.step ?? ""), element("td", {}, mark.text)));
-    const head = element("tr", {}, ...["time", "what", "step", "details"].map((each) => element("th", { scope: "col" }, each)));
+    const head = element("tr", {}, ...["time", "what", "step", "details"].map((each, place) => element("th", { scope: "col", className: place % 2 ? "" : "number" }, each)));
     const table = element("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: `${this.title}, table` }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
     this.table.replaceChildren(this.table.firstChild, table);
   }
+}
+
+// Points by a number, by its powers where they span much, or by a name; `line` is a list of [x, y] that is drawn as steps.
+export function scatter(title, points, { line = [], xName = "", format = number, height = 220 } = {}) {
+  const names = points.some((point) => typeof point.x !== "number") ? [...new Set(points.map((point) => String(point.x)))].sort() : null;
+  const values = points.map((point) => point.x);
+  const isLog = !names && values.length > 1 && Math.min(...values) > 0 && Math.max(...values) > 50 * Math.min(...values) && xName !== "trial";
+  const raw = names ? (x) => names.indexOf(String(x)) : isLog ? Math.log10 : (x) => x;
+  const span = (list) => { const low = Math.min(...list), high = Math.max(...list); return low === high ? [low - 0.5, high + 0.5] : [low - (high - low) * 0.04, high + (high - low) * 0.04]; };
+  const [left, right] = names ? [-0.5, names.length - 0.5] : span(values.length ? values.map(raw) : [0, 1]);
+  const heights = [...points.map((point) => point.y), ...line.map(([, y]) => y)];
+  const [low, high] = span(heights.length ? heights : [0, 1]);
+  const bottom = height - BOTTOM, place = (x) => LEFT + (raw(x) - left) / (right - left) * (WIDTH - LEFT - RIGHT), y = (value) => TOP + (high - value) / (high - low) * (bottom - TOP);
+  const svg = shape("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": `${title}; the table of trials has the values` });
+  for (const value of ticks(low, high, 4)) {
+    svg.append(shape("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }), shape("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, number(value, 3)));
+  }
+  const marks = names ?? (isLog ? ticks(Math.ceil(left), Math.floor(right), 4).map((power) => 10 ** Math.round(power)) : ticks(left, right, WIDTH > 600 ? 8 : 4));
+  for (const x of new Set(marks)) if (place(x) <= WIDTH - RIGHT && place(x) >= LEFT) svg.append(shape("text", { x: place(x), y: height - 6, "text-anchor": "middle" }, names ? x : number(x, 3)));
+  if (line.length) {
+    const path = line.flatMap(([x, value], index) => (index ? [`${place(x).toFixed(1)},${y(line[index - 1][1]).toFixed(1)}`] : []).concat(`${place(x).toFixed(1)},${y(value).toFixed(1)}`));
+    svg.append(shape("polyline", { class: "curve c2", points: path.join(" ") }));
+  }
+  for (const point of points) {
+    const sign = shape("text", { class: `point ${point.style}`, x: place(point.x), y: y(point.y) + 4 }, point.sign);
+    sign.append(shape("title", {}, point.text));
+    svg.append(sign);
+  }
+  return element("figure", {}, element("figcaption", {}, element("span", {}, title)), svg);
 }
 
 export const COLUMNS = WIDTH - LEFT - RIGHT;

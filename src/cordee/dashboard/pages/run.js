@@ -1,6 +1,7 @@
 // One run on one screen, which follows the run as long as it lasts.
 
 import { COLUMNS, CurveChart, LaneChart, View } from "./chart.js";
+import { predictionOf, sharesOf, stalenessOf } from "./breakdown.js";
 import { ask, element } from "./format.js";
 
 export async function showRun(main, name) {
@@ -14,8 +15,9 @@ export async function showRun(main, name) {
   const charts = { loss: new CurveChart(view, "Training loss"), accuracy: new CurveChart(view, "Test accuracy"), test_loss: new CurveChart(view, "Test loss"), rate: new CurveChart(view, "Samples per second") };
   const reset = element("button", { type: "button", onclick: () => view.reset() }, "Show all");
   const help = element("span", { className: "soft" }, "Drag to zoom; with a chart in focus: arrows move the cursor, + and − zoom, Escape shows all.");
+  const whole = element("div", {});
   main.replaceChildren(element("h1", {}, name, " ", state), bar, diagnosis, facts, element("div", { className: "row" }, reset, help),
-    lanes.figure, ...Object.values(charts).map((chart) => chart.figure), logsOf(path), jobOf(path));
+    lanes.figure, ...Object.values(charts).map((chart) => chart.figure), whole, logsOf(path), jobOf(path));
   let overview = null;
   const drawCurves = async () => {
     const series = await ask(`${path}/series?begin=${view.begin}&end=${view.end}&columns=${COLUMNS}`);
@@ -35,6 +37,8 @@ export async function showRun(main, name) {
     if (overview.total_steps) { bar.max = overview.total_steps; bar.value = overview.step; }
     diagnosis.textContent = overview.is_behind ? "Reading the events of this run …" : overview.diagnosis;
     facts.replaceChildren(...overview.rows.filter(([label]) => label !== "run").map(([label, value]) => element("div", {}, element("dt", {}, label), element("dd", {}, value))));
+    // Not while a table of it is open: it would close.
+    if (!whole.querySelector("details[open]")) whole.replaceChildren(...[sharesOf(overview.phases), stalenessOf(overview.staleness), predictionOf(overview.facts)].filter((each) => each));
     await drawCurves();
   };
   view.addEventListener("zoom", () => drawCurves());

@@ -1,0 +1,75 @@
+// What belongs to a whole run, not to a moment of it: where members spent their time, staleness, prediction.
+
+import { shape, WIDTH } from "./chart.js";
+import { element, number, percent } from "./format.js";
+
+const PHASES = ["data", "compute", "exchange", "wait", "evaluate", "save"];
+const SIDE = 90, MANY = 50;
+
+function tableOf(title, heads, rows) {
+  const head = element("tr", {}, ...heads.map((text, place) => element("th", { scope: "col", className: place ? "number" : "" }, text)));
+  const body = rows.map((cells) => element("tr", {}, ...cells.map((text, place) => element("td", { className: place ? "number" : "" }, text))));
+  return element("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: title }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...body)));
+}
+
+function folded(title, table) {
+  return element("details", {}, element("summary", {}, `${title} as a table`), table);
+}
+
+// Of each member the share of each phase; beyond 50 members thin rows. First those that the others wait for.
+export function sharesOf(phases) {
+  const members = Object.entries(phases).map(([name, spent]) => {
+    const total = spent.reduce((sum, each) => sum + each, 0);
+    return { name, shares: spent.map((each) => (total ? each / total : 0)), total };
+  }).filter((member) => member.total > 0).sort((one, other) => one.shares[3] - other.shares[3]);
+  if (!members.length) return null;
+  const title = "Where the time of each member went, first those that others wait for";
+  const row = members.length > MANY ? 5 : 22, height = row * members.length + 6, begin = row > 10 ? SIDE : 6;
+  const svg = shape("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": `${title}; the table has the values` });
+  members.forEach((member, place) => {
+    let left = begin;
+    if (row > 10) svg.append(shape("text", { x: begin - 6, y: place * row + 17, "text-anchor": "end" }, member.name));
+    member.shares.forEach((share, phase) => {
+      const width = share * (WIDTH - begin - 10);
+      if (width < 0.5) return;
+      const bar = shape("rect", { class: `f${phase}`, x: left, y: place * row + 3, width, height: row > 10 ? row - 3 : row });
+      bar.append(shape("title", {}, `${member.name}: ${PHASES[phase]} ${percent(share)}`));
+      svg.append(bar);
+      if (row > 10 && width > 90) svg.append(shape("text", { class: "inside", x: left + 5, y: place * row + 17 }, `${PHASES[phase]} ${Math.round(100 * share)} %`));
+      left += width;
+    });
+  });
+  const legend = element("p", { className: "soft legend" }, ...PHASES.map((name, phase) => element("span", {}, element("i", { className: `key k${phase}` }), ` ${name} `)));
+  const table = tableOf(title, ["member", ...PHASES], members.map((member) => [member.name, ...member.shares.map(percent)]));
+  return element("figure", {}, element("figcaption", {}, element("span", {}, title)), svg, legend, folded("Shares", table));
+}
+
+// How many gradients were overtaken by how many updates.
+export function stalenessOf(ages) {
+  const entries = Object.entries(ages).map(([age, count]) => [Number(age), count]).sort(([one], [other]) => one - other);
+  if (!entries.length) return null;
+  const title = "Staleness: gradients by how many updates had overtaken them", most = Math.max(...entries.map(([, count]) => count));
+  const total = entries.reduce((sum, [, count]) => sum + count, 0), step = (WIDTH - 40) / entries.length;
+  const svg = shape("svg", { class: "chart", viewBox: `0 0 ${WIDTH} 180`, role: "img", "aria-label": `${title}; the table has the values` });
+  entries.forEach(([age, count], place) => {
+    const height = 130 * count / most, x = 20 + place * step;
+    svg.append(shape("rect", { class: "f0", x, y: 150 - height, width: Math.max(1, Math.min(step - 4, 80)), height }));
+    if (step > 24) svg.append(shape("text", { x: x + Math.min(step - 4, 80) / 2, y: 168, "text-anchor": "middle" }, String(age)));
+    if (step > 40) svg.append(shape("text", { x: x + Math.min(step - 4, 80) / 2, y: 144 - height, "text-anchor": "middle" }, `${Math.round(100 * count / total)} %`));
+  });
+  const table = tableOf(title, ["updates", "gradients", "share"], entries.map(([age, count]) => [String(age), count.toLocaleString("en"), percent(count / total)]));
+  return element("figure", {}, element("figcaption", {}, element("span", {}, title)), svg, folded("Staleness", table));
+}
+
+// What the planner predicted, and what was measured.
+export function predictionOf(facts) {
+  const rows = [];
+  const add = (name, predicted, measured, unit, factor) => {
+    if (predicted && measured) rows.push([name, `${number(predicted * factor, 3)} ${unit}`, `${number(measured * factor, 3)} ${unit}`, `${predicted >= measured ? "+" : "−"}${number(Math.abs(100 * (predicted / measured - 1)), 2)} %`]);
+  };
+  add("time of a step", facts.predicted_step_seconds, facts.step_seconds, "ms", 1000);
+  add("memory of a worker", facts.predicted_memory_bytes, facts.peak_memory_bytes, "MB", 1e-6);
+  if (!rows.length) return null;
+  const doubt = facts.prediction_is_sure === false ? [element("p", { className: "soft" }, "The machine was busy when the planner measured: the prediction is not reliable.")] : [];
+  return element("section", {}, element("h2", {}, "Predicted and measured"), tableOf("Predicted and measured", ["", "predicted", "measured", "error"], rows), ...doubt);
+}

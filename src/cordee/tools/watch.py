@@ -1,0 +1,224 @@
+"""`cordee watch`: one run on the whole terminal, as it goes. Reads the run directory and changes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from typing import ClassVar
+
+from rich.table import Table
+from rich.text import Text
+
+from cordee.core.errors import MissingExtraError, RunDirectoryError
+from cordee.monitoring import RunInfo, events, follow, inspect_run
+from cordee.monitoring.merged_logs import printable
+from cordee.monitoring.overview import CHUNK_BYTES, OverviewBuilder, describe_overview
+from cordee.monitoring.wording import TeamCount, clock, number, percent, quantity
+
+try:
+    from textual.app import App, ComposeResult
+    from textual.binding import Binding, BindingType
+    from textual.containers import Horizontal, VerticalScroll
+    from textual.widgets import Footer, ProgressBar, RichLog, Sparkline, Static
+except ImportError:
+    raise MissingExtraError("cordee watch", "watch") from None
+
+_LOOK_EVERY_S = 0.5
+_READING_S = 0.2  # for which one look reads on: the screen stays alive while a long run is read
+_MOST_POINTS = 2000  # of a curve; more are thinned out
+_NOT_SHOWN = ("run", "files", "state", "time")  # of the facts: they are elsewhere on the screen
+
+
+class Curve:
+    """The last values of a run in bounded memory: every second one is dropped when there are too many."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self._every, self._count = 1, 0
+
+    def append(self, value: float | None) -> None:
+        if value is None:
+            return
+        if self._count % self._every == 0:
+            self.values.append(value)
+            if len(self.values) > _MOST_POINTS:
+                self.values, self._every = self.values[::2], 2 * self._every
+        self._count += 1
+
+
+class Watched:
+    """What the screen shows of one run, read from its events. No terminal is needed."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.facts = OverviewBuilder()
+        self.loss, self.accuracy, self.rate = Curve(), Curve(), Curve()
+        self.happened: deque[str] = deque(maxlen=500)  # not yet on the screen
+        self.team = TeamCount(1)
+        self.step, self.total_steps = 0, 0
+        self.info = _inspect(run)
+        self._offset = 0
+        self._last: tuple[float, int] | None = None
+        self.left_s: float | None = None
+
+    def read(self, budget_s: float = _READING_S) -> bool:
+        """Read what is new for about so long; return whether there is more. Raises RunDirectoryError."""
+        deadline_s = time.monotonic() + budget_s
+        while time.monotonic() < deadline_s:
+            found, offset = follow(self.run, self._offset, CHUNK_BYTES)
+            for event in found:
+                self.facts.take(event)
+                if not isinstance(event, events.UnreadableLine):
+                    self._take(event)
+            if offset == self._offset:
+                self.info = _inspect(self.run)
+                return False
+            self._offset = offset
+        return True
+
+    def rows(self) -> list[tuple[str, str]]:
+        return [
+            (label, printable(value))
+            for label, value in describe_overview(self.facts.build(self.info))
+            if label not in _NOT_SHOWN
+        ]
+
+    def title(self) -> str:
+        team = self.team.describe()
+        left = f"{clock(self.left_s)} left" if self.left_s is not None and self.info.state == "running" else ""
+        return "  ".join(part for part in (self.info.state, f"workers {team}" if team else "", left) if part)
+
+    def _take(self, event: events.AnyEvent) -> None:
+        if isinstance(event, events.RunStarted):
+            self.team = TeamCount(event.workers)
+            self.total_steps, self.step = event.total_steps or 0, event.start_step
+            self._last = None
+            if event.start_step:
+                self._say(event, f"resumed after step {event.start_step}")
+        self.team.take(event)
+        match event:
+            case events.Step():
+                self.loss.append(event.loss)
+                self.rate.append(event.samples_per_second)
+                self._measure(event)
+            case events.Evaluation():
+                self.accuracy.append(event.test_accuracy)
+                result = percent(event.test_accuracy) or f"loss {number(event.test_loss)}"
+                self._say(event, f"step {event.step}: test {result}")
+            case events.WorkerLost():
+                self._say(event, f"{event.role} {event.worker} {event.reason}")
+            case events.WorkerLeft():
+                self._say(event, f"{event.role} {event.worker} left")
+            case events.Recovery():
+                self._say(event, f"recovered in {event.seconds:.2f} s, {event.steps_redone} steps redone")
+            case events.Generation():
+                self._say(event, f"generation {event.generation}: workers {', '.join(map(str, event.members))}")
+            case events.Scale():
+                self._say(event, f"{event.before} to {event.workers} workers")
+            case events.Checkpoint():
+                self._say(event, f"checkpoint of step {event.step}")
+            case events.Warned():
+                self._say(event, f"warning: {event.message}")
+            case events.RunEnded():
+                self._say(event, f"{event.status}{f': {event.error}' if event.error else ''}")
+
+    def _measure(self, event: events.Step) -> None:
+        """Take the time that is left from the last two events of steps."""
+        self.step = event.step
+        if self._last is not None and event.step > self._last[1] and event.time > self._last[0]:
+            per_step_s = (event.time - self._last[0]) / (event.step - self._last[1])
+            self.left_s = per_step_s * max(self.total_steps - event.step, 0) if self.total_steps else None
+        self._last = (event.time, event.step)
+
+    def _say(self, event: events.AnyEvent, text: str) -> None:
+        self.happened.append(f"{time.strftime('%H:%M:%S', time.localtime(event.time))}  {printable(text)}")
+
+
+def _inspect(run: Path) -> RunInfo:
+    info = inspect_run(run) if run.is_dir() else None
+    if info is None:
+        raise RunDirectoryError(f"{run} is not a run directory: it has no job.toml")
+    return info
+
+
+class WatchApp(App[None]):
+    """The screen: progress, facts and curves, and what happened."""
+
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "Quit"),
+        Binding("d", "toggle_dark", "Light or dark"),
+    ]
+    CSS = """
+    ProgressBar { padding: 0 1; }
+    #name { padding: 0 1; text-style: bold; }
+    #state { padding: 0 1; }
+    #bar Bar { width: 1fr; }
+    #bar { width: 1fr; }
+    #upper { height: auto; max-height: 60%; }
+    #facts { width: 1fr; height: auto; padding: 0 1; }
+    #curves { width: 1fr; height: auto; padding: 0 1; }
+    Sparkline { height: 2; margin-bottom: 1; }
+    #happened { height: 1fr; border-top: solid $primary; padding: 0 1; }
+    """
+
+    def __init__(self, run: Path) -> None:
+        super().__init__()
+        self._watched = Watched(run)
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="name", markup=False)
+        yield Static(id="state", markup=False)
+        yield ProgressBar(id="bar", show_eta=False)
+        with Horizontal(id="upper"):
+            yield Static(id="facts", markup=False)
+            with VerticalScroll(id="curves"):
+                for name in ("loss", "accuracy", "rate"):
+                    yield Static(id=f"{name}-text", markup=False)
+                    yield Sparkline([], id=name)
+        yield RichLog(id="happened", wrap=True, markup=False, highlight=False, max_lines=1000)
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.query_one("#name", Static).update(self._watched.run.resolve().name)
+        self.look()
+        self.set_interval(_LOOK_EVERY_S, self.look)
+
+    def action_toggle_dark(self) -> None:
+        self.theme = "textual-light" if self.theme != "textual-light" else "textual-dark"
+
+    def look(self) -> None:
+        """Read what is new and show it; a run that cannot be read any more is reported on the screen."""
+        watched = self._watched
+        try:
+            is_behind = watched.read()
+        except RunDirectoryError as error:
+            self.query_one("#state", Static).update(str(error))
+            return
+        state = "reading the events of this run" if is_behind else watched.title()
+        self.query_one("#state", Static).update(state)
+        self.query_one("#bar", ProgressBar).update(total=watched.total_steps or None, progress=watched.step)
+        facts = Table.grid(padding=(0, 1))
+        for label, value in watched.rows():
+            facts.add_row(Text(label), Text(value))
+        self.query_one("#facts", Static).update(facts)
+        texts = {
+            "loss": f"training loss {number(watched.loss.values[-1])}" if watched.loss.values else "",
+            "accuracy": f"test accuracy {percent(watched.accuracy.values[-1])}" if watched.accuracy.values else "",
+            "rate": f"{quantity(watched.rate.values[-1])} samples/s" if watched.rate.values else "",
+        }
+        for name, text in texts.items():
+            self.query_one(f"#{name}-text", Static).update(text)
+            self.query_one(f"#{name}-text", Static).display = bool(text)
+            line = self.query_one(f"#{name}", Sparkline)
+            line.data = getattr(watched, name).values
+            line.display = bool(text)
+        log = self.query_one("#happened", RichLog)
+        while watched.happened:
+            log.write(watched.happened.popleft())
+
+
+def watch_run(run: Path) -> None:
+    """Show a run until the person quits. Raises RunDirectoryError for what is no run."""
+    WatchApp(run).run()

@@ -1,0 +1,1 @@
+"""`cordee tune`: a search for the settings of a job that give the best result."""
