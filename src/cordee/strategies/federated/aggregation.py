@@ -126,6 +126,11 @@ class SumTree:
     def is_complete(self) -> bool:
         return self._whole in self._sums
 
+    def block(self, block: Block) -> Contribution | None:
+        """Return the sum of a block all of whose places were taken, and no others beside it."""
+        assert block in self._sums, f"{block} is not complete"
+        return self._sums[block]
+
     def result(self) -> Contribution | None:
         """Return the sum over all places; None if nobody took part."""
         assert self.is_complete, "places are missing"

@@ -59,6 +59,7 @@ class Update:
     buffers: Tensor
     num_samples: int
     num_steps: int
+    num_trained: int = 0  # samples of all steps
     summed: Vectors = field(default_factory=dict)  # that the algorithm sums besides
     scale: float = 1.0  # of which the server gets the weighted sum
     loss_sum: float = 0.0  # over all that the client computed
@@ -118,7 +119,7 @@ class ClientTrainer:
         own = own or algorithm.begin_client(sent.parameters)
         local = LocalTraining(sent.parameters, flat.shared, flat.shared_gradient, sent.own, own)
         before = self._count_correct(source, tested_on)
-        loss_sum, loss_count = self._take_steps(local, source, trained_on, sent.round, client)
+        loss_sum, loss_count, num_trained = self._take_steps(local, source, trained_on, sent.round, client)
         finished = algorithm.finish(local)
         after = self._count_correct(source, tested_on)
         kept = dict(finished.own)
@@ -130,6 +131,7 @@ class ClientTrainer:
             buffers=flat.read_buffers(),
             num_samples=len(trained_on),
             num_steps=local.num_steps,
+            num_trained=num_trained,
             summed=finished.summed,
             scale=finished.scale,
             loss_sum=loss_sum,
@@ -149,11 +151,11 @@ class ClientTrainer:
 
     def _take_steps(
         self, local: LocalTraining, source: Source, indices: Tensor, round_number: int, client: str
-    ) -> tuple[float, float]:
-        """Train; return the sum of the loss, and over what."""
+    ) -> tuple[float, float, int]:
+        """Train; return the sum of the loss, over what, and the samples of all steps."""
         flat, optimizer, training = self._flat, self._optimizer, self._job.training
         local.rate = self._recipe.set_rate(optimizer, round_number)
-        loss_sum = loss_count = 0.0
+        loss_sum, loss_count, num_trained = 0.0, 0.0, 0
         self._model.train()
         place = (self._job.seed, "client", client, "round", round_number)
         for number, batch in enumerate(self._batches(source, indices, place)):
@@ -175,9 +177,10 @@ class ClientTrainer:
             local.num_steps += 1
             loss_sum += loss.mean * loss.count
             loss_count += loss.count
+            num_trained += loss.num_samples
         if self._algorithm.needs_sgd:
             local.unit_steps = unit_displacement(optimizer, local.num_steps)
-        return loss_sum, loss_count
+        return loss_sum, loss_count, num_trained
 
     def _batches(self, source: Source, indices: Tensor, place: Sequence[int | str]) -> Iterator[Batch]:
         settings, size = self._settings, self._job.training.batch_size

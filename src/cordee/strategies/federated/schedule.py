@@ -38,6 +38,7 @@ class Round:
     late: tuple[int, ...]
     dropped: tuple[int, ...]
     clock_s: float  # virtual time at its end
+    needs_from: int  # later rounds have no client that began before this round
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,9 @@ class Schedule:
             # A server knows of nobody that it failed: it waits for the deadline where there is one.
             waits = [min(seconds, deadline_s) for seconds in times.values()]
             clock_s += deadline_s if dropped and deadline_s < float("inf") else max(waits, default=0.0)
-            yield Round(number, len(asked), tuple(tasks), tuple(asked), tuple(late), tuple(dropped), clock_s)
+            yield Round(
+                number, len(asked), tuple(tasks), tuple(asked), tuple(late), tuple(dropped), clock_s, number + 1
+            )
 
     def _asynchronous(self) -> Iterator[Round]:
         settings = self.settings
@@ -112,18 +115,14 @@ class Schedule:
                     late.append(client)
                 else:
                     tasks.append(Task(len(tasks), client, base))
-            yield Round(number, goal, tuple(tasks), tuple(asked), tuple(late), tuple(dropped), clock_s)
+            oldest = min((base for _, _, _, base in under_way), default=number + 1)
+            yield Round(number, goal, tuple(tasks), tuple(asked), tuple(late), tuple(dropped), clock_s, oldest)
 
     def _draw_free(self, busy: set[int], request: int) -> int:
         """Return a client that does not train now, each with the same probability."""
         free = [client for client in range(len(self.sizes)) if client not in busy]
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "asked", request))
         return free[int(torch.randint(len(free), (1,), generator=generator))]
-
-
-def oldest_base(rounds: Sequence[Round]) -> int:
-    """Return the oldest parameters that a client of these rounds begins with."""
-    return min(task.base for one in rounds for task in one.tasks)
 
 
 def _draw(seed: int, *place: int | str) -> float:
