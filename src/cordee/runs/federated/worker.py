@@ -31,6 +31,7 @@ from cordee.runs.federated.board import BLOCK_PLACES
 from cordee.runs.federated.facts import num_threads, partition_of
 from cordee.runs.federated.link import FederatedLink
 from cordee.runs.federated.messages import Leave, TakeTask, Task
+from cordee.runs.federated.picture import draw_partition
 from cordee.runs.federated.spool import RoundNumbers, Spool
 from cordee.strategies.federated.aggregation import SumTree, blocks_of, check_update, contribute
 from cordee.strategies.federated.algorithms import make_algorithm
@@ -138,6 +139,7 @@ class FederatedWorker:
     def __init__(self, parts: Components, run_dir: Path) -> None:
         job = parts.job
         self._parts = parts
+        self._run_dir = run_dir
         self._checkpoints = run_dir / "checkpoints"
         self._spool = Spool(run_dir)
         self._settings = settings_of(job)
@@ -190,6 +192,9 @@ class FederatedWorker:
             loaded = checkpoint.load_newest(self._checkpoints)
             assert loaded is not None
             self._load(loaded.state, server, task.round)
+        else:
+            splits = self._parts.splits
+            draw_partition(self._run_dir / "partition.png", self._partition, splits.train, splits.num_classes)
         self._spool.write_server(task.round, server.state_dict())
         self._spool.write_sent(server.sent())
         epsilon = self._accountant.epsilon(task.round) if self._accountant is not None else None
