@@ -32,7 +32,7 @@ BASES: dict[str, Table] = {
     "federated": {"workers": 2},
 }
 # But those whose rounds are no steps of the job: distributed/test_federated.py tries their settings.
-ALL = tuple(name for name in BASES if STRATEGIES[name].run_kind != "federated")
+ALL = tuple(name for name in BASES if STRATEGIES[name].run_kind != "rounds")
 REPRODUCING = tuple(sorted(name for name, entry in STRATEGIES.items() if entry.can_reproduce))
 AVERAGING = tuple(name for name in ALL if name != "local_sgd")  # which has no common weights between agreements
 WITH_SHARES = ("data_parallel", "parameter_server", "sharded")  # workers compute other samples

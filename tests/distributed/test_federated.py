@@ -109,7 +109,7 @@ def in_mid_round(folder: Path) -> Iterator[tuple[Any, Path]]:
     run_dir = folder / "killed"
     with started("train", str(job), "--run-dir", str(run_dir)) as command:
         wait_for(lambda: len(events(run_dir, "round")) >= 1)
-        wait_for(lambda: bool(list((run_dir / "federated").glob("leaf-1-*"))) or len(events(run_dir, "round")) > 1)
+        wait_for(lambda: bool(list((run_dir / "rounds").glob("leaf-1-*"))) or len(events(run_dir, "round")) > 1)
         yield command, run_dir
 
 

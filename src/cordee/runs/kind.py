@@ -139,7 +139,7 @@ class _Script(_Team):
         return script_worker.work(spec)
 
 
-KINDS: dict[str, RunKind] = {"team": _Team(), "dispatched": _Dispatched(), "federated": _Federated(), SCRIPT: _Script()}
+KINDS: dict[str, RunKind] = {"team": _Team(), "dispatched": _Dispatched(), "rounds": _Federated(), SCRIPT: _Script()}
 
 
 def kind_of(job: Job) -> str:

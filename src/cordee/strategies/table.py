@@ -13,7 +13,7 @@ from typing import Any, Literal
 from cordee.core.mesh import Mesh
 from cordee.core.settings import Section
 
-RunKind = Literal["team", "dispatched", "federated"]
+RunKind = Literal["team", "dispatched", "rounds"]
 # Which of the planner's formulas say what a strategy takes.
 CostModel = Literal["alone", "replicas", "windows", "shards", "stages", "slices", "mesh", "servers", "clients"]
 
@@ -122,7 +122,7 @@ STRATEGIES: Mapping[str, Entry] = {
         maker="cordee.strategies.federated:Federated",
         settings_class="cordee.strategies.federated:FederatedSettings",
         cost_model="clients",
-        run_kind="federated",
+        run_kind="rounds",
         is_automatic=False,  # it does not compute what one worker computes
     ),
 }

@@ -210,7 +210,7 @@ class FederatedLeader:
         for path, reason in loaded.damaged:
             message = f"checkpoint {path.name} is damaged ({reason}); using {loaded.path.name}"
             self._launcher.emit(events.Warned(message=message))
-        if "server" not in loaded.state.part("federated").values:
+        if "server" not in loaded.state.part("rounds").values:
             raise CheckpointError(
                 f"{loaded.path.name} was made by another strategy: it has no server and no clients to continue with. "
                 "Continue with that strategy, or start a new run"

@@ -219,7 +219,7 @@ class RoundDispatcher(MemberChannel):
         board.advance()
         state.samples_at_round = state.progress.samples
         if is_last:
-            if outcome.stopped_by is None and number < state.num_rounds:
+            if outcome.stopped_by is None and self.job.stop.steps is not None and number >= self.job.stop.steps:
                 outcome.stopped_by = "steps"
             board.end()
             self.shut_down()

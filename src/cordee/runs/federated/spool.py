@@ -1,6 +1,6 @@
 """The files of a federated run between two checkpoints: what clients are sent, what they return, and what they keep.
 
-They are in the folder `federated` of the run directory. A file is written under another name and renamed, so that it
+They are in the folder `rounds` of the run directory. A file is written under another name and renamed, so that it
 is complete or not there. What a task writes follows from what it reads: done again, it writes the same. Files outlive
 the process that wrote them, not the host: after that the run continues from its checkpoint.
 """
@@ -58,7 +58,7 @@ class Spool:
     """Reads and writes the files of one run. Any process of the run may."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.folder = run_dir / "federated"
+        self.folder = run_dir / "rounds"
         self._clients = self.folder / "clients"
 
     def clear(self) -> None:

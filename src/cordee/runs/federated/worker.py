@@ -46,7 +46,7 @@ from cordee.training.measuring import make_policy, measure
 from cordee.training.progress import Progress
 
 log = logging.getLogger("cordee.worker")
-PART = "federated"  # of a checkpoint
+PART = "rounds"  # of a checkpoint
 
 
 def main(argument: dict[str, Any]) -> int:
@@ -363,7 +363,7 @@ class FederatedWorker:
         own = server.state_dict()
         federated = State.join(server=own, clients=State(clients, {}))
         federated = State({**federated.tensors, "buffers": server.buffers}, {"server": own.values, "epsilon": epsilon})
-        state = State.join(model=State(model_state(self._parts.model), {}), federated=federated)
+        state = State.join(model=State(model_state(self._parts.model), {}), **{PART: federated})
         values = {**state.values, "progress": msgspec.to_builtins(progress)}
         protected = (progress.best_step,) if settings.keep_best else ()
         try:
