@@ -135,6 +135,7 @@ def test_a_coordinator_that_is_killed_continues_with_the_very_round(tmp_path: Pa
     assert [event["round"] for event in events(run_dir, "round")] == [1, 2, 3, 4], "a round was done twice, or left out"
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_and_resumed_has_the_same_weights(tmp_path: Path, undisturbed: str) -> None:
     with in_mid_round(tmp_path) as (command, run_dir):
         wait_for(lambda: len(events(run_dir, "round")) >= 2)
@@ -174,6 +175,7 @@ def test_epsilon_is_that_of_the_library_and_the_run_ends_before_it_is_passed(tmp
     assert "epsilon" in refusal(tmp_path, {**PRIVATE, "privacy": {**PRIVATE["privacy"], "max_epsilon": 0.01}})
 
 
+@pytest.mark.long
 def test_robust_rules_hold_where_some_clients_are_wrong(tmp_path: Path) -> None:
     (tmp_path / "flipping.py").write_text(
         "from dataclasses import replace\n"
@@ -206,6 +208,7 @@ def test_late_and_failing_clients_are_told_of(tmp_path: Path) -> None:
     assert any(event["late"] for event in rounds) and any(event["dropped"] for event in rounds)
 
 
+@pytest.mark.long
 def test_asynchronous_rounds_are_the_same_on_any_number_of_workers(tmp_path: Path) -> None:
     strategy = {
         "algorithm": "fedbuff", "clients_per_round": 4, "rounds": 6, "clock": {"stragglers": 0.3, "slowdown": 10.0},
@@ -266,3 +269,4 @@ def test_other_strategies_do_not_continue_from_its_checkpoints(tmp_path: Path) -
         "--set", "strategy.workers=1", "--set", "training.epochs=5",
     )  # fmt: skip
     assert ended.code != 0, ended.stdout
+    assert "it is of rounds of clients" in " ".join(ended.stderr.split())
