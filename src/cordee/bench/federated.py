@@ -87,13 +87,13 @@ def _pure_work_s() -> float:
     optimizer = components.recipe.make(model.named_parameters())
     order = torch.randperm(NUM_CLIENTS * SAMPLES_OF_CLIENT, generator=torch.Generator().manual_seed(0))
     began_s = 0.0
-    for client, samples in enumerate(order.split(SAMPLES_OF_CLIENT)):
+    for client, samples in enumerate(torch.split(order, SAMPLES_OF_CLIENT)):
         if client == 1:  # the first one is slower
             began_s = time.perf_counter()
         with torch.no_grad():
             for parameter, first in zip(model.parameters(), start, strict=True):
                 parameter.copy_(first)
-        for indices in samples.split(BATCH_SIZE):
+        for indices in torch.split(samples, BATCH_SIZE):
             batch = source.gather(indices)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
