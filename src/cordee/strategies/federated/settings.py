@@ -80,7 +80,7 @@ class SecureSettings(Section, frozen=True, kw_only=True):
 
     threshold: float = 0.67  # share of a round's clients that must answer to the end; fewer abort the round
     bits: int = 20  # of a quantised number
-    range: float = 4.0  # largest magnitude of a number of an update that is weighted and sent; larger ones are cut
+    range: float = 4.0  # largest magnitude of what is sent: difference · weight ÷ most_samples; larger is refused
 
     def __post_init__(self) -> None:
         if not 0.5 < self.threshold <= 1:
