@@ -203,6 +203,12 @@ class FederationLearning:
         event = self._describe(current, late, outcome.step_norm, sent_bytes)
         self._measure()
         self.save(event)
+        number = self.num_rounds
+        self._monitor.emit(
+            events.Commit(
+                step=number, epoch=number, batch=0, samples=progress.samples, weights_sha256=self.weights_sha256
+            )
+        )
         self._monitor.emit(event)
 
     def _describe(self, current: Round, late: Sequence[str], step_norm: float, sent_bytes: int) -> events.Round:
