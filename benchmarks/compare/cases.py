@@ -70,6 +70,8 @@ CASES = (
     _one("data_parallel_ddp", "mlp.toml", TWO_WORKERS, "strategy.reducer=ddp"),
     _one("data_parallel_compression", "mlp.toml", TWO_WORKERS, "strategy.compression=bf16"),
     _one("local_sgd", "mlp.toml", "strategy.name=local_sgd", "strategy.workers=2", "strategy.sync_every=4"),
+    # Its length is that of its rounds, not of the job's training.steps.
+    _one("federated", "federated.toml"),
     _one("data_parallel_reproducible", "mlp.toml", TWO_WORKERS, "training.reproducible=true"),
     _one("sharded", "mlp.toml", "strategy.name=sharded", TWO_WORKERS, "strategy.unit_bytes=2000"),
     _one("parameter_server", "mlp.toml", *WITH_SERVERS),

@@ -29,8 +29,10 @@ BASES: dict[str, Table] = {
     "pipeline": {"workers": 2, "microbatches": 2},
     "tensor": {"workers": 2, "plan": {"*.linear": "gather"}},
     "hybrid": {"workers": 2, "mesh": {"pipeline": 2}, "microbatches": 2},
+    "federated": {"workers": 2},
 }
-ALL = tuple(BASES)
+# But those whose rounds are no steps of the job: distributed/test_federated.py tries their settings.
+ALL = tuple(name for name in BASES if STRATEGIES[name].run_kind != "rounds")
 REPRODUCING = tuple(sorted(name for name, entry in STRATEGIES.items() if entry.can_reproduce))
 AVERAGING = tuple(name for name in ALL if name != "local_sgd")  # which has no common weights between agreements
 WITH_SHARES = ("data_parallel", "parameter_server", "sharded")  # workers compute other samples
@@ -216,6 +218,25 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "data_parallel.compression": Changes("fp16", weights, base={"model.double": False}),
     "data_parallel.reducer": Elsewhere("distributed/test_data_parallel.py"),
     "data_parallel.segment_bytes": Elsewhere("distributed/test_data_parallel.py"),
+    "federated.algorithm": Elsewhere("distributed/test_federated.py"),
+    "federated.rounds": Elsewhere("distributed/test_federated.py"),
+    "federated.local_epochs": Elsewhere("distributed/test_federated.py"),
+    "federated.local_steps": Elsewhere("distributed/test_federated.py"),
+    "federated.clients_per_round": Elsewhere("distributed/test_federated.py"),
+    "federated.fraction": Elsewhere("distributed/test_federated.py"),
+    "federated.sampling": Elsewhere("distributed/test_federated.py"),
+    "federated.deadline": Elsewhere("distributed/test_federated.py"),
+    "federated.weights": Elsewhere("distributed/test_federated.py"),
+    "federated.most_samples": Elsewhere("distributed/test_federated.py"),
+    "federated.max_norm": Elsewhere("distributed/test_federated.py"),
+    "federated.personal": Elsewhere("distributed/test_federated.py"),
+    "federated.client_test": Elsewhere("distributed/test_federated.py"),
+    "federated.compress": Elsewhere("distributed/test_federated.py"),
+    "federated.partition": Elsewhere("distributed/test_federated.py"),
+    "federated.privacy": Elsewhere("distributed/test_federated.py"),
+    "federated.robust": Elsewhere("distributed/test_federated.py"),
+    "federated.secure": Elsewhere("distributed/test_federated.py"),
+    "federated.clock": Elsewhere("distributed/test_federated.py"),
     "local_sgd.sync_every": Changes(2, weights),
     "local_sgd.outer": Changes({"use": "sgd", "lr": 0.5}, weights),
     "local_sgd.batch_norm": Changes("local", weights, base=NORMED),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from differences.running import Runner
-from differences.settings import ALL, EFFECTS, TESTS_FOLDER, Changes, Elsewhere, accepting, known_settings, tables
+from differences.settings import BASES, EFFECTS, TESTS_FOLDER, Changes, Elsewhere, accepting, known_settings, tables
 
 # `make test` tries every setting alone and every strategy's own settings, `make test-long` all pairs.
 PAIRS = [
@@ -29,7 +29,7 @@ def test_every_setting_is_in_the_table() -> None:
 def test_every_strategy_is_tried() -> None:
     from cordee.strategies.table import STRATEGIES
 
-    assert set(ALL) == set(STRATEGIES)
+    assert set(BASES) == set(STRATEGIES)
 
 
 @pytest.mark.parametrize("key", [key for key, effect in EFFECTS.items() if isinstance(effect, Elsewhere)])

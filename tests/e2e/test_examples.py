@@ -16,7 +16,7 @@ from cordee.core import Job
 pytestmark = pytest.mark.timeout(300)
 
 NAMES = ("digits", "iris", "mnist", "fashion_mnist", "cifar10", "own")
-JOB_FILES = (*NAMES, "two_inputs")  # what these name is in a file that trains nothing itself
+JOB_FILES = (*NAMES, "two_inputs", "federated")  # what these name is in a file that trains nothing itself
 OF_FRAMEWORKS = {"bert"}  # needs transformers: tests/frameworks
 SHORTER = {
     "mnist": ["training.batch_size=16"],

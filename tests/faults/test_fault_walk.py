@@ -17,6 +17,7 @@ from warm_launch import WarmServer
 
 # What a lost worker did alone is lost: the weights are not those of the undisturbed run, but of plain torch without it.
 WALKED_ELSEWHERE = {f"agree.{when}": "distributed/test_local_sgd.py" for when in ("gathered", "exchanged", "done")}
+WALKED_ELSEWHERE |= {point: "distributed/test_federation.py" for point in POINTS if point.startswith("federation.")}
 
 __all__ = ["make_walker"]  # the fixture `walked` takes it from here
 

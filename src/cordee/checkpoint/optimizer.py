@@ -68,6 +68,10 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: HasParameters,
     other parameters, or of groups whose settings cannot be distinguished in the optimizer's groups.
     """
     values = state.values
+    if not values:
+        raise CheckpointError(
+            "the checkpoint has no state of an optimizer: it is of rounds of clients, and only rounds continue from it"
+        )
     try:
         if values["optimizer"] != _class(optimizer):
             raise CheckpointError(f"the optimizer state is of {values['optimizer']}, the job uses {_class(optimizer)}")

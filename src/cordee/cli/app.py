@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cordee.cli import checks, look_up, planning, run_commands, scripts, training, tuning
+from cordee.cli import checks, federation, look_up, planning, run_commands, scripts, training, tuning
 from cordee.cli.output import end_interrupted, print_error
 from cordee.core.env import wants_traceback
 from cordee.core.errors import CordeeError
@@ -19,7 +19,7 @@ SECTIONS = {
     "Train": ("train", "resume", "plan", "compare", "tune", "simulate", "run", "new"),
     "Runs": ("runs", "show", "watch", "dashboard", "logs", "timeline", "stop", "scale", "join", "export"),
     "Look up and check": ("list", "explain", "profile", "doctor", "chaos", "bench"),
-    "Other hosts and servers": ("agent", "server", "worker"),
+    "Other hosts and servers": ("agent", "federation", "server", "worker"),
 }
 
 
@@ -124,5 +124,14 @@ app.command(cls=Command)(checks.doctor)
 app.command(cls=Command)(checks.chaos)
 app.command(cls=BenchCommand)(checks.bench)
 app.command(cls=Command)(training.agent)
+sites = typer.Typer(
+    name="federation",
+    help="Federated learning between real sites: serve, invite, join, status, revoke.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+for site_command in (federation.serve, federation.invite, federation.join, federation.status, federation.revoke):
+    sites.command(cls=Command)(site_command)
+app.add_typer(sites)
 app.command(cls=Command)(scripts.server)
 app.command(cls=Command, context_settings=_WITH_A_SCRIPT)(scripts.worker)

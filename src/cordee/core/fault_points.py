@@ -176,6 +176,14 @@ POINTS: dict[str, str] = {
     "storage.removing": "launcher: has removed the manifest of an old checkpoint, its files are in the storage",
     "storage.fetch": "launcher: about to bring a file of a checkpoint from the storage",
     "storage.fetched": "launcher: has brought a checkpoint into the run directory, nobody knows yet",
+    # federated learning between sites (runs/federation)
+    "federation.round_begun": "federation server: who is asked is written down, nobody was asked",
+    "federation.result": "federation server: about to write results",
+    "federation.result_written": "federation server: results are written, not acknowledged",
+    "federation.stage_ended": "federation server: a stage of a secure round is over, the next was not asked for",
+    "federation.saved": "federation server: the round is saved, its results are not forgotten",
+    "federation.round_ended": "federation server: the results are forgotten",
+    "federation.client_result": "federation client: about to send a result",
     # the coordinator
     "launcher_link.listen": "coordinator: about to listen",
     "launcher_link.again": "coordinator: has come back, about to send a command of its last journal entry again",
@@ -237,6 +245,8 @@ PROCESSES = (
     "joiner",
     "launcher",
     "agent-N",
+    "federation-server",
+    "federation-client",
 )
 
 FAULTS_FILE = "faults.json"

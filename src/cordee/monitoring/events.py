@@ -47,6 +47,7 @@ class RunStarted(EventRecord, frozen=True, kw_only=True, tag="run_started"):
     stop_steps: int | None = None  # where the rule `stop.steps` ends the run
     epochs: int | None = None
     servers: int | None = None  # parameter servers
+    clients: int | None = None  # of federated learning
     cordee_version: str = ""
     torch_version: str = ""
 
@@ -87,6 +88,30 @@ class Evaluation(EventRecord, frozen=True, kw_only=True, tag="evaluation"):
     test_top5_accuracy: float | None = None  # `null` with five classes or fewer
     metrics: dict[str, float | None] = {}  # those of `[metrics]`, by their names
     samples: int | None = None
+    seconds: float | None = None
+
+
+class Round(EventRecord, frozen=True, kw_only=True, tag="round"):
+    """a round of clients is finished; of an asynchronous algorithm, an update of the server"""
+
+    round: int  # from 1
+    num_asked: int
+    num_took_part: int
+    asked: list[int] | None = None  # the clients, where they are not all
+    late: list[int] = []  # after the deadline
+    dropped: list[int] = []  # that failed
+    refused: list[int] = []  # whose update does not count, by the warning before
+    loss: float | None = None  # mean over what the clients trained on
+    update_norm: float | None = None  # mean over the clients, before it is bounded
+    largest_update_norm: float | None = None
+    step_norm: float | None = None  # of the change of the parameters
+    bytes_sent: int | None = None  # that the clients sent
+    bytes_received: int | None = None  # that the clients were sent
+    epsilon: float | None = None  # spent so far, at `strategy.privacy.delta`
+    client_accuracy: float | None = None  # mean over the clients, of what they were sent, on samples they set aside
+    worst_decile_accuracy: float | None = None  # the mean over the tenth of the clients with the lowest
+    personal_gain: float | None = None  # by which training alone raised the clients' accuracy, in the mean
+    clock_seconds: float | None = None  # virtual time since the start
     seconds: float | None = None
 
 
@@ -314,6 +339,7 @@ AnyEvent: TypeAlias = (
     | RunEnded
     | Step
     | Evaluation
+    | Round
     | Logged
     | Picture
     | Checkpoint

@@ -48,6 +48,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     steps_redone: int = 0
     updates_lost: int = 0  # steps that a lost parameter server took with it: its slice of the weights lacks them
     staleness: dict[str, int] | None = None  # gradients by how many updates had overtaken them
+    epsilon: float | None = None  # spent, with `strategy.privacy`
     stopped_by: str | None = None  # the stop rule, or what else ended the run early
     error: str | None = None  # why it failed
     cordee_version: str = ""

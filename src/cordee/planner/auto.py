@@ -18,7 +18,7 @@ from cordee.core.references import LIVE_PREFIX
 from cordee.data.datasets import IterableSource
 from cordee.monitoring import AnyEvent, events
 from cordee.planner.amounts import in_time
-from cordee.planner.cost_model import predict
+from cordee.planner.cost_model import MODELS, predict
 from cordee.planner.hardware import ThisMachine
 from cordee.planner.measurements import ModelProfile, free_memory_bytes, is_busy, keep, read_kept
 from cordee.planner.pipelines import num_chunks_of
@@ -105,6 +105,8 @@ def _as_asked(job: Job, work: Work) -> Prediction | None:
         name = usual_strategy(1)
     if not STRATEGIES[name].axis and "mesh" not in settings:
         return None
+    if STRATEGIES[name].cost_model not in MODELS:
+        return None  # a round is as long as its clients: it is not predicted
     mesh = mesh_of(Candidate(strategy=name, workers=workers, settings=settings))
     if mesh.pipeline > 1:
         share_size = max(1, work.batch_size // mesh.num_shares)

@@ -1,4 +1,4 @@
-"""How the processes of a run are led: in lockstep (team, script), or with work on demand (dispatched)."""
+"""How the processes of a run are led: in lockstep (team, script), on demand (dispatched), in rounds (federated)."""
 
 # The modules whose main functions are processes of a run, for a fork server to import beforehand.
 PROCESS_MODULES = (
@@ -8,4 +8,5 @@ PROCESS_MODULES = (
     "cordee.runs.dispatched.worker",
     "cordee.runs.dispatched.server",
     "cordee.runs.dispatched.evaluator",
+    "cordee.runs.federated.worker",
 )

@@ -18,6 +18,9 @@ from cordee.monitoring import Monitor, RunDirectory, Summary
 from cordee.runs.dispatched import worker as dispatched_worker
 from cordee.runs.dispatched.coordinator import DispatchedLeader
 from cordee.runs.dispatched.facts import RunFacts, check_dispatched
+from cordee.runs.federated import worker as federated_worker
+from cordee.runs.federated.coordinator import FederatedLeader
+from cordee.runs.federated.facts import FederatedFacts, check_federated
 from cordee.runs.script import worker as script_worker
 from cordee.runs.script.coordinator import ScriptLeader
 from cordee.runs.script.program import SCRIPT, is_script
@@ -103,6 +106,29 @@ class _Dispatched:
         return dispatched_worker.work(spec)
 
 
+class _Federated:
+    """Workers that train simulated clients, round after round. A run with one worker has a coordinator as well."""
+
+    def encrypts(self, job: Job) -> bool:
+        return True
+
+    def check(self, components: Components) -> None:
+        check_federated(components)
+
+    def roles(self, job: Job) -> Sequence[Role]:
+        return [Role("coordinator", 1), Role("worker", job.strategy.workers)]
+
+    def facts(self, components: Components, *, has_other_hosts: bool) -> dict[str, Any]:
+        facts: dict[str, Any] = msgspec.to_builtins(FederatedFacts.of(components))
+        return facts
+
+    def coordinate(self, spec: CoordinatorSpec, launcher: LauncherLink) -> Leader:
+        return FederatedLeader(spec, launcher)
+
+    def work(self, spec: MemberSpec) -> Exception | None:
+        return federated_worker.work(spec)
+
+
 class _Script(_Team):
     """Workers that execute one's own script, whose loop is taken from one generation to the next."""
 
@@ -113,7 +139,7 @@ class _Script(_Team):
         return script_worker.work(spec)
 
 
-KINDS: dict[str, RunKind] = {"team": _Team(), "dispatched": _Dispatched(), SCRIPT: _Script()}
+KINDS: dict[str, RunKind] = {"team": _Team(), "dispatched": _Dispatched(), "rounds": _Federated(), SCRIPT: _Script()}
 
 
 def kind_of(job: Job) -> str:

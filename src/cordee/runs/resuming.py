@@ -18,6 +18,7 @@ from cordee.core.env import runs_folder
 from cordee.core.errors import CheckpointError, JobError, RunDirectoryError
 from cordee.core.job import changed_keys
 from cordee.monitoring import RunDirectory, list_runs, new_run_path
+from cordee.runs.federation.store import STORE_FILE
 from cordee.runs.storage import find_stored
 from cordee.strategies.choice import choose_strategy, foreign_settings
 
@@ -51,6 +52,11 @@ def fit_to_run(job: Job, path: Path, overrides: Iterable[str]) -> tuple[Job, str
     the form "a.b=c") give them. Raises JobError for changes that would make it another run, and RunDirectoryError if
     what the directory says is damaged.
     """
+    if (path / STORE_FILE).exists():
+        raise RunDirectoryError(
+            f"{path} is a federation between sites: continue it with `cordee federation serve JOB.toml --listen "
+            f"HOST:PORT --run-dir {path} --resume`"
+        )
     before = _recorded(path)
     if before is None:
         return job, ""

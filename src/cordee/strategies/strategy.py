@@ -28,6 +28,8 @@ class Requirements:
     # Whether a batch may be computed in parts, by several workers or one after the other, accumulation aside.
     cuts_batches: bool = True
 
+    num_steps: int | None = None  # of the job, where the strategy's own settings say how long it is
+
     def data_shard(self, worker_index: int) -> int:
         """Return which part of each batch a worker computes. Neighbours in number share one."""
         return worker_index * self.num_data_shards // self.num_workers

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from cordee.core.mesh import Mesh
 from cordee.core.settings import Section
 
-RunKind = Literal["team", "dispatched"]
+RunKind = Literal["team", "dispatched", "rounds"]
 # Which of the planner's formulas say what a strategy takes.
-CostModel = Literal["alone", "replicas", "windows", "shards", "stages", "slices", "mesh", "servers"]
+CostModel = Literal["alone", "replicas", "windows", "shards", "stages", "slices", "mesh", "servers", "clients"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,8 @@ class Entry:
     maker: str  # "module:callable" of (job, settings, computation); returns the Strategy
     settings_class: str  # "module:class" of the keys of [strategy] that are its own
     cost_model: CostModel
-    run_kind: RunKind = "team"  # in lockstep, or with work from a dispatcher at each worker's own pace
+    # In lockstep, with work from a dispatcher at each worker's own pace, or in rounds of clients.
+    run_kind: RunKind = "team"
     axis: str = "data"  # of a mesh, that all its workers are along; "": the setting `mesh` says
     # What the time that it takes itself grows with, beside computing and exchanging: fields of the planner's Overhead.
     overhead_grows_with: tuple[str, ...] = ()
@@ -116,6 +117,13 @@ STRATEGIES: Mapping[str, Entry] = {
         overhead_grows_with=("step_s", "byte_s"),
         can_reproduce=True,
         is_automatic=False,  # it takes other processes, and evaluates in another place
+    ),
+    "federated": Entry(
+        maker="cordee.strategies.federated:Federated",
+        settings_class="cordee.strategies.federated:FederatedSettings",
+        cost_model="clients",
+        run_kind="rounds",
+        is_automatic=False,  # it does not compute what one worker computes
     ),
 }
 

@@ -224,7 +224,7 @@ def assemble(job: Job, team: Team) -> Components:
         )
     shards, test_shards = _shards(job, needs, team)
     train, test = _loaders(job, splits, shards, test_shards)
-    total_steps = _total_steps(job, train)
+    total_steps = _total_steps(job, train) if needs.num_steps is None else needs.num_steps
     require_targets(job, splits, loss)
     model = build_model(job, splits)
     freeze_parameters(model, job.training.freeze)

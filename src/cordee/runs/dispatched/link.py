@@ -31,8 +31,8 @@ END_SIGNAL = SIGNALS["end"]  # to a server: the run is over. SIGTERM has it hand
 class DispatchLink(MemberLink):
     """Joins the run, shows that this process lives, and asks. One request at a time; any thread may ask."""
 
-    def __init__(self, spec: MemberSpec, num_returns: int = 0) -> None:
-        super().__init__(spec, Codec(DISPATCHED, LIMITS), num_returns)
+    def __init__(self, spec: MemberSpec, num_returns: int = 0, codec: Codec | None = None) -> None:
+        super().__init__(spec, codec or Codec(DISPATCHED, LIMITS), num_returns)
 
     def join(self, address: str = "", public: str = "", step: int = 0) -> None:
         """Join the run. A server says where it listens, and after which step of the job its parameters are."""

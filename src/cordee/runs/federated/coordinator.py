@@ -1,0 +1,252 @@
+"""Leads a federated run: which workers are started, watched and shut down. Turns: `cluster/coordinator.py`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from cordee import checkpoint
+from cordee.cluster.coordinator import Addresses, CoordinatorSpec
+from cordee.cluster.launcher_link import LauncherLink
+from cordee.cluster.members import Members
+from cordee.communication.channel import ServerChannel
+from cordee.communication.messages import JoinRequest, Scale
+from cordee.communication.wire import Codec
+from cordee.core import Job
+from cordee.core.errors import CheckpointError, JobError, StorageError, TrainingError
+from cordee.core.stopping import StopPolicy
+from cordee.monitoring import AnyEvent, Summary, events
+from cordee.monitoring.timeline import TimelineFolder
+from cordee.runs.dispatched.process_starter import ProcessStarter
+from cordee.runs.federated.board import Board, BoardState
+from cordee.runs.federated.dispatcher import RoundDispatcher
+from cordee.runs.federated.facts import FederatedFacts
+from cordee.runs.federated.losses import WorkerLosses
+from cordee.runs.federated.messages import FEDERATED, LIMITS
+from cordee.runs.federated.state import FederatedState
+from cordee.strategies.federated.algorithms import make_algorithm
+from cordee.strategies.federated.schedule import Schedule
+from cordee.strategies.federated.strategy import settings_of
+from cordee.training import progress as training
+from cordee.training.progress import Progress
+
+
+class FederatedLeader:
+    """The `Leader` of one run of rounds. It holds no vectors: workers keep them in files."""
+
+    codec = Codec(FEDERATED, LIMITS)
+    _dispatcher: RoundDispatcher
+    _starter: ProcessStarter
+    _losses: WorkerLosses
+
+    def __init__(self, spec: CoordinatorSpec, launcher: LauncherLink) -> None:
+        self._spec = spec
+        self._launcher = launcher
+        self._run_dir = Path(spec.run_dir)
+        self._facts = msgspec.convert(spec.facts, FederatedFacts)
+        job = self._job = Job.load(spec.job_file)
+        self._settings = settings_of(job)
+        if launcher.restored is not None:
+            self._state = msgspec.msgpack.decode(launcher.restored, type=FederatedState)
+        else:
+            progress = self._load_progress(spec.resume)
+            self._state = FederatedState(
+                addresses=Addresses.of(job, spec),
+                started=time.time(),
+                begun_s=time.perf_counter(),
+                base_s=progress.elapsed_s,
+                samples_before=progress.samples,
+                samples_at_round=progress.samples,
+                num_rounds=self._settings.rounds,
+                members=Members(failure_timeout_s=job.cluster.failure_timeout_s),
+                progress=progress,
+                board=BoardState(round=progress.step),
+            )
+        self._shut_down_by_s: float | None = None
+
+    @property
+    def addresses(self) -> Addresses:
+        return self._state.addresses
+
+    @property
+    def step(self) -> int:
+        return self._state.progress.step
+
+    def find_ended(self) -> Summary | None:
+        progress, limit = self._state.progress, self._job.stop.steps
+        last = min(self._settings.rounds, limit or self._settings.rounds)
+        reason = None
+        if progress.metrics is not None and progress.evaluated_at == progress.step:
+            reason = self._make_policy().stop_reason(progress.metrics.get)
+        if progress.step and self._make_policy().is_time_up(progress.elapsed_s):
+            reason = reason or "time"
+        if progress.step < last and reason is None:
+            return None
+        loaded = checkpoint.load_newest(self._run_dir / "checkpoints")
+        assert loaded is not None
+        outcome = self._state.outcome
+        outcome.stopped_by, outcome.metrics = reason, progress.metrics
+        outcome.weights_sha256 = checkpoint.weights_sha256(loaded.state.part("model").tensors)
+        self._announce()
+        return self.summarise()
+
+    def open(self, channel: ServerChannel) -> None:
+        job, state = self._job, self._state
+        algorithm = make_algorithm(self._settings.use, job.python_path)
+        schedule = Schedule(self._settings, algorithm, job.seed, self._facts.sizes)
+        dispatcher = self._dispatcher = RoundDispatcher(
+            channel,
+            state.members,
+            self._take_event,
+            self._handle_request,
+            job=job,
+            board=Board(schedule, state.board, merges=self._settings.parts.robust is None),
+            state=state,
+            policy=self._make_policy(),
+            num_clients=len(self._facts.sizes),
+            show=self._launcher.progress,
+            elapsed_s=self._elapsed_s,
+        )
+        dispatcher.keep_timeline = TimelineFolder(self._run_dir).write
+        self._starter = ProcessStarter(
+            self._spec, job, self._launcher, state.members, state.addresses, channel.fence, "cordee.runs.federated"
+        )
+        self._losses = WorkerLosses(job.cluster, self._launcher, dispatcher, self._starter)
+
+    def begin(self) -> None:
+        self._announce()
+        for index in range(self._job.strategy.workers):
+            self._starter.start("worker", index)
+
+    def resend_directives(self) -> None:
+        pass  # whoever had no answer asks again
+
+    @property
+    def is_over(self) -> bool:
+        return self._dispatcher.is_over
+
+    def receive(self, timeout_s: float) -> None:
+        self._dispatcher.serve(timeout_s)
+
+    def decide(self) -> None:
+        dispatcher, losses, stop_s = self._dispatcher, self._losses, self._job.stop.time_s
+        losses.check_members(time.monotonic())
+        losses.check_failures()
+        losses.check_shortage()
+        if self._launcher.should_stop():
+            dispatcher.stop("interrupt")
+        elif stop_s is not None and self._elapsed_s() >= stop_s:
+            dispatcher.stop("time")
+
+    def shut_down(self) -> bool:
+        """Let everybody end in order; what is still there is ended by the engine."""
+        if self._shut_down_by_s is None:
+            self._shut_down_by_s = time.monotonic() + self._job.cluster.failure_timeout_s
+        others = [record for record in self._state.members.records.values() if record.may_send]
+        if time.monotonic() < self._shut_down_by_s and not all(record.is_done for record in others):
+            self._dispatcher.shut_down()
+            return True
+        return False
+
+    @property
+    def has_pending(self) -> bool:
+        return self._dispatcher.has_pending
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self._state)
+
+    def flush(self) -> None:
+        self._dispatcher.flush()
+
+    def summarise(self) -> Summary:
+        """Return the summary. Raises StorageError or TrainingError if what was trained is not saved, or not all."""
+        state, outcome, progress = self._state, self._state.outcome, self._state.progress
+        progress.elapsed_s = self._elapsed_s()
+        if outcome.problem:
+            raise StorageError(
+                f"round {progress.step} was reached, but its weights could not be saved: {outcome.problem}"
+            )
+        if outcome.end_reason:
+            raise TrainingError(f"{outcome.end_reason}. Round {progress.step} is saved: --resume continues from it")
+        trained = progress.samples - state.samples_before
+        training_s = time.perf_counter() - state.first_round_s if state.first_round_s is not None else None
+        ended = training.Outcome(
+            stopped_by=outcome.stopped_by,
+            metrics=outcome.metrics if progress.evaluated_at == progress.step else None,
+            samples_per_second=trained / training_s if trained and training_s else None,
+            stall_s=0.0,
+        )
+        summary = training.summarise(self._facts.description, progress, ended, started=state.started, num_batches=None)
+        return msgspec.structs.replace(
+            summary,
+            weights_sha256=outcome.weights_sha256 or None,
+            peak_memory_bytes=state.peak_memory_bytes or None,
+            recoveries=state.num_recoveries,
+            epsilon=outcome.epsilon,
+        )
+
+    def _announce(self) -> None:
+        place = {"run_dir": str(self._run_dir), "start_step": self._state.progress.step}
+        description = msgspec.structs.replace(self._facts.description, clients=len(self._facts.sizes), **place)
+        self._launcher.emit(description)
+
+    def _make_policy(self) -> StopPolicy:
+        keep_best = self._job.checkpoint.keep_best
+        return StopPolicy(
+            self._job.stop,
+            self._state.progress.patience,
+            frozenset(self._facts.lower_is_better),
+            keep_best if isinstance(keep_best, str) else "",
+        )
+
+    def _load_progress(self, resume: bool) -> Progress:
+        loaded = checkpoint.load_newest(self._run_dir / "checkpoints") if resume else None
+        if loaded is None:
+            if resume:
+                self._launcher.emit(events.Warned(message="the run has no checkpoint yet: starting from the beginning"))
+            return Progress()
+        for path, reason in loaded.damaged:
+            message = f"checkpoint {path.name} is damaged ({reason}); using {loaded.path.name}"
+            self._launcher.emit(events.Warned(message=message))
+        if "server" not in loaded.state.part("rounds").values:
+            raise CheckpointError(
+                f"{loaded.path.name} was made by another strategy: it has no server and no clients to continue with. "
+                "Continue with that strategy, or start a new run"
+            )
+        return msgspec.convert(loaded.state.values["progress"], Progress)
+
+    def _handle_request(self, request: Scale | JoinRequest) -> str:
+        """Do what somebody with the control file wants; return what is said to them. Raises JobError."""
+        if isinstance(request, JoinRequest):
+            raise JobError("workers that simulate clients are started by the launcher: cordee scale RUN N has more")
+        if request.threads:
+            raise JobError("the number of threads is part of the arithmetic of clients: leave --threads out")
+        return self._scale(request.num_workers)
+
+    def _scale(self, num_workers: int) -> str:
+        """Start workers, or have the last ones leave. Returns at once what will happen."""
+        min_workers = self._job.cluster.min_workers
+        if num_workers < min_workers:
+            raise JobError(f"cluster.min_workers = {min_workers} is more than {num_workers}")
+        self._starter.check_room(num_workers)
+        before = self._state.members.staying_workers
+        for record in before[num_workers:]:
+            if record.phase == "starting":
+                raise JobError(f"{record.name} is still starting: try again in a moment")
+            record.is_leaving = True
+        for _ in range(num_workers - len(before)):
+            self._starter.start_worker()
+        step = self._state.progress.step
+        self._launcher.emit(events.Scale(workers=num_workers, before=len(before), step=step))
+        return f"from {len(before)} to {num_workers} workers"
+
+    def _take_event(self, event: AnyEvent) -> None:
+        if isinstance(event, events.WorkerEnded):
+            peak = event.peak_memory_bytes or 0
+            self._state.peak_memory_bytes = max(self._state.peak_memory_bytes, peak)
+        self._launcher.emit(event)
+
+    def _elapsed_s(self) -> float:
+        return self._state.base_s + time.perf_counter() - self._state.begun_s

@@ -1,0 +1,202 @@
+"""The files of a federated run between two checkpoints: what clients are sent, what they return, and what they keep.
+
+They are in the folder `rounds` of the run directory. A file is written under another name and renamed, so that it
+is complete or not there. What a task writes follows from what it reads: done again, it writes the same. Files outlive
+the process that wrote them, not the host: after that the run continues from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cordee.checkpoint import State
+from cordee.core.errors import StorageError
+from cordee.strategies.federated.aggregation import Contribution
+from cordee.strategies.federated.algorithms import Vectors
+from cordee.strategies.federated.client import Sent
+
+_VALUES = "values"
+
+
+class RoundNumbers(msgspec.Struct):
+    """What is told of a client's round beside its update, or the sum over clients in the order of their places."""
+
+    loss_sum: float = 0.0
+    loss_count: float = 0.0
+    norm_sum: float = 0.0  # of differences, before they are bounded
+    norm_max: float = 0.0
+    num_bytes: int = 0  # that were sent to the server
+    num_trained: int = 0  # samples of all steps
+    tests: list[tuple[int, int, int]] = []  # of each client: samples set aside, right before, right after training
+
+    def add(self, other: RoundNumbers) -> RoundNumbers:
+        """Return the sum."""
+        return RoundNumbers(
+            self.loss_sum + other.loss_sum,
+            self.loss_count + other.loss_count,
+            self.norm_sum + other.norm_sum,
+            max(self.norm_max, other.norm_max),
+            self.num_bytes + other.num_bytes,
+            self.num_trained + other.num_trained,
+            [*self.tests, *other.tests],
+        )
+
+
+class Spool:
+    """Reads and writes the files of one run. Any process of the run may."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.folder = run_dir / "rounds"
+        self._clients = self.folder / "clients"
+
+    def clear(self) -> None:
+        """Remove everything: the run begins, or continues from a checkpoint."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.folder)
+        self._clients.mkdir(parents=True)
+
+    # What clients are sent, and what the server keeps.
+
+    def write_sent(self, sent: Sent) -> None:
+        own = {f"own.{name}": vector for name, vector in sent.own.items()}
+        self._write(f"sent-{sent.round}", {"parameters": sent.parameters, "buffers": sent.buffers, **own})
+
+    def read_sent(self, number: int) -> Sent:
+        tensors, _ = self._read(f"sent-{number}")
+        own = {name.removeprefix("own."): vector for name, vector in tensors.items() if name.startswith("own.")}
+        return Sent(number, tensors["parameters"], tensors["buffers"], own)
+
+    def write_server(self, number: int, state: State) -> None:
+        self._write(f"server-{number}", state.tensors, state.values)
+
+    def read_server(self, number: int) -> State:
+        return State(*self._read(f"server-{number}"))
+
+    # What clients return.
+
+    def write_leaf(self, number: int, place: int, contribution: Contribution, numbers: RoundNumbers) -> None:
+        self._write_sum(f"leaf-{number}-{place}", contribution, numbers)
+
+    def read_leaf(self, number: int, place: int) -> tuple[Contribution, RoundNumbers]:
+        return self._read_sum(f"leaf-{number}-{place}")
+
+    def read_columns(self, number: int, places: Iterable[int], start: int, stop: int) -> Tensor:
+        """Return the columns [start, stop) of the differences of a round, unweighted, one row for each place."""
+        rows = []
+        for place in places:
+            with self._opened(f"leaf-{number}-{place}") as file:
+                weight = json.loads(file.metadata()[_VALUES])["weight"]
+                rows.append(file.get_slice("difference")[start:stop] / weight)
+        return torch.stack(rows)
+
+    def write_block(self, number: int, block: int, contribution: Contribution | None, numbers: RoundNumbers) -> None:
+        if contribution is None:
+            self._write(f"block-{number}-{block}", {}, {"is_empty": True})
+        else:
+            self._write_sum(f"block-{number}-{block}", contribution, numbers)
+
+    def read_block(self, number: int, block: int) -> tuple[Contribution | None, RoundNumbers]:
+        with self._opened(f"block-{number}-{block}") as file:
+            if json.loads(file.metadata()[_VALUES]).get("is_empty"):
+                return None, RoundNumbers()
+        return self._read_sum(f"block-{number}-{block}")
+
+    def has_block(self, number: int, block: int) -> bool:
+        return (self.folder / f"block-{number}-{block}").exists()
+
+    def remove_leaves(self, number: int, places: Iterable[int]) -> None:
+        for place in places:
+            (self.folder / f"leaf-{number}-{place}").unlink(missing_ok=True)
+
+    def remove_before(self, number: int, oldest: int) -> None:
+        """Remove what rounds before `number` left, and what clients were sent before `oldest`."""
+        for path in self.folder.iterdir():
+            kind, _, rest = path.name.partition("-")
+            of_round = rest.partition("-")[0]
+            if not of_round.isdecimal():
+                continue
+            limit = oldest if kind == "sent" else number
+            if int(of_round) < limit:
+                path.unlink(missing_ok=True)
+
+    # What clients keep.
+
+    def write_state(self, client: int, number: int, state: Vectors) -> None:
+        """Keep what a client has after a round, and of earlier rounds the last only."""
+        folder = self._clients / str(client)
+        folder.mkdir(exist_ok=True)
+        self._write(f"clients/{client}/{number}", state)
+        for older in sorted(self._rounds_of(client, number))[:-1]:
+            (folder / str(older)).unlink(missing_ok=True)
+
+    def read_state(self, client: int, number: int) -> Vectors:
+        """Return what a client kept from before a round; empty if it had none."""
+        before = self._rounds_of(client, number)
+        return self._read(f"clients/{client}/{max(before)}")[0] if before else {}
+
+    def clients(self) -> list[int]:
+        """Return the clients that keep something."""
+        return sorted(int(folder.name) for folder in self._clients.iterdir() if folder.name.isdecimal())
+
+    def _rounds_of(self, client: int, before: int) -> list[int]:
+        with contextlib.suppress(FileNotFoundError):
+            names = [path.name for path in (self._clients / str(client)).iterdir() if path.name.isdecimal()]
+            return [int(name) for name in names if int(name) < before]
+        return []
+
+    # Files.
+
+    def _write_sum(self, name: str, contribution: Contribution, numbers: RoundNumbers) -> None:
+        summed = {f"summed.{key}": vector for key, vector in contribution.summed.items()}
+        tensors = {"difference": contribution.difference, "buffers": contribution.buffers, **summed}
+        values = {
+            "weight": contribution.weight,
+            "weighted_scale": contribution.weighted_scale,
+            "num_samples": contribution.num_samples,
+            "num_clients": contribution.num_clients,
+            "numbers": msgspec.to_builtins(numbers),
+        }
+        self._write(name, tensors, values)
+
+    def _read_sum(self, name: str) -> tuple[Contribution, RoundNumbers]:
+        tensors, values = self._read(name)
+        summed = {key.removeprefix("summed."): t for key, t in tensors.items() if key.startswith("summed.")}
+        numbers = msgspec.convert(values.pop("numbers"), RoundNumbers)
+        return Contribution(tensors["difference"], tensors["buffers"], summed, **values), numbers
+
+    def _write(self, name: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any] | None = None) -> None:
+        path = self.folder / name
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            whole = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
+            save_file(whole, temporary, metadata={_VALUES: json.dumps(values or {})})
+            temporary.replace(path)
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            raise StorageError(f"cannot write {path}: {error}") from error
+
+    def _read(self, name: str) -> tuple[Vectors, dict[str, Any]]:
+        with self._opened(name) as file:
+            # Copies: what is mapped would change with the file.
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 - no mapping
+            return tensors, json.loads(file.metadata()[_VALUES])
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Any:
+        try:
+            with safe_open(self.folder / name, framework="pt") as file:
+                yield file
+        except (OSError, SafetensorError) as error:
+            raise StorageError(f"cannot read {self.folder / name}: {error}") from error

@@ -1,0 +1,394 @@
+"""The main function of a worker process of a federated run: trains clients, sums, finishes rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from cordee import checkpoint
+from cordee.checkpoint import State, model_state
+from cordee.checkpoint.layout import decode_values, encode_values
+from cordee.cluster import Team
+from cordee.cluster.member_link import MemberSpec, open_timeline
+from cordee.cluster.members import REPLACED
+from cordee.communication.channel import RefusedError
+from cordee.compute import Metrics
+from cordee.compute.devices import MemoryWatch
+from cordee.core.errors import CheckpointError, CommunicationError, DataError, StorageError, TrainingError
+from cordee.core.fault_points import identify
+from cordee.monitoring import events, setup_logging
+from cordee.monitoring.timeline import Phase, Timeline
+from cordee.runs.federated.board import BLOCK_PLACES
+from cordee.runs.federated.facts import num_threads, partition_of
+from cordee.runs.federated.link import FederatedLink
+from cordee.runs.federated.messages import Leave, TakeTask, Task
+from cordee.runs.federated.picture import draw_partition
+from cordee.runs.federated.spool import RoundNumbers, Spool
+from cordee.strategies.federated.aggregation import SumTree, blocks_of, check_update, contribute
+from cordee.strategies.federated.algorithms import make_algorithm
+from cordee.strategies.federated.client import ClientTrainer, Sent
+from cordee.strategies.federated.flat import FlatModel
+from cordee.strategies.federated.privacy import Accountant
+from cordee.strategies.federated.robust import aggregate
+from cordee.strategies.federated.server import FederatedServer
+from cordee.strategies.federated.strategy import settings_of
+from cordee.training.components import Components, assemble
+from cordee.training.measuring import make_policy, measure
+from cordee.training.progress import Progress
+
+log = logging.getLogger("cordee.worker")
+PART = "rounds"  # of a checkpoint
+
+
+def main(argument: dict[str, Any]) -> int:
+    """Work until the run ends; return the exit code. Called in a fresh fork of the fork server."""
+    spec = msgspec.convert(argument, MemberSpec)
+    identify(spec.name)
+    return 0 if work(spec) is None else 1
+
+
+class _GivenUpError(Exception):
+    """This worker was taken for lost, and may join again."""
+
+
+def work(spec: MemberSpec) -> Exception | None:
+    """Work until the run ends; return why this worker could not continue, if it could not."""
+    leave_asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: leave_asked.set())  # a spot instance, Slurm, Kubernetes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
+    with setup_logging(spec.log_file):
+        num_returns = 0
+        while isinstance(problem := _work(spec, leave_asked, num_returns), _GivenUpError):
+            log.warning("this worker was given up because it could not be heard; it joins again")
+            num_returns += 1
+    return problem
+
+
+def _work(spec: MemberSpec, leave_asked: threading.Event, num_returns: int) -> Exception | None:
+    memory = MemoryWatch()
+    with FederatedLink(spec, num_returns) as link, contextlib.ExitStack() as stack:
+        timeline = stack.enter_context(contextlib.closing(open_timeline(spec, link)))
+        timeline.enter("loading")
+        try:
+            job = spec.load_job()
+            parts = assemble(job, Team(num_local_workers=spec.num_local, threads=num_threads(job)))
+            stack.callback(parts.train.close)
+            worker = FederatedWorker(parts, Path(spec.run_dir))
+            timeline.enter("joining")
+            link.join()
+            _take_tasks(worker, link, spec, leave_asked, memory, timeline)
+            link.leave()
+        except Exception as error:
+            is_replaced = isinstance(error, RefusedError) and error.reason == REPLACED
+            if isinstance(error, CommunicationError) and not is_replaced and link.is_given_up():
+                return _GivenUpError()
+            log.exception("%s cannot continue", spec.name)
+            link.fail(error)
+            return error
+    return None
+
+
+def _take_tasks(
+    worker: FederatedWorker,
+    link: FederatedLink,
+    spec: MemberSpec,
+    leave_asked: threading.Event,
+    memory: MemoryWatch,
+    timeline: Timeline,
+) -> None:
+    """Take tasks until there are no more."""
+    done, num_tasks, waited_s = TakeTask(), 0, 0.0
+    began_s = time.perf_counter()
+    timeline.enter("training")
+    while True:
+        asked_s = time.perf_counter()
+        timeline.switch(Phase.WAIT)
+        reply = link.ask(done)
+        waited_s += time.perf_counter() - asked_s
+        if isinstance(reply, Leave):
+            break
+        assert isinstance(reply, Task)
+        link.step = reply.round
+        timeline.switch(Phase.COMPUTE)
+        done = msgspec.structs.replace(worker.do(reply), leaves=leave_asked.is_set())
+        num_tasks += 1
+        timeline.end_step(reply.round + 1)
+    link.emit(
+        events.WorkerEnded(
+            worker=spec.index,
+            units=num_tasks,
+            seconds=time.perf_counter() - began_s,
+            waited_seconds=waited_s,
+            peak_memory_bytes=memory.peak_bytes() or None,
+        )
+    )
+
+
+class FederatedWorker:
+    """One model, in place, that trains any client of the run. What it writes follows from what it reads."""
+
+    def __init__(self, parts: Components, run_dir: Path) -> None:
+        job = parts.job
+        self._parts = parts
+        self._run_dir = run_dir
+        self._checkpoints = run_dir / "checkpoints"
+        self._spool = Spool(run_dir)
+        self._settings = settings_of(job)
+        self._tables = self._settings.parts
+        self._algorithm = make_algorithm(self._settings.use, job.python_path)
+        self._partition = partition_of(parts)
+        self._flat = FlatModel(parts.model, self._settings.is_personal)
+        self._first = self._flat.shared.clone()
+        self._first_buffers = self._flat.read_buffers()
+        self._first_personal = self._flat.personal.clone()
+        self._first_personal_buffers = self._flat.read_buffers(personal=True)
+        self._trainer = ClientTrainer(job, self._settings, self._algorithm, self._flat, parts.computation, parts.recipe)
+        self._codec = self._tables.compress.feedback(self._flat.shapes, self._first.dtype).codec
+        self._sent: Sent | None = None  # that was read last
+        self._accountant: Accountant | None = None
+        if self._tables.privacy is not None:
+            self._accountant = Accountant(self._settings, self._tables.privacy, self._partition.num_clients)
+
+    def do(self, task: Task) -> TakeTask:
+        """Carry out a task; return the report."""
+        done = TakeTask(done=task.what, round=task.round, index=task.index)
+        match task.what:
+            case "prepare":
+                return msgspec.structs.replace(done, result=self._prepare(task))
+            case "client":
+                return msgspec.structs.replace(done, refused=self._train(task))
+            case "merge":
+                self._merge(task)
+                return done
+            case "finish":
+                return msgspec.structs.replace(done, result=self._finish(task))
+
+    def _new_server(self) -> FederatedServer:
+        job = self._parts.job
+        return FederatedServer(
+            self._settings,
+            self._algorithm,
+            self._first,
+            self._first_buffers,
+            num_clients=self._partition.num_clients,
+            seed=job.seed,
+            python_path=job.python_path,
+        )
+
+    def _prepare(self, task: Task) -> str:
+        """Have the files of the first round, or of the round after the checkpoint, ready."""
+        server = self._new_server()
+        self._spool.clear()
+        if task.round:
+            loaded = checkpoint.load_newest(self._checkpoints)
+            assert loaded is not None
+            self._load(loaded.state, server, task.round)
+        else:
+            splits = self._parts.splits
+            draw_partition(self._run_dir / "partition.png", self._partition, splits.train, splits.num_classes)
+        self._spool.write_server(task.round, server.state_dict())
+        self._spool.write_sent(server.sent())
+        epsilon = self._accountant.epsilon(task.round) if self._accountant is not None else None
+        return _encoded({"epsilon": epsilon})
+
+    def _load(self, state: State, server: FederatedServer, number: int) -> None:
+        part = state.part(PART)
+        if "rounds" not in part.values.get("server", {}):
+            raise CheckpointError(
+                "the checkpoint is not that of a federated run: it has no server and no clients to continue with"
+            )
+        assert part.values["server"]["rounds"] == number, (part.values, number)
+        checkpoint.load_model_state(self._parts.model, state.part("model").tensors)
+        server.load_state_dict(part.part("server"), self._flat.shared, part.tensors["buffers"])
+        by_client: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in part.part("clients").tensors.items():
+            number_of_client, _, key = name.partition(".")
+            by_client.setdefault(int(number_of_client), {})[key] = tensor
+        for client, vectors in by_client.items():
+            self._spool.write_state(client, number - 1, vectors)
+
+    def _read_sent(self, number: int) -> Sent:
+        if self._sent is None or self._sent.round != number:
+            self._sent = self._spool.read_sent(number)
+        return self._sent
+
+    def _train(self, task: Task) -> str:
+        """Train a client; return why its update does not count, if it does not."""
+        sent, partition = self._read_sent(task.base), self._partition
+        name = partition.name(task.client)
+        state = self._spool.read_state(task.client, task.round) if self._trainer.is_stateful else {}
+        try:
+            update = self._trainer.train(sent, state, self._parts.splits.train, partition.of(task.client), client=name)
+            difference = self._codec.decode(update.payload)
+            check_update(update, difference, sent.parameters, sent.buffers, name)
+        except (DataError, TrainingError) as error:
+            return str(error)
+        discount = self._algorithm.discount
+        factor = 1.0 if discount is None else discount(task.round - task.base)
+        contribution, norm = contribute(self._settings, update, difference, factor)
+        tests: list[tuple[int, int, int]] = [update.test] if update.test is not None else []
+        numbers = RoundNumbers(
+            update.loss_sum, update.loss_count, norm, norm, update.num_bytes, update.num_trained, tests
+        )
+        if update.state:
+            self._spool.write_state(task.client, task.round, update.state)
+        self._spool.write_leaf(task.round, task.index, contribution, numbers)
+        return ""
+
+    def _merge(self, task: Task) -> None:
+        """Sum the places of a block. Done before by another, its leaves may be gone: then the sum is there."""
+        number = task.round
+        if self._spool.has_block(number, task.index):
+            return
+        block = blocks_of(task.num_places, BLOCK_PLACES)[task.index]
+        tree = SumTree(task.num_places)
+        numbers = RoundNumbers()
+        places = set(task.places)
+        for place in range(block.first, block.stop):
+            if place not in places:
+                tree.take(place, None)
+                continue
+            leaf, own = self._spool.read_leaf(number, place)
+            tree.take(place, leaf)
+            numbers = numbers.add(own)
+        self._spool.write_block(number, task.index, tree.block(block), numbers)
+        self._spool.remove_leaves(number, task.places)
+
+    def _sum(self, task: Task) -> tuple[Any, RoundNumbers, torch.Tensor | None]:
+        """Return the sum of a round, its numbers, and what a robust rule makes of it."""
+        tree, numbers = SumTree(task.num_places), RoundNumbers()
+        if not task.num_places:
+            return None, numbers, None
+        if self._tables.robust is None:
+            for index, block in enumerate(blocks_of(task.num_places, BLOCK_PLACES)):
+                total, own = self._spool.read_block(task.round, index)
+                tree.take_block(block, total)
+                numbers = numbers.add(own)
+            return tree.result(), numbers, None
+        places = set(task.places)
+        for place in range(task.num_places):
+            leaf = None
+            if place in places:
+                leaf, own = self._spool.read_leaf(task.round, place)
+                numbers = numbers.add(own)
+            tree.take(place, leaf)
+        if not places:
+            return None, numbers, None
+
+        def read(start: int, stop: int) -> torch.Tensor:
+            return self._spool.read_columns(task.round, task.places, start, stop)
+
+        return tree.result(), numbers, aggregate(self._tables.robust, read, len(places), len(self._first))
+
+    def _finish(self, task: Task) -> str:
+        """Sum a round, take the outer step, evaluate and save; return what came of it."""
+        started_s = time.perf_counter()
+        server, sent = self._new_server(), self._read_sent(task.round)
+        server.load_state_dict(self._spool.read_server(task.round), sent.parameters, sent.buffers)
+        total, numbers, robust = self._sum(task)
+        outcome = server.finish_round(total, robust)
+        if not bool(torch.isfinite(server.parameters).all()):
+            raise TrainingError(
+                f"the parameters are not finite after round {task.round + 1}: lower optimizer.lr, or bound updates "
+                "(strategy.max_norm)"
+            )
+        number = task.round + 1
+        self._spool.write_server(number, server.state_dict())
+        self._spool.write_sent(server.sent())
+        self._spool.remove_before(task.round, min(task.oldest, task.round))
+        self._show(server)
+        result = self._describe(outcome.num_clients, outcome.step_norm, numbers, sent)
+        progress = msgspec.convert(decode_values(task.progress.encode()), Progress)
+        progress.step, progress.samples = number, progress.samples + numbers.num_trained
+        stop = False
+        if self._accountant is not None:
+            result["epsilon"] = self._accountant.epsilon(number)
+            result["is_spent"] = stop = not self._accountant.allows(number + 1)
+        metrics: Metrics | None = None
+        if task.evaluate and self._parts.test is not None:
+            metrics = measure(self._parts, self._parts.model, self._parts.test)
+            assert metrics is not None
+            result["metrics"] = msgspec.to_builtins(metrics)
+            policy = make_policy(self._parts)
+            policy.patience = progress.patience
+            stop |= progress.take_evaluation(metrics, number, policy, self._parts.recipe.schedule) is not None
+        is_best = metrics is not None and self._parts.job.checkpoint.keep_best and progress.best_step == number
+        result["sha"] = checkpoint.weights_sha256(self._parts.model.state_dict())
+        if task.save or stop or is_best:
+            result |= self._save(server, progress, result.get("epsilon"))
+        result["seconds"] = time.perf_counter() - started_s
+        return _encoded(result)
+
+    @torch.no_grad()
+    def _show(self, server: FederatedServer) -> None:
+        """Make the worker's model that of the server; personal layers are those that every client begins with."""
+        flat = self._flat
+        flat.shared.copy_(server.parameters)
+        flat.write_buffers(server.buffers)
+        flat.personal.copy_(self._first_personal)
+        flat.write_buffers(self._first_personal_buffers, personal=True)
+
+    def _describe(self, num_clients: int, step_norm: float, numbers: RoundNumbers, sent: Sent) -> dict[str, Any]:
+        vectors = [sent.parameters, sent.buffers, *sent.own.values()]
+        return {
+            "num_clients": num_clients,
+            "step_norm": step_norm,
+            "loss_sum": numbers.loss_sum,
+            "loss_count": numbers.loss_count,
+            "update_norm": numbers.norm_sum / num_clients if num_clients else None,
+            "largest_update_norm": numbers.norm_max if num_clients else None,
+            "bytes_sent": numbers.num_bytes,
+            "bytes_received": num_clients * sum(vector.numel() * vector.itemsize for vector in vectors),
+            "num_trained": numbers.num_trained,
+            **describe_tests(numbers.tests),
+        }
+
+    def _save(self, server: FederatedServer, progress: Progress, epsilon: float | None) -> dict[str, Any]:
+        began_s = time.perf_counter()
+        settings = self._parts.job.checkpoint
+        clients: dict[str, torch.Tensor] = {}
+        if self._trainer.is_stateful:
+            for client in self._spool.clients():
+                kept = self._spool.read_state(client, server.num_rounds)
+                clients |= {f"{client}.{name}": vector for name, vector in kept.items()}
+        own = server.state_dict()
+        federated = State.join(server=own, clients=State(clients, {}))
+        federated = State({**federated.tensors, "buffers": server.buffers}, {"server": own.values, "epsilon": epsilon})
+        state = State.join(model=State(model_state(self._parts.model), {}), **{PART: federated})
+        values = {**state.values, "progress": msgspec.to_builtins(progress)}
+        protected = (progress.best_step,) if settings.keep_best else ()
+        try:
+            path = checkpoint.save(
+                self._checkpoints, progress.step, State(state.tensors, values), keep=settings.keep, protected=protected
+            )
+        except StorageError as error:
+            return {"problem": str(error)}
+        return {"path": str(path), "save_seconds": time.perf_counter() - began_s}
+
+
+def describe_tests(tests: list[tuple[int, int, int]]) -> dict[str, float]:
+    """Return what clients measured on the samples that they had set aside; empty where they had none. Pure."""
+    if not tests:
+        return {}
+    before = sorted(right / count for count, right, _ in tests)
+    after = [right / count for count, _, right in tests]
+    num_worst = math.ceil(len(before) / 10)
+    mean = sum(before) / len(before)
+    return {
+        "client_accuracy": mean,
+        "worst_decile_accuracy": sum(before[:num_worst]) / num_worst,
+        "personal_gain": sum(after) / len(after) - mean,
+    }
+
+
+def _encoded(values: dict[str, Any]) -> str:
+    return encode_values(values).decode()

@@ -1,0 +1,80 @@
+"""A model whose trained parameters and their gradients are two flat vectors: shared with other clients first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from cordee.core.errors import JobError, ModelError
+
+
+class FlatModel:
+    """Makes a model's parameters views of one vector, in place. Layouts of the same model and names are the same."""
+
+    def __init__(self, model: nn.Module, is_personal: Callable[[str], bool] = lambda name: False) -> None:
+        """Raises ModelError for parameters of several types, and JobError if none is shared."""
+        self.model = model
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if len({p.dtype for _, p in trained}) > 1:
+            raise ModelError(
+                f"strategy 'federated' sums one vector of parameters, and those of {type(model).__name__} have several "
+                f"types: {sorted({str(p.dtype) for _, p in trained})}"
+            )
+        shared = [(name, p) for name, p in trained if not is_personal(name)]
+        personal = [(name, p) for name, p in trained if is_personal(name)]
+        if not shared:
+            raise JobError("strategy.personal leaves no parameter that clients share: let some patterns out")
+        self.names = [name for name, _ in shared]
+        self.shapes = [tuple(p.shape) for _, p in shared]
+        self.personal_names = [name for name, _ in personal]
+        self.num_shared = sum(p.numel() for _, p in shared)
+        self.values = torch.cat([p.detach().reshape(-1) for _, p in [*shared, *personal]])
+        self.gradients = torch.zeros_like(self.values)
+        start = 0
+        for _, parameter in [*shared, *personal]:
+            stop = start + parameter.numel()
+            parameter.data = self.values[start:stop].view_as(parameter)
+            parameter.grad = self.gradients[start:stop].view_as(parameter)
+            start = stop
+        kept = set(model.state_dict())
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+        self._shared_buffers = [name for name in self._buffers if not is_personal(name)]
+        self._personal_buffers = [name for name in self._buffers if is_personal(name)]
+
+    @property
+    def shared(self) -> Tensor:
+        """The parameters that clients share; a view."""
+        return self.values[: self.num_shared]
+
+    @property
+    def shared_gradient(self) -> Tensor:
+        return self.gradients[: self.num_shared]
+
+    @property
+    def personal(self) -> Tensor:
+        """The parameters that stay with a client; a view."""
+        return self.values[self.num_shared :]
+
+    def read_buffers(self, *, personal: bool = False) -> Tensor:
+        """Return a copy of the buffers that clients share, or of those that stay with a client, in double precision."""
+        names = self._personal_buffers if personal else self._shared_buffers
+        pieces = [self._buffers[name].detach().reshape(-1).to(torch.float64) for name in names]
+        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.float64)
+
+    @torch.no_grad()
+    def write_buffers(self, values: Tensor, *, personal: bool = False) -> None:
+        """Set the buffers that `read_buffers` reads; whole numbers are rounded to."""
+        names = self._personal_buffers if personal else self._shared_buffers
+        start = 0
+        for name in names:
+            buffer = self._buffers[name]
+            piece = values[start : start + buffer.numel()].view_as(buffer)
+            buffer.copy_(piece if buffer.is_floating_point() else piece.round())
+            start += buffer.numel()
+
+    def named_shared(self, values: Tensor) -> Mapping[str, Tensor]:
+        """Return a vector of the shared parameters as tensors by their names; views."""
+        pieces = torch.split(values, [shape.numel() for shape in map(torch.Size, self.shapes)])
+        return {name: piece.view(shape) for name, piece, shape in zip(self.names, pieces, self.shapes, strict=True)}
