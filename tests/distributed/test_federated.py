@@ -254,6 +254,14 @@ def refused_here(job: Path) -> str:
     return str(caught.value)
 
 
+def test_the_planner_says_that_rounds_are_not_predicted(tmp_path: Path) -> None:
+    from cordee.core.errors import JobError
+    from cordee.planner.planning import plan
+
+    with pytest.raises(JobError, match="is not predicted, as a round takes as long as its clients"):
+        plan(write_job(tmp_path, "planned", {}))
+
+
 def test_training_length_is_that_of_the_rounds(tmp_path: Path) -> None:
     job = write_job(tmp_path, "refused", {}, training={"epochs": 3})
     assert "Remove training.epochs" in refused_here(job)

@@ -24,6 +24,7 @@ from cordee.core.references import LIVE_PREFIX
 from cordee.models.slicing import choose_slicing
 from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.cluster_file import load_cluster
+from cordee.planner.cost_model import MODELS
 from cordee.planner.hardware import Device, Hardware, ThisMachine
 from cordee.planner.measurements import (
     Machine,
@@ -98,6 +99,12 @@ def plan_and_work(
         raise JobError(f"budget_s = {budget_s!r} is no time to measure for: give seconds, more than 0")
     if workers is not None and (type(workers) is not int or workers < 1):
         raise JobError(f"workers = {workers!r} is not a number of workers to look at: give 1 or more")
+    entry = STRATEGIES.get(job.strategy.name)
+    if entry is not None and entry.cost_model not in MODELS:
+        raise JobError(
+            f"strategy '{job.strategy.name}' is not predicted, as a round takes as long as its clients: remove "
+            "strategy.name and its settings to plan the same model and data for other strategies"
+        )
     hardware: Hardware | None = None if cluster is None else load_cluster(Path(cluster))
     most = workers or (max(job.strategy.workers, usable_cores()) if hardware is None else len(hardware.devices))
     if hardware is not None and most > len(hardware.devices):
