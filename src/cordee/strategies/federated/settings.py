@@ -115,7 +115,7 @@ class FederatedSettings(Section, frozen=True, kw_only=True):
     """Who takes part in a round, what a client does in it, and what becomes of it."""
 
     algorithm: str | dict[str, Any] = "fedavg"  # a name, "module:callable", or { use = "fedprox", mu = 0.01 }
-    rounds: int = 10
+    rounds: int = 10  # how often the server asks clients and takes a step
     local_epochs: int | None = None  # passes of a client over its samples in a round; 1 where neither is set
     local_steps: int | None = None  # steps of a client in a round, instead of epochs
     clients_per_round: int | None = None  # that are asked in a round
@@ -128,12 +128,15 @@ class FederatedSettings(Section, frozen=True, kw_only=True):
     max_norm: float = 0.0  # largest norm of an update; a larger one is scaled to it. 0: there is none
     personal: tuple[str, ...] = ()  # patterns of names of parameters that stay with the client
     client_test: float = 0.0  # share of each client's samples that is set aside to measure the client's accuracy on
-    # What is sent in a smaller form: a name, or { use = "topk", share = 0.01 }; see docs/slow-links.md.
+    # What is sent in a smaller form: a name, or { use = "topk", share = 0.01 }; see docs/how-to/slow-links.md.
     compress: str | dict[str, Any] = "none"
+    # How the training set is divided among clients: { kind = "dirichlet", alpha = 0.5, clients = 10 }.
     partition: dict[str, Any] = msgspec.field(default_factory=dict)
+    # Clipping, noise and the limit of epsilon: { clip_norm = 1.0, noise = 1.0, max_epsilon = 8.0 }.
     privacy: dict[str, Any] = msgspec.field(default_factory=dict)
     robust: str | dict[str, Any] = ""  # a name, or { use = "trimmed_mean", wrong = 0.2 }
-    secure: bool | dict[str, Any] = False
+    secure: bool | dict[str, Any] = False  # whether the server learns the sum of the updates only; between sites
+    # How long simulated clients take, and how many fail: { stragglers = 0.1, slowdown = 10.0, failures = 0.05 }.
     clock: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
