@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Two files at a time, where tests do not start workers of their own.
+# Two files at a time: many tests of runs wait for a fault to be noticed, or for a process to end.
 TWO_FILES := $(BIN)/pytest -n 2 --dist loadfile
 
 # Where `make test-faults` keeps its results; empty is a folder in fault-walks/ for each state of the code.
@@ -61,7 +61,7 @@ test: $(VENV)/.dev
 	$(BIN)/mypy
 	$(TWO_FILES) tests/unit
 	$(TWO_FILES) tests/e2e
-	$(BIN)/pytest --durations 40 tests/distributed tests/faults tests/differences
+	$(TWO_FILES) --durations 40 tests/distributed tests/faults tests/differences
 	$(BIN)/pytest tests/engines/test_env_engine.py -k 'says_what_it_is and torchrun'
 
 test-long: $(VENV)/.dev
