@@ -180,7 +180,7 @@ def test_saved_alone_and_continued_by_two_in_the_middle_of_an_epoch(tmp_path: Pa
         ({"step": "if team.is_first: team.commit()"}, r"committed different steps \(worker 0 \d+, worker 1 \d+\)"),
         ({"epoch": "state.epoch -= 1; team.commit()"}, "state.epoch is still 0"),
         ({"call": "pass"}, "without a loop that could be continued"),
-        ({"call": "train(); train()"}, "one loop of @team.elastic"),
+        ({"call": "train(); train()"}, "a script has one elastic loop"),
         ({"step": "state.steps += team.worker_index"}, "'steps' of worker 1 is not that of worker 0"),
         ({"step": "team.backward((model(x) * y).sum(), exchange=False)"}, "have not been exchanged"),
         ({"step": "team.prepare(nn.Linear(1, 1))"}, "team.prepare inside of the loop"),
