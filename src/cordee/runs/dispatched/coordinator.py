@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import msgspec
 from torch.optim import Optimizer
 
-from cordee import checkpoint
 from cordee.cluster.coordinator import Addresses, CoordinatorSpec
 from cordee.cluster.launcher_link import LauncherLink
 from cordee.cluster.members import Members, check_join_request
@@ -17,17 +15,16 @@ from cordee.communication.messages import JoinRequest, Scale
 from cordee.communication.wire import Codec
 from cordee.compute import OptimizerRecipe, make_schedule
 from cordee.compute.schedules import PlateauSchedule, TorchSchedule
-from cordee.core import Job
 from cordee.core.errors import JobError, StorageError, TrainingError
 from cordee.core.fault_points import reach
-from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger
-from cordee.monitoring import AnyEvent, Summary, events
+from cordee.monitoring import Summary
 from cordee.monitoring.timeline import TimelineFolder
 from cordee.runs.dispatched.dispatcher import Dispatcher
 from cordee.runs.dispatched.facts import RunFacts
 from cordee.runs.dispatched.losses import Losses
 from cordee.runs.dispatched.messages import DISPATCHED, LIMITS
+from cordee.runs.dispatched.on_demand_leader import OnDemandLeader
 from cordee.runs.dispatched.plan import RunPlan
 from cordee.runs.dispatched.process_starter import ProcessStarter
 from cordee.runs.dispatched.server_calls import ServerCalls
@@ -38,20 +35,18 @@ from cordee.strategies.parameter_server.strategy import settings_of
 from cordee.training.progress import Progress
 
 
-class DispatchedLeader:
+class DispatchedLeader(OnDemandLeader):
     """The `Leader` of one run with workers, servers and an evaluator."""
 
     codec = Codec(DISPATCHED, LIMITS)
+    _state: RunState
     _dispatcher: Dispatcher
-    _starter: ProcessStarter
     _losses: Losses
 
     def __init__(self, spec: CoordinatorSpec, launcher: LauncherLink) -> None:
-        self._spec = spec
-        self._launcher = launcher
-        self._run_dir = Path(spec.run_dir)
+        super().__init__(spec, launcher)
+        job = self._job
         self._facts = facts = msgspec.convert(spec.facts, RunFacts)
-        job = self._job = Job.load(spec.job_file)
         self._settings = settings_of(job)
         num_batches = -(-facts.num_samples // job.training.batch_size)
         self._recipe = OptimizerRecipe(
@@ -70,7 +65,6 @@ class DispatchedLeader:
             self._recipe.schedule.fit(facts.groups)
         self._servers = ServerCalls(spec.run_id, spec.client_keys)
         self._has_changed = False  # what must be written down though nothing follows from it
-        self._shut_down_by_s: float | None = None
         if launcher.restored is not None:
             self._state = msgspec.msgpack.decode(launcher.restored, type=RunState)
             assert self._state.dispatcher is not None
@@ -89,10 +83,6 @@ class DispatchedLeader:
         self._summariser = Summariser(
             self._run_dir, self._plan, facts, self._progress, self._state, self._launcher.emit
         )
-
-    @property
-    def addresses(self) -> Addresses:
-        return self._state.addresses
 
     @property
     def step(self) -> int:
@@ -120,30 +110,12 @@ class DispatchedLeader:
         for index in range(self._job.strategy.workers):
             self._starter.start("worker", index)
 
-    def resend_directives(self) -> None:
-        pass  # whoever had no answer asks again
-
-    @property
-    def is_over(self) -> bool:
-        return self._dispatcher.is_over
-
-    def receive(self, timeout_s: float) -> None:
-        self._dispatcher.serve(timeout_s)
-
-    def decide(self) -> None:
-        dispatcher, losses, stop_s = self._dispatcher, self._losses, self._job.stop.time_s
-        losses.check_members(time.monotonic())
-        self._state.members.check_storage(self._job.checkpoint.storage)
-        losses.check_failures()
+    def _look_after_members(self) -> None:
+        dispatcher, losses = self._dispatcher, self._losses
         losses.start_followers()
         if self._servers.pair(dispatcher.servers):
             self._has_changed = True  # a follower that is not known to follow would not take over
         losses.report_recoveries()
-        losses.check_shortage()
-        if self._launcher.should_stop():
-            dispatcher.stop("interrupt")
-        elif stop_s is not None and self._elapsed_s() >= stop_s:
-            dispatcher.stop("time")
         if dispatcher.metrics.has_only_refusals:
             step = self._progress.step + 1
             raise TrainingError(
@@ -152,17 +124,9 @@ class DispatchedLeader:
             )
 
     def shut_down(self) -> bool:
-        """Let everybody end in order; what is still there is ended by the engine."""
-        dispatcher = self._dispatcher
-        if self._shut_down_by_s is None:
-            reach("dispatch.shut_down")
-            self._shut_down_by_s = time.monotonic() + self._job.cluster.failure_timeout_s
-        members = self._state.members
-        others = [record for record in members.records.values() if record.role != "server" and record.may_send]
-        if time.monotonic() < self._shut_down_by_s and not all(record.is_done for record in others):
-            dispatcher.shut_down()
+        if super().shut_down():
             return True
-        for record in members.started:
+        for record in self._state.members.started:
             if record.role == "server":
                 self._launcher.signal(record.number, "end")
         reach("dispatch.shut_down_done")
@@ -170,7 +134,7 @@ class DispatchedLeader:
 
     @property
     def has_pending(self) -> bool:
-        return self._has_changed or self._dispatcher.has_pending
+        return self._has_changed or super().has_pending
 
     def encode(self) -> bytes:
         self._state.dispatcher = self._dispatcher.current_state()
@@ -178,7 +142,7 @@ class DispatchedLeader:
 
     def flush(self) -> None:
         self._has_changed = False
-        self._dispatcher.flush()
+        super().flush()
 
     def summarise(self) -> Summary:
         """Return the summary. Raises StorageError or TrainingError if what was trained is not saved, or not all."""
@@ -208,19 +172,12 @@ class DispatchedLeader:
 
     def _make_plan(self) -> RunPlan:
         facts = self._facts
-        keep_best = self._job.checkpoint.keep_best
-        policy = StopPolicy(
-            self._job.stop,
-            self._progress.patience,
-            frozenset(facts.lower_is_better),
-            keep_best if isinstance(keep_best, str) else "",
-        )
         return RunPlan(
             self._job,
             self._settings,
             facts.num_samples,
             facts.total_steps,
-            policy,
+            self._make_policy(self._progress.patience, facts.lower_is_better),
             facts.counts_classes,
             start=self._progress.step,
             dtype=facts.dtype,
@@ -228,50 +185,14 @@ class DispatchedLeader:
         )
 
     def _load_progress(self, resume: bool) -> Progress:
-        loaded = checkpoint.load_newest(self._run_dir / "checkpoints") if resume else None
-        if loaded is not None:
-            for path, reason in loaded.damaged:
-                self._launcher.emit(
-                    events.Warned(message=f"checkpoint {path.name} is damaged ({reason}); using {loaded.path.name}")
-                )
-            return msgspec.convert(loaded.state.values["progress"], Progress)
-        if resume:
-            self._launcher.emit(events.Warned(message="the run has no checkpoint yet: starting from the beginning"))
-        return Progress()
+        loaded = self._load_newest(resume)
+        return Progress() if loaded is None else msgspec.convert(loaded.state.values["progress"], Progress)
 
-    def _handle_request(self, request: Scale | JoinRequest) -> str:
-        """Do what somebody with the control file wants; return what is said to them. Raises JobError."""
+    def _check_request(self, request: Scale | JoinRequest) -> None:
         if isinstance(request, JoinRequest):
             check_join_request(request, self.addresses.public)
-            return self._starter.admit(self._starter.next_worker, request)
-        if request.threads:
+        elif request.threads:
             raise JobError("workers of parameter servers keep their threads: leave --threads out")
-        return self._scale(request.num_workers)
-
-    def _scale(self, num_workers: int) -> str:
-        """Start workers, or have the last ones leave. Returns at once what will happen."""
-        dispatcher, min_workers = self._dispatcher, self._job.cluster.min_workers
-        if num_workers < min_workers:
-            raise JobError(f"cluster.min_workers = {min_workers} is more than {num_workers}")
-        self._starter.check_room(num_workers)
-        before = self._state.members.staying_workers
-        for record in before[num_workers:]:
-            if record.phase == "starting":
-                raise JobError(f"{record.name} is still starting: try again in a moment")
-            record.is_leaving = True
-        for _ in range(num_workers - len(before)):
-            self._starter.start_worker()
-        self._launcher.emit(events.Scale(workers=num_workers, before=len(before), step=dispatcher.progress.step))
-        return f"from {len(before)} to {num_workers} workers"
-
-    def _take_event(self, event: AnyEvent) -> None:
-        if isinstance(event, events.WorkerEnded):
-            peak = event.peak_memory_bytes or 0
-            self._state.peak_memory_bytes = max(self._state.peak_memory_bytes, peak)
-        self._launcher.emit(event)
-
-    def _elapsed_s(self) -> float:
-        return self._state.base_s + time.perf_counter() - self._state.begun_s
 
     def _rate(self, step: int) -> float:
         schedule = self._recipe.schedule

@@ -97,7 +97,7 @@ class LossState(msgspec.Struct, kw_only=True):
     """What was lost, and what is done about it."""
 
     num_replaced: int = 0
-    num_lost_over: dict[int, int] = {}  # workers lost over each unit of work
+    num_lost_over: dict[str, int] = {}  # workers lost over each piece of work, by its description
     last: str = ""  # the last loss of a worker, in words
     num_recoveries: int = 0
     recovering: list[Loss] = []  # no step was committed since

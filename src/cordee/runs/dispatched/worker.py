@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 import math
-import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -17,25 +16,23 @@ import msgspec
 import torch
 
 from cordee.cluster import Team
-from cordee.cluster.member_link import MemberSpec, open_timeline
-from cordee.cluster.members import REPLACED
-from cordee.communication.channel import RefusedError
+from cordee.cluster.member_link import MemberSpec
 from cordee.compute import Loss, find_unsound, split_batch
 from cordee.compute.devices import MemoryWatch
 from cordee.compute.schedules import PlateauSchedule
 from cordee.core import Batch
 from cordee.core.blocked_time import BLOCKED
-from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import identify, reach
 from cordee.core.seeds import derive_seed
 from cordee.data.order import count_batches
 from cordee.data.source import check_same
-from cordee.monitoring import events, setup_logging
+from cordee.monitoring import events
 from cordee.monitoring.timeline import Phase, Timeline
 from cordee.parameters.calls import ServerCalls
 from cordee.parameters.placement import Piece, make_layout
 from cordee.runs.dispatched.link import DispatchLink
 from cordee.runs.dispatched.messages import Leave, TakeWork, Work
+from cordee.runs.dispatched.on_demand_worker import Attempt, work_until_ended
 from cordee.runs.dispatched.plan import is_due
 from cordee.strategies.parameter_server.client import ParameterClient
 from cordee.strategies.parameter_server.messages import PullExtras, Push, Pushed
@@ -55,55 +52,26 @@ def main(argument: dict[str, Any]) -> int:
     return 0 if work(spec) is None else 1
 
 
-class _GivenUpError(Exception):
-    """This worker was taken for lost, and may join again."""
-
-
 def work(spec: MemberSpec) -> Exception | None:
     """Work until the run ends; return why this worker could not continue, if it could not."""
     memory = MemoryWatch()
-    leave_asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: leave_asked.set())  # a spot instance, Slurm, Kubernetes
-    # The launcher asks, when it is time; one that it did not start is asked by its user.
-    interrupted = (lambda number, frame: leave_asked.set()) if spec.is_external else signal.SIG_IGN
-    signal.signal(signal.SIGINT, interrupted)
-    with setup_logging(spec.log_file):
-        num_returns = 0
-        while isinstance(problem := _work(spec, leave_asked, memory, num_returns), _GivenUpError):
-            log.warning("this worker was given up because it could not be heard; it joins again")
-            num_returns += 1
-    return problem
 
+    def work_once(attempt: Attempt[DispatchLink]) -> None:
+        job = spec.load_job()
+        team = Team(
+            worker_index=min(spec.index, job.strategy.workers - 1),
+            num_workers=job.strategy.workers,
+            num_local_workers=spec.num_local,
+        )
+        parts = assemble(job, team)
+        attempt.stack.callback(parts.train.close)
+        if spec.data:
+            check_same(spec.data, parts.splits)
+        loop = DispatchedWorker(parts, attempt.link, spec, attempt.leave_asked, memory, attempt.timeline)
+        attempt.join()
+        loop.run()
 
-def _work(spec: MemberSpec, leave_asked: threading.Event, memory: MemoryWatch, num_returns: int) -> Exception | None:
-    """Join and work; return why this worker could not continue, or that it was given up and may join again."""
-    with DispatchLink(spec, num_returns) as link, contextlib.ExitStack() as stack:
-        timeline = stack.enter_context(contextlib.closing(open_timeline(spec, link)))
-        timeline.enter("loading")
-        try:
-            job = spec.load_job()
-            team = Team(
-                worker_index=min(spec.index, job.strategy.workers - 1),
-                num_workers=job.strategy.workers,
-                num_local_workers=spec.num_local,
-            )
-            parts = assemble(job, team)
-            stack.callback(parts.train.close)
-            if spec.data:
-                check_same(spec.data, parts.splits)
-            loop = DispatchedWorker(parts, link, spec, leave_asked, memory, timeline)
-            timeline.enter("joining")
-            link.join()
-            loop.run()
-            link.leave()
-        except Exception as error:
-            is_replaced = isinstance(error, RefusedError) and error.reason == REPLACED
-            if isinstance(error, CommunicationError) and not is_replaced and link.is_given_up():
-                return _GivenUpError()
-            log.exception("%s cannot continue", spec.name)
-            link.fail(error)
-            return error
-    return None
+    return work_until_ended(spec, DispatchLink, work_once)
 
 
 class DispatchedWorker:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import msgspec
 
@@ -14,11 +13,11 @@ from cordee.cluster.members import Members
 from cordee.communication.channel import ServerChannel
 from cordee.communication.messages import JoinRequest, Scale
 from cordee.communication.wire import Codec
-from cordee.core import Job
 from cordee.core.errors import CheckpointError, JobError, StorageError, TrainingError
 from cordee.core.stopping import StopPolicy
-from cordee.monitoring import AnyEvent, Summary, events
+from cordee.monitoring import Summary
 from cordee.monitoring.timeline import TimelineFolder
+from cordee.runs.dispatched.on_demand_leader import OnDemandLeader
 from cordee.runs.dispatched.process_starter import ProcessStarter
 from cordee.runs.federated.board import Board, BoardState
 from cordee.runs.federated.dispatcher import RoundDispatcher
@@ -33,20 +32,17 @@ from cordee.training import progress as training
 from cordee.training.progress import Progress
 
 
-class FederatedLeader:
+class FederatedLeader(OnDemandLeader):
     """The `Leader` of one run of rounds. It holds no vectors: workers keep them in files."""
 
     codec = Codec(FEDERATED, LIMITS)
+    _state: FederatedState
     _dispatcher: RoundDispatcher
-    _starter: ProcessStarter
-    _losses: WorkerLosses
 
     def __init__(self, spec: CoordinatorSpec, launcher: LauncherLink) -> None:
-        self._spec = spec
-        self._launcher = launcher
-        self._run_dir = Path(spec.run_dir)
+        super().__init__(spec, launcher)
+        job = self._job
         self._facts = msgspec.convert(spec.facts, FederatedFacts)
-        job = self._job = Job.load(spec.job_file)
         self._settings = settings_of(job)
         if launcher.restored is not None:
             self._state = msgspec.msgpack.decode(launcher.restored, type=FederatedState)
@@ -64,11 +60,6 @@ class FederatedLeader:
                 progress=progress,
                 board=BoardState(round=progress.step),
             )
-        self._shut_down_by_s: float | None = None
-
-    @property
-    def addresses(self) -> Addresses:
-        return self._state.addresses
 
     @property
     def step(self) -> int:
@@ -79,8 +70,8 @@ class FederatedLeader:
         last = min(self._settings.rounds, limit or self._settings.rounds)
         reason = None
         if progress.metrics is not None and progress.evaluated_at == progress.step:
-            reason = self._make_policy().stop_reason(progress.metrics.get)
-        if progress.step and self._make_policy().is_time_up(progress.elapsed_s):
+            reason = self._make_stop_policy().stop_reason(progress.metrics.get)
+        if progress.step and self._make_stop_policy().is_time_up(progress.elapsed_s):
             reason = reason or "time"
         if progress.step < last and reason is None:
             return None
@@ -104,7 +95,7 @@ class FederatedLeader:
             job=job,
             board=Board(schedule, state.board, merges=self._settings.parts.robust is None),
             state=state,
-            policy=self._make_policy(),
+            policy=self._make_stop_policy(),
             num_clients=len(self._facts.sizes),
             show=self._launcher.progress,
             elapsed_s=self._elapsed_s,
@@ -120,45 +111,8 @@ class FederatedLeader:
         for index in range(self._job.strategy.workers):
             self._starter.start("worker", index)
 
-    def resend_directives(self) -> None:
-        pass  # whoever had no answer asks again
-
-    @property
-    def is_over(self) -> bool:
-        return self._dispatcher.is_over
-
-    def receive(self, timeout_s: float) -> None:
-        self._dispatcher.serve(timeout_s)
-
-    def decide(self) -> None:
-        dispatcher, losses, stop_s = self._dispatcher, self._losses, self._job.stop.time_s
-        losses.check_members(time.monotonic())
-        losses.check_failures()
-        losses.check_shortage()
-        if self._launcher.should_stop():
-            dispatcher.stop("interrupt")
-        elif stop_s is not None and self._elapsed_s() >= stop_s:
-            dispatcher.stop("time")
-
-    def shut_down(self) -> bool:
-        """Let everybody end in order; what is still there is ended by the engine."""
-        if self._shut_down_by_s is None:
-            self._shut_down_by_s = time.monotonic() + self._job.cluster.failure_timeout_s
-        others = [record for record in self._state.members.records.values() if record.may_send]
-        if time.monotonic() < self._shut_down_by_s and not all(record.is_done for record in others):
-            self._dispatcher.shut_down()
-            return True
-        return False
-
-    @property
-    def has_pending(self) -> bool:
-        return self._dispatcher.has_pending
-
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self._state)
-
-    def flush(self) -> None:
-        self._dispatcher.flush()
 
     def summarise(self) -> Summary:
         """Return the summary. Raises StorageError or TrainingError if what was trained is not saved, or not all."""
@@ -183,7 +137,7 @@ class FederatedLeader:
             summary,
             weights_sha256=outcome.weights_sha256 or None,
             peak_memory_bytes=state.peak_memory_bytes or None,
-            recoveries=state.num_recoveries,
+            recoveries=state.losses.num_recoveries,
             epsilon=outcome.epsilon,
         )
 
@@ -192,24 +146,10 @@ class FederatedLeader:
         description = msgspec.structs.replace(self._facts.description, clients=len(self._facts.sizes), **place)
         self._launcher.emit(description)
 
-    def _make_policy(self) -> StopPolicy:
-        keep_best = self._job.checkpoint.keep_best
-        return StopPolicy(
-            self._job.stop,
-            self._state.progress.patience,
-            frozenset(self._facts.lower_is_better),
-            keep_best if isinstance(keep_best, str) else "",
-        )
-
     def _load_progress(self, resume: bool) -> Progress:
-        loaded = checkpoint.load_newest(self._run_dir / "checkpoints") if resume else None
+        loaded = self._load_newest(resume)
         if loaded is None:
-            if resume:
-                self._launcher.emit(events.Warned(message="the run has no checkpoint yet: starting from the beginning"))
             return Progress()
-        for path, reason in loaded.damaged:
-            message = f"checkpoint {path.name} is damaged ({reason}); using {loaded.path.name}"
-            self._launcher.emit(events.Warned(message=message))
         if "server" not in loaded.state.part("rounds").values:
             raise CheckpointError(
                 f"{loaded.path.name} was made by another strategy: it has no server and no clients to continue with. "
@@ -217,36 +157,14 @@ class FederatedLeader:
             )
         return msgspec.convert(loaded.state.values["progress"], Progress)
 
-    def _handle_request(self, request: Scale | JoinRequest) -> str:
-        """Do what somebody with the control file wants; return what is said to them. Raises JobError."""
+    def _make_stop_policy(self) -> StopPolicy:
+        return self._make_policy(self._state.progress.patience, self._facts.lower_is_better)
+
+    def _check_request(self, request: Scale | JoinRequest) -> None:
         if isinstance(request, JoinRequest):
             raise JobError("workers that simulate clients are started by the launcher: cordee scale RUN N has more")
         if request.threads:
             raise JobError("the number of threads is part of the arithmetic of clients: leave --threads out")
-        return self._scale(request.num_workers)
 
-    def _scale(self, num_workers: int) -> str:
-        """Start workers, or have the last ones leave. Returns at once what will happen."""
-        min_workers = self._job.cluster.min_workers
-        if num_workers < min_workers:
-            raise JobError(f"cluster.min_workers = {min_workers} is more than {num_workers}")
-        self._starter.check_room(num_workers)
-        before = self._state.members.staying_workers
-        for record in before[num_workers:]:
-            if record.phase == "starting":
-                raise JobError(f"{record.name} is still starting: try again in a moment")
-            record.is_leaving = True
-        for _ in range(num_workers - len(before)):
-            self._starter.start_worker()
-        step = self._state.progress.step
-        self._launcher.emit(events.Scale(workers=num_workers, before=len(before), step=step))
-        return f"from {len(before)} to {num_workers} workers"
-
-    def _take_event(self, event: AnyEvent) -> None:
-        if isinstance(event, events.WorkerEnded):
-            peak = event.peak_memory_bytes or 0
-            self._state.peak_memory_bytes = max(self._state.peak_memory_bytes, peak)
-        self._launcher.emit(event)
-
-    def _elapsed_s(self) -> float:
-        return self._state.base_s + time.perf_counter() - self._state.begun_s
+    def _look_after_members(self) -> None:
+        pass

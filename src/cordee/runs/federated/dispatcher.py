@@ -189,7 +189,7 @@ class RoundDispatcher(MemberChannel):
         key = TaskKey(report.done or "prepare", report.round, report.index)
         if not self.board.finish(worker, key, is_refused=bool(report.refused)):
             return
-        self.state.num_lost_over.clear()
+        self.state.losses.num_lost_over.clear()
         if report.done == "prepare":
             self.state.outcome.epsilon = self._decoded(report).get("epsilon")
         elif report.done == "client" and report.refused:

@@ -6,8 +6,8 @@ import msgspec
 
 from cordee.cluster.coordinator import Addresses
 from cordee.cluster.members import Members
-from cordee.cluster.policies import Shortage
 from cordee.compute import Metrics
+from cordee.runs.dispatched.state import LossState
 from cordee.runs.federated.board import BoardState
 from cordee.training.progress import Progress
 
@@ -41,11 +41,7 @@ class FederatedState(msgspec.Struct, kw_only=True):
     round_begun_s: float = 0.0
     first_round_s: float | None = None  # when training proper began
     peak_memory_bytes: int = 0
-    num_replaced: int = 0
-    num_recoveries: int = 0
-    num_lost_over: dict[str, int] = {}  # workers lost over each task
-    last_loss: str = ""
-    shortage: Shortage | None = None
+    losses: LossState = msgspec.field(default_factory=LossState)
     members: Members
     progress: Progress
     board: BoardState

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import signal
 import threading
 import time
 from pathlib import Path
@@ -18,15 +16,14 @@ from cordee import checkpoint
 from cordee.checkpoint import State, model_state
 from cordee.checkpoint.layout import decode_values, encode_values
 from cordee.cluster import Team
-from cordee.cluster.member_link import MemberSpec, open_timeline
-from cordee.cluster.members import REPLACED
-from cordee.communication.channel import RefusedError
+from cordee.cluster.member_link import MemberSpec
 from cordee.compute import Metrics
 from cordee.compute.devices import MemoryWatch
-from cordee.core.errors import CheckpointError, CommunicationError, DataError, StorageError, TrainingError
+from cordee.core.errors import CheckpointError, DataError, StorageError, TrainingError
 from cordee.core.fault_points import identify
-from cordee.monitoring import events, setup_logging
+from cordee.monitoring import events
 from cordee.monitoring.timeline import Phase, Timeline
+from cordee.runs.dispatched.on_demand_worker import Attempt, work_until_ended
 from cordee.runs.federated.board import BLOCK_PLACES
 from cordee.runs.federated.facts import num_threads, partition_of
 from cordee.runs.federated.link import FederatedLink
@@ -56,45 +53,19 @@ def main(argument: dict[str, Any]) -> int:
     return 0 if work(spec) is None else 1
 
 
-class _GivenUpError(Exception):
-    """This worker was taken for lost, and may join again."""
-
-
 def work(spec: MemberSpec) -> Exception | None:
     """Work until the run ends; return why this worker could not continue, if it could not."""
-    leave_asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: leave_asked.set())  # a spot instance, Slurm, Kubernetes
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher asks, when it is time
-    with setup_logging(spec.log_file):
-        num_returns = 0
-        while isinstance(problem := _work(spec, leave_asked, num_returns), _GivenUpError):
-            log.warning("this worker was given up because it could not be heard; it joins again")
-            num_returns += 1
-    return problem
-
-
-def _work(spec: MemberSpec, leave_asked: threading.Event, num_returns: int) -> Exception | None:
     memory = MemoryWatch()
-    with FederatedLink(spec, num_returns) as link, contextlib.ExitStack() as stack:
-        timeline = stack.enter_context(contextlib.closing(open_timeline(spec, link)))
-        timeline.enter("loading")
-        try:
-            job = spec.load_job()
-            parts = assemble(job, Team(num_local_workers=spec.num_local, threads=num_threads(job)))
-            stack.callback(parts.train.close)
-            worker = FederatedWorker(parts, Path(spec.run_dir))
-            timeline.enter("joining")
-            link.join()
-            _take_tasks(worker, link, spec, leave_asked, memory, timeline)
-            link.leave()
-        except Exception as error:
-            is_replaced = isinstance(error, RefusedError) and error.reason == REPLACED
-            if isinstance(error, CommunicationError) and not is_replaced and link.is_given_up():
-                return _GivenUpError()
-            log.exception("%s cannot continue", spec.name)
-            link.fail(error)
-            return error
-    return None
+
+    def work_once(attempt: Attempt[FederatedLink]) -> None:
+        job = spec.load_job()
+        parts = assemble(job, Team(num_local_workers=spec.num_local, threads=num_threads(job)))
+        attempt.stack.callback(parts.train.close)
+        worker = FederatedWorker(parts, Path(spec.run_dir))
+        attempt.join()
+        _take_tasks(worker, attempt.link, spec, attempt.leave_asked, memory, attempt.timeline)
+
+    return work_until_ended(spec, FederatedLink, work_once)
 
 
 def _take_tasks(

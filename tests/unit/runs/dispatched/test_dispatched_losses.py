@@ -43,7 +43,7 @@ TIMEOUT_S = 5.0
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the machine's own processes, which may have the numbers that the tests use, and be busy."""
     for look in ("is_alive", "is_stopped"):
-        monkeypatch.setattr(f"cordee.runs.dispatched.losses.{look}", lambda pid: False)
+        monkeypatch.setattr(f"cordee.runs.dispatched.on_demand_losses.{look}", lambda pid: False)
     monkeypatch.setattr("cordee.cluster.processes.ProcessorWatch.is_working", lambda self, pid: False)
 
 
@@ -232,7 +232,7 @@ def test_one_that_never_joins_ends_the_run_and_one_that_is_stopped_before_is_kil
         scene.members.expect(MemberRecord(index=index, number=number, started=1), 100.0)
     scene.members.records["worker-0"].heard_s = math.inf
     stopped = {11}
-    monkeypatch.setattr("cordee.runs.dispatched.losses.is_stopped", lambda pid: pid in stopped)
+    monkeypatch.setattr("cordee.runs.dispatched.on_demand_losses.is_stopped", lambda pid: pid in stopped)
     scene.launcher.news = [Started(3, 1, 11)]
     scene.losses.check_members(100.0)
     scene.losses.check_members(100.0 + TIMEOUT_S)
@@ -245,8 +245,8 @@ def test_one_that_never_joins_ends_the_run_and_one_that_is_stopped_before_is_kil
 
 def test_external_workers_are_given_up_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     alive, stopped = {11}, {11}
-    monkeypatch.setattr("cordee.runs.dispatched.losses.is_alive", lambda pid: pid in alive)
-    monkeypatch.setattr("cordee.runs.dispatched.losses.is_stopped", lambda pid: pid in stopped)
+    monkeypatch.setattr("cordee.runs.dispatched.on_demand_losses.is_alive", lambda pid: pid in alive)
+    monkeypatch.setattr("cordee.runs.dispatched.on_demand_losses.is_stopped", lambda pid: pid in stopped)
     for is_remote, why in ((False, "is frozen; if it is heard again"), (True, "is out of reach; if it is heard again")):
         scene = Scene()
         process = scene.take(pid=11, is_remote=is_remote)
