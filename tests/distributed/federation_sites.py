@@ -153,7 +153,7 @@ def reference(job_file: Path, sites: Sequence[str], lost: dict[int, set[str]] | 
     settings = settings_of(job)
     algorithm = make_algorithm(settings.use)
     flat = FlatModel(parts.model, settings.is_personal)
-    server = FederatedServer(settings, algorithm, flat.shared, flat.read_buffers(), num_clients=len(sites), seed=0)
+    server = FederatedServer(settings, algorithm, flat.shared, flat.read_buffers(), num_clients=len(sites), noise_key=0)
     first_personal = flat.personal.clone()
     trainer = ClientTrainer(job, settings, algorithm, flat, parts.computation, parts.recipe)
     compress = settings.parts.compress

@@ -183,7 +183,7 @@ class _Place(NamedTuple):
 def _set_up(store: FederationStore, num_clients: int) -> _Place:
     """Return what this federation was begun with; written down the first time."""
     if store.fact(RUN) is None:
-        store.set_fact(NOISE, str(secrets.randbits(62)))
+        store.set_fact(NOISE, str(secrets.randbits(128)))
         store.set_fact(POPULATION, str(num_clients))
         store.set_fact(RUN, secrets.token_hex(8))
     population = int(store.fact(POPULATION) or 0)

@@ -86,7 +86,7 @@ class FederatedLeader(OnDemandLeader):
     def open(self, channel: ServerChannel) -> None:
         job, state = self._job, self._state
         algorithm = make_algorithm(self._settings.use, job.python_path)
-        schedule = Schedule(self._settings, algorithm, job.seed, self._facts.sizes)
+        schedule = Schedule(self._settings, algorithm, job.seed, self._facts.sizes, job.training.batch_size)
         dispatcher = self._dispatcher = RoundDispatcher(
             channel,
             state.members,

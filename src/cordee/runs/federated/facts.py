@@ -8,8 +8,10 @@ from cordee.compute.schedules import PlateauSchedule
 from cordee.core import Job
 from cordee.core.errors import JobError
 from cordee.monitoring.events import RunStarted
+from cordee.strategies.federated.algorithms import make_algorithm
 from cordee.strategies.federated.partition import Partition, divide
 from cordee.strategies.federated.privacy import Accountant
+from cordee.strategies.federated.schedule import Schedule
 from cordee.strategies.federated.strategy import settings_of
 from cordee.training.callbacks import refuse_on_step
 from cordee.training.components import Components
@@ -68,6 +70,8 @@ def check_federated(components: Components) -> None:
         raise JobError(f"[callbacks] are not called by strategy '{name}' in this version: remove them")
     partition = partition_of(components)
     settings.num_asked(partition.num_clients)
+    algorithm = make_algorithm(settings.use, job.python_path)
+    Schedule(settings, algorithm, job.seed, partition.sizes.tolist(), job.training.batch_size).check()
     if settings.client_test and int(partition.sizes.min()) < 2:
         raise JobError("strategy.client_test sets samples aside, and a client has one only: set partition.min_samples")
     if parts.privacy is not None:

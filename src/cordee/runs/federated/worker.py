@@ -151,7 +151,7 @@ class FederatedWorker:
             self._first,
             self._first_buffers,
             num_clients=self._partition.num_clients,
-            seed=job.seed,
+            noise_key=job.seed,
             python_path=job.python_path,
         )
 

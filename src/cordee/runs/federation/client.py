@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -110,7 +109,7 @@ class ClientFolder:
         """Return the secret that noise of this client is drawn from. Kept: the same round has the same noise."""
         file = self.path / NOISE_FILE
         if not file.is_file():
-            _write_private(file, str(secrets.randbits(62)))
+            _write_private(file, str(secrets.randbits(128)))
         return int(file.read_text())
 
     @property
@@ -167,10 +166,17 @@ class FederationClient:
         self._tables = self._settings.parts
         self._algorithm = make_algorithm(self._settings.use, job.python_path)
         self._flat = FlatModel(parts.model, self._settings.is_personal)
-        if self._tables.privacy is not None and self._tables.privacy.where == "local":
-            # The server knows the seed of the job, and could take the noise off again.
-            job = msgspec.structs.replace(job, seed=self._folder.noise_seed())
-        self._trainer = ClientTrainer(job, self._settings, self._algorithm, self._flat, parts.computation, parts.recipe)
+        is_private = self._tables.privacy is not None and self._tables.privacy.where == "local"
+        self._trainer = ClientTrainer(
+            job,
+            self._settings,
+            self._algorithm,
+            self._flat,
+            parts.computation,
+            parts.recipe,
+            # The server knows the seed of the job, and could take noise of that seed off again.
+            noise_key=self._folder.noise_seed() if is_private else None,
+        )
         self._source = parts.splits.train
         if self._source.num_samples is None:
             raise JobError("data without a length cannot be trained on by rounds: give data that has a length")

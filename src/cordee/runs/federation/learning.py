@@ -28,7 +28,7 @@ from cordee.runs.federation.rounds import (
 )
 from cordee.runs.federation.store import ClientRecord, RoundRecord
 from cordee.strategies.federated.aggregation import Contribution
-from cordee.strategies.federated.algorithms import make_algorithm
+from cordee.strategies.federated.algorithms import make_algorithm, summed_names
 from cordee.strategies.federated.client import Sent
 from cordee.strategies.federated.flat import FlatModel
 from cordee.strategies.federated.privacy import Accountant
@@ -62,6 +62,7 @@ class FederationLearning:
         self.population = num_clients
         self._noise_seed = noise_seed
         self._server = self._new_server()
+        self._summed = summed_names(self._algorithm, self._flat.shared)
         self.progress = Progress()
         self.metrics: Metrics | None = None
         self.epsilon: float | None = None
@@ -88,7 +89,7 @@ class FederationLearning:
             self._flat.shared,
             self._flat.read_buffers(),
             num_clients=self.population,
-            seed=self._noise_seed,
+            noise_key=self._noise_seed,
             python_path=self.parts.job.python_path,
         )
 
@@ -159,7 +160,9 @@ class FederationLearning:
             why = f", strategy.clients_per_round = {per_round}" if per_round > least else ""
             return [], f"waiting for clients: {len(present)} of {needed} are here{why}"
         pool = list(everybody) if self.is_population_fixed else list(present)
-        drawn = draw_clients(self.settings, len(pool), self.parts.job.seed, self.num_rounds)
+        # Clients know the seed of the job. Where sampling is counted as privacy, nobody may know who is asked.
+        key = self.parts.job.seed if self._tables.privacy is None else self._noise_seed
+        drawn = draw_clients(self.settings, len(pool), key, self.num_rounds)
         asked = [pool[number] for number in drawn]
         if self._tables.secure is not None and len(asked) < 2:
             return [], f"waiting for clients: a secure round needs at least 2, and {len(asked)} would be asked"
@@ -171,7 +174,7 @@ class FederationLearning:
     def open_round(self, record: RoundRecord) -> Round:
         self._round_s = time.perf_counter()
         if self._tables.secure is None:
-            model = ModelShape(self._server.parameters, self._server.buffers, self._flat.shapes)
+            model = ModelShape(self._server.parameters, self._server.buffers, self._flat.shapes, self._summed)
             return PlainRound(record, self.settings, model)
         num = len(record.asked)
         plan = plan_secure(self.settings, self._tables.secure, self.num_values, num)

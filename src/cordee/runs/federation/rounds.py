@@ -44,6 +44,7 @@ class ModelShape(NamedTuple):
     parameters: Tensor
     buffers: Tensor
     shapes: Sequence[Sequence[int]]  # of the tensors that the parameters are made of
+    summed: frozenset[str] = frozenset()  # names of the vectors that the algorithm sums besides
 
 
 class Told(NamedTuple):
@@ -135,9 +136,17 @@ class PlainRound(Round):
         update = _read_update(result, arrays, client)
         difference = self._decode(update, client)
         check_update(update, difference, self._model.parameters, self._model.buffers, client)
-        _refuse_huge(difference, self._model.parameters, client)
+        if update.summed.keys() != self._model.summed:
+            raise DataError(
+                f"client {client} sent the vectors {sorted(update.summed)} of the algorithm, not "
+                f"{sorted(self._model.summed)}: it has another job"
+            )
+        if (self._parts.privacy or self._parts.robust) and update.scale != 1.0:
+            raise DataError(f"client {client} sent a scale of {update.scale}, which this algorithm does not have")
         if not all(map(math.isfinite, (update.scale, update.loss_sum, update.loss_count))):
             raise DataError(f"client {client} sent a loss, or a scale, that is not a number")
+        for vector in (difference * max(1.0, abs(update.scale)), *update.summed.values()):
+            _refuse_huge(vector, self._model.parameters, client)
         bounded = difference.clone()
         contribution, norm = contribute(self._settings, update, bounded)
         place = self._places[client]
@@ -151,13 +160,14 @@ class PlainRound(Round):
         return True
 
     def end_stage(self) -> bool:
-        if not self.told:
+        if not self.told and self.record.asked:  # a draw may be of nobody
             reasons = "; ".join(f"{name}: {why}" for name, why in sorted(self.failed.items()))
             raise DataError("no client sent an update" + (f" ({reasons})" if reasons else ""))
         return True
 
     def result(self) -> tuple[Contribution | None, Tensor | None]:
-        assert self._tree is not None
+        if self._tree is None:
+            return None, None
         for name, place in self._places.items():
             if name not in self.told and not self._tree.is_complete:
                 self._tree.take(place, None)
@@ -219,8 +229,16 @@ def plan_secure(settings: FederatedSettings, secure: SecureSettings, num_values:
     privacy = settings.parts.privacy
     is_equal = settings.weights == "equal" or privacy is not None
     most_weight = 1.0 if is_equal else float(settings.most_samples or 1)
-    bound = privacy.clip_norm if privacy is not None else settings.max_norm
+    bound = settings.max_norm
     fixed = FixedPoint(largest=secure.range, bits=secure.bits, num_clients=num_clients)
+    if privacy is not None and privacy.where == "central":
+        # Rounding lengthens an update by at most half a step in each place. What is summed must keep clip_norm.
+        bound = privacy.clip_norm - math.sqrt(num_values) * fixed.step / 2
+        if not bound > 0:
+            raise JobError(
+                f"strategy.privacy.clip_norm = {privacy.clip_norm} is less than what rounding {num_values:,} numbers "
+                f"to strategy.secure.bits = {secure.bits} adds: set more bits, or a smaller strategy.secure.range"
+            )
     if most_weight * num_clients >= 2 ** (fixed.word_bits - 1):
         raise JobError(
             f"strategy.most_samples = {settings.most_samples} of {num_clients} clients cannot be added in words of "

@@ -6,6 +6,7 @@ process: nothing is left over from the client that the process trained before.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from cordee.communication.compression import CompressionSettings
 from cordee.compute import Computation, OptimizerRecipe, split_batch
 from cordee.compute.computation import clip_gradients
 from cordee.core import Batch, Job
-from cordee.core.errors import DataError, TrainingError
+from cordee.core.errors import DataError, JobError, TrainingError
 from cordee.core.seeds import derive_seed
 from cordee.data import ArraySource, Source
 from cordee.data.augment import Augmentation
@@ -84,8 +85,12 @@ class ClientTrainer:
         flat: FlatModel,
         computation: Computation,
         recipe: OptimizerRecipe,
+        *,
+        noise_key: int | None = None,
     ) -> None:
+        """`noise_key` is what noise of the client follows from: a secret; the seed of the job in a simulation."""
         self._job = job
+        self._noise_key = job.seed if noise_key is None else noise_key
         self._settings = settings
         self._parts = settings.parts
         self._algorithm = algorithm
@@ -121,11 +126,17 @@ class ClientTrainer:
         before = self._count_correct(source, tested_on)
         loss_sum, loss_count, num_trained = self._take_steps(local, source, trained_on, sent.round, client)
         finished = algorithm.finish(local)
+        parts = self._parts
+        if (parts.privacy or parts.robust or parts.secure) and (finished.summed or finished.scale != 1.0):
+            raise JobError(
+                f"strategy.algorithm = '{self._settings.use.use}' sends more than a difference, which "
+                "strategy.privacy, robust and secure do not cover: use another algorithm"
+            )
         after = self._count_correct(source, tested_on)
         kept = dict(finished.own)
         if self._settings.personal:
             kept[PERSONAL], kept[PERSONAL_BUFFERS] = flat.personal.clone(), flat.read_buffers(personal=True)
-        payload = self._encode(finished.difference, state, kept, sent.round, client)
+        payload = self._encode(finished.difference, state, kept, sent, client)
         return Update(
             payload=payload,
             buffers=flat.read_buffers(),
@@ -208,16 +219,16 @@ class ClientTrainer:
                     inputs, targets = source.gather(chosen)
                     yield Batch(augmentation.apply(inputs, positions, seed), targets)
 
-    def _encode(
-        self, difference: Tensor, state: Vectors, kept: Vectors, round_number: int, client: str
-    ) -> list[Tensor]:
+    def _encode(self, difference: Tensor, state: Vectors, kept: Vectors, sent: Sent, client: str) -> list[Tensor]:
         """Return the difference as it is sent; what compression leaves out is added to what the client keeps."""
         privacy = self._parts.privacy
         if privacy is not None:
             clip(difference, privacy.clip_norm)
             if privacy.where == "local":
-                seed = derive_seed(self._job.seed, "client", client, "round", round_number, "noise")
-                add_noise(difference, privacy.clip_norm * privacy.noise, seed)
+                # Other noise for other parameters: two updates with the same noise would differ by none.
+                trained_from = hashlib.sha256(sent.parameters.numpy().tobytes()).hexdigest()
+                deviation = privacy.clip_norm * privacy.noise
+                add_noise(difference, deviation, self._noise_key, "noise", client, sent.round, trained_from)
         if self.feedback_settings.use == "none":
             return [difference]
         feedback = self.feedback_settings.feedback(self._flat.shapes, difference.dtype)

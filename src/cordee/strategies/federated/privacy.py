@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cordee.core.errors import MissingExtraError
+from cordee.strategies.federated.keyed import normals
 from cordee.strategies.federated.settings import FederatedSettings, PrivacySettings
 
 
@@ -22,10 +23,18 @@ def clip(vector: Tensor, most_norm: float) -> float:
     return norm
 
 
-def add_noise(vector: Tensor, deviation: float, seed: int) -> None:
-    """Add normal noise in place. Who knows the seed can take it off again: between real sites it must be secret."""
-    generator = torch.Generator().manual_seed(seed)
-    vector.add_(torch.randn(vector.shape, generator=generator, dtype=torch.float64).to(vector.dtype), alpha=deviation)
+def add_noise(vector: Tensor, deviation: float, key: int, *place: int | str) -> None:
+    """Add normal noise in place. Who knows the key can take it off again: between real sites it must be secret."""
+    noise = torch.from_numpy(normals(vector.numel(), key, *place)).view(vector.shape)
+    vector.add_(noise.to(vector.dtype), alpha=deviation)
+
+
+def accounted(settings: FederatedSettings, num_clients: int) -> list[Any] | None:
+    """Return all that ε of a round depends on, for a checkpoint; None without privacy."""
+    if (privacy := settings.parts.privacy) is None:
+        return None
+    share = settings.fraction if settings.sampling == "poisson" else settings.num_asked(num_clients)
+    return [privacy.noise, privacy.where, settings.sampling, share, num_clients]
 
 
 class Accountant:

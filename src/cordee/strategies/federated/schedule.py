@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cordee.core.errors import JobError
 from cordee.core.seeds import derive_seed
 from cordee.strategies.federated.algorithms import Algorithm
 from cordee.strategies.federated.sampling import draw_clients
@@ -49,6 +50,16 @@ class Schedule:
     algorithm: Algorithm
     seed: int
     sizes: Sequence[int]  # samples of each client
+    batch_size: int  # of a client
+
+    def check(self) -> None:
+        """Raise JobError where all clients are late in every round: an asynchronous update would wait for ever."""
+        fastest_s = min(self.duration_s(client) for client in range(len(self.sizes)))
+        if fastest_s > self.settings.deadline_s:
+            raise JobError(
+                f"strategy.deadline = {self.settings.deadline!r} is over before any client is done: the fastest takes "
+                f"{fastest_s:g} s of the virtual clock. Set a longer deadline, or smaller times in strategy.clock"
+            )
 
     def rounds(self, first: int = 0) -> Iterator[Round]:
         """Yield all rounds from `first` on."""
@@ -62,6 +73,10 @@ class Schedule:
         settings, clock = self.settings, self.settings.parts.clock
         is_slow = _draw(self.seed, "straggler", client) < clock.stragglers
         samples = self.sizes[client] * (settings.local_epochs or 1)
+        if settings.local_steps is not None:
+            per_epoch = -(-self.sizes[client] // self.batch_size)  # the last batch of an epoch may be smaller
+            epochs, steps = divmod(settings.local_steps, per_epoch)
+            samples = epochs * self.sizes[client] + min(steps * self.batch_size, self.sizes[client])
         return (samples * clock.sample_seconds + clock.overhead_seconds) * (clock.slowdown if is_slow else 1.0)
 
     def _fails(self, client: int, number: int) -> bool:

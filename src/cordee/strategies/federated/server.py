@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cordee.checkpoint import State
 from cordee.core.errors import CheckpointError
-from cordee.core.seeds import derive_seed
 from cordee.strategies.federated.aggregation import Contribution
 from cordee.strategies.federated.algorithms import Algorithm, RoundSum, Vectors
 from cordee.strategies.federated.client import Sent
-from cordee.strategies.federated.privacy import add_noise
+from cordee.strategies.federated.privacy import accounted, add_noise
 from cordee.strategies.federated.settings import FederatedSettings
 from cordee.strategies.outer import OuterStep
 
@@ -43,10 +43,10 @@ class FederatedServer:
         buffers: Tensor,
         *,
         num_clients: int,
-        seed: int,
+        noise_key: int,
         python_path: Sequence[str] = (),
     ) -> None:
-        """Begin with a copy of the parameters. `seed` is what central noise is derived from: secret between sites."""
+        """Begin with a copy of the parameters. Central noise follows from `noise_key`: secret between sites."""
         self._settings = settings
         self._parts = settings.parts
         self._algorithm = algorithm
@@ -54,7 +54,7 @@ class FederatedServer:
         self._own: Vectors = algorithm.begin_server(start)
         self._buffers = buffers.clone()
         self._num_clients = num_clients
-        self._seed = seed
+        self._noise_key = noise_key
         self.num_rounds = 0  # that are finished
 
     @property
@@ -108,8 +108,8 @@ class FederatedServer:
                 whole.difference, whole.summed, expected, whole.weighted_scale, whole.num_clients, self._num_clients
             )
             if privacy.where == "central":
-                seed = derive_seed(self._seed, "privacy", self.num_rounds)
-                add_noise(whole.difference, privacy.clip_norm * privacy.noise, seed)
+                deviation = privacy.clip_norm * privacy.noise
+                add_noise(whole.difference, deviation, self._noise_key, "privacy", self.num_rounds)
         return self._algorithm.combine(whole, self._own)
 
     def state_dict(self) -> State:
@@ -117,7 +117,8 @@ class FederatedServer:
         tensors = {f"own.{name}": vector for name, vector in self._own.items()}
         outer = self._outer.state_dict()
         tensors |= {f"outer.{name}": tensor for name, tensor in outer.tensors.items()}
-        return State(tensors, {"rounds": self.num_rounds, "outer": outer.values})
+        spent_by = accounted(self._settings, self._num_clients)
+        return State(tensors, {"rounds": self.num_rounds, "outer": outer.values, "accounted": spent_by})
 
     @torch.no_grad()
     def load_state_dict(self, state: State, parameters: Tensor, buffers: Tensor) -> None:
@@ -128,8 +129,21 @@ class FederatedServer:
                 f"the checkpoint has {sorted(own) or 'nothing'} of another algorithm, and strategy.algorithm = "
                 f"{self._settings.algorithm!r} keeps {sorted(self._own) or 'nothing'}: set it as it was"
             )
+        was, now = state.values.get("accounted"), accounted(self._settings, self._num_clients)
+        if was != now and int(state.values["rounds"]):
+            raise CheckpointError(
+                f"the rounds of the checkpoint were made with {_words(was)}, and the job has {_words(now)}: ε of all "
+                "rounds would be wrong. Continue with the settings that the run had, or start a new run"
+            )
         self._own = {name: vector.clone() for name, vector in own.items()}
         self._outer.set_start({_SHARED: parameters})
         self._outer.load_state_dict(state.part("outer"))
         self._buffers = buffers.clone()
         self.num_rounds = int(state.values["rounds"])
+
+
+def _words(spent_by: list[Any] | None) -> str:
+    if spent_by is None:
+        return "no strategy.privacy"
+    noise, where, sampling, share, num_clients = spent_by
+    return f"noise = {noise} (where = '{where}'), sampling = '{sampling}' of {share} of {num_clients} clients"

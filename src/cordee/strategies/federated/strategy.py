@@ -40,11 +40,16 @@ class Federated:
             raise JobError("training.ema is not for strategy 'federated': clients begin every round from new weights")
         if training.lr_scale != "none":
             raise JobError("training.lr_scale has no meaning for clients, which all have batches of their own")
-        if algorithm.is_stateful and (parts.privacy or parts.robust or parts.secure):
+        if (algorithm.is_stateful or algorithm.needs_sgd) and (parts.privacy or parts.robust or parts.secure):
             part = "privacy" if parts.privacy else "robust" if parts.robust else "secure"
             raise JobError(
                 f"strategy.algorithm = '{self.settings.use.use}' sends more than a difference, which strategy.{part} "
                 "does not cover: use another algorithm"
+            )
+        if parts.secure and self.settings.sampling == "poisson":
+            raise JobError(
+                "strategy.sampling = 'poisson' may draw one client or none, whose sum strategy.secure cannot hide: set "
+                "sampling = 'fixed'"
             )
         if algorithm.discount is not None and (parts.privacy or parts.secure or self.settings.sampling != "fixed"):
             raise JobError(
@@ -69,13 +74,17 @@ class Federated:
                 f"strategy.algorithm = '{settings.use.use}' divides by the steps of SGD: set optimizer.use = 'sgd', "
                 "without optimizer.groups"
             )
-        if settings.parts.privacy is not None:
-            for name, module in model.named_modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
-                    raise ModelError(
-                        f"strategy.privacy adds noise to parameters, and the running statistics of '{name}' "
-                        f"({type(module).__name__}) would be sent without: use GroupNorm instead"
-                    )
+        parts = settings.parts
+        why = (
+            "strategy.privacy adds noise to parameters, and not to" if parts.privacy is not None else
+            f"strategy.robust = '{parts.robust.use}' judges parameters, and not" if parts.robust is not None else ""
+        )  # fmt: skip
+        for name, module in model.named_modules():
+            if why and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+                raise ModelError(
+                    f"{why} the running statistics of '{name}' ({type(module).__name__}), which clients send as well: "
+                    "use GroupNorm instead"
+                )
         if settings.client_test and not self._computation.counts_classes:
             raise JobError("strategy.client_test measures accuracy, and the targets of this data are no classes")
         parameter = next(p for p in model.parameters() if p.requires_grad)

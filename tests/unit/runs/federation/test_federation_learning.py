@@ -14,6 +14,7 @@ from cordee.monitoring import Monitor
 from cordee.runs.federation.learning import FederationLearning
 from cordee.runs.federation.messages import Result
 from cordee.runs.federation.store import RoundRecord
+from cordee.strategies.federated.sampling import draw_clients
 from cordee.training.components import assemble
 
 PRIVACY = {"clip_norm": 1.0, "noise": 1.0}
@@ -116,3 +117,22 @@ def test_a_simulation_cannot_continue_a_federation(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "checkpoints", 9, checkpoint.State.join(model=state), keep=3)
     with pytest.raises(CheckpointError, match="not that of a federation"):
         learning.load()
+
+
+def test_whoever_knows_the_job_does_not_know_whom_privacy_draws(tmp_path: Path) -> None:
+    names = [f"site-{number}" for number in range(40)]
+    private = {"privacy": PRIVACY, "sampling": "poisson", "fraction": 0.5}
+    learning = learn(tmp_path, 40, **private)
+    guessed = draw_clients(learning.settings, 40, learning.parts.job.seed, 0)
+    assert learning.draw(names, names, 1)[0] != [names[number] for number in guessed]
+
+
+def test_a_private_round_that_draws_nobody_is_made(tmp_path: Path) -> None:
+    learning = learn(tmp_path, privacy=PRIVACY, sampling="poisson", fraction=0.01)
+    before = learning.sent().parameters.clone()
+    record = RoundRecord(round=0, attempt=0, asked=(), started=0.0)
+    one = learning.open_round(record)
+    assert not one.missing and one.end_stage()
+    learning.finish(one, *one.result(), [])
+    assert learning.num_rounds == 1 and learning.epsilon is not None
+    assert not torch.equal(learning.sent().parameters, before), "noise is added all the same"

@@ -77,6 +77,8 @@ def test_an_update_counts_once_and_only_in_its_round() -> None:
         (result(summed=("control",)), vectors(), "2 vectors"),
         (result(loss_sum=math.nan), vectors(), "not a number"),
         (result(scale=math.inf), vectors(), "not a number"),
+        (result(scale=1e30), vectors(), "an update of norm"),
+        (result(summed=("control",)), [*vectors(), torch.zeros(LENGTH)], "not \\[\\]: it has another job"),
     ],
 )
 def test_wrong_updates_are_refused(sent: Result, arrays: list[Tensor], message: str) -> None:

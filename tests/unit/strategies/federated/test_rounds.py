@@ -69,7 +69,7 @@ class Simulation:
             self.flat.shared,
             self.flat.read_buffers(),
             num_clients=len(SIZES),
-            seed=self.job.seed,
+            noise_key=self.job.seed,
         )
         self.kept: dict[int, dict[str, Tensor]] = {}
         self.updates: dict[int, Update] = {}
@@ -243,7 +243,7 @@ def test_fedbuff_starts_anywhere_with_the_same_rounds() -> None:
         algorithm={"use": "fedbuff", "concurrency": 3}, clients_per_round=2, rounds=20,
         clock={"stragglers": 0.3, "slowdown": 20.0, "failures": 0.1},
     )  # fmt: skip
-    schedule = Schedule(simulation.settings, simulation.algorithm, 5, SIZES)
+    schedule = Schedule(simulation.settings, simulation.algorithm, 5, SIZES, 8)
     rounds = list(schedule.rounds())
     assert list(schedule.rounds(11)) == rounds[11:]
     assert any(task.base < one.number for one in rounds for task in one.tasks), "nothing was ever late"
@@ -254,7 +254,7 @@ def test_fedbuff_starts_anywhere_with_the_same_rounds() -> None:
 
 def test_a_deadline_leaves_out_the_slow_and_failures_drop_out() -> None:
     settings = Simulation(deadline=0.025, clock={"failures": 0.4}, rounds=30).settings
-    rounds = list(Schedule(settings, make_algorithm(settings.use), 0, SIZES).rounds())
+    rounds = list(Schedule(settings, make_algorithm(settings.use), 0, SIZES, 8).rounds())
     assert all(set(one.late) <= {2, 3} for one in rounds) and any(one.late for one in rounds)
     assert any(one.dropped for one in rounds)
     for one in rounds:

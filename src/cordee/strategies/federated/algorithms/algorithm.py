@@ -59,6 +59,13 @@ def _plain_finish(local: LocalTraining) -> Finished:
     return Finished(local.here - local.start, {}, {})
 
 
+def summed_names(algorithm: Algorithm, start: Tensor) -> frozenset[str]:
+    """Return the names of what a client returns besides, to be summed: those of a client that took one step."""
+    own, sent = algorithm.begin_client(start), algorithm.begin_server(start) if algorithm.sends_own else {}
+    local = LocalTraining(start.clone(), start.clone(), start * 0, sent, own, rate=1.0, num_steps=1, unit_steps=1.0)
+    return frozenset(algorithm.finish(local).summed)
+
+
 def mean_difference(total: RoundSum, own: Vectors) -> tuple[Tensor, Vectors]:
     """Return the weighted mean of the differences, and what the server keeps unchanged."""
     return total.difference / total.weight, own
