@@ -13,7 +13,7 @@ FAULT_RESULTS ?=
 # How long `make test-long` compares random jobs of fresh seeds with the single run.
 DIFFERENCE_MINUTES ?= 60
 
-.PHONY: help quickstart test test-long test-faults test-env test-ray test-spark test-frameworks bench-engines test-dashboard test-trackers unit lint types bench docs fuzz clean
+.PHONY: help quickstart test test-long test-faults test-env test-ray test-spark test-frameworks bench-engines bench-federated test-dashboard test-trackers unit lint types bench docs fuzz clean
 help:
 	@echo "make quickstart  set up, train by three strategies, kill a worker, show the results (two minutes)"
 	@echo "make test        set up, run the tests"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-trackers  the sinks for MLflow and Weights & Biases, offline (installs both)"
 	@echo "make test-frameworks  Accelerate, Lightning, the Hugging Face Trainer, TensorFlow, Keras, JAX (.venv-frameworks)"
 	@echo "make bench-engines  the engines 'env', 'ray' and 'spark' beside their peers (in .venv-ray; needs Java 17)"
+	@echo "make bench-federated  a simulated round beside Flower and pfl (.venv-flower, .venv-pfl)"
 	@echo "make unit        only the unit tests (about a minute)"
 	@echo "make lint types  ruff, mypy --strict"
 	@echo "make bench       measure against the peers (installs them; some minutes)"
@@ -116,6 +117,12 @@ bench: $(VENV)/.cordee
 bench-engines: .venv-ray/.engine
 	@.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,spark]'
 	.venv-ray/bin/cordee bench engines $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(CASES),--cases $(CASES)) -o benchmarks/results/engines.json
+
+# Flower and pfl in an environment each: what they pin contradicts what we pin.
+bench-federated: $(VENV)/.cordee
+	@test -x .venv-flower/bin/python || { "$(PYTHON)" -m venv .venv-flower && .venv-flower/bin/python -m pip install --quiet --disable-pip-version-check 'flwr[simulation]==1.41.0' torch==2.13.0; }
+	@test -x .venv-pfl/bin/python || { "$(PYTHON)" -m venv .venv-pfl && .venv-pfl/bin/python -m pip install --quiet --disable-pip-version-check pfl==0.6.0 torch==2.13.0; }
+	$(BIN)/cordee bench federated $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(CASES),--cases $(CASES)) -o benchmarks/results/federated.json
 
 fuzz: $(VENV)/.cordee
 	@$(PIP) -e '.[fuzz]'

@@ -92,14 +92,18 @@ def measure_cases(
 
 
 def interleave(
-    contestants: Mapping[str, Callable[[], Figure]], rounds: int, say: Callable[[str], None] = lambda _: None
+    contestants: Mapping[str, Callable[[], Figure]],
+    rounds: int,
+    say: Callable[[str], None] = lambda _: None,
+    *,
+    warm_up: bool = True,
 ) -> dict[str, list[Figure]]:
     """Call every contestant once per round, starting each round with another, and return all figures.
 
     A first, uncounted call warms each of them up.
     """
     names = list(contestants)
-    for name in names:
+    for name in names if warm_up else ():
         contestants[name]()
     raw: dict[str, list[Figure]] = {name: [] for name in names}
     started = time.perf_counter()

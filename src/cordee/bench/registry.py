@@ -28,7 +28,7 @@ BENCHMARKS = {
     "allreduce": "the backend beside gloo and OpenMPI, and what the memory allows",
     "hosts": "two hosts, plain and encrypted, full speed and 100 Mbit/s: all-reduce beside gloo, training beside DDP",
     "slow_link": "10 Mbit/s between two hosts: local_sgd beside DDP on gloo, plain and with PowerSGD; DiLoCo of a GPT",
-    "federated": "a round of 100 clients beside their pure work, and the memory of 10,000 clients beside that of 100",
+    "federated": "a round of 100 clients beside their pure work, Flower and pfl, and the memory of 10,000 clients",
     "federation": "a round between sites: ten client processes on loopback, plain and with secure aggregation",
     "recovery": "a worker is killed: time to the next step, beside torchrun's restart",
     "reproducible": "what reproducible mode costs beside the ordinary one: four models, one and two workers",
