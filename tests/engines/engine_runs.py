@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from cordee.bench.clusters import Cluster
-from cordee.strategies.table import STRATEGIES
+from cordee.strategies.table import STRATEGIES, strategies_where
 
 TIMEOUT_S = 500.0  # on a busy machine a JVM takes minutes to start
 JOB = """
@@ -70,6 +70,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "single": ("strategy.workers=1",),
     "hybrid": ("strategy.mesh={tensor = 2}",),
 }
+
+
+# A simulation of clients has its server and its workers on one host.
+STRATEGIES_OF_CLUSTERS = strategies_where(lambda entry: entry.run_kind != "rounds")
+STRATEGIES_OF_ONE_HOST = strategies_where(lambda entry: entry.run_kind == "rounds")
 
 
 def settings_of(strategy: str) -> tuple[str, ...]:
@@ -232,6 +237,13 @@ def assert_same_as_elsewhere(strategy: str, driver: Driver) -> None:
     assert outcome.code == 0, outcome.output
     assert outcome.summary["samples"] == reference.summary["samples"]
     assert outcome.summary["weights_sha256"] == reference.summary["weights_sha256"]
+
+
+def assert_refused_off_this_host(strategy: str, folder: Path, engine: str, cluster: Cluster) -> None:
+    job = JOB.replace("epochs = 2\n", "")  # it is as long as its rounds
+    outcome = train(folder, *settings_of(strategy), *on(engine, cluster), job=job)
+    assert outcome.code == 2, outcome.output
+    assert f"strategy '{strategy}' simulates clients on this host" in outcome.output
 
 
 def assert_replaced(engine: str, cluster: Cluster, folder: Path, replace: Callable[[], object]) -> None:

@@ -96,7 +96,7 @@ def test_a_launch_trains_and_says_what_it_is(launcher: str, reference: str, tmp_
     runs.wait_until(lambda: not leftovers(tmp_path), 10.0)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", runs.STRATEGIES_OF_CLUSTERS)
 def test_every_strategy_gives_the_weights_that_it_gives_elsewhere(strategy: str, tmp_path: Path) -> None:
     job = runs.TOKENS_JOB if strategy in ("tensor", "hybrid") else runs.JOB
     own = ("training.reproducible=true",) if STRATEGIES[strategy].can_reproduce else runs.settings_of(strategy)

@@ -321,7 +321,10 @@ def _connect(ray: Any, address: str, *, may_start: bool = True) -> tuple[bool, b
                 return True, False
         if not may_start:
             raise JobError("no Ray runs on this host: start one with `ray start --head`, or set RAY_ADDRESS")
-        ray.init("local", include_dashboard=False, **options)
+        # Ray's default niceness of 15 would leave the workers next to nothing beside anything else on this host: on a
+        # busy machine of 2 cores the first worker took 7 minutes to start.
+        with env.with_default("RAY_worker_niceness", "0"):
+            ray.init("local", include_dashboard=False, **options)
     return True, True
 
 
