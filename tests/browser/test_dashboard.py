@@ -48,6 +48,9 @@ def fill(run: Path, num_steps: int = 400) -> None:
             write(run, events.WorkerLost(time=at, worker=1, step=150, reason="was killed by SIGKILL"))
             write(run, events.WorkerStarted(time=at + 3, worker=1, pid=2, host="h", role="worker"))
             write(run, events.Recovery(time=at + 0.1, lost=[1], seconds=0.1, step=150, steps_redone=1))
+    for number in (1, 2):
+        facts = {"num_asked": 5, "num_took_part": 4, "late": [3], "epsilon": 0.375 * number}
+        write(run, events.Round(time=1041.0, round=number, **facts))
     write(run, events.Staleness(time=1042.0, ages={"0": 300, "1": 80, "2": 20}))
     (run / "timeline").mkdir()
     for worker in range(2):
@@ -112,6 +115,12 @@ def test_a_run_on_one_screen(browser: Browser, address: str, theme: str) -> None
     expect(page.locator("h1")).to_contain_text("first died")
     expect(page.locator(".diagnosis")).to_contain_text("cordee resume")
     assert page.locator("rect.down").count() == 1
+    assert page.locator("svg[aria-label='Members'] path.f1").count() == 2  # each member has computed
+    page.locator("svg[aria-label='Members']").focus()
+    page.keyboard.press("ArrowDown")
+    expect(page.locator("figure").first.locator("output")).to_contain_text("worker 0: ")
+    expect(page.locator("figcaption").filter(has_text="Rounds: clients")).to_be_visible()
+    expect(page.get_by_text("ε 0.75 spent after round 2")).to_be_visible()
     page.get_by_text("Members as a table").click()
     expect(page.get_by_role("cell", name="worker 1 was killed by SIGKILL")).to_be_visible()
     expect(page.get_by_role("cell", name="<img src=x onerror=alert(1)> is text")).to_be_visible()
@@ -192,7 +201,11 @@ def test_predicted_and_measured_and_many_members(browser: Browser, tmp_path: Pat
     with serving(tmp_path / "runs") as address:
         page, problems = opened(browser, address)
         expect(page.get_by_role("row", name="time of a step 11 ms 10 ms +10 %")).to_be_visible()
-        assert page.locator("svg[aria-label^='Where the time']").locator("rect").count() >= 4 * 120 - 8
+        # Timelines are read a part at a time; the page asks for the rest.
+        bars = page.locator("svg[aria-label^='Where the time'] rect")
+        expect(bars).to_have_count(4 * 120 - 2, timeout=30_000)
+        expect(page.locator("svg[aria-label='Members'] text").filter(has_text="worker 5")).to_have_count(0)
+        expect(page.locator(".legend").filter(has_text="75 – 100 % busy")).to_be_visible()
         keep(page, "dashboard-many")
         assert problems == []
         page.context.close()

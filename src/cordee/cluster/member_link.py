@@ -38,6 +38,7 @@ from cordee.communication.messages import (
     Refused,
 )
 from cordee.communication.this_host import host_id, own_address
+from cordee.communication.traffic import SENT
 from cordee.communication.wire import Codec
 from cordee.core import Job, env
 from cordee.core.errors import CommunicationError
@@ -319,8 +320,12 @@ def open_timeline(spec: MemberSpec, link: MemberLink) -> Timeline:
     run_dir = Path(spec.run_dir)
     if has_run_directory(run_dir, spec.run_id):
         folder = TimelineFolder(run_dir)
-        return Timeline(spec.name, lambda line: folder.write(spec.name, line), lambda: link.clock_offset_us)
-    return Timeline(spec.name, link.send_timeline, lambda: link.clock_offset_us)
+        return Timeline(spec.name, lambda line: folder.write(spec.name, line), lambda: link.clock_offset_us, _sent)
+    return Timeline(spec.name, link.send_timeline, lambda: link.clock_offset_us, _sent)
+
+
+def _sent() -> int:
+    return SENT.num_bytes
 
 
 def describe_failure(error: BaseException, step: int) -> Failure:

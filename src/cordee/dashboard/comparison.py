@@ -15,6 +15,7 @@ import msgspec
 from cordee.core.errors import JobError, MissingExtraError, RunDirectoryError
 from cordee.dashboard.reading import RunReader
 from cordee.dashboard.report_page import render_page
+from cordee.dashboard.series import Curve
 from cordee.monitoring import inspect_run
 from cordee.monitoring.run_directory import SUMMARY_FILE
 from cordee.monitoring.summary import Summary, read_summary
@@ -80,7 +81,7 @@ def compare_runs(runs: Sequence[Path], target: float | None = None, groups: Sequ
         for name, group, summary, reader in zip(names, groups or names, summaries, readers, strict=True)
     ]
     curves = {
-        name: {key: curve.part(0, reader.end, 800)._asdict() for key, curve in reader.curves.items() if len(curve)}
+        name: {key: _since_first_step(reader, curve) for key, curve in reader.curves.items() if len(curve)}
         for name, reader in zip(names, readers, strict=True)
     }
     return Comparison(runs=found, target=target, verdict=conclude(found, target), curves=curves)
@@ -160,10 +161,15 @@ def _compared(name: str, group: str, summary: Summary, reader: RunReader, target
 def _seconds_to(reader: RunReader, target: float | None) -> float | None:
     if target is None:
         return None
-    begun = reader.curves["loss"].part(0, math.inf, 1 << 30).x
     tested = reader.curves["accuracy"].part(0, math.inf, 1 << 30)
     reached = [at for at, value in zip(tested.x, tested.high, strict=True) if value >= target - 1e-6]
-    return reached[0] - begun[0] if reached and begun else None
+    return reached[0] - reader.first_step if reached and len(reader.curves["loss"]) else None
+
+
+def _since_first_step(reader: RunReader, curve: Curve) -> dict[str, list[float]]:
+    """Return a curve by the seconds since the first step: starting processes is no part of a comparison."""
+    part = curve.part(reader.first_step, reader.end, 800)
+    return {**part._asdict(), "x": [at - reader.first_step for at in part.x]}
 
 
 def _summary_of(run: Path) -> Summary:
@@ -218,7 +224,7 @@ def to_png(comparison: Comparison) -> bytes:
             curve = comparison.curves[run.run].get(key)
             if curve is not None:
                 axes.plot(curve["x"], curve["high"], linestyle=strokes[number % len(strokes)], label=run.run)
-        axes.set(xlabel="seconds", ylabel=title)
+        axes.set(xlabel="seconds since the first step", ylabel=title)
         if key == "loss" and any(key in curves for curves in comparison.curves.values()):
             axes.set_yscale("log")
         if axes.lines:

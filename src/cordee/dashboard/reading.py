@@ -10,15 +10,19 @@ import contextlib
 import math
 import os
 import stat
+import threading
 import time
-from collections import OrderedDict
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from cordee.core.errors import RunDirectoryError
-from cordee.dashboard.series import Curve
+from cordee.dashboard.lanes import Lanes
+from cordee.dashboard.series import Curve, Sparklines
 from cordee.monitoring import RunInfo, follow, inspect_run, list_runs
 from cordee.monitoring import events as kinds
 from cordee.monitoring.diagnosis import add_up, diagnose_phases
@@ -31,6 +35,7 @@ from cordee.monitoring.timeline import Phase, follow_member, list_members
 _READING_S = 0.5  # for which one answer reads on; a page shows what there is, and asks again
 _NUM_KEPT = 4  # runs whose curves stay in memory
 _MOST_MARKS = 2000  # the newest
+_MOST_ROUNDS = 1000  # of clients; the newest
 _MOST_MEMBERS = 1000  # whose timelines are read
 _MOST_JOB_BYTES = 1 << 18
 _MEASURED = (  # of a summary, with what was predicted beside it
@@ -40,6 +45,7 @@ _MEASURED = (  # of a summary, with what was predicted beside it
     "predicted_memory_bytes",
     "prediction_is_sure",
 )
+_ROUND = ("round", "num_asked", "num_took_part", "late", "dropped", "refused", "epsilon", "seconds", "bytes_sent")
 CURVES = {"loss": "Training loss", "rate": "Samples per second", "test_loss": "Test loss", "accuracy": "Test accuracy"}
 
 
@@ -74,9 +80,14 @@ class RunReader:
         self.end = 0.0  # the last time that anything happened, in seconds of the run
         self.facts = OverviewBuilder()
         self._origin: float | None = None
+        self._parts: list[tuple[float, float]] = []  # of a run that was resumed: since when, and what is second 0
         self._has_ended = False
         self.is_behind = False
         self.phases: dict[str, list[int]] = {}  # microseconds of each phase, by member
+        self.lanes = Lanes()
+        self.rounds: list[dict[str, Any]] = []  # of clients
+        self.workers: tuple[int, int] | None = None  # now, and wanted
+        self.pace: deque[tuple[float, int]] = deque(maxlen=64)  # the last steps: when, and which
         self._timeline_offsets: dict[str, int] = {}
         self.staleness: dict[str, int] = {}  # gradients by how many updates had overtaken them
         self.measured: dict[str, Any] = {}  # beside what the planner predicted, when the run has ended
@@ -87,7 +98,6 @@ class RunReader:
         Raises RunDirectoryError if the file is another run's.
         """
         deadline_s = time.monotonic() + budget_s
-        self._read_timelines(deadline_s)
         self.is_behind = True
         while time.monotonic() < deadline_s:
             found, offset = follow(self.path, self.offset, CHUNK_BYTES)
@@ -96,22 +106,40 @@ class RunReader:
                 if not isinstance(event, kinds.UnreadableLine):
                     self.take(event)
             if offset == self.offset:
-                self.is_behind = False
+                # After the events: they say which second of the run a moment is.
+                self.is_behind = not self._read_timelines(deadline_s)
                 return
             self.offset = offset
 
-    def _read_timelines(self, deadline_s: float) -> None:
-        """Add up what members have recorded since; a file that cannot be read is passed over."""
+    def _read_timelines(self, deadline_s: float) -> bool:
+        """Add what members have recorded since; return whether that is all. What cannot be read is passed over."""
         for member in list_members(self.path)[:_MOST_MEMBERS]:
             offset = self._timeline_offsets.get(member, 0)
             with contextlib.suppress(RunDirectoryError):
-                while time.monotonic() < deadline_s:
+                while True:
+                    if time.monotonic() >= deadline_s:
+                        return False
                     lines, end = follow_member(self.path, member, offset, CHUNK_BYTES)
                     if end == offset:
                         break
-                    totals = self.phases.setdefault(printable(member), [0] * len(Phase))
-                    self.phases[printable(member)] = [a + b for a, b in zip(totals, add_up(lines), strict=True)]
+                    name = printable(member)
+                    totals = self.phases.setdefault(name, [0] * len(Phase))
+                    self.phases[name] = [a + b for a, b in zip(totals, add_up(lines), strict=True)]
+                    self.lanes.take(name, lines, self.second_of)
                     offset = self._timeline_offsets[member] = end
+        return True
+
+    @property
+    def first_step(self) -> float:
+        """When the first step was taken, in seconds of the run; 0 where none was."""
+        return self.curves["loss"].first or 0.0
+
+    def second_of(self, moment: float) -> float:
+        """Return the second of the run of a moment since 1970; 0 before its first event."""
+        place = bisect_right(self._parts, (moment, math.inf)) - 1
+        if place < 0:
+            return 0.0
+        return max(moment - self._parts[place][1], 0.0)
 
     def take(self, event: kinds.AnyEvent) -> list[Mark]:
         """Add an event; return what is to be marked of it."""
@@ -120,19 +148,33 @@ class RunReader:
         is_resumed = isinstance(event, kinds.RunStarted) and event.start_step
         if is_resumed or self._has_ended:  # the hours in which it did not run are not drawn
             self._origin += max(event.time - self._origin - self.end - 1.0, 0.0)
+        if not self._parts or self._parts[-1][1] != self._origin:
+            self._parts.append((event.time, self._origin))
         self._has_ended = isinstance(event, kinds.RunEnded)
         at = max(event.time - self._origin, 0.0)
         self.end = max(self.end, at)
         match event:
             case kinds.Step():
                 self.step = event.step
+                self.pace.append((at, event.step))
                 self.curves["loss"].append(at, event.loss)
                 self.curves["rate"].append(at, event.samples_per_second)
             case kinds.Evaluation():
                 self.curves["test_loss"].append(at, event.test_loss)
                 self.curves["accuracy"].append(at, event.test_accuracy)
+            case kinds.Round():
+                self.step = event.round
+                self.pace.append((at, event.round))
+                self.curves["loss"].append(at, event.loss)
+                self.rounds.append({key: getattr(event, key) for key in _ROUND})
+                del self.rounds[:-_MOST_ROUNDS]
             case kinds.RunStarted():
                 self.total_steps = event.total_steps
+                self.workers = (event.workers, event.workers)
+            case kinds.Scale():
+                self.workers = (self.workers[0] if self.workers else event.workers, event.workers)
+            case kinds.Generation():
+                self.workers = (len(event.members), self.workers[1] if self.workers else len(event.members))
             case kinds.WorkerStarted():
                 self._change(f"{event.role} {event.worker}", "up", at)
             case kinds.WorkerLost():
@@ -142,6 +184,7 @@ class RunReader:
             case kinds.Staleness():
                 self.staleness = {age: count for age, count in event.ages.items() if age.isdecimal()}
             case kinds.RunEnded():
+                self.step = max(self.step, event.steps)
                 self.measured = {key: getattr(event, key) for key in _MEASURED}
                 for member in self.members:
                     self._change(member, "", at)
@@ -195,6 +238,8 @@ class Runs:
         self._folder = folder
         self._only = only  # a run elsewhere, which is shown as well
         self._readers: OrderedDict[str, RunReader] = OrderedDict()
+        self._sparklines = Sparklines()
+        self._lock = threading.RLock()  # a run is read once, however many requests ask for it at a time
 
     def list(self) -> list[dict[str, Any]]:
         """Return all runs, newest first."""
@@ -202,7 +247,7 @@ class Runs:
         if self._only is not None and all(not _is_same(info.path, self._only) for info in infos):
             found = inspect_run(self._only)
             infos = [*([found] if found is not None else []), *infos]
-        return [_listed(info) for info in infos]
+        return [{**_listed(info), "losses": self._sparklines.of(info.path)} for info in infos]
 
     def find(self, name: str) -> Path:
         """Return the directory of a run by its name. Raises RunDirectoryError for what is none, or is a link."""
@@ -231,6 +276,10 @@ class Runs:
 
     def overview(self, name: str) -> dict[str, Any]:
         """Return what a page of a run begins with."""
+        with self._lock:
+            return self._overview(name)
+
+    def _overview(self, name: str) -> dict[str, Any]:
         reader = self.reader(name)
         info = inspect_run(reader.path)
         if info is None:
@@ -251,17 +300,27 @@ class Runs:
             "diagnosis": diagnose(reader, state),
             "phases": reader.phases,
             "staleness": reader.staleness,
+            "rounds": reader.rounds,
+            "first_step": reader.first_step,
+            "workers": reader.workers,
+            "seconds_left": seconds_left(reader) if state == "running" else None,
             "facts": reader.measured,
         }
 
     def series(self, name: str, begin: float, end: float, columns: int) -> dict[str, Any]:
         """Return all curves of a run between two moments, in at most so many columns."""
-        reader = self.reader(name)
-        return {
-            "begin": begin,
-            "end": end,
-            "curves": {key: curve.part(begin, end, columns)._asdict() for key, curve in reader.curves.items()},
-        }
+        with self._lock:
+            curves = self.reader(name).curves
+            return {
+                "begin": begin,
+                "end": end,
+                "curves": {key: curve.part(begin, end, columns)._asdict() for key, curve in curves.items()},
+            }
+
+    def lanes(self, name: str, begin: float, end: float, columns: int) -> Mapping[str, Any]:
+        """Return what each member of a run did between two moments."""
+        with self._lock:
+            return self.reader(name).lanes.part(begin, end, columns)
 
     def job(self, name: str) -> str:
         """Return the job file of a run, as text."""
@@ -275,6 +334,14 @@ class Runs:
 def _listed(info: RunInfo) -> dict[str, Any]:
     known = msgspec.to_builtins(info, enc_hook=str)
     return {**known, "path": info.path.name, "problem": printable(info.problem or "")}
+
+
+def seconds_left(reader: RunReader) -> float | None:
+    """Return how long the run still takes at the pace of its last steps; None where that is not known."""
+    if reader.total_steps is None or len(reader.pace) < 2:
+        return None
+    (first_s, first), (last_s, last) = reader.pace[0], reader.pace[-1]
+    return max(reader.total_steps - last, 0) * (last_s - first_s) / (last - first) if last > first else None
 
 
 def diagnose(reader: RunReader, state: str) -> str:

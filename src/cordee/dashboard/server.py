@@ -131,7 +131,8 @@ class Pages:
             Route("/pages/{file}", self.file),
             Route("/api/runs", self.answering(lambda request: self._runs.list())),
             Route("/api/run/{name}", self.answering(lambda request: self._runs.overview(_name(request)))),
-            Route("/api/run/{name}/series", self.answering(self.series)),
+            Route("/api/run/{name}/series", self.answering(self.part(self._runs.series))),
+            Route("/api/run/{name}/lanes", self.answering(self.part(self._runs.lanes))),
             Route("/api/run/{name}/job", self.answering(lambda request: self._runs.job(_name(request)))),
             Route("/api/run/{name}/logs", self.answering(self.logs)),
             Route("/api/run/{name}/stream", self.stream),
@@ -157,13 +158,18 @@ class Pages:
 
         return answer
 
-    def series(self, request: Request) -> Any:
-        asked = request.query_params
-        begin, end = float(asked.get("begin", 0)), float(asked.get("end", 0))
-        columns = min(max(int(asked.get("columns", 800)), 1), _MOST_COLUMNS)
-        if not begin <= end < 1e12:
-            raise ValueError("begin is after end")
-        return self._runs.series(_name(request), begin, end, columns)
+    def part(self, read: Callable[[str, float, float, int], Any]) -> Callable[[Request], Any]:
+        """Return what answers with a part of the time of a run in so many columns."""
+
+        def answer(request: Request) -> Any:
+            asked = request.query_params
+            begin, end = float(asked.get("begin", 0)), float(asked.get("end", 0))
+            columns = min(max(int(asked.get("columns", 800)), 1), _MOST_COLUMNS)
+            if not 0 <= begin <= end < 1e12:
+                raise ValueError("begin is after end")
+            return read(_name(request), begin, end, columns)
+
+        return answer
 
     def logs(self, request: Request) -> Any:
         lines = Logs(self._runs.find(_name(request)), request.query_params.get("member", "")).new_lines()
@@ -224,6 +230,9 @@ class _Stream(Response):
                 )
             await asyncio.wait([gone], timeout=_LOOK_EVERY_S)
             quiet_s += _LOOK_EVERY_S
+        if not gone.done():
+            last = {"type": "http.response.body", "body": b"", "more_body": False}
+            await asyncio.wait_for(send(last), _SLOWEST_READER_S)
 
 
 def _end_of_events(path: Path, offset: int) -> int:

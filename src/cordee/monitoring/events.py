@@ -300,7 +300,7 @@ class SamplesLost(EventRecord, frozen=True, kw_only=True, tag="samples_lost"):
 
 
 class Staleness(EventRecord, frozen=True, kw_only=True, tag="staleness"):
-    """with parameter servers, at the end of a run"""
+    """with parameter servers, at each snapshot: how old the gradients were so far"""
 
     ages: dict[str, int]  # gradients by how many updates had overtaken them
 

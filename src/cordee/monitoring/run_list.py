@@ -32,6 +32,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     wall_seconds: float | None = None
     steps: int | None = None
     test_accuracy: float | None = None
+    samples_per_second: float | None = None
+    faults: int | None = None  # processes that were lost
     problem: str | None = None  # what is wrong with an unreadable one
 
 
@@ -56,6 +58,7 @@ class Trace(msgspec.Struct):
     start_step: int | None = None
     step: int | None = None
     test_accuracy: float | None = None
+    samples_per_second: float | None = None
 
 
 class Traces(msgspec.Struct):
@@ -65,6 +68,7 @@ class Traces(msgspec.Struct):
     step: Trace = msgspec.field(default_factory=Trace)
     evaluation: Trace = msgspec.field(default_factory=Trace)
     last: Trace = msgspec.field(default_factory=Trace)
+    num_lost: int = 0
 
 
 def list_runs(runs_folder: str | Path) -> list[RunInfo]:
@@ -159,6 +163,8 @@ def _describe(path: Path, job: _JobFile, is_running: bool, summary: Summary | No
             wall_seconds=summary.wall_seconds,
             steps=summary.steps,
             test_accuracy=summary.test_accuracy,
+            samples_per_second=summary.samples_per_second,
+            faults=summary.recoveries,
         )
     started, last = traces.started.time, traces.last.time
     return RunInfo(
@@ -171,6 +177,8 @@ def _describe(path: Path, job: _JobFile, is_running: bool, summary: Summary | No
         wall_seconds=last - started if started and last else None,
         steps=traces.step.step if traces.step.step is not None else traces.started.start_step,
         test_accuracy=traces.evaluation.test_accuracy,
+        samples_per_second=traces.step.samples_per_second,
+        faults=traces.num_lost,
     )
 
 
@@ -186,6 +194,8 @@ def _read_traces(path: Path, tail_bytes: int) -> Traces:
             traces.step = event
         elif event.type == "evaluation":
             traces.evaluation = event
+        elif event.type == "worker_lost":
+            traces.num_lost += 1
     if not traces.started.type:
         first = (msgspec.convert(table, Trace) for table in itertools.islice(read_events(path), _NUM_FIRST))
         traces.started = next((event for event in first if event.type == "run_started"), traces.started)

@@ -62,6 +62,10 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     offset_us: Micros = 0  # to be added to the member's clock for the coordinator's
     offset_error_us: Micros = 0  # at most
     states: Annotated[list[tuple[Micros, State]], Meta(max_length=1024)] = []  # since when, in which state
+    cpu_us: Annotated[int, Meta(ge=0, le=2**62)] = 0  # processor time of the process since it was started
+    memory_bytes: Annotated[int, Meta(ge=0, le=2**62)] = 0  # of the process, at the end of the line
+    sent_bytes: Annotated[int, Meta(ge=0, le=2**62)] = 0  # given to sockets since the process was started
+    until: Annotated[int, Meta(ge=0, le=2**62)] = 0  # when the three were read; counts from `origin_us`
     step: Column = []  # the last of the row
     steps: Column = []  # how many the row has
     at: Column = []  # when the row begins
@@ -94,9 +98,10 @@ class Timeline:
         member: str = "",
         write: Callable[[Line], None] | None = None,
         clock_offset: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        sent_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         """`clock_offset` returns the offset of this clock to the coordinator's and its error, in microseconds."""
-        self._write, self._member, self._clock_offset = write, member, clock_offset
+        self._write, self._member, self._clock_offset, self._sent_bytes = write, member, clock_offset, sent_bytes
         # Once: where the system's clock is set during a run, rows stay one after the other.
         self._origin_ns = perf_counter_ns()
         self._origin_us = time.time_ns() // 1000
@@ -183,6 +188,11 @@ class Timeline:
         self._states.append(((now_ns - self._origin_ns) // 1000, state))
         self._flush(now_ns)
 
+    def note(self) -> None:
+        """Write how much processor time, memory and traffic there was so far: for a process without steps."""
+        if self._write is not None:
+            self._flush(perf_counter_ns())
+
     def close(self) -> None:
         """Write what is left; nothing is recorded any more. May be called again."""
         if self._write is not None:
@@ -204,6 +214,10 @@ class Timeline:
             offset_us=offset_us,
             offset_error_us=error_us,
             states=states,
+            cpu_us=time.process_time_ns() // 1000,
+            memory_bytes=_resident_bytes(),
+            sent_bytes=self._sent_bytes(),
+            until=(now_ns - self._origin_ns) // 1000,
             **{name: rows[place::width].tolist() for place, name in enumerate(_COLUMNS)},
         )
         assert self._write is not None
@@ -212,6 +226,14 @@ class Timeline:
         except StorageError as error:  # training is worth more than a record of it
             log.warning("%s; the timeline of this member ends here", error)
             self._write = None
+
+
+def _resident_bytes() -> int:
+    """Return the memory of this process, as the operating system counts it; 0 where it does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 class TimelineFolder:

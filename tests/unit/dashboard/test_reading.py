@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from cordee.core.errors import RunDirectoryError
-from cordee.dashboard.reading import RunReader, Runs, diagnose
+from cordee.dashboard.reading import RunReader, Runs, diagnose, seconds_left
 from cordee.monitoring import RunDirectory, events
 from cordee.monitoring.timeline import Line, Phase, TimelineFolder
 
@@ -124,6 +124,45 @@ def test_damaged_lines_are_passed_over(run: Path) -> None:
     overview = Runs(run.parent).overview("one")
     assert overview["step"] == 9
     assert ["unreadable", "3 lines"] in overview["rows"]
+
+
+def test_rounds_staleness_and_the_time_left(run: Path) -> None:
+    write(run, events.Round(time=108.0, round=3, num_asked=5, num_took_part=4, late=[1], loss=0.25, epsilon=1.5))
+    write(run, events.Staleness(time=109.0, ages={"0": 2}), events.Staleness(time=110.0, ages={"0": 3, "1": 1}))
+    shown = Runs(run.parent).overview("one")
+    assert (shown["rounds"][0]["num_took_part"], shown["rounds"][0]["epsilon"]) == (4, 1.5)
+    assert shown["staleness"] == {"0": 3, "1": 1}  # each event counts from the start
+    assert shown["first_step"] == 2.0
+    assert shown["seconds_left"] is None  # it does not run
+    reader = RunReader(run)
+    reader.update()
+    assert seconds_left(reader) == pytest.approx((50 - 3) * (8.0 - 2.0) / (3 - 1))
+
+
+def test_the_list_of_runs_shows_the_loss_at_a_glance(run: Path) -> None:
+    for step in range(3, 3000):
+        write(run, events.Step(time=110.0 + step, step=step, loss=1.0 / step))
+    write(run, events.Step(time=4000.0, step=3000, loss=float("nan")), events.Step(time=4001.0, step=3001, loss=7.0))
+    (listed,) = Runs(run.parent).list()
+    losses = listed["losses"]
+    assert (losses[0], losses[-1]) == (2.0, 7.0)
+    assert losses[:-1] == sorted(losses[:-1], reverse=True)
+    assert 20 < len(losses) <= 41
+    assert listed["faults"] == 1
+    (run / "events.jsonl").unlink()
+    assert Runs(run.parent).list()[0]["losses"] == []
+
+
+def test_phases_are_on_the_axis_of_the_events(run: Path) -> None:
+    columns = {name: [0] for name in ("data", "exchange", "evaluate", "save")}
+    row = {"step": [1], "steps": [1], "at": [0], "compute": [1_000_000], "wait": [1_000_000], **columns}
+    folder = TimelineFolder(run)
+    # The clock of the member is 7 s behind; the run began at 100 and rests from 107 to 1000.
+    folder.write("worker-0", Line(member="worker-0", pid=1, host="h", origin_us=95 * 10**6, offset_us=7 * 10**6, **row))
+    write(run, events.RunStarted(time=1000.0, strategy="x", workers=2, start_step=2))
+    folder.write("worker-0", Line(member="worker-0", pid=1, host="h", origin_us=1002 * 10**6, **row))
+    part = Runs(run.parent).lanes("one", 0.0, 14.0, 7)
+    assert part["members"]["worker-0"]["compute"] == [0, 50, 0, 0, 0, 50, 0]
 
 
 def test_the_diagnosis_names_the_member_that_waits_for_its_data(run: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
@@ -9,14 +10,16 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import uvicorn
+from starlette.requests import Request
 
 from cordee.core.errors import JobError
+from cordee.dashboard import server as dashboard_server
 from cordee.dashboard.reading import Runs
-from cordee.dashboard.server import make_app, serve
+from cordee.dashboard.server import Pages, make_app, serve
 from cordee.monitoring import JsonlSink, Monitor, RunDirectory, events
 
 TOKEN = "t" * 43
@@ -75,6 +78,7 @@ ROUTES = [
     "/api/runs",
     "/api/run/one",
     "/api/run/one/series?end=10",
+    "/api/run/one/lanes?end=10",
     "/api/run/one/job",
 ]
 
@@ -170,6 +174,48 @@ def test_a_stream_says_what_is_new_by_its_place_in_the_file(site: Site) -> None:
     assert int(message["id"]) > size
     assert json.loads(message["data"])["offset"] == int(message["id"])
     connection.close()
+
+
+def follow_stream(site: Site) -> tuple[socket.socket, bytes]:
+    """Open a stream; return its socket and the first line of the answer."""
+    opened = socket.create_connection(("127.0.0.1", site.port), timeout=20)
+    request = f"GET /api/run/one/stream HTTP/1.1\r\nhost: 127.0.0.1:{site.port}\r\ncookie: cordee_token={TOKEN}\r\n\r\n"
+    opened.sendall(request.encode())
+    return opened, opened.recv(4096).split(b"\r\n")[0]
+
+
+def test_only_so_many_pages_follow_runs(site: Site) -> None:
+    streams = [follow_stream(site) for _ in range(17)]
+    assert [line for _, line in streams[:16]] == [b"HTTP/1.1 200 OK"] * 16
+    assert streams[16][1] == b"HTTP/1.1 503 Service Unavailable"
+    for opened, _ in streams:
+        opened.close()
+    deadline_s = time.monotonic() + 20
+    while time.monotonic() < deadline_s:  # those that left make room
+        opened, line = follow_stream(site)
+        opened.close()
+        if line == b"HTTP/1.1 200 OK":
+            return
+    pytest.fail("no stream was let go")
+
+
+def test_a_reader_that_takes_nothing_is_let_go(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard_server, "_SLOWEST_READER_S", 0.2)
+    pages = Pages(Runs(site.runs), lambda: False)
+
+    async def stuck() -> None:
+        async def receive() -> Any:
+            await asyncio.sleep(60)
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(60)
+
+        request = Request({"type": "http", "path_params": {"name": "one"}, "headers": [], "query_string": b""})
+        await (await pages.stream(request))({}, receive, send)  # type: ignore[operator]
+
+    asyncio.run(asyncio.wait_for(stuck(), 10))
+    assert pages.num_streams == 0
 
 
 def test_a_port_in_use_is_named() -> None:

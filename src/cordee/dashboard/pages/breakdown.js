@@ -1,9 +1,8 @@
 // What belongs to a whole run, not to a moment of it: where members spent their time, staleness, prediction.
 
-import { shape, WIDTH } from "./chart.js";
-import { element, number, percent } from "./format.js";
+import { PHASES, shape, WIDTH } from "./chart.js";
+import { duration, element, number, percent } from "./format.js";
 
-const PHASES = ["data", "compute", "exchange", "wait", "evaluate", "save"];
 const SIDE = 90, MANY = 50;
 
 function tableOf(title, heads, rows) {
@@ -59,6 +58,30 @@ export function stalenessOf(ages) {
   });
   const table = tableOf(title, ["updates", "gradients", "share"], entries.map(([age, count]) => [String(age), count.toLocaleString("en"), percent(count / total)]));
   return element("figure", {}, element("figcaption", {}, element("span", {}, title)), svg, folded("Staleness", table));
+}
+
+// Of each round of clients: how many took part, and how many did not.
+export function roundsOf(rounds) {
+  if (!rounds.length) return null;
+  const title = "Rounds: clients that took part, were late, dropped out or were refused", kinds = ["took part", "late", "dropped", "refused"], styles = [2, 1, 5, 3];
+  const counts = rounds.map((round) => [round.num_took_part, round.late.length, round.dropped.length, round.refused.length]);
+  const most = Math.max(1, ...counts.map((each) => each.reduce((total, count) => total + count, 0))), step = (WIDTH - 60) / rounds.length;
+  const svg = shape("svg", { class: "chart", viewBox: `0 0 ${WIDTH} 160`, role: "img", "aria-label": `${title}; the table has the values` });
+  svg.append(shape("text", { x: 40, y: 16, "text-anchor": "end" }, String(most)), shape("text", { x: 40, y: 136, "text-anchor": "end" }, "0"));
+  counts.forEach((each, place) => {
+    let below = 0;
+    each.forEach((count, kind) => {
+      const height = 120 * count / most;
+      if (count) svg.append(shape("rect", { class: `f${styles[kind]}`, x: 48 + place * step, y: 132 - below - height, width: Math.max(1, Math.min(step - 2, 60)), height }));
+      below += height;
+    });
+    if (place % Math.ceil(rounds.length * 40 / WIDTH) === 0) svg.append(shape("text", { x: 48 + place * step + Math.min(step - 2, 60) / 2, y: 152, "text-anchor": "middle" }, String(rounds[place].round)));
+  });
+  const legend = element("p", { className: "soft legend" }, ...kinds.map((name, kind) => element("span", {}, element("i", { className: `key k${styles[kind]}` }), ` ${name} `)));
+  const last = rounds.at(-1), spent = last.epsilon === null ? [] : [element("p", {}, `ε ${number(last.epsilon)} spent after round ${last.round}.`)];
+  const table = tableOf("Rounds", ["round", "asked", ...kinds, "ε", "time", "sent by clients"], rounds.slice(-200).map((round, place) => [String(round.round), String(round.num_asked),
+    ...counts.slice(-200)[place].map(String), number(round.epsilon), duration(round.seconds), round.bytes_sent === null ? "–" : `${number(round.bytes_sent / 1e6, 3)} MB`]));
+  return element("figure", {}, element("figcaption", {}, element("span", {}, title)), svg, legend, ...spent, folded("Rounds", table));
 }
 
 // What the planner predicted, and what was measured.

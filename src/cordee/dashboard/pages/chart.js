@@ -4,7 +4,7 @@ import { duration, element, number } from "./format.js";
 
 // As wide as the page, so that labels have the size of other text on a phone too.
 export const WIDTH = Math.max(320, Math.min(1240, document.getElementById("main").clientWidth - 20));
-const LEFT = 58, RIGHT = 12, TOP = 10, BOTTOM = 22;
+const LEFT = 66, RIGHT = 12, TOP = 10, BOTTOM = 22;
 const SIGNS = { lost: "✕", recovery: "↻", resumed: "▶", checkpoint: "◆", generation: "G", scale: "±", warning: "!", left: "←", end: "■" };
 
 export function shape(name, attributes = {}, text = "") {
@@ -30,6 +30,21 @@ export class View extends EventTarget {
   point(at) { this.cursor = at; this.dispatchEvent(new Event("cursor")); }
   x(at) { return LEFT + (at - this.begin) / (this.end - this.begin) * (WIDTH - LEFT - RIGHT); }
   at(x) { return this.begin + (x - LEFT) / (WIDTH - LEFT - RIGHT) * (this.end - this.begin); }
+}
+
+const sum = (values) => values.reduce((total, each) => total + each, 0);
+
+export function strokeOf(index) {
+  const svg = shape("svg", { class: "stroke", viewBox: "0 0 28 8", "aria-hidden": "true" });
+  svg.append(shape("line", { class: `curve c${index % 6}`, x1: 0, x2: 28, y1: 4, y2: 4 }));
+  return svg;
+}
+
+function powers(low, high) {
+  const [first, last] = [Math.ceil(Math.log10(low)), Math.floor(Math.log10(high))], step = Math.max(1, Math.ceil((last - first + 1) / 4));
+  const found = [];
+  for (let power = first; power <= last; power += step) found.push(10 ** power);
+  return found.length ? found : [high];
 }
 
 function ticks(low, high, count) {
@@ -58,6 +73,8 @@ class Panel {
       return this.view.at((event.clientX - box.left) / box.width * WIDTH);
     };
     this.svg.addEventListener("pointermove", (event) => {
+      const box = this.svg.getBoundingClientRect();
+      this.pointed = (event.clientY - box.top) / box.height * this.height;
       this.view.point(place(event));
       if (from !== null) this.drawSelection(from, place(event));
     });
@@ -78,6 +95,11 @@ class Panel {
     else if (event.key === "+" || event.key === "=") view.zoom(at - width / 4, at + width / 4);
     else if (event.key === "-") view.zoom(at - width, at + width);
     else if (event.key === "Escape" || event.key === "0") view.reset();
+    else if (this.names && (event.key === "ArrowUp" || event.key === "ArrowDown")) {
+      const rows = this.names.length, row = Math.floor(((this.pointed ?? -1) - 18) / this.lane) + (event.key === "ArrowDown" ? 1 : -1);
+      this.pointed = 18 + (Math.min(rows - 1, Math.max(0, row)) + 0.5) * this.lane;
+      view.point(at);
+    }
     else return;
     event.preventDefault();
   }
@@ -123,23 +145,31 @@ class Panel {
 
 // Curves: `series` is a list of { name, x, low, high }.
 export class CurveChart extends Panel {
-  constructor(view, title, height = 190) { super(view, title, height); this.series = []; this.showsSigns = false; }
+  constructor(view, title, height = 130) {
+    super(view, title, height); this.series = []; this.showsSigns = false;
+    this.legend = element("p", { className: "soft legend" });
+    this.svg.after(this.legend);
+  }
   draw(series, marks = []) {
-    this.series = series.filter((each) => each.x.length);
+    // A curve keeps its stroke where others have no points.
+    this.series = series.map((each, index) => ({ ...each, index })).filter((each) => each.x.length);
+    this.legend.replaceChildren(...(series.length > 1 ? this.series.map((each) => element("span", {}, strokeOf(each.index), ` ${each.name} `)) : []));
     this.svg.replaceChildren();
     const values = this.series.flatMap((each) => [...each.low, ...each.high]);
     let low = Math.min(...values), high = Math.max(...values);
     if (!values.length) { low = 0; high = 1; }
     if (low === high) { low -= Math.abs(low) / 10 || 0.5; high += Math.abs(high) / 10 || 0.5; }
     const bottom = this.height - BOTTOM;
-    const y = (value) => TOP + (high - value) / (high - low) * (bottom - TOP);
-    for (const value of ticks(low, high, 4)) {
+    const isLog = this.title.endsWith("loss") && low > 0 && high > 100 * low, raw = isLog ? Math.log10 : (value) => value;
+    const y = (value) => TOP + (raw(high) - raw(value)) / (raw(high) - raw(low)) * (bottom - TOP);
+    for (const value of isLog ? powers(low, high) : ticks(low, high, this.height > 150 ? 4 : 3)) {
       this.svg.append(shape("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
       this.svg.append(shape("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, number(value, 3)));
     }
     this.drawTime();
     this.drawMarks(marks);
-    this.series.forEach((each, index) => {
+    this.series.forEach((each) => {
+      const index = each.index;
       const xs = each.x.map((at) => this.view.x(at).toFixed(1));
       const upper = xs.map((x, place) => `${x},${y(each.high[place]).toFixed(1)}`);
       const lower = xs.map((x, place) => `${x},${y(each.low[place]).toFixed(1)}`);
@@ -176,22 +206,38 @@ export class CurveChart extends Panel {
   }
 }
 
-// A lane for each member: when it was up, when it was down; marks with their signs above.
+export const PHASES = ["data", "compute", "exchange", "wait", "evaluate", "save"];
+const MANY = 50;  // members, beyond which lanes are rows of a heat map
+
+// A lane for each member: in each column the shares of the phases, or that it was down; marks with their signs above.
 export class LaneChart extends Panel {
-  constructor(view, title) { super(view, title, 60); this.members = {}; this.marks = []; this.showsSigns = true; }
-  draw(members, marks) {
-    this.members = members; this.marks = marks;
-    const names = Object.keys(members), lane = names.length > 50 ? 4 : 18;
+  constructor(view, title) {
+    super(view, title, 60); this.members = {}; this.marks = []; this.spent = {}; this.showsSigns = true;
+    this.legend = element("p", { className: "soft legend" });
+    this.svg.after(this.legend);
+  }
+  // `spent` is of the part of time that is shown: for each member the percentages of the phases, a list of columns each.
+  draw(members, marks, spent = {}) {
+    this.members = members; this.marks = marks; this.spent = spent;
+    const busy = (name) => sum(PHASES.slice(0, 2).flatMap((phase) => spent[name]?.[phase] ?? []));
+    let names = Object.keys(members);
+    const isMany = names.length > MANY, lane = isMany ? 5 : 28;
+    if (isMany) names = names.map((name) => [busy(name), name]).sort(([one], [other]) => other - one).map(([, name]) => name);
+    this.names = names; this.lane = lane;
+    this.drawLegend(isMany);
     this.height = 18 + Math.max(1, names.length) * lane + BOTTOM + 4;
     this.svg.setAttribute("viewBox", `0 0 ${WIDTH} ${this.height}`);
     this.svg.replaceChildren();
     names.forEach((name, row) => {
       const top = 18 + row * lane;
-      if (lane > 10) this.svg.append(shape("text", { x: LEFT - 6, y: top + 12, "text-anchor": "end" }, name));
+      if (!isMany) this.svg.append(shape("text", { x: LEFT - 6, y: top + 18, "text-anchor": "end" }, name.replace("worker ", WIDTH > 600 ? "worker " : "w ")));
+      const hasPhases = spent[name] && PHASES.some((phase) => sum(spent[name][phase]));
+      if (hasPhases) (isMany ? this.drawHeat : this.drawPhases).call(this, spent[name], top + 1, lane - 2);
       for (const span of members[name]) {
+        if (span.state === "up" && hasPhases) continue;
         const left = Math.max(this.view.x(span.begin), LEFT), right = Math.min(this.view.x(span.end ?? this.view.full), WIDTH - RIGHT);
         if (right <= left - 1) continue;
-        const bar = shape("rect", { class: span.state, x: left, y: top + 1, width: Math.max(1, right - left), height: lane - 3 });
+        const bar = shape("rect", { class: span.state, x: left, y: top + 1, width: Math.max(1, right - left), height: lane - 2 });
         bar.append(shape("title", {}, `${name}: ${span.state} from ${duration(span.begin)}`));
         this.svg.append(bar);
       }
@@ -201,10 +247,46 @@ export class LaneChart extends Panel {
     this.drawCursor();
     if (this.table.open) this.fillTable();
   }
+  drawLegend(isMany) {
+    const key = (style, text) => element("span", {}, element("i", { className: `key ${style}` }), ` ${text} `);
+    if (!Object.keys(this.spent).length) this.legend.replaceChildren(key("kup", "up"), key("kdown", "down"));
+    else if (isMany) this.legend.replaceChildren(...[1, 2, 3, 4].map((level) => key(`kheat${level}`, `${25 * (level - 1)} – ${25 * level} % busy`)), key("kdown", "down"), " (data and compute; the busiest, for which others wait, first)");
+    else this.legend.replaceChildren(...PHASES.map((name, place) => key(`k${place}`, name)), key("kdown", "down"), " (from the bottom to the top of a lane)");
+  }
+  // One path for each phase: a column is stacked from the bottom.
+  drawPhases(spent, top, height) {
+    const count = spent[PHASES[0]].length, width = (WIDTH - LEFT - RIGHT) / count, below = new Array(count).fill(0);
+    PHASES.forEach((phase, place) => {
+      let path = "";
+      spent[phase].forEach((share, column) => {
+        const part = Math.min(share, 100 - below[column]) * height / 100;
+        if (part <= 0) return;
+        const y = top + height - below[column] * height / 100 - part;
+        below[column] += Math.min(share, 100 - below[column]);
+        path += `M${(LEFT + column * width).toFixed(1)} ${y.toFixed(1)}h${(width + 0.1).toFixed(2)}v${part.toFixed(1)}h-${(width + 0.1).toFixed(2)}z`;
+      });
+      if (path) this.svg.append(shape("path", { class: `f${place}`, d: path }));
+    });
+  }
+  drawHeat(spent, top, height) {
+    const paths = ["", "", "", ""], count = spent.compute.length, width = (WIDTH - LEFT - RIGHT) / count;
+    for (let column = 0; column < count; column += 1) {
+      if (!PHASES.some((phase) => spent[phase][column])) continue;
+      const level = Math.min(3, Math.floor((spent.data[column] + spent.compute[column]) / 25));
+      paths[level] += `M${(LEFT + column * width).toFixed(1)} ${top}h${(width + 0.1).toFixed(2)}v${height}h-${(width + 0.1).toFixed(2)}z`;
+    }
+    paths.forEach((path, level) => { if (path) this.svg.append(shape("path", { class: `heat${level + 1}`, d: path })); });
+  }
   describe(at) {
+    const row = Math.floor((this.pointed - 18) / this.lane), name = this.names?.[row], spent = this.spent[name];
+    let doing = [];
+    if (spent) {
+      const column = Math.min(spent.compute.length - 1, Math.max(0, Math.floor((at - this.view.begin) / (this.view.end - this.view.begin) * spent.compute.length)));
+      doing = [`${name}: ${PHASES.filter((phase) => spent[phase][column]).map((phase) => `${phase} ${spent[phase][column]} %`).join(", ") || "nothing recorded"}`];
+    }
     const down = Object.entries(this.members).filter(([, spans]) => spans.some((span) => span.state === "down" && span.begin <= at && (span.end ?? Infinity) > at));
     const near = this.marks.filter((mark) => Math.abs(this.view.x(mark.at) - this.view.x(at)) < 6).slice(0, 2).map((mark) => mark.text);
-    return [duration(at), down.length ? `down: ${down.map(([name]) => name).join(", ")}` : "all up", ...near].join("   ").slice(0, 120);
+    return [duration(at), down.length ? `down: ${down.map(([name]) => name).join(", ")}` : "all up", ...doing, ...near].join("   ").slice(0, 160);
   }
   fillTable() {
     const rows = this.marks.slice(-200).reverse().map((mark) => element("tr", {}, element("td", { className: "number" }, duration(mark.at)),

@@ -20,13 +20,13 @@ const rows = comparison.runs.map((run) => element("tr", {}, ...columns.map(([, c
 const head = element("tr", {}, ...columns.map(([title], place) => element("th", { scope: "col", className: place > 2 ? "number" : "" }, title)));
 page.append(element("h2", {}, "Verdict"), element("ul", {}, ...comparison.verdict.map((line) => element("li", {}, line))),
   element("h2", {}, "Figures"), element("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: "Figures" }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows))),
-  element("h2", {}, "Curves"), element("ul", {}, ...comparison.runs.map((run, place) => element("li", {}, `${run.run}: ${STROKES[place % 6]}`))));
+  element("h2", {}, "Curves, by the time since the first step"), element("ul", {}, ...comparison.runs.map((run, place) => element("li", {}, `${run.run}: ${STROKES[place % 6]}`))));
 
 const view = new View();
 const titles = { accuracy: "Test accuracy", loss: "Training loss", test_loss: "Test loss", rate: "Samples per second" };
-const series = (key) => comparison.runs.filter((run) => comparison.curves[run.run][key]).map((run) => ({ name: run.run, ...comparison.curves[run.run][key] }));
+const series = (key) => comparison.runs.map((run) => ({ name: run.run, x: [], low: [], high: [], ...comparison.curves[run.run][key] }));
 view.setFull(Math.max(...Object.values(comparison.curves).flatMap((each) => Object.values(each)).map((curve) => curve.x.at(-1) ?? 0)));
-const charts = Object.entries(titles).filter(([key]) => series(key).length).map(([key, title]) => [key, new CurveChart(view, title)]);
+const charts = Object.entries(titles).filter(([key]) => series(key).some((each) => each.x.length)).map(([key, title]) => [key, new CurveChart(view, title, 190)]);
 const inside = (each) => {
   const kept = each.x.map((at, place) => place).filter((place) => each.x[place] >= view.begin && each.x[place] <= view.end);
   return { name: each.name, x: kept.map((place) => each.x[place]), low: kept.map((place) => each.low[place]), high: kept.map((place) => each.high[place]) };

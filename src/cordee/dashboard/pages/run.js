@@ -1,8 +1,8 @@
 // One run on one screen, which follows the run as long as it lasts.
 
 import { COLUMNS, CurveChart, LaneChart, View } from "./chart.js";
-import { predictionOf, sharesOf, stalenessOf } from "./breakdown.js";
-import { ask, element } from "./format.js";
+import { predictionOf, roundsOf, sharesOf, stalenessOf } from "./breakdown.js";
+import { ask, duration, element } from "./format.js";
 
 export async function showRun(main, name) {
   const path = `/api/run/${encodeURIComponent(name)}`;
@@ -13,20 +13,28 @@ export async function showRun(main, name) {
   const facts = element("dl", { className: "facts" });
   const lanes = new LaneChart(view, "Members");
   const charts = { loss: new CurveChart(view, "Training loss"), accuracy: new CurveChart(view, "Test accuracy"), test_loss: new CurveChart(view, "Test loss"), rate: new CurveChart(view, "Samples per second") };
+  const used = { cpu: new CurveChart(view, "Processor of each member, cores"), memory: new CurveChart(view, "Memory of each member, MB"), sent: new CurveChart(view, "Sent by each member over sockets, MB/s") };
   const reset = element("button", { type: "button", onclick: () => view.reset() }, "Show all");
   const help = element("span", { className: "soft" }, "Drag to zoom; with a chart in focus: arrows move the cursor, + and − zoom, Escape shows all.");
   const whole = element("div", {});
   main.replaceChildren(element("h1", {}, name, " ", state), bar, diagnosis, facts, element("div", { className: "row" }, reset, help),
-    lanes.figure, ...Object.values(charts).map((chart) => chart.figure), whole, logsOf(path), jobOf(path));
+    lanes.figure, ...Object.values(charts).map((chart) => chart.figure), ...Object.values(used).map((chart) => chart.figure), whole, logsOf(path), jobOf(path));
   let overview = null;
   const drawCurves = async () => {
-    const series = await ask(`${path}/series?begin=${view.begin}&end=${view.end}&columns=${COLUMNS}`);
+    const part = `begin=${view.begin}&end=${view.end}`;
+    const [series, spent] = await Promise.all([ask(`${path}/series?${part}&columns=${COLUMNS}`), ask(`${path}/lanes?${part}&columns=${Math.ceil(COLUMNS / 3)}`)]);
     const shown = overview.marks.filter((mark) => mark.kind !== "warning" && mark.kind !== "checkpoint");
     for (const [key, chart] of Object.entries(charts)) {
       chart.figure.hidden = !(key in overview.curves);
       chart.draw([{ name: chart.title, ...series.curves[key] }], shown);
     }
-    lanes.draw(overview.members, overview.marks);
+    const byMember = Object.fromEntries(Object.entries(spent.members).map(([name, each]) => [name.replace(/-(?=\d+$)/, " "), each]));
+    lanes.draw({ ...Object.fromEntries(Object.keys(byMember).map((name) => [name, []])), ...overview.members }, overview.marks, byMember);
+    for (const [key, chart] of Object.entries(used)) {
+      const series = curvesOf(byMember, key, key === "cpu" ? 1 : 1e-6, (place) => view.begin + (place + 0.5) / spent.columns * (view.end - view.begin));
+      chart.figure.hidden = !series.some((each) => each.high.some((value) => value > 0));
+      chart.draw(series, shown);
+    }
   };
   const refresh = async () => {
     overview = await ask(path);
@@ -36,9 +44,12 @@ export async function showRun(main, name) {
     bar.hidden = !overview.total_steps;
     if (overview.total_steps) { bar.max = overview.total_steps; bar.value = overview.step; }
     diagnosis.textContent = overview.is_behind ? "Reading the events of this run …" : overview.diagnosis;
-    facts.replaceChildren(...overview.rows.filter(([label]) => label !== "run").map(([label, value]) => element("div", {}, element("dt", {}, label), element("dd", {}, value))));
+    const more = [];
+    if (overview.seconds_left !== null) more.push(["time left", duration(overview.seconds_left)]);
+    if (overview.workers && overview.state === "running") more.push(["workers", overview.workers[0] === overview.workers[1] ? String(overview.workers[0]) : `${overview.workers[0]} of ${overview.workers[1]} wanted`]);
+    facts.replaceChildren(...more.concat(overview.rows).filter(([label]) => label !== "run").map(([label, value]) => element("div", {}, element("dt", {}, label), element("dd", {}, value))));
     // Not while a table of it is open: it would close.
-    if (!whole.querySelector("details[open]")) whole.replaceChildren(...[sharesOf(overview.phases), stalenessOf(overview.staleness), predictionOf(overview.facts)].filter((each) => each));
+    if (!whole.querySelector("details[open]")) whole.replaceChildren(...[sharesOf(overview.phases), stalenessOf(overview.staleness), roundsOf(overview.rounds), predictionOf(overview.facts)].filter((each) => each));
     await drawCurves();
   };
   view.addEventListener("zoom", () => drawCurves());
@@ -54,6 +65,21 @@ export async function showRun(main, name) {
   const stream = new EventSource(`${path}/stream?offset=${overview.offset}`);
   stream.onmessage = (message) => { const news = JSON.parse(message.data); if (news.offset !== overview.offset || news.state !== overview.state) catchUp(); };
   return () => stream.close();
+}
+
+// Of up to six members a curve each; of more the lowest and the highest of all.
+function curvesOf(members, key, factor, x) {
+  const names = Object.keys(members), series = [];
+  const add = (name, values) => {
+    const places = values.map((each, place) => place).filter((place) => values[place] !== null);
+    series.push({ name, x: places.map(x), low: places.map((place) => factor * values[place][0]), high: places.map((place) => factor * values[place][1]) });
+  };
+  if (names.length <= 6) for (const name of names) add(name, members[name][key].map((value) => (value === null ? null : [value, value])));
+  else {
+    const all = members[names[0]][key].map((_, place) => names.map((name) => members[name][key][place]).filter((value) => value !== null));
+    add(`${names.length} members`, all.map((values) => (values.length ? [Math.min(...values), Math.max(...values)] : null)));
+  }
+  return series;
 }
 
 function logsOf(path) {

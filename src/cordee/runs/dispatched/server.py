@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,18 @@ import torch
 
 from cordee import checkpoint
 from cordee.cluster import Team
+from cordee.cluster.control import has_run_directory
 from cordee.cluster.member_link import MemberSpec
 from cordee.communication.calls import CallServer
 from cordee.communication.channel import RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
 from cordee.communication.this_host import Listening
+from cordee.communication.traffic import SENT
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import identify
 from cordee.monitoring import setup_logging
+from cordee.monitoring.timeline import Timeline, TimelineFolder
 from cordee.parameters.placement import Piece, make_layout
 from cordee.runs.dispatched.link import END_SIGNAL, DispatchLink
 from cordee.runs.dispatched.messages import HandOver, Leave
@@ -67,12 +72,39 @@ def main(argument: dict[str, Any]) -> int:
                     target=_leave_when_asked, args=(leave_asked, is_over, link, server, service), daemon=True
                 )
                 leaving.start()
-                server.run(is_over.is_set)
+                with _recording(spec, is_over):
+                    server.run(is_over.is_set)
         except Exception as error:
             log.exception("%s cannot continue", spec.name)
             link.fail(error)
             return 1
     return 0
+
+
+@contextlib.contextmanager
+def _recording(spec: MemberSpec, is_over: threading.Event) -> Iterator[None]:
+    """Inside, the processor time, memory and traffic of this process are recorded, where the run directory is."""
+    run_dir = Path(spec.run_dir)
+    if not has_run_directory(run_dir, spec.run_id):
+        yield
+        return
+    folder = TimelineFolder(run_dir)
+    timeline = Timeline(spec.name, lambda line: folder.write(spec.name, line), sent_bytes=lambda: SENT.num_bytes)
+    has_ended = threading.Event()
+
+    def record() -> None:
+        timeline.enter("training")
+        while not has_ended.wait(1.0):
+            timeline.note()
+        timeline.close()
+
+    thread = threading.Thread(target=record, name="timeline", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 def _leave_when_asked(

@@ -127,6 +127,8 @@ class SnapshotScheduler:
     def take_snapshot(self, ages: tuple[int, ...]) -> None:
         """Record that the snapshot is read, and how old the gradients in it were."""
         self._outcome.ages = ages
+        if any(ages):
+            self._emit(events.Staleness(ages={str(age): count for age, count in enumerate(ages) if count}))
         self._state.is_reading = False
         self._state.stall_s = time.perf_counter() - (self._state.paused_s or time.perf_counter())
 

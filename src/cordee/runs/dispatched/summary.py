@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from cordee import checkpoint
-from cordee.monitoring import AnyEvent, Summary, events
+from cordee.monitoring import AnyEvent, Summary
 from cordee.runs.dispatched.facts import RunFacts
 from cordee.runs.dispatched.plan import RunPlan
 from cordee.runs.dispatched.state import Outcome, RunState
@@ -61,10 +61,7 @@ class Summariser:
     def summarise(self, outcome: Outcome, training_s: float | None) -> Summary:
         """Return the summary of a run that ended as `outcome` says, after so many seconds of training."""
         trained = self._progress.samples - self._state.samples_before
-        summary = self._sum_up(outcome, trained / training_s if trained and training_s else None)
-        if summary.staleness:
-            self._emit(events.Staleness(ages=summary.staleness))
-        return summary
+        return self._sum_up(outcome, trained / training_s if trained and training_s else None)
 
     def _sum_up(self, outcome: Outcome, samples_per_second: float | None) -> Summary:
         plan, progress, state = self._plan, self._progress, self._state
