@@ -295,7 +295,8 @@ def _with_own_data(job: Job, num_classes: int) -> Job:
     """Return the job with this client's data, loaded. A client need not have samples of every class."""
     loss = make_loss(job.loss, job.python_path)
     splits = load_data(job.data, seed=job.seed, python_path=job.python_path, ignored=loss.ignored, counts_classes=True)
-    if not splits.train.num_samples:
+    num_samples = splits.train.num_samples or 0
+    if not num_samples:
         raise DataError(f"data {splits.name!r} has no samples to train on")
     if num_classes and splits.num_classes is not None:
         if splits.num_classes > num_classes:
@@ -305,7 +306,9 @@ def _with_own_data(job: Job, num_classes: int) -> Job:
             )
         splits = dataclasses.replace(splits, num_classes=num_classes)
     own = Data(use=splits, augment=job.data.augment, prefetch=job.data.prefetch)
-    return msgspec.structs.replace(job, data=own)
+    # Batches of fewer samples than the job says are all that a small client has, as in a simulation.
+    batch_size = min(job.training.batch_size, num_samples)
+    return msgspec.structs.replace(job, data=own, training=msgspec.structs.replace(job.training, batch_size=batch_size))
 
 
 def _named_code(value: Any, key: str = "") -> Iterator[str]:

@@ -122,7 +122,7 @@ class ClientTrainer:
         self._begin(sent, state)
         own = {name: state[name] for name in algorithm.begin_client(sent.parameters)} if state else {}
         own = own or algorithm.begin_client(sent.parameters)
-        local = LocalTraining(sent.parameters, flat.shared, flat.shared_gradient, sent.own, own)
+        local = LocalTraining(sent.parameters, flat.shared, flat.shared_gradient, sent.own, own, client=client)
         before = self._count_correct(source, tested_on)
         loss_sum, loss_count, num_trained = self._take_steps(local, source, trained_on, sent.round, client)
         finished = algorithm.finish(local)

@@ -77,6 +77,12 @@ def test_a_client_has_the_classes_of_the_server(tmp_path: Path) -> None:
         client_parts(JOB.format(model="mlp"), JoinOptions(tmp_path), 4)
 
 
+def test_a_client_may_have_fewer_samples_than_a_batch(tmp_path: Path) -> None:
+    options = JoinOptions(tmp_path, overrides=("data.train_limit=10",))
+    parts = client_parts(JOB.format(model="mlp"), options, 10)
+    assert parts.splits.train.num_samples == parts.job.training.batch_size == 10
+
+
 def test_a_federation_does_not_continue_with_another_job(tmp_path: Path) -> None:
     table = {"model": "mlp", "data": "digits", "strategy": {"name": "federated", "rounds": 3}}
     file = tmp_path / "job.toml"

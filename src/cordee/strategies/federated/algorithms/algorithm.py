@@ -29,6 +29,7 @@ class LocalTraining:
     num_steps: int = 0  # taken so far
     # What SGD with a rate of 1 would have moved by with gradients of 1: the number of steps, without momentum.
     unit_steps: float = 0.0
+    client: str = ""  # whose training this is: the number of a simulated client, or the name of a site
 
 
 class Finished(NamedTuple):
