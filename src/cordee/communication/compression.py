@@ -83,9 +83,9 @@ def make_codec(
         case "none":
             return Plain(length, dtype)
         case "fp16":
-            return Half(length, dtype, torch.float16)
+            return _make_half(length, dtype, torch.float16)
         case "bf16":
-            return Half(length, dtype, torch.bfloat16)
+            return _make_half(length, dtype, torch.bfloat16)
         case "int8":
             return Bytes(length, dtype)
         case "int4":
@@ -130,6 +130,14 @@ class Half(Plain):
         (values,) = _parts(received, 1)
         _check(values.numel() == self._length and values.dtype == self._sent, values, self._length)
         return values.reshape(-1).to(self._dtype)
+
+
+def _make_half(length: int, dtype: torch.dtype, sent: torch.dtype) -> Codec:
+    """Return what sends values of `dtype` as `sent`: as they are where that is one type.
+
+    Else a receiver could not tell a difference from whole values, which have the type of what it holds.
+    """
+    return Plain(length, dtype) if sent is dtype else Half(length, dtype, sent)
 
 
 class Bytes(Plain):

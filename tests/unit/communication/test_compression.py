@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -71,6 +73,18 @@ def test_parameters_are_followed_and_lost_messages_noticed(kind: str) -> None:
         if turn % 7 != 3:  # every seventh is lost: the next one is whole
             receiver.take(copy, sent, sender.stamp)
     torch.testing.assert_close(copy, values, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_parameters_of_the_type_that_is_sent_are_no_differences(
+    kind: Literal["fp16", "bf16"], dtype: torch.dtype
+) -> None:
+    sender, receiver = DeltaSender(make_codec(kind, 0.1, 4, dtype)), DeltaReceiver(make_codec(kind, 0.1, 4, dtype), 4)
+    values, copy = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype), torch.zeros(4, dtype=dtype)
+    for _ in range(3):
+        values += 1
+        receiver.take(copy, sender.compress(values, receiver.stamp), sender.stamp)
+        assert torch.equal(copy, values)
 
 
 @pytest.mark.parametrize("kind", KINDS)
