@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from cordee.horovod import operations
@@ -40,23 +41,43 @@ _OPS: dict[str, ReductionOp] = {
 
 
 def all_reduce(tree: Any, op: Literal["mean", "sum", "min", "max", "product"] = "mean") -> Any:
-    """Return a pytree whose leaves are reduced over all processes. Collective."""
+    """Return a pytree whose leaves are reduced over all processes. Collective.
+
+    Leaves keep their types: the mean of whole numbers must be whole, or ValueError is raised.
+    """
     if op not in _OPS:
         raise ValueError(f"all_reduce: op={op!r} must be one of {', '.join(_OPS)}")
     init()
 
     def compute(*data: Tensor) -> list[Tensor]:
-        results: list[Tensor] = list(data)
+        sent = [one.long() if op == "mean" and not _has_fractions(one) else one for one in data]
+        results: list[Tensor] = list(sent)
         handles = []
-        for dtype in sorted({one.dtype for one in data}, key=str):
-            places = [place for place, one in enumerate(data) if one.dtype is dtype]
-            handles.append((places, operations.allreduce([data[place] for place in places], _OPS[op])))
+        for dtype in sorted({one.dtype for one in sent}, key=str):
+            places = [place for place, one in enumerate(sent) if one.dtype is dtype]
+            own = _OPS["sum"] if op == "mean" and not _has_fractions(sent[places[0]]) else _OPS[op]
+            handles.append((places, operations.allreduce([sent[place] for place in places], own)))
         for places, handle in handles:
             for place, result in zip(places, handle.wait(), strict=True):
-                results[place] = result
+                is_sum = op == "mean" and not _has_fractions(result)
+                results[place] = _whole_mean(result, size(), data[place].dtype) if is_sum else result
         return results
 
     return _map(compute, tree)
+
+
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _whole_mean(total: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Return the mean of whole numbers in their type. Raises ValueError, on all ranks, where that would cut it."""
+    if bool((total % count).any()):
+        raise ValueError(
+            f"the mean of {str(dtype).removeprefix('torch.')} over {count} processes is not a whole number: convert "
+            "it to floating point before, or use psum"
+        )
+    return (total // count).to(dtype)
 
 
 def pmean(tree: Any) -> Any:

@@ -12,7 +12,7 @@ cordee.jax.init()
 rank, size = cordee.jax.rank(), cordee.jax.size()
 tree = {
     "w": jnp.arange(6.0).reshape(2, 3) + rank,
-    "n": [jnp.array(rank, jnp.int32), jnp.ones(3, jnp.bfloat16) * (rank + 1)],
+    "n": [jnp.array(2 * rank, jnp.int32), jnp.ones(3, jnp.bfloat16) * (rank + 1)],
     "host": np.arange(3.0) * (rank + 1),  # 64 bits, which stay
     "flag": (float(rank),),
 }
@@ -20,7 +20,12 @@ kept = np.array(tree["w"])
 mean = cordee.jax.pmean(tree)
 np.testing.assert_allclose(mean["w"], np.arange(6.0).reshape(2, 3) + 0.5)
 assert mean["w"].dtype == jnp.float32 and isinstance(mean["w"], jax.Array)
-assert mean["n"][0].dtype == jnp.int32 and mean["n"][1].tolist() == [1.5] * 3 and mean["n"][1].dtype == jnp.bfloat16
+assert (
+    mean["n"][0].dtype == jnp.int32
+    and mean["n"][0] == 1
+    and mean["n"][1].tolist() == [1.5] * 3
+    and mean["n"][1].dtype == jnp.bfloat16
+)
 assert (
     isinstance(mean["host"], np.ndarray) and mean["host"].dtype == np.float64 and mean["host"].tolist() == [0, 1.5, 3]
 )
@@ -30,10 +35,17 @@ total = cordee.jax.all_reduce(tree["w"], "sum")
 again = cordee.jax.all_reduce(tree["w"] * 100, "sum")
 np.testing.assert_allclose(total, 2 * np.arange(6.0).reshape(2, 3) + 1)
 assert cordee.jax.all_reduce(jnp.array([rank]), "max").tolist() == [1]
-assert cordee.jax.broadcast(tree, root=1)["n"][0] == 1
+assert cordee.jax.broadcast(tree, root=1)["n"][0] == 2
 rows = cordee.jax.all_gather({"a": jnp.array(rank), "b": jnp.full((2,), rank)})
 assert rows["a"].tolist() == [0, 1] and rows["b"].tolist() == [[0, 0], [1, 1]]
 assert cordee.jax.pmean({}) == {}
+assert cordee.jax.pmean((3, np.uint8(200), np.bool_(True))) == (3, 200, True)
+try:
+    cordee.jax.pmean({"correct": rank})
+except ValueError as error:
+    assert "the mean of int64 over 2 processes is not a whole number" in str(error)
+else:
+    raise AssertionError("a mean was cut")
 
 
 @jax.jit
