@@ -180,6 +180,9 @@ class ClientTrainer:
                     f"the loss of client {client} is {loss.mean} in step {number + 1} of round {round_number + 1}: "
                     "lower optimizer.lr, or look at the client's samples"
                 )
+            num_trained += loss.num_samples
+            if not loss.count:  # every label is ignored: no step, as everywhere; optimizers would decay weights
+                continue
             if training.clip_norm:
                 clip_gradients(self._model.parameters(), training.clip_norm)
             if self._algorithm.correct is not None:
@@ -188,7 +191,6 @@ class ClientTrainer:
             local.num_steps += 1
             loss_sum += loss.mean * loss.count
             loss_count += loss.count
-            num_trained += loss.num_samples
         if self._algorithm.needs_sgd:
             local.unit_steps = unit_displacement(optimizer, local.num_steps)
         return loss_sum, loss_count, num_trained

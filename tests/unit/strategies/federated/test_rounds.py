@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cordee.cluster import Team
 from cordee.core import Job
+from cordee.data import ArraySource
 from cordee.strategies.federated.aggregation import SumTree, check_update, contribute
 from cordee.strategies.federated.algorithms import make_algorithm
 from cordee.strategies.federated.client import ClientTrainer, Update
@@ -44,10 +45,12 @@ class Simulation:
     def __init__(self, **strategy: Any) -> None:
         optimizer = strategy.pop("optimizer", {"use": "sgd", "lr": 0.1})
         batch_size = strategy.pop("batch_size", sum(SIZES))
+        loss = strategy.pop("loss", {"use": "cross_entropy"})
         self.job = Job.from_dict(
             {
                 "model": {"use": Net},
                 "data": {"use": "synthetic", "shape": [6], "size": sum(SIZES), "test_size": 16, "num_classes": 3},
+                "loss": loss,
                 "optimizer": optimizer,
                 "training": {"batch_size": batch_size, "threads": 1},
                 "strategy": {"name": "federated", "partition": {"clients": len(SIZES)}, **strategy},
@@ -215,6 +218,15 @@ def test_a_client_trains_the_same_after_any_other() -> None:
     one, other = Simulation(batch_size=5), Simulation(batch_size=5)
     other.train(2)
     assert torch.equal(one.train(1).payload[0], other.train(1).payload[0])
+
+
+def test_a_batch_without_a_label_that_counts_is_no_step() -> None:
+    optimizer = {"use": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    loss = {"use": "cross_entropy", "ignore_index": 2}
+    simulation = Simulation(batch_size=5, optimizer=optimizer, loss=loss)
+    source = ArraySource(torch.randn(12, 6), torch.full((12,), 2))
+    update = simulation.trainer.train(simulation.server.sent(), {}, source, torch.arange(12), client="0")
+    assert update.num_steps == 0 and update.num_trained == 12 and not update.payload[0].any()
 
 
 def test_wrong_updates_are_refused(tmp_path: Path) -> None:
