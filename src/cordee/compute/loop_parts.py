@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from cordee.core.errors import JobError
 
@@ -20,6 +21,7 @@ class LoopParts:
     def __init__(self) -> None:
         self._models: dict[str, nn.Module] = {}
         self._optimizers: dict[str, Optimizer] = {}
+        self._schedulers: list[LRScheduler] = []
         self._names: dict[int, str] = {}  # of parameters, by id
         self._known: list[nn.Parameter] = []  # keeps them alive, so that no other gets the id of one
         self._exchanged: set[int] = set()
@@ -52,6 +54,27 @@ class LoopParts:
     def add_optimizer(self, optimizer: Optimizer) -> None:
         if not any(optimizer is known for known in self._optimizers.values()):
             self._optimizers[f"optimizer {len(self._optimizers)} ({type(optimizer).__name__})"] = optimizer
+
+    def add_scheduler(self, scheduler: LRScheduler) -> None:
+        self._schedulers.append(scheduler)
+
+    def check_kept(self, modules: Iterable[nn.Module], others: Iterable[Any]) -> None:
+        """Raise JobError for what was prepared and is in no state of `modules` and `others`: it would begin again."""
+        kept = {id(value) for module in modules for value in (*module.parameters(), *module.buffers())}
+        kept |= set(map(id, others))
+        missing: list[Any] = [
+            model
+            for model in self._models.values()
+            if any(id(value) not in kept for value in (*model.parameters(), *model.buffers()))
+        ]
+        missing += [each for each in (*self._optimizers.values(), *self._schedulers) if id(each) not in kept]
+        if missing:
+            kind = type(missing[0])
+            what = "model" if isinstance(missing[0], nn.Module) else _what(kind)
+            raise JobError(
+                f"the {kind.__name__} that was given to team.prepare is not in the state, and would begin again where "
+                f"the loop is continued: give it to team.state({what}={what}, …) as well"
+            )
 
     def check_optimizers(self) -> None:
         """Raise JobError if a prepared optimizer has parameters of a model that was not prepared."""
@@ -127,6 +150,10 @@ class LoopParts:
             for name, value in found.items()
             if not isinstance(value, Tensor) or (not value.is_sparse and not value.is_quantized)
         }
+
+
+def _what(kind: type) -> str:
+    return "optimizer" if issubclass(kind, Optimizer) else "scheduler"
 
 
 def _numbers(key: str, value: Any) -> Iterator[tuple[str, Tensor | float]]:

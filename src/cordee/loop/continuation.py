@@ -12,6 +12,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
 
 from cordee import checkpoint
 from cordee.checkpoint import State
@@ -48,6 +51,7 @@ class Continuation:
         self._num_exchanges = 0  # of gradients, since the loop began
         self._committed_epoch: Any = None
         self._num_trained = 0  # iterations over batches that had ended by the last commit
+        self._unkept: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # not in the state: commits at first
 
     @property
     def is_waiting(self) -> bool:
@@ -97,6 +101,7 @@ class Continuation:
             )
         if self._is_looping:
             raise JobError("@team.elastic: one loop inside of another: give the decorator to the outer function only")
+        self._team.check_kept(self._contents)
         if self._member is not None:
             self._elastic = ElasticLoop(self._member, self._contents, self._commits, self._team.continue_from)
         else:
@@ -163,10 +168,24 @@ class Continuation:
         if has_gradients is not None:
             self._has_gradients, self._has_local = self._has_gradients or has_gradients, not has_gradients
 
-    def note_step(self) -> None:
+    def note_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to take a step. Raises JobError for one whose state no commit keeps."""
         self._has_gradients = False
+        if self._is_looping and self._contents is not None:
+            self._check_is_kept(optimizer, self._contents)
         if self._commits is not None:
             self._commits.note_step()
+
+    def _check_is_kept(self, optimizer: Optimizer, contents: LoopContents) -> None:
+        if contents.has(optimizer) or not contents.is_changed_by(optimizer):
+            return
+        begun_at = self._unkept.setdefault(optimizer, self.num_commits)
+        if begun_at < self.num_commits and any(optimizer.state.values()):
+            raise JobError(
+                f"{type(optimizer).__name__}.step(): the optimizer has accumulated values over several commits and is "
+                "not in the state: continued from a commit, the loop would begin with a new one. Give it to "
+                "team.state(optimizer=optimizer, …)"
+            )
 
     def take_votes(self, votes: float, loss: float | None) -> None:
         """Take what all workers have agreed on in an exchange."""
@@ -233,7 +252,8 @@ class Continuation:
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def _save(self, path: Path | None) -> None:
-        assert self._commits is not None
+        assert self._contents is not None and self._commits is not None
+        self._team.check_kept(self._contents)
         is_halt = False
         if self._is_looping:
             is_halt = self._commit()
@@ -252,6 +272,7 @@ class Continuation:
         assert self._contents is not None and self._commits is not None
         if self._is_looping:
             raise JobError("state.restore inside of the loop: restore before it begins")
+        self._team.check_kept(self._contents)
         team = self._team.team
 
         def load() -> State | None:

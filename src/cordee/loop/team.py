@@ -28,7 +28,7 @@ from cordee.loop.continuation import Continuation
 from cordee.loop.loaders import LoopLoaders
 from cordee.runs.script.member import ScriptMember
 from cordee.training.commits import check_same_commits
-from cordee.training.loop_state import LoopState
+from cordee.training.loop_state import LoopContents, LoopState
 
 COMPARED_EVERY = 100  # exchanges; a comparison reads the weights once, an exchange and a step read them ten times
 COMPARED_FIRST = 2  # the exchange by which a mistake of the script shows: one step has been taken
@@ -84,6 +84,8 @@ class LoopTeam:
         for thing in things:
             if isinstance(thing, Optimizer):
                 self._parts.add_optimizer(thing)
+            if isinstance(thing, LRScheduler):
+                self._parts.add_scheduler(thing)
             if isinstance(thing, nn.Module | Optimizer | LRScheduler):
                 prepared.append(thing)
             elif isinstance(thing, Iterable) and not isinstance(thing, str | bytes | Tensor | dict):
@@ -281,6 +283,10 @@ class LoopTeam:
         """Have the place in the data be part of a state."""
         self._loaders.keep_place()
 
+    def check_kept(self, contents: LoopContents) -> None:
+        """Raise JobError for what was prepared and is not in the state."""
+        self._parts.check_kept(contents.modules.values(), [*contents.optimizers.values(), *contents.stateful.values()])
+
     # Weighing -----------------------------------------------------------------------------------------------
 
     def _weight(self, batches: Iterable[Any] | None, count: float | None, reduction: str) -> float:
@@ -388,7 +394,7 @@ class LoopTeam:
 
     def _check_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before each step of any optimizer."""
-        self._continuation.note_step()
+        self._continuation.note_step(optimizer)
         if self.num_workers == 1:
             return
         self._parts.check_step(optimizer)

@@ -49,7 +49,8 @@ class Commits:
         self._contents = contents
         self._read_progress = read_progress
         self.step = 0  # commits that were made
-        self.is_copying = False  # at every commit: exchanges were seen after a step of an optimizer
+        # At every commit: exchanges were seen after a step of an optimizer, or weights are changed without any.
+        self.is_copying = not contents.optimizers
         self._is_stepped = False  # an optimizer has taken a step since the commit
         self._changes = 0
         self._progress: dict[str, Any] = {}

@@ -239,6 +239,14 @@ class LoopContents:
                 values = own.values
         return State(tensors, {"optimizer": values} if values else {})
 
+    def has(self, optimizer: Optimizer) -> bool:
+        return any(optimizer is known for known in self.optimizers.values())
+
+    def is_changed_by(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer changes parameters of the models."""
+        own = set(map(id, self._parameters))
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
     def large_tensors(self) -> list[Tensor] | None:
         """Return the parameters and the optimizers' tensors; None where they are not all of an optimizer's state."""
         found: list[Tensor] = list(self._parameters)

@@ -142,6 +142,52 @@ def test_mistakes_are_refused(act: Callable[[Loop], None], message: str) -> None
         act(Loop(team))
 
 
+@pytest.mark.parametrize("missing", ["target", "optimizer", "scheduler"])
+def test_what_was_prepared_is_in_the_state(missing: str) -> None:
+    model, target = nn.Linear(3, 1), nn.Linear(3, 1).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    things = {"model": model, "target": target, "optimizer": optimizer, "scheduler": scheduler}
+    name = type(things[missing]).__name__
+    with cordee.join() as team:
+        team.prepare(*things.values())
+        state = team.state(epoch=0, **{key: thing for key, thing in things.items() if key != missing})
+        for use in (team.elastic(lambda: None), state.save, state.restore):
+            with pytest.raises(JobError, match=f"the {name} that was given to team.prepare is not in the state"):
+                use()
+
+
+def test_a_part_of_a_model_in_the_state_is_in_the_state() -> None:
+    whole = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    with cordee.join() as team:
+        team.prepare(whole[0], whole[1])
+        team.state(whole=whole)
+        team.elastic(lambda: None)()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_optimizer_whose_momentum_no_commit_keeps(momentum: float) -> None:
+    with cordee.join() as team:
+        loop = Loop(team)
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1, momentum=momentum)
+        if not momentum:
+            assert len(loop.run()) == 6
+            return
+        with pytest.raises(JobError, match=r"SGD.step\(\): the optimizer has accumulated values over several commits"):
+            loop.run()
+
+
+def test_an_optimizer_that_is_made_for_each_step_is_not_refused() -> None:
+    with cordee.join() as team:
+        loop = Loop(team)
+
+        def renew() -> None:
+            loop.optimizer = torch.optim.Adam(loop.model.parameters(), lr=0.1)
+
+        renew()
+        assert len(loop.run(after=renew)) == 6
+
+
 def test_a_loop_needs_a_state() -> None:
     with pytest.raises(JobError, match="make the state"), cordee.join() as team:
         team.elastic(lambda: None)()

@@ -119,6 +119,20 @@ def test_weights_that_no_optimizer_changed_are_noticed() -> None:
     assert parts.commits.is_changed
 
 
+def test_weights_that_are_changed_without_any_optimizer_are_copied_at_every_commit() -> None:
+    """Nothing tells that they were changed through `.data`."""
+    model = nn.Linear(3, 2)
+    commits = Commits(LoopContents({"model": model}), lambda: {"samples": 0})
+    commits.begin(0)
+    for _ in range(2):
+        model.weight.data.sub_(0.5)
+        commits.commit()
+    before = model.weight.tolist()
+    model.weight.data.sub_(0.5)
+    assert commits.state().tensors["model.weight"].tolist() == before
+    assert commits.state().values["progress"]["step"] == 2
+
+
 def test_an_exchange_after_a_step_has_every_commit_copied() -> None:
     parts = Parts()
     parts.commits.note_exchange()
