@@ -149,7 +149,8 @@ def test_ctrl_c_saves_and_resume_continues(tmp_path: Path, expected: str) -> Non
 
 
 def test_scaled_while_it_runs(tmp_path: Path, expected: str) -> None:
-    slow = write(tmp_path, step="time.sleep(0.1)")
+    # Slow until the others are there, however long a busy machine takes to start them.
+    slow = write(tmp_path, step="time.sleep(0.05 if team.num_workers == 3 else 2.0)")
     command = ("run", "--elastic", "-n", "1", "--run-dir", str(tmp_path / "run"), slow)
     with started(*command, folder=tmp_path) as first:
         wait_until(lambda: events(tmp_path, "generation"))

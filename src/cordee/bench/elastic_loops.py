@@ -47,8 +47,10 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 other = torch.nn.Linear(10, 10)
 second = torch.optim.Adam(other.parameters(), lr=1e-3)
 with cordee.join() as team:
-    model, optimizer, other, second, batches = team.prepare(model, optimizer, other, second, data)
+    model, optimizer, batches = team.prepare(model, optimizer, data)
     things = dict(other=other, second=second) if two_optimizers else {}
+    if two_optimizers:
+        team.prepare(other, second)
     state = team.state(model=model, optimizer=optimizer, step=0, **things)
 
     @team.elastic
