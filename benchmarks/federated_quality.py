@@ -5,7 +5,8 @@
 mnist: FedAvg, SCAFFOLD, FedProx and FedNova, 10 clients with shares of each class from Dir(0.5), batches of 64, the two
 convolutions of 6 and 16 filters that the published figures (50 rounds of 10 epochs) have, with average pooling.
 wrong: Fashion-MNIST, 10 equal clients, 2 of which send the opposite of their update, ten times as large.
-slow: FedBuff beside FedAvg where a fifth of 20 clients is 10 times slower; virtual time to an accuracy.
+slow: FedBuff beside FedAvg where a fifth of 20 clients is 10 times slower; virtual time to the accuracy
+that FedAvg has at its end.
 Each run is written as soon as it is done; runs that OUTPUT has already are not made again.
 """
 
@@ -22,7 +23,6 @@ from cordee.bench.harness import describe_machine
 
 SGD = {"use": "sgd", "lr": 0.01, "momentum": 0.9}
 FASHION = {"use": "fashion-mnist", "train_limit": 20_000, "test_limit": 5000}
-ACCURACY = 0.75  # of slow
 PUBLISHED = {"fedavg": 0.989, "scaffold": 0.991, "fedprox": 0.990, "fednova": 0.980}  # Li et al. 2022, Dir(0.5), MNIST
 
 
@@ -75,11 +75,13 @@ def main(output: Path, wanted: list[str]) -> None:
         if name not in found and (not wanted or name.partition("/")[0] in wanted):
             found[name] = run(tables)
             output.write_text(json.dumps(found, indent=1) + "\n")
-            line = f"{name}: {found[name]['test_accuracy']:.4f}"
-            if name.startswith("slow/"):
-                reached = [seconds for _, seconds, accuracy in found[name]["curve"] if accuracy >= ACCURACY]
-                line += f", {ACCURACY:.0%} after {min(reached, default=float('inf')):.1f} s of the virtual clock"
-            print(line, flush=True)
+            print(f"{name}: {found[name]['test_accuracy']:.4f}", flush=True)
+    if "slow/fedavg" in found and "slow/fedbuff" in found:
+        _, all_s, goal = found["slow/fedavg"]["curve"][-1]
+        reached = [seconds for _, seconds, accuracy in found["slow/fedbuff"]["curve"] if accuracy >= goal]
+        print(
+            f"slow: FedBuff has FedAvg's last accuracy in {min(reached, default=float('inf')) / all_s:.2f} of its time"
+        )
 
 
 if __name__ == "__main__":

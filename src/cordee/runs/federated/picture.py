@@ -19,6 +19,7 @@ def draw_partition(path: Path, partition: Partition, source: Source, num_classes
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         return
     shown = min(partition.num_clients, _MOST_CLIENTS)
@@ -33,6 +34,8 @@ def draw_partition(path: Path, partition: Partition, source: Source, num_classes
     figure.colorbar(image, label="samples")
     axes.set_xlabel("class" if num_classes is not None else "")
     axes.set_ylabel("client")
+    for axis in (axes.xaxis, axes.yaxis):  # there is no client 2.5
+        axis.set_major_locator(MaxNLocator(nbins=20, integer=True))
     more = f", the first {shown}" if shown < partition.num_clients else ""
     axes.set_title(f"{partition.num_clients} clients{more}")
     figure.savefig(path, dpi=100)
