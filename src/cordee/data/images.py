@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -217,8 +217,26 @@ def _splits(name: str, train: ImageDataset, test: ImageDataset | None, notes: Se
     )
 
 
-def _transform_of(transform: Any, python_path: Sequence[str]) -> Callable[[Any], Any] | None:
-    return None if transform is None else resolve("data.transform", transform, {}, python_path=python_path)
+class _Transforms(NamedTuple):
+    """What is done to an image of the training set and to one of the test set; None where nothing is."""
+
+    train: Callable[[Any], Any] | None
+    test: Callable[[Any], Any] | None
+
+    @classmethod
+    def of_keys(cls, transform: Any, test_transform: Any, test: str | None, path: Sequence[str]) -> _Transforms:
+        if test_transform is not None and test is None:
+            raise JobError(
+                "data.test_transform is for the images of data.test, which is not set: set it, or remove test_transform"
+            )
+        train = None if transform is None else resolve("data.transform", transform, {}, python_path=path)
+        if test_transform is None:
+            return cls(train, train)
+        return cls(train, resolve("data.test_transform", test_transform, {}, python_path=path))
+
+    def of(self, key: str) -> Callable[[Any], Any] | None:
+        """Return what is done to the images that data.`key` names."""
+        return self.test if key == "test" else self.train
 
 
 # Folders: a folder for each class.
@@ -231,14 +249,17 @@ def image_folder(
     resize: tuple[int, ...] | None = None,
     color: Color = "rgb",
     transform: Any = None,
+    test_transform: Any = None,
     python_path: Sequence[str] = (),
 ) -> Splits:
     """Images of a folder that has a folder for each class, at any depth; the classes are in the order of their names.
 
-    `transform` is given the image as Pillow has it, and returns an input.
+    `transform` is given the image as Pillow has it, and returns an input. `test_transform` takes its place in the test
+    set.
     """
     _pillow()
-    settings, change = ImageSettings.of_keys(resize, color), _transform_of(transform, python_path)
+    settings = ImageSettings.of_keys(resize, color)
+    transforms = _Transforms.of_keys(transform, test_transform, test, python_path)
 
     def dataset(where: str, key: str, classes: Sequence[str] | None) -> ImageDataset:
         found = _find_remote(where, root, key) if is_url(under_root(where, root, key)) else _find(where, root, key)
@@ -257,7 +278,7 @@ def image_folder(
                 content: bytes = file.read(length)
                 return content
 
-        return ImageDataset(names, targets, classes, read, settings, change)
+        return ImageDataset(names, targets, classes, read, settings, transforms.of(key))
 
     train = dataset(path, "path", None)
     if len(train.classes) < 2:
@@ -334,11 +355,13 @@ def image_tar(
     resize: tuple[int, ...] | None = None,
     color: Color = "rgb",
     transform: Any = None,
+    test_transform: Any = None,
     python_path: Sequence[str] = (),
 ) -> Splits:
     """Images in tar files. The label of a.jpg is the text in a.cls beside it, else the folder that a.jpg is in."""
     _pillow()
-    settings, change = ImageSettings.of_keys(resize, color), _transform_of(transform, python_path)
+    settings = ImageSettings.of_keys(resize, color)
+    transforms = _Transforms.of_keys(transform, test_transform, test, python_path)
     known: list[str] | None = None
 
     def dataset(where: str, key: str) -> ImageDataset:
@@ -367,7 +390,8 @@ def image_tar(
             return file.read(member.offset, member.size if length == _WHOLE else min(length, member.size))
 
         names = [f"{member.name} of {file.url}" for file, member in found]
-        return ImageDataset(names, [places[label] for label in labels], known, read, settings, change)
+        targets = [places[label] for label in labels]
+        return ImageDataset(names, targets, known, read, settings, transforms.of(key))
 
     train = dataset(path, "path")
     return _splits("image-tar", train, None if test is None else dataset(test, "test"))
