@@ -1,16 +1,18 @@
-"""Experiment trackers: MLflow and Weights & Biases get the job, the numbers and the result of a run."""
+"""Experiment trackers: MLflow and Weights & Biases get the job, the numbers, the pictures and the result of a run."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import io
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cordee.core.env import mlflow_address
 from cordee.core.errors import MissingExtraError, StorageError
-from cordee.monitoring.events import AnyEvent, RunEnded, RunStarted
+from cordee.monitoring.events import AnyEvent, Picture, RunEnded, RunStarted
 from cordee.monitoring.scalars import scalars_of
 
 _ID_FILE = ".mlflow"  # of the run directory: which run of MLflow continues
@@ -66,6 +68,11 @@ class MlflowSink:
         with _reporting("MLflow"):
             for name, value in scalars_of(event).items():
                 self._client.log_metric(self._run_id, name, value, int(event.time * 1000), event.step)  # type: ignore[union-attr]
+            if isinstance(event, Picture):
+                with tempfile.TemporaryDirectory(prefix="cordee-") as folder:
+                    file = Path(folder) / f"{event.name}-step-{event.step}.png"
+                    file.write_bytes(event.png)
+                    self._client.log_artifact(self._run_id, str(file), "logged")
             if isinstance(event, RunEnded):
                 states = {"completed": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
                 self._client.set_terminated(self._run_id, states[event.status])
@@ -103,6 +110,10 @@ class WandbSink:
                 self._run.define_metric("*", step_metric="step")
             if self._run is not None and (found := scalars_of(event)):
                 self._run.log({"step": event.step, **found})  # type: ignore[union-attr]
+            if self._run is not None and isinstance(event, Picture):
+                pillow: Any = importlib.import_module("PIL.Image")
+                picture = self._wandb.Image(pillow.open(io.BytesIO(event.png)))
+                self._run.log({"step": event.step, f"logged/{event.name}": picture})
             if isinstance(event, RunEnded):
                 self._code = 0 if event.status in ("completed", "stopped") else 1
                 if self._run is not None:
