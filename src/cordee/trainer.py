@@ -24,7 +24,7 @@ from cordee.monitoring.timeline import Phase
 from cordee.strategies.strategy import TrainsAlone, Update
 from cordee.training.blame import blame_sample, not_finite_error
 from cordee.training.callbacks import RunCallbacks
-from cordee.training.checkpointer import Checkpointer, find_not_finite
+from cordee.training.checkpointer import Checkpointer, require_finite
 from cordee.training.clock import TrainingClock
 from cordee.training.comparing import StateComparison
 from cordee.training.components import Components
@@ -178,10 +178,10 @@ class Trainer:
                 stopped_by = self._evaluate() or stopped_by  # a rule that the last evaluation meets is named as well
                 if self._parts.test is not None and progress.evaluated_at != progress.step:
                     stopped_by = "interrupt"
-            if self._saver.step != progress.step:
+            if not (is_saved := self._saver.step == progress.step):
                 self._save(at_once=True)
-            elif self._alone is not None:  # saved by an earlier team: workers still have what each of them did alone
-                self._parts.strategy.consolidate()
+            if not self._parts.is_whole or (is_saved and self._alone is not None):
+                self._parts.strategy.consolidate()  # weights are in parts; or workers have what each of them did alone
             with self._clock.away(), self._monitor.timeline.inside(Phase.SAVE):
                 self.wait_for_checkpoint()
             if self._saver.problem is not None:
@@ -456,21 +456,22 @@ class Trainer:
         with self._clock.away(), self._monitor.timeline.inside(Phase.SAVE):
             self._saver.begin(progress.step)
             reach("save.begun")
-            self._parts.strategy.consolidate()
+            strategy, best_step = self._parts.strategy, progress.best_step
+            if (slices := self._saver.find_slices(strategy, self._parts.team)) is None:
+                strategy.consolidate()
             if self._alone is not None:
                 self._alone.prepare_save()
             reach("save.consolidated")
-            self._compare(is_consolidated=True)
+            self._compare(is_consolidated=slices is None)
             self.report_commit()
-            state = self._parts.strategy.state_dict()
-            if not self._parts.team.is_first:
-                return
-            name = find_not_finite(state, [name for name, _ in self._parts.strategy.model.named_parameters()])
-            if name is not None:
-                what = f"'{name}' has values that are not finite"
-                raise not_finite_error(what, progress.step, progress.epoch_number, self._saver.last())
-            best_step = progress.best_step
-            self._saver.save(self._with_progress(state), best_step=best_step, since_s=since_s, at_once=at_once)
+            if slices is not None:
+                slices = slices.join(self._with_progress(State({}, slices.values)), is_saved=self._parts.team.is_first)
+                self._saver.save_together(slices, self._parts, progress, since_s=since_s, at_once=at_once)
+            else:
+                state = strategy.state_dict()
+                if self._parts.team.is_first:
+                    require_finite(state, strategy.model, progress, self._saver)
+                    self._saver.save(self._with_progress(state), best_step=best_step, since_s=since_s, at_once=at_once)
 
     def _report_step(self, loss: Loss, update: Update, *, is_recorded: bool) -> None:
         """Record a step, and tell callbacks of it; those hear of every step."""

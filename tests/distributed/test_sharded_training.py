@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from driving import Table, job, train_alone, train_together
+from driving import Table, job, train, train_alone, train_together
 from process_pool import CaseError, ProcessPool
 from splitting import JOBS, SMALL_IMAGES, References, check_equal
+from torch import Tensor
 
-from cordee.checkpoint import load_newest
+from cordee.checkpoint import load_newest, weights_sha256
+from cordee.strategies.slices import SlicedParameter
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -87,3 +89,46 @@ def test_bf16_with_a_unit_that_no_pass_uses(two: ProcessPool, tmp_path: Path) ->
     table = job(model={"use": "networks:Spare"}, training={"steps": 2, "accumulate": 2, "precision": "bf16"})
     outcomes = train_together(two, {**table, "strategy": {"name": "sharded", "unit_bytes": 1}}, tmp_path)
     assert len(outcomes[0].losses()) == 2
+
+
+def test_a_checkpoint_has_the_slices_of_all(three: ProcessPool, tmp_path: Path) -> None:
+    """Layers of 32, 16 and 5 rows on three workers, and an optimizer with state: nothing is divided evenly."""
+    table = job(
+        model={"use": "mlp", "hidden": [32, 16]},
+        optimizer={"use": "adam", "lr": 0.003},
+        training={"steps": 6},
+        checkpoint={"every_steps": 4},
+    )
+    together = train_together(three, {**table, "strategy": {"name": "sharded", "unit_bytes": 1}}, tmp_path)
+    loaded = load_newest(tmp_path / "checkpoints")
+    assert loaded is not None and loaded.step == 6 and not loaded.damaged
+    saved = loaded.state.part("model").tensors
+    assert weights_sha256(saved) == together[0].summary.weights_sha256
+    assert {outcome.summary.weights_sha256 for outcome in together} == {together[0].summary.weights_sha256}
+    for name, value in together[0].weights.items():
+        assert np.array_equal(saved[name].double().numpy(), value), name
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-4", "step-6"]
+
+
+def test_nobody_puts_anything_together_to_save(two: ProcessPool, tmp_path: Path) -> None:
+    table = job(training={"steps": 4}, checkpoint={"every_steps": 2}, data={"test_size": 0}, optimizer={"use": "adam"})
+    table["strategy"] = {"name": "sharded", "unit_bytes": 1}
+    counts = two.run(count_put_together, table, str(tmp_path))
+    assert counts == [4, 4], "each of the four parameters once, at the end, for the hash of the weights"
+
+
+def count_put_together(index: int, num_workers: int, table: Table, run_dir: str) -> int:
+    """Return how many tensors this worker put together in a run."""
+    gather, count = SlicedParameter.gather, 0
+
+    def counted(self: SlicedParameter, local: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return gather(self, local)
+
+    SlicedParameter.gather = counted  # type: ignore[method-assign]
+    try:
+        train(index, num_workers, table, run_dir)
+    finally:
+        SlicedParameter.gather = gather  # type: ignore[method-assign]
+    return count

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fault_trials import Scenario, Walker, job_text
 from fault_walk import MODEL, STEP, WALK
-from walking import Case, cases, main
+from walking import Case, Walk, cases, main, of
 
 from cordee.core.fault_points import Fault
 from warm_launch import WarmServer
@@ -30,6 +30,15 @@ SCENARIOS = {
     "final save": Scenario(settings=("checkpoint.every_steps=1000",)),
     "loss": Scenario(base=(Fault(STEP, "worker-1", "kill", 6),)),
 }
+# All members write their slices of a checkpoint (training/slice_saving.py). Teams whose members have everything do not.
+SAVED_TOGETHER = (
+    of("plain", "worker-0", 1, 2, 3),
+    of("plain", "worker-1", 1, 2, 3),
+    of("final save", "worker-0"),
+    of("final save", "worker-1"),
+    of("loss", "worker-0", 2),
+)
+SLICES_WALK = {point: Walk(SAVED_TOGETHER) for point in ("slices.begun", "slices.written", "slices.agreed")}
 
 
 def make_walker(server: WarmServer, folder: Path, strategy: str) -> Walker:
@@ -43,7 +52,7 @@ def choose(walker: Walker) -> list[Case]:
     passed = {name: walker.visits(name) for name in SCENARIOS}
     return [
         case._replace(may_end_early=True)
-        for case in cases(WALK)
+        for case in cases({**WALK, **SLICES_WALK})
         if case.scenario in SCENARIOS
         and passed[case.scenario].get((case.fault.point, case.fault.process), 0) >= case.fault.visit
     ]

@@ -1,14 +1,18 @@
 """Save, verify, load and export the state of a run."""
 
 from cordee.checkpoint.export import export
+from cordee.checkpoint.layout import Kind
 from cordee.checkpoint.optimizer import load_optimizer_state, optimizer_state, pack_values, unpack_values
 from cordee.checkpoint.reading import (
     Loaded,
+    Verified,
     list_checkpoints,
     load,
     load_first_whole,
     load_newest,
     looks_whole,
+    map_state,
+    newest_whole,
     read_piece,
     refuse_link,
 )
@@ -18,11 +22,24 @@ from cordee.checkpoint.sharing import (
     digest_state,
     receive_state,
     send_state,
+    share_bytes,
     share_state,
     share_value,
 )
-from cordee.checkpoint.state import State, buffer_names, load_model_state, model_state, weights_sha256
-from cordee.checkpoint.writing import CheckpointWriter, Copies, Draft, Folder, Request, Saved, Store, remove_stale, save
+from cordee.checkpoint.slices import SharedDraft, Slice, Slices, find_missing, plan_files, write_slices
+from cordee.checkpoint.state import State, buffer_names, load_model_state, model_state, require_fit, weights_sha256
+from cordee.checkpoint.writing import (
+    CheckpointWriter,
+    Copies,
+    Draft,
+    Folder,
+    Request,
+    Saved,
+    Store,
+    reason_of,
+    remove_stale,
+    save,
+)
 
 __all__ = [
     "CheckpointWriter",
@@ -31,14 +48,20 @@ __all__ = [
     "Digest",
     "Draft",
     "Folder",
+    "Kind",
     "Loaded",
     "Request",
     "Saved",
+    "SharedDraft",
+    "Slice",
+    "Slices",
     "State",
     "Store",
+    "Verified",
     "buffer_names",
     "digest_state",
     "export",
+    "find_missing",
     "list_checkpoints",
     "load",
     "load_first_whole",
@@ -46,17 +69,24 @@ __all__ = [
     "load_newest",
     "load_optimizer_state",
     "looks_whole",
+    "map_state",
     "model_state",
+    "newest_whole",
     "optimizer_state",
     "pack_values",
+    "plan_files",
     "read_piece",
+    "reason_of",
     "receive_state",
     "refuse_link",
     "remove_stale",
+    "require_fit",
     "save",
     "send_state",
+    "share_bytes",
     "share_state",
     "share_value",
     "unpack_values",
     "weights_sha256",
+    "write_slices",
 ]

@@ -19,9 +19,9 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import safetensors
@@ -32,6 +32,8 @@ from torch import Tensor
 from cordee.checkpoint.state import State, chunks_of, require_plain
 from cordee.core.errors import CheckpointError
 from cordee.version import __version__
+
+Named = TypeVar("Named")
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -106,9 +108,9 @@ def part_of(file_name: str) -> str | None:
     return part if part != file_name and _PART.fullmatch(part) else None
 
 
-def split_by_part(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of each part, named without it."""
-    parts: dict[str, dict[str, Tensor]] = {}
+def split_by_part(tensors: Mapping[str, Named]) -> dict[str, dict[str, Named]]:
+    """Return what there is of each part (tensors, say) by its name without the part."""
+    parts: dict[str, dict[str, Named]] = {}
     for name, tensor in tensors.items():
         part, _, rest = name.partition(".")
         if not rest or not _PART.fullmatch(part):
@@ -208,6 +210,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # the library refuses longer ones
 
@@ -232,36 +235,61 @@ def lay_out(tensors: Mapping[str, Tensor]) -> Layout:
     A weight known by several names is stored once; the other names are in the metadata, each with the name
     it stands for, which is where `safetensors.torch.save_model` puts them.
     """
-    metadata = {"format": "pt"}
+    aliases: dict[str, str] = {}
     stored: dict[str, Tensor] = {}
     first_names: dict[object, str] = {}
     for name in sorted(tensors):
         tensor = tensors[name]
         require_plain(name, tensor)
-        if tensor.dtype not in _DTYPES:
-            raise CheckpointError(f"'{name}' is of type {tensor.dtype}, which safetensors cannot hold")
-        if name == _METADATA:
-            raise CheckpointError(f"a tensor cannot be called '{_METADATA}': safetensors uses that name itself")
         first = first_names.setdefault(memory_of(tensor), name)
         if first == name or name == "format" or tensor.numel() == 0:
             stored[name] = tensor
         else:
-            metadata[name] = first
+            aliases[name] = first
+    header, starts = make_header({name: Kind(tensor.dtype, tensor.shape) for name, tensor in stored.items()}, aliases)
+    return Layout(header, [(name, stored[name]) for name in starts])
+
+
+class Kind(NamedTuple):
+    """What a tensor is beside its numbers."""
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def make_header(stored: Mapping[str, Kind], aliases: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Return what a safetensors file of these tensors begins with, and where in the file each of them starts, in order.
+
+    `aliases` are other names of tensors that are stored.
+    """
+    for name, kind in stored.items():
+        if kind.dtype not in _DTYPES:
+            raise CheckpointError(f"'{name}' is of type {kind.dtype}, which safetensors cannot hold")
+    if _METADATA in (*stored, *aliases):
+        raise CheckpointError(f"a tensor cannot be called '{_METADATA}': safetensors uses that name itself")
     # Widest elements first keeps every tensor aligned to its element size.
-    ordered = sorted(stored.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    table: dict[str, object] = {_METADATA: metadata}
+    ordered = sorted(stored, key=lambda name: (-stored[name].dtype.itemsize, name))
+    table: dict[str, object] = {_METADATA: {"format": "pt", **dict(sorted(aliases.items()))}}
+    starts: dict[str, int] = {}
     end = 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        table[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    for name in ordered:
+        kind = stored[name]
+        starts[name], end = end, end + kind.num_bytes
+        offsets = [starts[name], end]
+        table[name] = {"dtype": _DTYPES[kind.dtype], "shape": list(kind.shape), "data_offsets": offsets}
     try:
         header = msgspec.json.encode(table)
     except UnicodeEncodeError as error:
         raise CheckpointError(f"a tensor's name is not valid text: {error}") from None
     header += b" " * (-len(header) % 8)
     if len(header) > _MAX_HEADER_BYTES:
-        raise CheckpointError(f"{len(tensors)} tensors need a header of {len(header)} bytes, safetensors allows 10^8")
-    return Layout(len(header).to_bytes(8, "little") + header, ordered)
+        raise CheckpointError(f"{len(stored)} tensors need a header of {len(header)} bytes, safetensors allows 10^8")
+    header = len(header).to_bytes(8, "little") + header
+    return header, {name: len(header) + start for name, start in starts.items()}
 
 
 def encode_files(state: State) -> dict[str, Iterable[bytes | memoryview]]:
@@ -315,6 +343,10 @@ class NewFile:
         os.fsync(self._descriptor)
         return Written(self._num_bytes, self._digest.hexdigest())
 
+    def resize(self, num_bytes: int) -> None:
+        """Give the file its size; what was not added is written by others."""
+        os.ftruncate(self._descriptor, num_bytes)
+
     def close(self) -> None:
         """Close the file as it is."""
         descriptor, self._descriptor = self._descriptor, -1
@@ -332,12 +364,37 @@ def parse(content: bytes) -> dict[str, Tensor]:
         header = msgspec.json.decode(content[8 : 8 + int.from_bytes(content[:8], "little")], type=_Header)
     except (safetensors.SafetensorError, msgspec.DecodeError, ValueError, KeyError) as error:
         raise CheckpointError(f"is not a safetensors file: {error}") from None
-    for name, first in header.metadata.items():
+    _add_aliases(tensors, header.metadata)
+    return tensors
+
+
+def _add_aliases(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
+    for name, first in metadata.items():
         if name == "format":
             continue
         if name in tensors or first not in tensors:
             raise CheckpointError(f"says that '{name}' is '{first}', which does not fit its tensors")
         tensors[name] = tensors[first]
+
+
+def parse_mapped(content: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of a file whose bytes are `content`, as views of it. Otherwise like `parse`."""
+    try:
+        num_bytes = int.from_bytes(bytes(content[:8].numpy()), "little")
+        if num_bytes > min(_MAX_HEADER_BYTES, len(content) - 8):
+            raise ValueError(f"a header of {num_bytes} bytes")
+        table = msgspec.json.decode(bytes(content[8 : 8 + num_bytes].numpy()), type=dict[str, dict[str, Any]])
+        metadata = table.pop(_METADATA, {})
+        tensors: dict[str, Tensor] = {}
+        for name, entry in table.items():
+            start, end = (8 + num_bytes + int(offset) for offset in entry["data_offsets"])
+            kind = Kind(_TYPES[entry["dtype"]], [int(size) for size in entry["shape"]])
+            if not 8 + num_bytes <= start <= end <= len(content) or end - start != kind.num_bytes:
+                raise ValueError(f"'{name}' does not fit its bytes")
+            tensors[name] = content[start:end].view(kind.dtype).view(kind.shape)
+    except (msgspec.DecodeError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"is not a safetensors file: {error}") from None
+    _add_aliases(tensors, metadata)
     return tensors
 
 

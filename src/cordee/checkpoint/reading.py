@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from cordee.checkpoint.layout import (
@@ -23,10 +24,11 @@ from cordee.checkpoint.layout import (
     decode_values,
     is_previous,
     parse,
+    parse_mapped,
     part_of,
     step_of,
 )
-from cordee.checkpoint.state import State
+from cordee.checkpoint.state import CHUNK_BYTES, State
 from cordee.core.errors import CheckpointError
 
 
@@ -36,6 +38,13 @@ class Loaded(NamedTuple):
     state: State
     path: Path
     step: int
+    damaged: list[tuple[Path, str]]
+
+
+class Verified(NamedTuple):
+    """The newest whole checkpoint, and why newer ones were passed over. Nothing of it is loaded."""
+
+    path: Path
     damaged: list[tuple[Path, str]]
 
 
@@ -69,6 +78,58 @@ def load(path: Path, read: Reader | None = None) -> State:
     return State(tensors, values)
 
 
+def verify(path: Path) -> None:
+    """Read all of a checkpoint, a chunk at a time; CheckpointError says which file of it is wrong, and how."""
+    for name, written in read_manifest(path).files.items():
+        digest = hashlib.sha256()
+        with _opened(path / name) as (descriptor, size):
+            if size != written.num_bytes:
+                raise CheckpointError(f"{path / name} has {size} bytes instead of {written.num_bytes}")
+            while chunk := os.read(descriptor, CHUNK_BYTES):
+                digest.update(chunk)
+        if digest.hexdigest() != written.sha256:
+            raise CheckpointError(_changed(path / name))
+
+
+def map_state(path: Path) -> State:
+    """Return the state in a checkpoint that was verified, without reading its tensors: what is looked at is read.
+
+    Tensors are views of the files; changes stay in this process. Raises CheckpointError for other files.
+    """
+    manifest = read_manifest(path)
+    values = decode_values(_read_verified(path / VALUES, manifest.files[VALUES], _read))
+    tensors: dict[str, Tensor] = {}
+    for name in manifest.files:
+        if name != VALUES:
+            tensors.update({f"{part_of(name)}.{key}": tensor for key, tensor in _map_tensors(path / name).items()})
+    return State(tensors, values)
+
+
+def _map_tensors(path: Path) -> dict[str, Tensor]:
+    with _opened(path) as (_, size):
+        # A mapping of its own: changes would stay in this process.
+        flat = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    try:
+        return parse_mapped(flat)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} {error}") from None
+
+
+def newest_whole(root: Path) -> Verified | None:
+    """Return the newest whole checkpoint in `root` without loading it; otherwise like `load_newest`."""
+    damaged: list[tuple[Path, str]] = []
+    for path in reversed(list_checkpoints(root)):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            damaged.append((path, str(error)))
+        else:
+            return Verified(path, damaged)
+    if damaged:
+        raise _none_whole(str(root), damaged)
+    return None
+
+
 def load_newest(root: Path) -> Loaded | None:
     """Return the newest whole checkpoint in `root`; None if there is none of any kind.
 
@@ -88,9 +149,12 @@ def load_first_whole(paths: Iterable[Path], where: str, read: Reader | None = No
         else:
             return Loaded(state, path, step_of(path) or 0, damaged)
     if damaged:
-        reasons = "; ".join(reason for _, reason in damaged)
-        raise CheckpointError(f"no checkpoint in {where} is whole: {reasons}")
+        raise _none_whole(where, damaged)
     return None
+
+
+def _none_whole(where: str, damaged: list[tuple[Path, str]]) -> CheckpointError:
+    return CheckpointError(f"no checkpoint in {where} is whole: {'; '.join(reason for _, reason in damaged)}")
 
 
 def list_checkpoints(root: Path) -> list[Path]:
@@ -154,8 +218,12 @@ def _read_verified(path: Path, written: Written, read: Reader) -> bytes:
     if len(content) != written.num_bytes:
         raise CheckpointError(f"{path} is cut short: {len(content)} bytes instead of {written.num_bytes}")
     if hashlib.sha256(content).hexdigest() != written.sha256:
-        raise CheckpointError(f"{path} does not match its SHA-256 in the manifest: its content has changed")
+        raise CheckpointError(_changed(path))
     return content
+
+
+def _changed(path: Path) -> str:
+    return f"{path} does not match its SHA-256 in the manifest: its content has changed"
 
 
 def read_piece(root: Path, name: str, file: str, offset: int, num_bytes: int) -> tuple[bytes, int]:

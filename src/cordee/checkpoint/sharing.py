@@ -51,6 +51,11 @@ def share_value(key: str, state: State, source: int) -> State:
     return State(state.tensors, {**state.values, **decode_values(content)})
 
 
+def share_bytes(content: bytes | None, source: int = 0) -> bytes:
+    """Give every member of the default group the bytes of the member `source`, and return them. Collective."""
+    return _move_bytes(content if dist.get_rank() == source else None, functools.partial(dist.broadcast, src=source))
+
+
 def send_state(state: State, target: int, group: dist.ProcessGroup) -> None:
     """Give a state to one member of a group, which calls `receive_state`."""
     move = functools.partial(dist.send, group=group, group_dst=target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -115,23 +115,32 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises CheckpointError, with the model unchanged, if a name is missing or unexpected or a shape or type differs.
     """
     own = model.state_dict()
-    problems = [f"'{name}' is missing" for name in own if name not in tensors]
-    problems += [f"'{name}' is not in the model" for name in tensors if name not in own]
-    for name, value in own.items():
-        is_extra = name.rpartition(".")[2] == "_extra_state"  # its module decides what fits
-        if name not in tensors or is_extra or is_lazy(value):
-            continue
-        given = tensors[name]
-        if given.shape != value.shape:
-            problems.append(f"'{name}' has shape {tuple(given.shape)}, the model needs {tuple(value.shape)}")
-        elif given.dtype != value.dtype:
-            problems.append(f"'{name}' is {given.dtype}, the model needs {value.dtype}")
-    if problems:
-        raise CheckpointError(f"the weights do not fit {type(model).__name__}: {shortened(problems)}")
+    # Of an extra state its module decides what fits.
+    is_open = {name for name, value in own.items() if name.rpartition(".")[2] == "_extra_state" or is_lazy(value)}
+    kinds = {name: None if name in is_open else (value.dtype, value.shape) for name, value in own.items()}
+    require_fit(kinds, tensors, type(model).__name__)
     try:
         model.load_state_dict(dict(tensors), strict=True)
     except RuntimeError as error:  # from a module with its own way of loading
         raise CheckpointError(f"the weights cannot be loaded into {type(model).__name__}: {error}") from error
+
+
+def require_fit(
+    kinds: Mapping[str, tuple[torch.dtype, Sequence[int]] | None], tensors: Mapping[str, Tensor], model: str
+) -> None:
+    """Raise CheckpointError unless there is a tensor for each name, of its type and shape where these are given."""
+    problems = [f"'{name}' is missing" for name in kinds if name not in tensors]
+    problems += [f"'{name}' is not in the model" for name in tensors if name not in kinds]
+    for name, kind in kinds.items():
+        if kind is None or name not in tensors:
+            continue
+        (dtype, shape), given = kind, tensors[name]
+        if tuple(given.shape) != tuple(shape):
+            problems.append(f"'{name}' has shape {tuple(given.shape)}, the model needs {tuple(shape)}")
+        elif given.dtype != dtype:
+            problems.append(f"'{name}' is {given.dtype}, the model needs {dtype}")
+    if problems:
+        raise CheckpointError(f"the weights do not fit {model}: {shortened(problems)}")
 
 
 def shortened(problems: list[str], most: int = 8) -> str:

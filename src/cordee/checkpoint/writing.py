@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -94,6 +95,27 @@ class Draft:
                 self._end_file()
                 self._file = (name, NewFile(self._folder / name))
             self._file[1].append(piece)
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are until the checkpoint has its name."""
+        return self._folder
+
+    def allocate(self, name: str, header: bytes, num_bytes: int) -> None:
+        """Make a file of `num_bytes` that begins with `header`. Others fill it; `seal` ends it."""
+        with self._storing():
+            file = NewFile(self._folder / name)
+            try:
+                file.append(header)
+                file.resize(num_bytes)
+            finally:
+                file.close()
+
+    def seal(self, name: str, read_back: Callable[[Path], Written]) -> None:
+        """End a file that was allocated; `read_back` brings it to the disk and returns what it is."""
+        with self._storing():
+            self._written[name] = read_back(self._folder / name)
+            reach("checkpoint.file", OSError)
 
     def sync(self) -> None:
         """Bring what was added to the disk: less is left to be done when a large file ends."""
@@ -291,16 +313,16 @@ class Folder:
     """The checkpoints in a folder that this process has access to."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self.root = root
 
     def save(self, step: int, state: State, *, keep: int, protected: Collection[int]) -> Path:
-        return save(self._root, step, state, keep=keep, protected=protected)
+        return save(self.root, step, state, keep=keep, protected=protected)
 
     def names(self) -> list[str]:
-        return [path.name for path in list_checkpoints(self._root)]
+        return [path.name for path in list_checkpoints(self.root)]
 
     def load_newest(self) -> Loaded | None:
-        return load_newest(self._root)
+        return load_newest(self.root)
 
 
 # Saving while training continues: the state is copied, and a thread writes the copy.
@@ -354,19 +376,28 @@ class CheckpointWriter:
         """Have it saved by a thread. Waits for the one before; raises CheckpointError if the state cannot be saved."""
         self.wait()
         staged = replace(request, state=self._copies.copy(request.state))
-        reach("checkpoint.staged")
-        stall_s = time.perf_counter() - request.since_s
-        self._step = request.step
-        # A daemon: a process that has to end at once does not wait for the disk.
-        self._thread = threading.Thread(
-            target=self._write_apart, args=(staged, stall_s), name="cordee-checkpoint", daemon=True
-        )
-        self._thread.start()
+        self.start_prepared(request.step, self._saving(staged), since_s=request.since_s)
 
     def write(self, request: Request) -> None:
         """Save it before returning, without a copy. Waits for the one before."""
+        self.write_prepared(request.step, self._saving(request), since_s=request.since_s)
+
+    def start_prepared(self, step: int, save: Callable[[], Path], *, since_s: float) -> None:
+        """Have a thread call `save`, which needs nothing that training changes. Waits for the one before."""
         self.wait()
-        self._write(request, None)
+        reach("checkpoint.staged")
+        stall_s = time.perf_counter() - since_s
+        self._step = step
+        # A daemon: a process that has to end at once does not wait for the disk.
+        self._thread = threading.Thread(
+            target=self._write_apart, args=(step, save, since_s, stall_s), name="cordee-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def write_prepared(self, step: int, save: Callable[[], Path], *, since_s: float) -> None:
+        """Call `save` before returning. Waits for the one before."""
+        self.wait()
+        self._write(step, save, since_s, None)
 
     def wait(self) -> None:
         """Return when nothing is being written. Raises what the writing raised, but for a disk's refusal."""
@@ -377,22 +408,25 @@ class CheckpointWriter:
         if error is not None:
             raise error
 
-    def _write(self, request: Request, stall_s: float | None) -> None:
+    def _saving(self, request: Request) -> Callable[[], Path]:
+        return partial(self._store.save, request.step, request.state, keep=request.keep, protected=request.protected)
+
+    def _write(self, step: int, save: Callable[[], Path], since_s: float, stall_s: float | None) -> None:
         started_s = time.perf_counter()
         path: Path | None = None
         problem: StorageError | None = None
         try:
-            path = self._store.save(request.step, request.state, keep=request.keep, protected=request.protected)
+            path = save()
         except StorageError as error:
             problem = error
         reach("checkpoint.written")
         now_s = time.perf_counter()
-        stall_s = now_s - request.since_s if stall_s is None else stall_s
-        self._on_saved(Saved(request.step, now_s - started_s, stall_s, path, problem))
+        stall_s = now_s - since_s if stall_s is None else stall_s
+        self._on_saved(Saved(step, now_s - started_s, stall_s, path, problem))
 
-    def _write_apart(self, request: Request, stall_s: float) -> None:
+    def _write_apart(self, step: int, save: Callable[[], Path], since_s: float, stall_s: float) -> None:
         try:
-            self._write(request, stall_s)
+            self._write(step, save, since_s, stall_s)
         except Exception as error:  # noqa: BLE001 - for the thread that trains
             self._error = error
 

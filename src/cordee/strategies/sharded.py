@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement
+from torch.optim import Optimizer
 
+from cordee.checkpoint import Kind, Slice, Slices, State, load_optimizer_state, optimizer_state, require_fit
 from cordee.cluster import Team
 from cordee.compute import Computation, Loss, OptimizerRecipe
 from cordee.core import Batch, Job
@@ -30,7 +32,7 @@ from cordee.strategies.split import (
     refuse_hooks,
     require_elementwise,
 )
-from cordee.strategies.strategy import Requirements, require_plain, require_samples
+from cordee.strategies.strategy import Requirements, SavesSlices, require_plain, require_samples
 from cordee.strategies.tensor import SliceStreams, TensorSettings, check_plan, check_same, slice_model, working_copy
 
 
@@ -48,7 +50,7 @@ class ShardedSettings(Section, frozen=True, kw_only=True):
             raise JobError(f"strategy.unit_bytes = {self.unit_bytes} must be at least 1")
 
 
-class Sharded(SplitModel):
+class Sharded(SplitModel, SavesSlices):
     """Every worker computes its share of each batch and keeps a slice of each parameter, gathered on use.
 
     With several replicas (HSDP) the workers of one replica share the parameters out, and gradients are summed over all.
@@ -114,6 +116,31 @@ class Sharded(SplitModel):
             keeps_first=is_local,
             group=None if is_local else self._axes.shares,
         )
+
+    def slices(self) -> Slices | None:
+        if self._mesh.num_workers != self._mesh.sharded or any(one.start is None for one in self._held):
+            return None  # some of it is held by several workers
+        assert self._optimizer is not None
+        return _slices_of(self.model, self._working, self._held, self._optimizer, is_first=self._team.is_first)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: State) -> None:
+        """Take what belongs here out of `state`, and nothing else of it, where the state can be saved that way."""
+        if (slices := self.slices()) is None:
+            super().load_state_dict(state)
+            return
+        weights = state.part("model").tensors
+        kinds = {**slices.kinds, **{name: slices.kinds[first] for name, first in slices.aliases.items()}}
+        own = {name.removeprefix("model."): kind for name, kind in kinds.items() if name.startswith("model.")}
+        require_fit(own, weights, type(self.model).__name__)
+        self._whole.release()
+        for one in self._held:
+            one.local.copy_(one.cut(weights[one.name]))
+        for name, buffer in self._working.named_buffers():
+            if name in own:
+                buffer.copy_(weights[name])
+        assert self._optimizer is not None
+        load_optimizer_state(self._optimizer, self._held, self._held.cut(state.part("optimizer")))
 
     def _compute(self, parts: Sequence[Batch], *, measure: bool) -> Loss:
         self._working.train(self.model.training)
@@ -184,6 +211,53 @@ def _gather_once(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.unshard()
             module.reshard()
+
+
+def _slices_of(
+    model: nn.Module, working: nn.Module, held: Holdings, optimizer: Optimizer, *, is_first: bool
+) -> Slices | None:
+    """Return what is here of the weights and of the optimizer's state; None where a module has its own way of saving.
+
+    `model` gives the names; its memory is not looked at. What is the same everywhere is the first worker's to save.
+    """
+    kinds: dict[str, Kind] = {}
+    aliases: dict[str, str] = {}
+    own: dict[str, Slice] = {}
+    parameters = {one.name: one for one in held}
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    buffers = dict(working.named_buffers(remove_duplicate=False))
+    for names in names_of.values():
+        one = next(parameters[name] for name in names if name in parameters)
+        first, *others = sorted(names)
+        _add(f"model.{first}", one, one.local.detach(), kinds, own)
+        aliases |= {f"model.{name}": f"model.{first}" for name in others}
+    known = {name for names in names_of.values() for name in names}
+    saved = model.state_dict().keys()
+    has_own_way = any(module._state_dict_hooks or module._load_state_dict_pre_hooks for module in model.modules())
+    if has_own_way or known - saved or saved - known - buffers.keys():
+        return None
+    for name in saved - known:
+        kinds[f"model.{name}"] = Kind(buffers[name].dtype, buffers[name].shape)
+        if is_first:
+            own[f"model.{name}"] = Slice(0, buffers[name].detach())
+    state = optimizer_state(optimizer, held)
+    described, sliced = held.sliced(state)
+    for name, tensor in state.tensors.items():
+        if name in sliced:
+            _add(f"optimizer.{name}", sliced[name], tensor, kinds, own)
+            continue
+        kinds[f"optimizer.{name}"] = Kind(tensor.dtype, tensor.shape)
+        if is_first:
+            own[f"optimizer.{name}"] = Slice(0, tensor)
+    return Slices(kinds, aliases, own, {"optimizer": described.values})
+
+
+def _add(name: str, one: Held, tensor: Tensor, kinds: dict[str, Kind], own: dict[str, Slice]) -> None:
+    assert one.start is not None
+    kinds[name] = Kind(tensor.dtype, one.shape)
+    own[name] = Slice(one.start, tensor)
 
 
 def _along(parameter: DTensor, axis: str) -> list[Placement]:

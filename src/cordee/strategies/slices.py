@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from cordee.checkpoint import State
 
@@ -32,6 +33,11 @@ class Held:
 
     def drop_gradient(self) -> None:
         self.local.grad = None
+
+    @property
+    def start(self) -> int | None:
+        """How many numbers of the whole come before those that are here; None if these do not follow each other."""
+        return 0
 
     def gather(self, local: Tensor) -> Tensor:
         """Return the whole of which `local`, shaped like the slice, is here. Collective over who has a slice."""
@@ -60,6 +66,15 @@ class SlicedParameter(Held):
         shape: torch.Size = self._parameter.shape
         return shape
 
+    @property
+    def start(self) -> int | None:
+        of = self._parameter
+        if tuple(of.placements) != (Shard(0),):
+            return None
+        num_rows, *others = (int(size) for size in of.shape)
+        each = -(-num_rows // int(of.device_mesh.size()))  # as torch cuts: the last ones may have fewer, or none
+        return min(each * int(of.device_mesh.get_local_rank()), num_rows) * math.prod(others)
+
     def take_gradient(self) -> None:
         gradient = self._parameter.grad
         if gradient is None:
@@ -85,6 +100,9 @@ class SlicedParameter(Held):
 
     def cut(self, whole: Tensor) -> Tensor:
         of = self._parameter
+        if self.start is not None and whole.is_contiguous():
+            # A view, so that of a state in a file nothing else is read.
+            return whole.detach().reshape(-1)[self.start : self.start + self.local.numel()].view(self.local.shape)
         # Without src_data_rank every worker would be sent what it has already.
         spread = distribute_tensor(whole.detach(), of.device_mesh, of.placements, src_data_rank=None)
         return _local(spread)
@@ -126,6 +144,19 @@ class Holdings:
             return gathered if keep else tensor
 
         return self._changed(state, own, whole, gather)
+
+    def sliced(self, state: State) -> tuple[State, dict[str, Held]]:
+        """Return this optimizer state with the values of the whole, and of what each tensor is a slice. Local."""
+        own = {one.name: one.local.shape for one in self}
+        whole = {one.name: one.shape for one in self}
+        slices: dict[int, Held] = {}
+
+        def note(one: Held, tensor: Tensor) -> Tensor:
+            slices[id(tensor)] = one
+            return tensor
+
+        described = self._changed(state, own, whole, note)
+        return described, {name: slices[id(value)] for name, value in state.tensors.items() if id(value) in slices}
 
     def cut(self, state: State) -> State:
         """Return what of the whole optimizer state belongs to this worker."""

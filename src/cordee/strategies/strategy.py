@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from cordee.checkpoint import State
+from cordee.checkpoint import Slices, State
 from cordee.cluster import Team
 from cordee.compute import Computation, Loss, OptimizerRecipe, Votes
 from cordee.compute.outputs import describe
@@ -186,3 +186,14 @@ class TrainsAlone(ABC):
     @abstractmethod
     def skip(self, step: int) -> Update:
         """Apply nothing, where no member had anything to count in the whole window. Local."""
+
+
+class SavesSlices(ABC):
+    """What a strategy has beside the above that can save its state without putting it together."""
+
+    @abstractmethod
+    def slices(self) -> Slices | None:
+        """Return what this worker has of the state; None where it has to be put together. Local.
+
+        Says None on every member, or on none.
+        """

@@ -6,11 +6,18 @@ import time
 from collections.abc import Callable, Collection
 
 import torch
+from torch import nn
 
 from cordee.checkpoint import CheckpointWriter, Request, Saved, State, Store
+from cordee.cluster import Team
 from cordee.core import settings
-from cordee.core.errors import StorageError
+from cordee.core.errors import StorageError, TrainingError
 from cordee.monitoring import Monitor, events
+from cordee.strategies.strategy import SavesSlices, Strategy
+from cordee.training.blame import not_finite_error
+from cordee.training.components import Components
+from cordee.training.progress import Progress
+from cordee.training.slice_saving import SharedSlices, choose_folder, write_together
 
 WORTH_SAYING_S = 0.5  # that a checkpoint waited for the one before
 
@@ -40,6 +47,13 @@ class Checkpointer:
         """Return whether the checkpoint of `step` is where the run's are, or on its way there from this worker."""
         return self._writer.step == step or f"step-{step}" in self._store.names()
 
+    def find_slices(self, strategy: Strategy, team: Team) -> SharedSlices | None:
+        """Return what this member has of the state and where all write; None where one saves all of it. Collective."""
+        if not isinstance(strategy, SavesSlices) or (slices := strategy.slices()) is None:
+            return None
+        folder = choose_folder(self._store, team)
+        return None if folder is None else SharedSlices(slices, folder)
+
     def begin(self, step: int) -> None:
         """Make ready for the checkpoint of `step`: wait for the one before, if it is still being written."""
         before = self._writer.step
@@ -64,6 +78,30 @@ class Checkpointer:
             self._writer.write(request)
         else:
             self._writer.start(request)
+
+    def save_together(
+        self, shared: SharedSlices, parts: Components, progress: Progress, *, since_s: float, at_once: bool
+    ) -> None:
+        """Save the state of the step that was begun, of which each member has slices. Collective.
+
+        Raises TrainingError, on every member, for weights that are not finite.
+        """
+        own = State({name: one.values for name, one in shared.slices.own.items()}, {})
+        names = sorted(shared.slices.kinds)
+        name = find_not_finite(own, _parameter_names(parts.strategy.model))
+        found = [number for number in parts.team.gather(names.index(name) if name is not None else -1) if number >= 0]
+        if found:
+            raise _not_finite(names[found[0]], progress, self)
+        protected = (progress.best_step,) if self._rules.keep_best else ()
+        keep = self._rules.keep
+        prepared = write_together(shared.folder, self.step, shared.slices, parts.team, keep=keep, protected=protected)
+        if prepared.save is None:
+            if prepared.problem is not None:
+                self._monitor.emit(events.Warned(message=str(prepared.problem)))
+        elif at_once or not self._rules.asynchronous:
+            self._writer.write_prepared(self.step, prepared.save, since_s=since_s)
+        else:
+            self._writer.start_prepared(self.step, prepared.save, since_s=since_s)
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written."""
@@ -96,6 +134,21 @@ class Checkpointer:
         self._monitor.emit(event)
         if self._on_written is not None:
             self._on_written(event)
+
+
+def require_finite(state: State, model: nn.Module, progress: Progress, saver: Checkpointer) -> None:
+    """Raise TrainingError for a state that must not be saved. Local."""
+    if (name := find_not_finite(state, _parameter_names(model))) is not None:
+        raise _not_finite(name, progress, saver)
+
+
+def _parameter_names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters()]
+
+
+def _not_finite(name: str, progress: Progress, saver: Checkpointer) -> TrainingError:
+    what = f"'{name}' has values that are not finite"
+    return not_finite_error(what, progress.step, progress.epoch_number, saver.last())
 
 
 def find_not_finite(state: State, parameters: Collection[str]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from cordee import checkpoint
 from cordee.checkpoint import State
@@ -45,6 +46,17 @@ def load_together(team: Team, load: Callable[[], State | None]) -> State | None:
     if not team.gather(int(state is not None))[0]:
         return None
     return state if team.num_workers == 1 else checkpoint.share_state(state)
+
+
+def map_together(team: Team, find: Callable[[], Path | None]) -> State | None:
+    """Return the checkpoint that the first member's `find` returns, on every member; None if there is none. Collective.
+
+    The first has verified all of it. Each member reads what it looks at, from the folder to which all have access.
+    """
+    path = find() if team.is_first else None
+    reach("enter.loaded")
+    place = checkpoint.share_bytes(b"" if path is None else str(path).encode()).decode()
+    return checkpoint.map_state(Path(place)) if place else None
 
 
 def nothing_left(step: int, advice: str) -> str:

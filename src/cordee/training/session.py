@@ -6,13 +6,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from torch import Tensor
 
 from cordee import checkpoint
-from cordee.checkpoint import State
+from cordee.checkpoint import Folder, Loaded, State, Verified
 from cordee.checkpoint.layout import memory_of
 from cordee.cluster import Team
 from cordee.cluster.messages import TeamReport
@@ -24,8 +25,9 @@ from cordee.core.fault_points import reach
 from cordee.monitoring import Monitor, Summary, events
 from cordee.trainer import Trainer
 from cordee.training.components import Components
-from cordee.training.hand_over import load_together, nothing_left, share_furthest
+from cordee.training.hand_over import load_together, map_together, nothing_left, share_furthest
 from cordee.training.progress import Outcome, step_of, summarise
+from cordee.training.slice_saving import choose_folder
 
 log = logging.getLogger("cordee.session")
 
@@ -144,7 +146,12 @@ class Session:
         """Have every member hold the same state, or none where there is none. Collective."""
         shared = share_furthest(team, self._held, self.ready_step)
         if shared is None and may_load:
-            shared = load_together(team, self._load)
+            # Where each member needs a part only, none reads the rest.
+            folder = None if self._parts.is_whole else choose_folder(self._store, team)
+            if folder is None:
+                shared = load_together(team, self._load)
+            else:
+                shared = map_together(team, partial(self._find, folder))
         self._held = shared
         if shared is None:
             self._begin_together(team)
@@ -207,12 +214,21 @@ class Session:
     def _load(self) -> State | None:
         """Return the newest whole checkpoint, if there is one. Local."""
         loaded = self._store.load_newest()
-        if loaded is None:
+        self._report_found(loaded)
+        return None if loaded is None else loaded.state
+
+    def _find(self, folder: Folder) -> Path | None:
+        """Return where the newest whole checkpoint is, if there is one. Local."""
+        found = checkpoint.newest_whole(folder.root)
+        self._report_found(found)
+        return None if found is None else found.path
+
+    def _report_found(self, found: Loaded | Verified | None) -> None:
+        if found is None:
             self._warn("the run has no checkpoint yet: starting from the beginning")
-            return None
-        for path, reason in loaded.damaged:
-            self._warn(f"checkpoint {path.name} is damaged ({reason}); using {loaded.path.name}")
-        return loaded.state
+            return
+        for path, reason in found.damaged:
+            self._warn(f"checkpoint {path.name} is damaged ({reason}); using {found.path.name}")
 
     def _warn(self, message: str) -> None:
         self._monitor.emit(events.Warned(message=message))

@@ -1,0 +1,93 @@
+"""Checkpoints that all members write together: what one of them cannot do, nobody takes for done."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driving import Outcome, Table, job, train
+from process_pool import CaseError, ProcessPool
+
+from cordee import checkpoint
+from cordee.checkpoint import load_newest
+from cordee.core.errors import CommunicationError
+from cordee.training import slice_saving
+
+pytestmark = pytest.mark.timeout(150)
+
+JOB = job(
+    optimizer={"use": "adam", "lr": 0.003},
+    training={"steps": 6},
+    checkpoint={"every_steps": 2},
+    strategy={"name": "sharded", "unit_bytes": 1},
+)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("point", ["slices.begun", "slices.written"])
+def test_a_member_that_dies_before_all_have_written_leaves_no_checkpoint(
+    two: ProcessPool, tmp_path: Path, point: str
+) -> None:
+    with pytest.raises(CaseError, match="member 1: died"):
+        two.run(train_and_die, JOB, str(tmp_path), point)
+    assert (tmp_path / "lost").exists(), "the other member has not noticed"
+    assert names(tmp_path) == ["step-2"]
+    loaded = load_newest(tmp_path / "checkpoints")
+    assert loaded is not None and loaded.step == 2
+
+
+def train_and_die(index: int, num_workers: int, table: Table, run_dir: str, point: str) -> None:
+    visits = 0
+
+    def die(name: str) -> None:
+        nonlocal visits
+        visits += name == point
+        if index == 1 and visits == 2:
+            os._exit(1)
+
+    slice_saving.reach = die  # type: ignore[attr-defined]  # this process dies, or is ended with it
+    try:
+        train(index, num_workers, table, run_dir)
+    except CommunicationError:
+        (Path(run_dir) / "lost").touch()
+        raise
+
+
+@pytest.mark.parametrize("member", [0, 1])
+def test_a_disk_that_refuses_one_member_costs_that_checkpoint(two: ProcessPool, tmp_path: Path, member: int) -> None:
+    outcomes = two.run(train_on_full_disk, JOB, str(tmp_path), member)
+    assert names(tmp_path) == ["step-4", "step-6"]
+    (warning,) = outcomes[0].of("warning")
+    assert f"checkpoint at step 2 was not saved: cannot save the checkpoint {tmp_path}" in warning["message"]
+    assert f"worker {member} could not write to it" in warning["message"]
+    said = [warning["message"] for warning in outcomes[member].of("warning")]
+    assert any("No space left on device" in message for message in said), said
+    assert [event["step"] for event in outcomes[0].of("checkpoint")] == [4, 6]
+
+
+def train_on_full_disk(index: int, num_workers: int, table: Table, run_dir: str, member: int) -> Outcome:
+    write, is_full = checkpoint.write_slices, True
+
+    def refuse(*arguments: Any, **options: Any) -> list[checkpoint.slices.Region]:
+        nonlocal is_full
+        if index == member and is_full:
+            is_full = False
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*arguments, **options)
+
+    with_write(refuse)
+    try:
+        return train(index, num_workers, table, run_dir)
+    finally:
+        with_write(write)
+
+
+def with_write(write: Callable[..., Any]) -> None:
+    checkpoint.write_slices = write
