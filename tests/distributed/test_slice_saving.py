@@ -13,9 +13,10 @@ from driving import Outcome, Table, job, train
 from process_pool import CaseError, ProcessPool
 
 from cordee import checkpoint
-from cordee.checkpoint import load_newest
+from cordee.checkpoint import Folder, load_newest
 from cordee.core.errors import CommunicationError
 from cordee.training import slice_saving
+from cordee.training.session import Session
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -91,3 +92,38 @@ def train_on_full_disk(index: int, num_workers: int, table: Table, run_dir: str,
 
 def with_write(write: Callable[..., Any]) -> None:
     checkpoint.write_slices = write
+
+
+def test_members_read_what_they_hold_and_fall_back_together(three: ProcessPool, tmp_path: Path) -> None:
+    """As workers enter a generation: the first verifies, all map; a damaged checkpoint is passed over by all."""
+    whole = three.run(train_in_team, JOB, str(tmp_path / "whole"), False)
+    three.run(train_in_team, {**JOB, "stop": {"steps": 4}}, str(tmp_path / "halves"), False)
+    newest = tmp_path / "halves" / "checkpoints" / "step-4" / "optimizer.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    resumed = three.run(train_in_team, JOB, str(tmp_path / "halves"), True)
+    assert [outcome.of("run_started")[0]["start_step"] for outcome in resumed] == [2, 2, 2]
+    (warning,) = resumed[0].of("warning")
+    assert "checkpoint step-4 is damaged" in warning["message"] and "using step-2" in warning["message"]
+    hashes = {outcome.summary.weights_sha256 for outcome in (*whole, *resumed)}
+    assert len(hashes) == 1, "a resumed run ends with other weights"
+
+
+def train_in_team(index: int, num_workers: int, table: Table, run_dir: str, resume: bool) -> Outcome:
+    """Train as a worker does that is told of a generation. Nothing may load all of a checkpoint."""
+
+    def enter(session: Session, *, resume: bool, log_file: Path) -> None:
+        team = session._parts.team
+        session.train(team, may_load=resume, log_file=log_file, is_end=lambda: True)
+
+    def refuse(*arguments: Any) -> Any:
+        raise AssertionError("a member has loaded all of a checkpoint")
+
+    run, load = Session.run, Folder.load_newest
+    Session.run, Folder.load_newest = enter, refuse  # type: ignore[method-assign,assignment]
+    Path(run_dir).mkdir(parents=True, exist_ok=True)
+    try:
+        return train(index, num_workers, table, run_dir, resume)
+    finally:
+        Session.run, Folder.load_newest = run, load  # type: ignore[method-assign]
