@@ -240,7 +240,7 @@ def assemble(job: Job, team: Team) -> Components:
             job.schedule,
             total_steps,
             job.python_path,
-            num_batches=train.num_batches,
+            num_batches=train.num_batches if needs.num_steps is None else 1,  # a round is a step, and an epoch
             better=lambda metric: "lower" if metric in measured.lower_is_better else "higher",
         ),
         lr_scale=job.training.lr_scale,

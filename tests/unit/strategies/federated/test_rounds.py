@@ -46,12 +46,14 @@ class Simulation:
         optimizer = strategy.pop("optimizer", {"use": "sgd", "lr": 0.1})
         batch_size = strategy.pop("batch_size", sum(SIZES))
         loss = strategy.pop("loss", {"use": "cross_entropy"})
+        schedule = strategy.pop("schedule", {"use": "constant"})
         self.job = Job.from_dict(
             {
                 "model": {"use": Net},
                 "data": {"use": "synthetic", "shape": [6], "size": sum(SIZES), "test_size": 16, "num_classes": 3},
                 "loss": loss,
                 "optimizer": optimizer,
+                "schedule": schedule,
                 "training": {"batch_size": batch_size, "threads": 1},
                 "strategy": {"name": "federated", "partition": {"clients": len(SIZES)}, **strategy},
             }
@@ -218,6 +220,13 @@ def test_a_client_trains_the_same_after_any_other() -> None:
     one, other = Simulation(batch_size=5), Simulation(batch_size=5)
     other.train(2)
     assert torch.equal(one.train(1).payload[0], other.train(1).payload[0])
+
+
+@pytest.mark.parametrize("per", [{}, {"per": "epoch"}, {"per": "step"}])
+def test_schedulers_of_torch_count_rounds(per: dict[str, str]) -> None:
+    simulation = Simulation(batch_size=5, rounds=6, schedule={"use": "StepLR", "step_size": 2, "gamma": 0.5, **per})
+    optimizer, recipe = simulation.trainer._optimizer, simulation.components.recipe
+    assert [recipe.set_rate(optimizer, number) for number in range(6)] == [0.1, 0.1, 0.05, 0.05, 0.025, 0.025]
 
 
 def test_a_batch_without_a_label_that_counts_is_no_step() -> None:
