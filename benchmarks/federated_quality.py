@@ -20,6 +20,7 @@ from typing import Any
 
 import cordee
 from cordee.bench.harness import describe_machine
+from cordee.core.errors import CordeeError
 
 SGD = {"use": "sgd", "lr": 0.01, "momentum": 0.9}
 FASHION = {"use": "fashion-mnist", "train_limit": 20_000, "test_limit": 5000}
@@ -62,11 +63,15 @@ def run(tables: dict[str, Any]) -> dict[str, Any]:
         python_path=[str(Path(__file__).parent)],
     )
     with tempfile.TemporaryDirectory() as folder:
-        ended = cordee.train(job, run_dir=Path(folder) / "run", quiet=True)
-        lines = [json.loads(line) for line in (ended.directory / "events.jsonl").read_text().splitlines()]
+        run_dir = Path(folder) / "run"
+        try:
+            status = cordee.train(job, run_dir=run_dir, quiet=True).summary.status
+        except CordeeError as error:  # wrong clients can make everybody's loss infinite
+            status = f"failed: {error}"
+        lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
         clock = {event["round"]: event["clock_seconds"] for event in lines if event["type"] == "round"}
         curve = [(e["step"], clock[e["step"]], e["test_accuracy"]) for e in lines if e["type"] == "evaluation"]
-        return {**tables, "test_accuracy": ended.summary.test_accuracy, "status": ended.summary.status, "curve": curve}
+        return {**tables, "test_accuracy": curve[-1][2], "status": status, "curve": curve}
 
 
 def main(output: Path, wanted: list[str]) -> None:
@@ -75,7 +80,7 @@ def main(output: Path, wanted: list[str]) -> None:
         if name not in found and (not wanted or name.partition("/")[0] in wanted):
             found[name] = run(tables)
             output.write_text(json.dumps(found, indent=1) + "\n")
-            print(f"{name}: {found[name]['test_accuracy']:.4f}", flush=True)
+            print(f"{name}: {found[name]['test_accuracy']:.4f} {found[name]['status']}", flush=True)
     if "slow/fedavg" in found and "slow/fedbuff" in found:
         _, all_s, goal = found["slow/fedavg"]["curve"][-1]
         reached = [seconds for _, seconds, accuracy in found["slow/fedbuff"]["curve"] if accuracy >= goal]

@@ -8,13 +8,13 @@ seconds of the second one. A process loads the data once, and a batch is gathere
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -36,11 +36,16 @@ def lenet() -> nn.Sequential:
     return model
 
 
-@functools.cache
 def loaded(folder: str) -> dict[str, Any]:
-    """Return the data and the parameters: once in each process."""
-    torch.set_num_threads(1)
-    found: dict[str, Any] = torch.load(Path(folder) / "data.pt", weights_only=True)
+    """Return the data and the parameters: once in each process.
+
+    They are kept in a module, since Ray makes the functions of a script again for each call.
+    """
+    kept = sys.modules.setdefault("federated_peers_data", ModuleType("federated_peers_data"))
+    if not hasattr(kept, "found"):
+        torch.set_num_threads(1)
+        kept.found = torch.load(Path(folder) / "data.pt", weights_only=True)  # type: ignore[attr-defined]
+    found: dict[str, Any] = kept.found
     return found
 
 
@@ -87,8 +92,11 @@ def run_flower(folder: str, num_clients: int) -> None:
 
         def aggregate_train(self, server_round: int, replies: Any) -> Any:
             heard = list(replies)
-            if len(heard) != num_clients or any(reply.has_error() for reply in heard):
-                raise RuntimeError(f"{len(heard)} of {num_clients} clients answered, or with errors")
+            errors = [str(reply.error) for reply in heard if reply.has_error()]
+            if len(heard) != num_clients or errors:
+                raise RuntimeError(
+                    f"{len(heard)} of {num_clients} clients answered, {len(errors)} of errors: {errors[:1]}"
+                )
             found = super().aggregate_train(server_round, heard)
             if server_round == ROUNDS:
                 report(time.perf_counter() - self.times[-1])

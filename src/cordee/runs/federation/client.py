@@ -8,6 +8,7 @@ that came too late leaves nothing behind, and one that was counted is not forgot
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import shutil
@@ -61,7 +62,8 @@ from cordee.strategies.federated.secure import SecureClient, SecureRound
 from cordee.strategies.federated.strategy import settings_of
 from cordee.training.components import Components
 
-KEYS_FILE, INVITATION_FILE, NOISE_FILE, STATES = "client.keys", "invitation", "noise.seed", "states"
+KEYS_FILE, INVITATION_FILE, STATES = "client.keys", "invitation", "states"
+NOISE_FILE, SPENT_FILE = "noise.seed", "noise.spent"
 REPLY_S = 20.0  # that the server has to answer; it answers a poll within its failure timeout
 CONNECT_S = 60.0  # that a client tries to reach the server at the start
 LONGEST_ABSENCE_S = 3600.0  # of the server, before a client gives up
@@ -111,6 +113,22 @@ class ClientFolder:
         if not file.is_file():
             _write_private(file, str(secrets.randbits(128)))
         return int(file.read_text())
+
+    def spend_round(self, sent: Sent, num_rounds: int) -> None:
+        """Write down that noise was drawn for this round. Raises CommunicationError where ε counts it no more.
+
+        A server gets one update with the client's noise for each round of the job: of a later round than before, or
+        the same one again.
+        """
+        digest = hashlib.sha256(sent.parameters.numpy().tobytes()).hexdigest()
+        file = self.path / SPENT_FILE
+        newest, last = file.read_text().split() if file.is_file() else ("-1", "")
+        if sent.round >= num_rounds or sent.round < int(newest) or (sent.round == int(newest) and digest != last):
+            raise CommunicationError(
+                f"the server asks for round {sent.round + 1} of {num_rounds} after round {int(newest) + 1}, or for the "
+                "same round with other parameters: epsilon does not count that. Nothing was sent"
+            )
+        _write_private(file, f"{sent.round} {digest}")
 
     @property
     def newest_state(self) -> int:
@@ -166,7 +184,7 @@ class FederationClient:
         self._tables = self._settings.parts
         self._algorithm = make_algorithm(self._settings.use, job.python_path)
         self._flat = FlatModel(parts.model, self._settings.is_personal)
-        is_private = self._tables.privacy is not None and self._tables.privacy.where == "local"
+        self._adds_noise = self._tables.privacy is not None and self._tables.privacy.where == "local"
         self._trainer = ClientTrainer(
             job,
             self._settings,
@@ -175,7 +193,7 @@ class FederationClient:
             parts.computation,
             parts.recipe,
             # The server knows the seed of the job, and could take noise of that seed off again.
-            noise_key=self._folder.noise_seed() if is_private else None,
+            noise_key=self._folder.noise_seed() if self._adds_noise else None,
         )
         self._source = parts.splits.train
         if self._source.num_samples is None:
@@ -272,7 +290,10 @@ class FederationClient:
         key = (work.task.round, work.task.attempt)
         if self._trained is None or self._trained[0] != key:
             state = self._folder.read_state(work.counted) if self._trainer.is_stateful else {}
-            update = self._train(self._read_sent(work, received), state)
+            sent = self._read_sent(work, received)
+            if self._adds_noise:
+                self._folder.spend_round(sent, self._settings.rounds)
+            update = self._train(sent, state)
             if self._trainer.is_stateful:
                 self._folder.write_state(work.task.round, update.state)
             self._trained = (key, update)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from cordee.core import Job
-from cordee.core.errors import CheckpointError, DataError, JobError, RunDirectoryError
+from cordee.core.errors import CheckpointError, CommunicationError, DataError, JobError, RunDirectoryError
 from cordee.runs.federation.client import ClientFolder
 from cordee.runs.federation.messages import Invitation
 from cordee.runs.resuming import fit_to_run
+from cordee.strategies.federated.client import Sent
 from cordee.tools.federation import JoinOptions, client_parts, refuse_changes
 
 INVITATION = Invitation(run="r", name="alice", address="127.0.0.1:9", server_key="00" * 32, ticket="t")
@@ -99,3 +100,14 @@ def test_a_simulation_does_not_continue_a_federation(tmp_path: Path) -> None:
     job = Job.from_dict({"model": "mlp", "data": "digits", "strategy": {"name": "federated"}})
     with pytest.raises(RunDirectoryError, match=r"cordee federation serve"):
         fit_to_run(job, tmp_path, [])
+
+
+def test_noise_is_drawn_once_for_each_round_of_the_job(tmp_path: Path) -> None:
+    folder, nothing = ClientFolder(tmp_path), torch.zeros(0)
+    for number, value in ((0, 1.0), (2, 2.0), (2, 2.0)):  # a round may be left out, or asked for again
+        folder.spend_round(Sent(number, torch.full((3,), value), nothing, {}), 4)
+    again = ClientFolder(tmp_path)  # the client was started again
+    for number, value in ((1, 1.0), (2, 3.0), (4, 1.0)):
+        with pytest.raises(CommunicationError, match="epsilon does not count that"):
+            again.spend_round(Sent(number, torch.full((3,), value), nothing, {}), 4)
+    again.spend_round(Sent(3, torch.full((3,), 5.0), nothing, {}), 4)
