@@ -41,6 +41,7 @@ def test_nothing_is_left_out() -> None:
         "online",
         "parquet",
         "server",
+        "text",
     }
     readme = (EXAMPLES / "README.md").read_text()
     for path in EXAMPLES.glob("*.*"):
@@ -113,6 +114,14 @@ def test_what_a_script_ran_can_be_run_from_its_files(workspace: Workspace) -> No
     elsewhere.mkdir()
     assert_ended_well(workspace.run("train", first / "job.toml", "--run-dir", "again", cwd=elsewhere))
     assert summary(elsewhere / "again")["weights_sha256"] == summary(first)["weights_sha256"]
+
+
+def test_the_text_example_writes_its_files_and_trains_on_them(workspace: Workspace) -> None:
+    assert_ended_well(workspace.execute([sys.executable, EXAMPLES / "text_files.py"]))
+    done = workspace.run("train", EXAMPLES / "text.toml", "--set", "stop.steps=3")
+    assert_ended_well(done)
+    (run,) = (workspace.path / "runs").iterdir()
+    assert (summary(run)["steps"], summary(run)["status"]) == (3, "stopped")
 
 
 def test_the_parquet_example_writes_its_files_and_trains_on_them(workspace: Workspace) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from cordee.cli import checks, federation, look_up, planning, run_commands, scripts, training, tuning
 from cordee.cli.output import end_interrupted, print_error
 from cordee.core.env import wants_traceback
-from cordee.core.errors import CordeeError
+from cordee.core.errors import CordeeError, JobError
 from cordee.version import __version__
 
 # How `cordee --help` groups the commands.
@@ -23,17 +25,39 @@ SECTIONS = {
 }
 
 
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, whether typer has its own copy of click or not
+
+
+@contextlib.contextmanager
+def _in_one_form() -> Iterator[None]:
+    """Inside, what is wrong with the command line becomes an error like all others."""
+    try:
+        yield
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        context: Any = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else "cordee"
+        said = str(error.format_message()).rstrip(".")  # type: ignore[attr-defined]
+        raise JobError(f"{said}{'' if said.endswith('?') else ':'} `{path} --help` says more") from None
+
+
 class Commands(TyperGroup):
-    """All commands. Ctrl-C is reported here: typer would end the program without a message."""
+    """All commands. Ctrl-C and wrong options are reported here: typer has no message, or one of another form."""
+
+    def make_context(self, *arguments: Any, **more: Any) -> Any:
+        with _in_one_form():
+            return super().make_context(*arguments, **more)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for section, names in SECTIONS.items():
             with formatter.section(section):
-                formatter.write_dl([(name, self.commands[name].get_short_help_str()) for name in names])
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(limit=200)) for name in names])
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
-            return super().invoke(ctx)
+            with _in_one_form():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             end_interrupted()
 

@@ -36,6 +36,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     warnings: int = 0
     last_warning: str = ""
     unreadable_lines: int = 0
+    newer_schema: int | None = None  # of the events, where this version does not know it
 
 
 class OverviewBuilder:
@@ -89,6 +90,9 @@ class OverviewBuilder:
             warnings=self._warnings,
             last_warning=self._last_warning,
             unreadable_lines=self._unreadable,
+            newer_schema=started.schema_version
+            if started is not None and started.schema_version > events.SCHEMA_VERSION
+            else None,
         )
 
 
@@ -123,6 +127,7 @@ def describe_overview(overview: Overview) -> list[tuple[str, str]]:
     rows = [
         ("run", run.path.name),
         ("state", run.state + (f": {run.problem}" if run.problem else "")),
+        ("newer", _newer(overview.newer_schema) if overview.newer_schema is not None else ""),
         ("job", ", ".join(part for part in (run.name, overview.model, overview.data) if part)),
         ("strategy", f"{run.strategy or ''}, {plural(run.workers, 'worker')}" if run.workers else run.strategy or ""),
         ("steps", steps + share + epoch),
@@ -148,6 +153,13 @@ def next_commands(run: RunInfo) -> list[str]:
     if run.state in ("died", "interrupted", "failed"):
         return [f"cordee resume {name}", f"cordee logs {name}"]
     return [f"cordee export {name}", f"cordee logs {name}"]
+
+
+def _newer(schema: int) -> str:
+    return (
+        f"made by a newer version of Cordée (events of version {schema}, this one knows {events.SCHEMA_VERSION}): "
+        "what is shown may be incomplete; update Cordée"
+    )
 
 
 def _loss(value: float | None) -> str:

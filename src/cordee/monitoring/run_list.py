@@ -132,7 +132,9 @@ def inspect_run(path: Path) -> RunInfo | None:
         return _describe(path, job, is_running, summary, traces)
     except OSError as error:
         problem = f"{Path(error.filename).name if error.filename else path.name}: {reason(error)}"
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.DecodeError, RunDirectoryError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        problem = f"{JOB_FILE}: {error}"
+    except (msgspec.DecodeError, RunDirectoryError) as error:
         problem = str(error)
     return RunInfo(path=path, state="unreadable", name=path.name, started=_changed(path), problem=problem)
 

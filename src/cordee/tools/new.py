@@ -26,6 +26,12 @@ TEMPLATES = {
         ("parquet.toml", "parquet_files.py"),
         "python parquet_files.py && cordee train {}",
     ),
+    "text": Template(
+        "a job file: a small GPT on text files, and a script that writes such files",
+        ("text.toml", "text_files.py"),
+        "python text_files.py && cordee train {}",
+    ),
+    "federated": Template("a job file: 20 clients that keep their data, simulated on two workers", ("federated.toml",)),
     "online": Template("a job file for data that keeps arriving", ("online.toml", "online_feed.py")),
     "server": Template("a job file: two workers and parameter servers, asynchronous", ("server.toml",)),
     "loop": Template("a training loop of your own, on any number of workers", ("own_loop.py",), "cordee run -n 2 {}"),

@@ -79,6 +79,7 @@ _SIGNS = {"completed": ("o", "#1d5fa8"), "pruned": ("x", "#b45309"), "failed": (
 def draw(results: Results) -> bytes:
     """Return a picture: the history, the weight of each key, and the results over the values of each key."""
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
+    from matplotlib.ticker import MaxNLocator
 
     keys = list(dict.fromkeys(key for trial in results.trials for key in trial.point))
     columns = max(2, min(len(keys), 3))
@@ -92,6 +93,7 @@ def draw(results: Results) -> bytes:
     ]
     history.step([at for at, _ in best], [value for _, value in best], where="post", color="#1a7f37", label="best")
     history.set(xlabel="trial", ylabel=results.metric, title="History")
+    history.xaxis.set_major_locator(MaxNLocator(integer=True))
     history.legend(fontsize="small")
     weights = figure.add_subplot(grid[0, columns - 1])
     if results.importances:

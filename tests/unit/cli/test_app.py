@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -192,7 +193,7 @@ def test_a_traceback_for_those_who_ask(
 
 @pytest.mark.parametrize("arguments", [["trian"], ["train"], ["train", "job.toml", "--sett", "a=b"]])
 def test_a_command_line_that_makes_no_sense(arguments: list[str]) -> None:
-    assert CliRunner().invoke(app, arguments).exit_code == 2
+    assert isinstance(CliRunner().invoke(app, arguments).exception, JobError)
 
 
 @pytest.mark.parametrize("arguments", [["server", "--listen"], ["worker", "--servers"]])
@@ -279,3 +280,23 @@ def test_the_doctor_knows_the_limit_of_a_container(tmp_path: Path) -> None:
     (limited,) = doctor.check_memory(tmp_path)
     assert (limited.state, limited.detail) == ("problem", "0.5 GiB free of 1.0 (the limit of this container)")
     assert "raise the limit" in limited.remedy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["dashboard", "--port", "x"], "cordee: Invalid value for '--port'.*`cordee dashboard --help` says more"),
+        (["nothing"], "cordee: No such command 'nothing': `cordee --help` says more"),
+        (["--nothing"], "cordee: No such option: --nothing.*`cordee --help` says more"),
+        (["show", "a", "b"], "cordee: .*unexpected extra argument.*`cordee show --help` says more"),
+        (["federation", "nothing"], "cordee: No such command 'nothing': `cordee federation --help` says more"),
+    ],
+)
+def test_a_wrong_command_line_is_an_error_of_one_line_like_others(arguments: list[str], said: str) -> None:
+    done = command(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(said.replace("`cordee", "`(python -m )?cordee"), done.stderr.strip())
+
+
+def test_the_help_does_not_cut_what_a_group_of_commands_is_for() -> None:
+    assert "...\n" not in command("--help").stdout.partition("Options:")[2]

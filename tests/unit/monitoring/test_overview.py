@@ -51,3 +51,16 @@ def test_what_is_no_run(tmp_path: Path) -> None:
         read_overview(tmp_path)
     with pytest.raises(RunDirectoryError, match="there is no run directory"):
         read_overview(tmp_path / "nothing")
+
+
+def test_a_run_of_a_newer_version_says_so(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", 'name = "iris"\n') as run:
+        with Monitor([JsonlSink(run.events_file)]) as monitor:
+            monitor.emit(events.RunStarted(strategy="x", workers=1, start_step=0, schema_version=99))
+        rows = dict(describe_overview(read_overview(run.path)))
+    assert rows["newer"].startswith("made by a newer version of Cordée (events of version 99, this one knows")
+
+
+def test_a_damaged_job_file_is_named(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", "name = = 1\n") as run:
+        assert dict(describe_overview(read_overview(run.path)))["state"].startswith("unreadable: job.toml: ")
