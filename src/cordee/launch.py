@@ -50,6 +50,7 @@ from cordee.monitoring.csv_file import CsvSink
 from cordee.monitoring.timeline import Timeline, TimelineFolder
 from cordee.monitoring.trackers import MlflowSink, WandbSink, flatten
 from cordee.planner.auto import Decision, Replanner, decide, plans_first
+from cordee.planner.kernels import Choice, choose_kernels
 from cordee.run import Run
 from cordee.runs import PROCESS_MODULES
 from cordee.runs.kind import KINDS, kind_of, lead_run, needs_engine
@@ -137,8 +138,9 @@ def _train(
         def open_processes(job: Job) -> None:
             opened.append(stack.enter_context(open_engine(PROCESS_MODULES, job)))
 
-        parts, decision = _decide(asked, name, open_processes)
+        parts, decision, kernels = _decide(asked, name, open_processes)
         job = parts.job
+        asked = msgspec.structs.replace(asked, training=job.training)
         if needs_engine(job) and not opened:
             open_processes(job)
         if job.cluster.address:
@@ -159,7 +161,10 @@ def _train(
             with Monitor(_sinks(job, directory, quiet), member="launcher") as monitor:
                 if opened and (description := opened[0].describe()):
                     monitor.emit(events.EngineOpened(engine=job.cluster.engine, description=description))
-                for warning in (*([note] if note else []), *(() if resume else parts.warnings)):
+                if kernels.text:
+                    monitor.emit(_describe_kernels(parts.job, kernels.text))
+                told = [note, kernels.warning]
+                for warning in (*filter(None, told), *(() if resume else parts.warnings)):
                     monitor.emit(events.Warned(message=warning))
                 if asked.strategy.name == "auto":
                     monitor.add(Replanner(asked, parts, monitor.emit))
@@ -191,14 +196,17 @@ def check_job(job: Job | Mapping[str, Any] | str | Path, *, overrides: Iterable[
     asked = _as_job(job, overrides)
     check_settings(asked)
     with _leaving_torch_as_it_was():
-        parts, _ = _decide(asked, choose_strategy(asked), lambda job: None)
+        parts, _, _ = _decide(asked, choose_strategy(asked), lambda job: None)
     if parts.job.cluster.address:
         find_listening(parts.job.cluster.address)
     return parts
 
 
-def _decide(asked: Job, name: str, open_early: Callable[[Job], None]) -> tuple[Components, Decision]:
-    """Return what trains, and why so, checked. `open_early` is called where processes can start meanwhile."""
+def _decide(asked: Job, name: str, open_early: Callable[[Job], None]) -> tuple[Components, Decision, Choice]:
+    """Return what trains, why so, and how its kernels compute, checked.
+
+    `open_early` is called where processes can start meanwhile.
+    """
     refuse_others_settings(asked)
     job = msgspec.structs.replace(asked, strategy=msgspec.structs.replace(asked.strategy, name=name))
     if needs_engine(job):
@@ -210,11 +218,15 @@ def _decide(asked: Job, name: str, open_early: Callable[[Job], None]) -> tuple[C
             open_early(job)
     team = Team(num_workers=job.strategy.workers, num_local_workers=job.strategy.workers)
     parts = assemble(job, team)
+    kernels = choose_kernels(asked.training, parts)
+    if kernels.training != parts.job.training:
+        parts = assemble(msgspec.structs.replace(job, training=kernels.training), team)
+    asked = msgspec.structs.replace(asked, training=kernels.training)
     decision = decide(asked, parts)
     if decision.job is not parts.job:
         parts = assemble(decision.job, team)
     KINDS[kind_of(parts.job)].check(parts)
-    return parts, decision
+    return parts, decision, kernels
 
 
 def _run_alone(
@@ -291,6 +303,13 @@ def _with_prediction(summary: Summary, decision: Decision) -> Summary:
         predicted_step_seconds=decision.prediction.step_s,
         predicted_memory_bytes=round(decision.prediction.memory_bytes),
         prediction_is_sure=decision.is_sure,
+    )
+
+
+def _describe_kernels(job: Job, reason: str) -> events.Kernels:
+    chosen = job.training
+    return events.Kernels(
+        memory_format=chosen.memory_format, precision=chosen.precision, threads=chosen.num_threads, reason=reason
     )
 
 

@@ -156,6 +156,8 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "training.shards": Changes(4, weights, REPRODUCING, base={"training.reproducible": True, **DROPPED}),
     "training.lr_scale": Changes("linear", rates, WITH_SHARES),
     "training.precision": Changes("bf16", weights, base={"model.double": False}),
+    "training.compile": Elsewhere("unit/compute/test_compiling.py"),
+    "training.memory_format": Elsewhere("distributed/test_memory_format.py"),
     # A part of a batch is what a batch norm sees.
     "training.accumulate": Changes(2, weights, base=NORMED),
     "training.clip_norm": Changes(0.01, weights),

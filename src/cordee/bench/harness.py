@@ -220,6 +220,14 @@ class Clock:
             self._started_s = time.perf_counter()
         self._left -= 1
 
+    def wait_for(self, path: Path) -> None:
+        """Wait until another process of the contestant has made a file, before the first tick."""
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise CordeeError(f"no {path.name} within {ANSWER_TIMEOUT_S:g} s")
+            time.sleep(0.01)
+
 
 # What a contestant does in each of its processes: loop for ever, telling the clock before each step.
 Loop = Callable[[Place, Clock], None]

@@ -32,6 +32,7 @@ BENCHMARKS = {
     "federation": "a round between sites: ten client processes on loopback, plain and with secure aggregation",
     "recovery": "a worker is killed: time to the next step, beside torchrun's restart",
     "reproducible": "what reproducible mode costs beside the ordinary one: four models, one and two workers",
+    "kernels": "memory format and bf16: what auto chooses beside plain PyTorch, Accelerate, Lightning, and each way",
     "commit_check": "what comparing the members costs: LeNet and ResNet-20 on two workers, with it and without",
     "frameworks": "elastic loops; Horovod's API and TensorFlow beside gloo; a transformer beside its usual trainers",
     "engines": "two workers on torchrun, Ray and Spark beside DDP, Ray Train and TorchDistributor; a node is lost",

@@ -190,8 +190,8 @@ def bench(
         str,
         typer.Option(
             help="Only these cases: of planner as in 'lenet,gpt/tensor,*/pipeline/4', of engines as in "
-            "'speed/ray,loss', of hosts as in 'full/lenet'. Engines and hosts keep the figures of other cases that are "
-            "in the output file.",
+            "'speed/ray,loss', of hosts as in 'full/lenet', of kernels as in 'resnet20'. Engines, frameworks, hosts "
+            "and kernels keep the figures of other cases that are in the output file.",
             metavar="LIST",
             show_default=False,
         ),

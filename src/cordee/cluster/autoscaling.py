@@ -131,7 +131,7 @@ class Scaling:
     def __init__(self, job: Job, num_slots: int, scale: Callable[[int, int, str], str]) -> None:
         self._scale = scale
         self._every_s = job.cluster.autoscale_every_s
-        self._threads = job.training.threads  # 0: the cores are shared out
+        self._threads = job.training.num_threads  # 0: the cores are shared out
         self._is_fixed = job.training.reproducible
         self._num_cores = num_slots
         self._autoscaler = Autoscaler(job.cluster.min_workers, job.cluster.max_workers or num_slots)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cordee.compute.compiling import Compiler
 from cordee.compute.loss_scale import LossScale
 from cordee.compute.losses import LossFunction, require_even_parts
 from cordee.compute.outputs import anchor
@@ -79,6 +80,8 @@ class Computation:
     counts_classes: bool  # targets are classes, so that accuracy means something
     scale: LossScale | None = None  # with fp16; strategies divide gradients by it
     call: Call = PLAIN_CALL  # how the model takes nested inputs
+    memory_format: str = "contiguous"  # or "channels_last": of images while they are computed
+    compiler: Compiler | None = None  # of the passes of training, where they are compiled
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.precision == "fp32":
@@ -91,9 +94,25 @@ class Computation:
         return torch.float16 if self.precision == "fp16" else torch.bfloat16
 
     def to_device(self, batch: Batch) -> Batch:
-        if self.device.type == "cpu":
+        if self.device.type != "cpu":
+            batch = batch.map(lambda tensor: tensor.to(self.device, non_blocking=True))
+        if self.memory_format == "contiguous":
             return batch
-        return batch.map(lambda tensor: tensor.to(self.device, non_blocking=True))
+        return Batch(tree.map_leaves(self.in_format, batch.inputs), batch.targets)
+
+    def in_format(self, value: Any) -> Any:
+        """Return images in the memory format that they are computed in, and anything else as it is.
+
+        Convolutions and what follows them keep the format of their input. Weights stay contiguous: kernels reorder
+        them for each pass anyway (docs/decisions/0067).
+        """
+        if self.memory_format == "contiguous" or not is_image(value):
+            return value
+        if value.shape[1] > 1:
+            return value.contiguous(memory_format=torch.channels_last)
+        # Images of one channel lie in both ways at once: kernels choose by the strides.
+        height, width = value.shape[2:]
+        return value.contiguous().as_strided(value.shape, (height * width, 1, width, 1))
 
     def outputs(self, model: Callable[..., Any], batch: Batch) -> Any:
         """Return what the model makes of a batch; it is given the targets too where it computes the loss itself."""
@@ -135,8 +154,9 @@ class Computation:
             part = self.to_device(part)
             targets = part.targets
             num_samples += part.num_samples
+            run = model if self.compiler is None else self.compiler.of(model, part.num_samples)
             with self.autocast():
-                outputs = self.outputs(model, part)
+                outputs = self.outputs(run, part)
                 loss = self.loss.of(outputs, targets)
                 part_count = self.loss.count_batch(part)
                 if is_share or part_count != total_count:
@@ -155,6 +175,11 @@ class Computation:
         mean = weighted_sum / count if count else 0.0
         measured = num_correct if measure and self.counts_classes else None
         return Loss(mean, count, measured, num_samples, num_items=num_items)
+
+
+def is_image(value: Any) -> bool:
+    """Return whether this is a batch of images, or of what convolutions make of them."""
+    return isinstance(value, Tensor) and value.dim() == 4 and value.is_floating_point()
 
 
 def split_batch(batch: Batch | Pieces, num_parts: int) -> list[Batch]:

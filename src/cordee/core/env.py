@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -247,6 +248,17 @@ def torchrun_environment(place: Place, master_port: int) -> dict[str, str]:
 def adopt(variables: Mapping[str, str]) -> None:
     """Set variables of this process, as if it had been started with them."""
     os.environ.update(variables)
+
+
+def keep_compiled(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have torch keep what it compiles in our cache folder, unless `TORCHINDUCTOR_CACHE_DIR` says where."""
+    environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder(environ) / "compiled"))
+
+
+def cxx_compiler(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the C++ compiler that torch compiles with: `CXX`, g++ or clang++; None where there is none."""
+    names = (environ.get("CXX", ""), "g++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 def store_address(environ: Mapping[str, str] = os.environ) -> str:

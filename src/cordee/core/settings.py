@@ -53,6 +53,10 @@ class Data(_Named, frozen=True, kw_only=True):
             raise JobError(f"data.test_fraction = {self.test_fraction} must be at least 0 and below 1")
 
 
+# What each setting of how kernels compute is where it is "auto" and nothing says that another is better.
+PLAIN_KERNELS: dict[str, Any] = {"memory_format": "contiguous", "precision": "fp32", "compile": False, "threads": 0}
+
+
 class Training(Section, frozen=True, kw_only=True):
     """How long and how to train."""
 
@@ -63,17 +67,24 @@ class Training(Section, frozen=True, kw_only=True):
     shards: int | None = None  # parts a batch is always cut into when reproducible; 8 where it is not set
     lr_scale: Literal["none", "linear", "sqrt"] = "none"  # how the rate follows the shares a batch is cut into
     # bf16, fp16: autocast, the weights stay in fp32; fp16 with a dynamic scale of the loss, on GPUs
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    # auto: bf16 where it was measured to be faster
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
+    # how images lie in memory while they are computed; auto: what was measured to be faster, in runs that are long
+    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
+    # compile the passes of training with torch.compile; auto: where that was measured to pay within the run
+    compile: bool | Literal["auto"] = False
     accumulate: int = 1  # parts a batch is computed in, to save memory
     clip_norm: float = 0.0  # largest norm of the whole gradient; 0 leaves it alone
     recompute: bool = False  # compute activations of blocks again in the backward pass, to save memory
     freeze: tuple[str, ...] = ()  # patterns of names of parameters that are not trained
     ema: float = 0.0  # decay of a moving average of the weights, which is then what is evaluated; 0: there is none
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs where there are any
-    threads: int = 0  # kernel threads per worker; 0 shares the cores out
+    threads: int | Literal["auto"] = 0  # kernel threads per worker; 0 shares the cores out; auto: what is fastest
 
     def __post_init__(self) -> None:
-        _at_least("training", self, batch_size=1, epochs=1, steps=1, accumulate=1, clip_norm=0, threads=0, shards=1)
+        _at_least("training", self, batch_size=1, epochs=1, steps=1, accumulate=1, clip_norm=0, shards=1)
+        if self.threads != "auto":
+            _at_least("training", self, threads=0)
         if not 0.0 <= self.ema < 1.0:
             raise JobError(f"training.ema = {self.ema} must be at least 0 and below 1, for example 0.999")
         if self.shards is not None and not self.reproducible:
@@ -82,6 +93,11 @@ class Training(Section, frozen=True, kw_only=True):
             raise JobError(
                 f"training.lr_scale = '{self.lr_scale}' makes the rate depend on the number of workers, which "
                 "training.reproducible = true rules out: set lr_scale = 'none'"
+            )
+        if self.reproducible and self.compile is True:
+            raise JobError(
+                "training.compile = true makes code that depends on the compiler of each host, which "
+                "training.reproducible = true rules out: remove one of them"
             )
         if self.epochs is not None and self.steps is not None:
             raise JobError(
@@ -93,6 +109,21 @@ class Training(Section, frozen=True, kw_only=True):
                 f"training.accumulate = {self.accumulate} cuts a batch of {self.batch_size} into empty parts: "
                 "set accumulate to at most the batch size"
             )
+
+    @property
+    def automatic(self) -> tuple[str, ...]:
+        """The settings of how kernels compute that are left to the planner."""
+        return tuple(key for key in PLAIN_KERNELS if getattr(self, key) == "auto")
+
+    @property
+    def num_threads(self) -> int:
+        """Kernel threads per worker; 0 where the cores are shared out."""
+        return 0 if self.threads == "auto" else self.threads
+
+    def plain(self) -> Training:
+        """Return these settings with what is computed where nothing was measured, instead of 'auto'."""
+        changed = {key: PLAIN_KERNELS[key] for key in self.automatic}
+        return msgspec.structs.replace(self, **changed) if changed else self
 
     @property
     def num_shards(self) -> int | None:

@@ -248,6 +248,15 @@ class EngineOpened(EventRecord, frozen=True, kw_only=True, tag="engine_opened"):
     description: str
 
 
+class Kernels(EventRecord, frozen=True, kw_only=True, tag="kernels"):
+    """how the model is computed, where that was measured or is left to the planner"""
+
+    memory_format: str
+    precision: str
+    threads: int  # of each worker; 0: its share of the cores
+    reason: str = ""
+
+
 class CoordinatorLost(EventRecord, frozen=True, kw_only=True, tag="coordinator_lost"):
     """the coordinator was killed; another takes its place"""
 
@@ -356,6 +365,7 @@ AnyEvent: TypeAlias = (
     | CoordinatorStarted
     | CoordinatorLost
     | EngineOpened
+    | Kernels
     | ForkServerLost
     | Generation
     | Recovery

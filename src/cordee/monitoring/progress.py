@@ -21,6 +21,7 @@ from cordee.monitoring.events import (
     Evaluation,
     Fetched,
     Generation,
+    Kernels,
     Logged,
     Picture,
     Plan,
@@ -88,6 +89,8 @@ class ProgressSink:
             self._screen.line(f"shares of the batch by speed: {', '.join(map(str, event.shares))} samples")
         elif isinstance(event, EngineOpened):
             self._screen.line(f"engine: {event.description}")
+        elif isinstance(event, Kernels):
+            self._screen.line(f"kernels: {event.reason}")
         elif isinstance(event, Plan):
             self._screen.line(wording.plan_line(event))
         elif isinstance(event, Fetched):

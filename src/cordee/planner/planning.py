@@ -26,6 +26,7 @@ from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.cluster_file import load_cluster
 from cordee.planner.cost_model import MODELS
 from cordee.planner.hardware import Device, Hardware, ThisMachine
+from cordee.planner.kernels import Trial, choose_kernels, describe
 from cordee.planner.measurements import (
     Machine,
     ModelProfile,
@@ -109,7 +110,12 @@ def plan_and_work(
     most = workers or (max(job.strategy.workers, usable_cores()) if hardware is None else len(hardware.devices))
     if hardware is not None and most > len(hardware.devices):
         raise JobError(f"{most} workers, and {cluster} has {len(hardware.devices)} devices: ask for fewer workers")
+    tell("measuring how kernels compute the model")
     parts = assemble_alone(job)
+    kernels = choose_kernels(job.training, parts, may_always_measure=hardware is None)
+    if kernels.training != parts.job.training:
+        parts = assemble_alone(msgspec.structs.replace(job, training=kernels.training))
+    job = msgspec.structs.replace(job, training=kernels.training)
     most = min(most, job.training.batch_size)
     started = time.perf_counter()
     profile, machine, is_cached = _measure(
@@ -146,6 +152,8 @@ def plan_and_work(
         search_s=search_s,
         is_cached=is_cached,
         is_chain=profile.is_chain,
+        kernels=kernels.text,
+        kernel_trials=kernels.trials,
         was_busy=profile.was_busy or machine.was_busy,
         placement=place(choice, hardware.devices) if hardware is not None else {},
     )
@@ -331,6 +339,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     is_cached: bool
     is_chain: bool = True  # its blocks are known, and so what a pipeline of them would take
     was_busy: bool = False  # the machine had other work while it was measured
+    kernels: str = ""  # how the model is computed, and what that gains
+    kernel_trials: tuple[Trial, ...] = ()  # what each way of computing would bring
     placement: dict[str, list[str]] = {}  # host -> what runs there, for a cluster file
 
     def find(self, strategy: str, workers: int) -> Prediction | None:
@@ -369,6 +379,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if self.was_busy:
             busy = "these predictions are not reliable: other programs were using this machine while it was measured"
             lines.insert(1, f"{busy}; plan again when it is quiet")
+        if self.kernels:
+            lines.append(f"kernels: {self.kernels}")
+            brought = "; ".join(describe(trial) for trial in self.kernel_trials if trial.gain != 1.0)
+            lines += [f"measured against plain kernels: {brought}"] if brought else []
         return lines
 
     def _others(self) -> list[Prediction]:

@@ -43,7 +43,7 @@ def sharing(job: Job, num_workers: int) -> Job:
 
 def profile_key(parts: Components) -> str:
     """Return what a profile depends on: the model, its data and optimizer, the threads, the machine."""
-    job = parts.job
+    job, training = parts.job, parts.job.training.plain()
     model = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parts.model.named_parameters()]
     settings = job.to_dict()
     return key_of(
@@ -54,14 +54,14 @@ def profile_key(parts: Components) -> str:
         str(settings["data"]),
         str(settings["loss"]),
         str(settings["optimizer"]),
-        f"{job.training.batch_size} {job.training.accumulate} {job.training.precision} {job.training.clip_norm}",
-        f"{job.training.threads} {parts.computation.device}",
+        f"{training.batch_size} {training.accumulate} {training.precision} {training.clip_norm}",
+        f"{training.threads} {training.memory_format} {training.compile} {parts.computation.device}",
     )
 
 
 def take_profile(parts: Components, *, budget_s: float = BUDGET_S) -> ModelProfile:
     """Measure one process. `parts` stay as they are: a copy of the model is trained, and thrown away."""
-    model = _copy_of(parts)
+    model = copy_of(parts)
     batch = first_batch(parts)
     few = batch.rows(0, DESCRIBED_SAMPLES)
 
@@ -120,7 +120,7 @@ def take_timings(parts: Components, *, num_processes: int, budget_s: float) -> t
     on batches from the loader, and passes over small parts as micro-batches are; the blocks' times are then scaled so
     that their sum is the step's or the pass's.
     """
-    model = _copy_of(parts)
+    model = copy_of(parts)
     optimizer = parts.recipe.make(model.named_parameters())
     accumulate = parts.job.training.accumulate
     count = parts.computation.loss.count_batch
@@ -193,7 +193,7 @@ def _pass_s(parts: Components, model: nn.Module, piece: Batch, samples: int, bud
 
 def estimate_step_s(parts: Components) -> float:
     """Return about how long a step takes, by taking one twice."""
-    model = _copy_of(parts)
+    model = copy_of(parts)
     batch = first_batch(parts)
     spent = math.inf
     for _ in range(2):
@@ -214,7 +214,7 @@ def first_batch(parts: Components) -> Batch:
     return first
 
 
-def _copy_of(parts: Components) -> nn.Module:
+def copy_of(parts: Components) -> nn.Module:
     try:
         model = copy.deepcopy(parts.model)
     except Exception as error:

@@ -17,6 +17,7 @@ from cordee.core import Job
 from cordee.core.env import runs_folder
 from cordee.core.errors import CheckpointError, JobError, RunDirectoryError
 from cordee.core.job import changed_keys
+from cordee.core.settings import PLAIN_KERNELS
 from cordee.monitoring import RunDirectory, list_runs, new_run_path
 from cordee.runs.federation.store import STORE_FILE
 from cordee.runs.storage import find_stored
@@ -60,6 +61,7 @@ def fit_to_run(job: Job, path: Path, overrides: Iterable[str]) -> tuple[Job, str
     before = _recorded(path)
     if before is None:
         return job, ""
+    job, before = _keep_kernels(job, before)
     now = tomllib.loads(job.to_toml())
     if changes := changed_keys(before, now):
         raise JobError(
@@ -81,6 +83,19 @@ def fit_to_run(job: Job, path: Path, overrides: Iterable[str]) -> tuple[Job, str
     listed = ", ".join(f"strategy.{key} = {old[key]!r}" for key in stale)
     note = f"left out, since the run continues with '{name}' and not with '{old.get('name')}': {listed}"
     return msgspec.structs.replace(job, strategy=msgspec.structs.replace(job.strategy, settings=settings)), note
+
+
+def _keep_kernels(job: Job, before: Mapping[str, Any]) -> tuple[Job, Mapping[str, Any]]:
+    """Return the job with the kernels that the run began with where it says "auto", and what was recorded, with all.
+
+    What was measured then stays: other kernels round in another way. Runs of earlier versions were plain.
+    """
+    recorded = {**PLAIN_KERNELS, **before.get("training", {})}
+    kept = {key: recorded[key] for key in job.training.automatic}
+    return (
+        msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, **kept)),
+        {**before, "training": recorded},
+    )
 
 
 def _recorded(path: Path) -> Mapping[str, Any] | None:

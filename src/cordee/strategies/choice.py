@@ -48,6 +48,12 @@ def make_strategy(job: Job, computation: Computation) -> Strategy:
             f"training.reproducible = true is for {quote_names(able, 'and')}, the job's strategy is '{name}': "
             "set reproducible = false, or one of these strategies"
         )
+    if job.training.compile is True and not entry.can_compile:
+        able = strategies_where(lambda entry: entry.can_compile)
+        raise JobError(
+            f"training.compile = true is for {quote_names(able, 'and')}, the job's strategy is '{name}': remove it, or "
+            "set one of these strategies"
+        )
     borrowed = _borrowed_keys(name, job.strategy.settings)
     own = {key: value for key, value in job.strategy.settings.items() if key not in borrowed}
     strategy: Strategy = _MAKERS[name](job, read_section("strategy", own, entry.settings), computation)

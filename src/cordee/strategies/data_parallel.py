@@ -71,6 +71,15 @@ class DataParallel(Replica):
                 "strategy.reducer = 'overlapped' exchanges during the backward pass, and so does strategy.batch_norm = "
                 "'sync': set one of them to another value"
             )
+        if self._computation.compiler is not None and (self._uses_ddp() or reducer == "overlapped"):
+            raise JobError(
+                "training.compile = true needs the exchange after the backward pass: set strategy.reducer = 'flat'"
+            )
+        if self._computation.compiler is not None and job.cluster.balance:
+            raise JobError(
+                "training.compile = true compiles for one size of batch, and cluster.balance = true changes that of "
+                "each worker: remove one of them"
+            )
         if self._num_shards is not None:
             self._check_reproducible(workers, self._num_shards)
         if job.cluster.balance and (self._uses_ddp() or self._settings.batch_norm == "sync"):
@@ -113,7 +122,8 @@ class DataParallel(Replica):
             is_compressed = self._compression.use != "none"
             overlaps = self._settings.reducer == "overlapped"
             if self._settings.reducer == "auto":
-                overlaps = not has_synced and not is_compressed and spans_hosts()
+                is_compiled = self._computation.compiler is not None
+                overlaps = not has_synced and not is_compressed and not is_compiled and spans_hosts()
             if overlaps:
                 self._reducer = OverlappedReducer(
                     self.model, self._computation, self._nominal_count, buffers, self._settings.segment_bytes

@@ -35,6 +35,7 @@ class Entry:
     # strategies start again from the last checkpoint, with as many workers.
     is_elastic: bool = False
     can_balance: bool = False  # its workers may have shares of the batch of different sizes (cluster.balance)
+    can_compile: bool = False  # its workers call the model as a whole, so that training.compile can compile it
     is_automatic: bool = True  # 'auto' may choose it; others have to be asked for by name
 
     @property
@@ -63,6 +64,7 @@ STRATEGIES: Mapping[str, Entry] = {
         maker="cordee.strategies.single:Single",
         settings_class="cordee.strategies.single:SingleSettings",
         cost_model="alone",
+        can_compile=True,
         can_reproduce=True,
         is_elastic=True,
     ),
@@ -71,6 +73,7 @@ STRATEGIES: Mapping[str, Entry] = {
         settings_class="cordee.strategies.data_parallel:DataParallelSettings",
         cost_model="replicas",
         overhead_grows_with=("step_s", "byte_s"),
+        can_compile=True,
         can_reproduce=True,
         is_elastic=True,
         can_balance=True,
@@ -79,6 +82,7 @@ STRATEGIES: Mapping[str, Entry] = {
         maker="cordee.strategies.local_sgd:LocalSgd",
         settings_class="cordee.strategies.local_sgd:LocalSgdSettings",
         cost_model="windows",
+        can_compile=True,
         is_elastic=True,
         is_automatic=False,  # it does not compute what one worker computes
     ),

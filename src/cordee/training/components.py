@@ -24,6 +24,7 @@ from cordee.compute import (
     make_schedule,
     share_threads,
 )
+from cordee.compute.compiling import Compiler
 from cordee.compute.devices import keep_freed
 from cordee.compute.job_metrics import NamedMetric
 from cordee.compute.loss_scale import LossScale
@@ -32,7 +33,7 @@ from cordee.core import Batch, Job
 from cordee.core.errors import CordeeError, JobError, ModelError
 from cordee.core.references import bind, resolve
 from cordee.core.seeds import derive_seed
-from cordee.core.shards import Shards, share_shards
+from cordee.core.shards import Shards, shard_part, share_shards
 from cordee.core.tree import shape_leaves
 from cordee.data import ArraySource, GrowingSource, Loader, Place, Source, Splits, load_data
 from cordee.data.augment import Augmentation
@@ -132,6 +133,7 @@ class Components:
         job = msgspec.structs.replace(self.job, strategy=strategy)
         needs = self.strategy.requirements(job)
         shards, test_shards = _shards(job, needs, team)
+        _expect_sizes(job, self.computation, shards)
         train, test = _loaders(job, self.splits, shards, test_shards)
         return replace(
             self,
@@ -177,14 +179,18 @@ def bare_strategy(job: Job) -> Strategy:
     computation = Computation(
         loss=make_loss(job.loss, job.python_path),
         device=choose_device(job.training.device, 0),
-        precision=job.training.precision,
+        precision=job.training.plain().precision,
         counts_classes=False,
     )
     return make_strategy(job, computation)
 
 
 def assemble(job: Job, team: Team) -> Components:
-    """Build all parts of `job` for one member of `team`. Raises a CordeeError that says what to change. Local."""
+    """Build all parts of `job` for one member of `team`. Raises a CordeeError that says what to change. Local.
+
+    Kernels that are "auto" are the plain ones: who starts a run chooses them for all members (planner/kernels.py).
+    """
+    job = msgspec.structs.replace(job, training=job.training.plain())
     device = choose_device(job.training.device, team.local_rank)
     num_threads = share_threads(*_threads(job, team))
     if job.training.reproducible and device.type != "cpu":
@@ -210,6 +216,8 @@ def assemble(job: Job, team: Team) -> Components:
         precision=job.training.precision,
         counts_classes=splits.num_classes is not None,
         scale=LossScale() if job.training.precision == "fp16" else None,
+        memory_format=job.training.memory_format,
+        compiler=Compiler() if job.training.compile else None,
     )
     strategy = make_strategy(job, computation)
     needs = strategy.requirements(job)
@@ -223,6 +231,7 @@ def assemble(job: Job, team: Team) -> Components:
             f"taken together, batch by batch: use {elastic_teams(exchanging=True)}"
         )
     shards, test_shards = _shards(job, needs, team)
+    _expect_sizes(job, computation, shards)
     train, test = _loaders(job, splits, shards, test_shards)
     total_steps = _total_steps(job, train) if needs.num_steps is None else needs.num_steps
     require_targets(job, splits, loss)
@@ -310,9 +319,10 @@ def _check_lr_scale(job: Job, needs: Requirements) -> None:
 
 def _threads(job: Job, team: Team) -> tuple[int, int]:
     """Return the threads that are set, and among how many workers the cores are shared where none are."""
+    asked = job.training.num_threads
     if job.training.reproducible:  # kernels add in another order with another number of threads
-        return job.training.threads or 1, 1
-    return team.threads or job.training.threads, team.num_local_workers
+        return asked or 1, 1
+    return team.threads or asked, team.num_local_workers
 
 
 def _shards(job: Job, needs: Requirements, team: Team) -> tuple[Shards, Shards]:
@@ -323,6 +333,14 @@ def _shards(job: Job, needs: Requirements, team: Team) -> tuple[Shards, Shards]:
     if num_shards is None:
         return Shards(own, own + 1, needs.num_data_shards), test
     return share_shards(num_shards, own, needs.num_data_shards), test
+
+
+def _expect_sizes(job: Job, computation: Computation, shards: Shards) -> None:
+    """Tell what compiles which sizes of batches this worker computes."""
+    if computation.compiler is None:
+        return
+    held = [shard_part(job.training.batch_size, shard, shards.total) for shard in range(shards.first, shards.stop)]
+    computation.compiler.expect(sum(stop - start for start, stop in held), job.training.accumulate)
 
 
 def build_model(job: Job, splits: Splits) -> nn.Module:

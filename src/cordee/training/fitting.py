@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cordee.compute import Computation, LossFunction
+from cordee.compute.computation import is_image
 from cordee.compute.losses import ADVICE, count_places, detached, find_state, find_trained, find_uneven_parts
 from cordee.compute.outputs import describe
 from cordee.core import Batch, Job, tree
@@ -34,6 +35,11 @@ def fit(
     Raises ModelError or JobError for what does not fit.
     """
     example = _on_device_of(model, example_of(splits))
+    if computation.memory_format != "contiguous" and not any(map(is_image, tree.leaves(example.inputs))):
+        raise JobError(
+            f"training.memory_format = '{computation.memory_format}' is for images, and the inputs of data "
+            f"{splits.name!r} are {tree.describe(example.inputs)}: leave it out"
+        )
     computation = _choose_call(job, model, computation, example)
     outputs = _check_fit(job, splits, model, computation, example)
     loss, warning = computation.loss, None
@@ -95,8 +101,14 @@ def _check_fit(job: Job, splits: Splits, model: nn.Module, computation: Computat
     model.eval()
     try:
         with torch.no_grad():
-            outputs = computation.outputs(model, batch)
+            outputs = computation.outputs(model, computation.to_device(batch))
     except Exception as error:
+        contiguous = replace(computation, memory_format="contiguous")
+        if computation.memory_format != "contiguous" and _computes(model, contiguous, batch):
+            raise JobError(
+                f"training.memory_format = '{computation.memory_format}' does not go with the model {model_name(job)}: "
+                f"{error}. Set it to 'contiguous', or write reshape() instead of view() in the model"
+            ) from error
         shown = tuple(batch.inputs.shape[1:]) if isinstance(batch.inputs, Tensor) else splits.input_shape
         raise ModelError(
             f"the model {model_name(job)} cannot compute inputs of shape {shown} from data {splits.name!r}: {error}"
@@ -128,6 +140,15 @@ def _check_fit(job: Job, splits: Splits, model: nn.Module, computation: Computat
         kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ModelError(f"the loss gives {kind}; it must give one number, the mean over the batch")
     return outputs
+
+
+def _computes(model: nn.Module, computation: Computation, batch: Batch) -> bool:
+    try:
+        with torch.no_grad():
+            computation.outputs(model, batch)
+    except Exception:  # noqa: BLE001 - whatever the model raises
+        return False
+    return True
 
 
 def _check_classes(job: Job, splits: Splits, batch: Batch, predicted: Tensor) -> None:

@@ -80,7 +80,7 @@ def tune(
         study = open_study(folder, asked, space, metric, direction, settings.seed)
         study.prune_by_median(settings.prunes)
         fixed = [*overrides, "checkpoint.storage=", "checkpoint.keep=1"]
-        if at_once > 1 and not asked.training.threads and not asked.training.reproducible:
+        if at_once > 1 and asked.training.threads in (0, "auto") and not asked.training.reproducible:
             fixed.append(f"training.threads={max(1, usable_cores() // (at_once * asked.strategy.workers))}")
         search = _Search(study, job, fixed, metric, folder, say)
         flag = InterruptFlag(lambda: say("stopping: trials save and end after their step; Ctrl-C again stops at once"))

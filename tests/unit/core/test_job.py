@@ -223,7 +223,7 @@ def test_overriding_keeps_arguments_that_are_none() -> None:
         ({"training": {"epochs": 2.5}}, "training.epochs = 2.5 does not fit"),
         ({"training": {"epochs": True}}, "training.epochs = True does not fit"),
         ({"training": {"batch_size": [1]}}, "training.batch_size = .1. does not fit"),
-        ({"training": {"precision": "fp33"}}, r"'fp33'; did you mean 'fp32'\? \(one of: fp32, bf16, fp16\)"),
+        ({"training": {"precision": "fp33"}}, r"'fp33'; did you mean 'fp32'\? \(one of: auto, fp32, bf16, fp16\)"),
         ({"training": {"device": "gpu"}}, r"training.device = 'gpu' does not fit.*\(one of: auto, cpu, cuda\)"),
         ({"training": 5}, r"training = 5 must be a table: write \[training\]"),
         ({"strategy": 5}, r"strategy = 5 must be a table"),

@@ -38,7 +38,7 @@ class FederatedFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 def num_threads(job: Job) -> int:
     """Return the kernel threads of a worker: part of the arithmetic, and so the same for any number of workers."""
-    return job.training.threads or 1
+    return job.training.num_threads or 1
 
 
 def partition_of(components: Components) -> Partition:

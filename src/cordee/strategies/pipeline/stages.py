@@ -291,6 +291,7 @@ class StageModule(nn.Module):
         return outputs
 
     def _run(self, inputs: Tensor) -> Tensor:
+        inputs = self._computation.in_format(inputs)
         with self._computation.autocast():
             for block in self._blocks:
                 inputs = block(inputs)

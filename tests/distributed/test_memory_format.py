@@ -1,0 +1,71 @@
+"""A memory format is the same computation: on any number of workers, with any strategy, as one worker makes it.
+
+In the same format a difference is that of sums in another order, limit 1e-5 as in test_data_parallel.py. Between
+formats kernels add in another order as well; over 20 steps of LeNet the same limit holds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driving import Outcome, Table, job, largest_difference, train_alone, train_together
+from process_pool import ProcessPool
+
+pytestmark = pytest.mark.timeout(150)
+
+LARGEST_DIFFERENCE = 1e-5
+SIZES = {"size": 66, "test_size": 10}
+
+
+def lenet(memory_format: str = "channels_last", **training: Any) -> Table:
+    return job(
+        model={"use": "lenet"},
+        data={"use": "synthetic", "shape": [1, 28, 28], "num_classes": 10, **SIZES},
+        optimizer={"use": "sgd", "lr": 0.02},
+        training={"steps": 20, "memory_format": memory_format, **training},
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return train_alone(lenet(), tmp_path_factory.mktemp("alone"))
+
+
+def test_the_format_changes_rounding_only(alone: Outcome, tmp_path: Path) -> None:
+    plain = train_alone(lenet("contiguous"), tmp_path)
+    assert plain.summary.weights_sha256 != alone.summary.weights_sha256  # it does something
+    assert largest_difference(plain, alone) <= LARGEST_DIFFERENCE
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"name": "data_parallel", "reducer": "flat"},
+        {"name": "data_parallel", "reducer": "ddp"},
+        {"name": "sharded", "unit_bytes": 10_000},
+        {"name": "pipeline"},
+        {"name": "pipeline", "schedule": "zero-bubble"},
+        {"name": "tensor", "plan": {"linear1.0": "gather"}},
+        {"name": "local_sgd", "sync_every": 1},
+    ],
+    ids=lambda strategy: "-".join(str(value) for value in strategy.values() if not isinstance(value, dict)),
+)
+def test_two_workers_equal_one(strategy: Table, alone: Outcome, two: ProcessPool, tmp_path: Path) -> None:
+    together = train_together(two, {**lenet(), "strategy": strategy}, tmp_path)[0]
+    assert largest_difference(alone, together) <= LARGEST_DIFFERENCE
+
+
+def test_reproducible_runs_have_the_same_bits(two: ProcessPool, tmp_path: Path) -> None:
+    table = lenet(reproducible=True, steps=4)
+    one, together = train_alone(table, tmp_path / "a"), train_together(two, table, tmp_path / "b")[0]
+    assert one.summary.weights_sha256 == together.summary.weights_sha256
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(two: ProcessPool, tmp_path: Path) -> None:
+    table = lenet(steps=6)
+    whole = train_together(two, table, tmp_path / "whole")[0]
+    train_together(two, {**table, "stop": {"steps": 3}}, tmp_path / "run")
+    resumed = train_together(two, table, tmp_path / "run", resume=True)[0]
+    assert resumed.summary.weights_sha256 == whole.summary.weights_sha256
