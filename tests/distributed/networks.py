@@ -307,3 +307,17 @@ class SlowSecond(nn.Linear):
         if self.training and dist.is_initialized() and dist.get_rank() == 1:
             time.sleep(0.003 * len(inputs))
         return super().forward(inputs)
+
+
+class TiedLate(nn.Module):
+    """Two layers with one weight, whose second name comes first in the alphabet."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        (width,) = input_shape
+        self.late, self.early = nn.Linear(width, width), nn.Linear(width, width)
+        self.early.weight = self.late.weight
+        self.output = nn.Linear(width, num_classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.output(torch.relu(self.early(torch.relu(self.late(inputs)))))

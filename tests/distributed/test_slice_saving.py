@@ -15,6 +15,7 @@ from process_pool import CaseError, ProcessPool
 from cordee import checkpoint
 from cordee.checkpoint import Folder, load_newest
 from cordee.core.errors import CommunicationError
+from cordee.strategies.sharded import Sharded
 from cordee.training import slice_saving
 from cordee.training.session import Session
 
@@ -59,6 +60,33 @@ def train_and_die(index: int, num_workers: int, table: Table, run_dir: str, poin
     except CommunicationError:
         (Path(run_dir) / "lost").touch()
         raise
+
+
+def test_a_tied_weight_that_is_infinite_is_not_saved(two: ProcessPool, tmp_path: Path) -> None:
+    """It is saved under the name that comes first in the alphabet, and trained under the other."""
+    table: Table = {**JOB, "model": {"use": "networks:TiedLate"}}
+    with pytest.raises(CaseError, match=r"'model.early.weight' has values that are not finite"):
+        two.run(train_and_spoil, table, str(tmp_path))
+    assert names(tmp_path) == ["step-2"]
+
+
+def train_and_spoil(index: int, num_workers: int, table: Table, run_dir: str) -> None:
+    slices = Sharded.slices
+    num_saves = 0
+
+    def spoil(self: Sharded) -> checkpoint.Slices | None:
+        nonlocal num_saves
+        found = slices(self)
+        num_saves += 1
+        if num_saves == 2 and index == 1 and found is not None:
+            found.own["model.early.weight"].values[-1] = float("inf")
+        return found
+
+    Sharded.slices = spoil  # type: ignore[method-assign]
+    try:
+        train(index, num_workers, table, run_dir)
+    finally:
+        Sharded.slices = slices  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("member", [0, 1])

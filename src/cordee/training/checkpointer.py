@@ -143,7 +143,8 @@ def require_finite(state: State, model: nn.Module, progress: Progress, saver: Ch
 
 
 def _parameter_names(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_parameters()]
+    """Return all names of parameters: a tied one is saved under any of its names."""
+    return [name for name, _ in model.named_parameters(remove_duplicate=False)]
 
 
 def _not_finite(name: str, progress: Progress, saver: Checkpointer) -> TrainingError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -41,9 +42,13 @@ class SharedSlices:
 
 
 def choose_folder(store: Store, team: Team) -> Folder | None:
-    """Return where all members can write; None if one of them has no access to it. Collective."""
+    """Return where all members can read and write; None if one of them cannot. Collective.
+
+    Members of several users may not write into each other's files.
+    """
     folder = store if isinstance(store, Folder) else None
-    return folder if all(team.gather(int(folder is not None))) else None
+    rows = team.gather_rows([int(folder is not None), os.geteuid()])
+    return folder if all(has_folder for has_folder, _ in rows) and len({user for _, user in rows}) == 1 else None
 
 
 def write_together(
