@@ -69,7 +69,7 @@ class Command(TyperCommand):
         return (self.help or "").split("\n\n")[0].replace("\n", " ")  # wrapped by the list, not cut
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
 
 class BenchCommand(Command):

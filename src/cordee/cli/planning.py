@@ -86,7 +86,7 @@ def simulate(
 
     For example:
 
-        cordee simulate horovod-vgg16 --set "workers=[1,64,1024]" --html vgg.html
+        cordee simulate horovod-vgg16 --set "workers=[1,64,1024]" --html a.html
 
         cordee simulate --job job.toml --cluster cluster.toml --set mtbf=30d
 
@@ -138,7 +138,7 @@ def simulate(
 def compare(
     what: Annotated[
         list[str],
-        typer.Argument(metavar="JOB.toml|RUN RUN...", help="A job file, or two runs or more.", show_default=False),
+        typer.Argument(metavar="JOB.toml|RUN", help="A job file, or two runs or more.", show_default=False),
     ],
     strategies: Annotated[
         str, typer.Option(help="With a job: train it by each of these.", metavar="A,B,C", show_default=False)
@@ -163,7 +163,7 @@ def compare(
 
     For example:
 
-        cordee compare examples/digits.toml --strategies single,data_parallel --seeds 3
+        cordee compare job.toml --strategies single,data_parallel --seeds 3
 
         cordee compare runs/a runs/b -o report.html
     """

@@ -56,7 +56,9 @@ def tune(
 
     For example:
 
-        cordee tune job.toml --search optimizer.lr=log:1e-4..1e-1 --search 'model.dropout=0.0|0.2|0.5'
+        cordee tune job.toml --search optimizer.lr=log:1e-4..1e-1
+
+        cordee tune job.toml --search 'model.dropout=0.0|0.2|0.5' --trials 3
     """
     from cordee.core import Job
     from cordee.core.env import runs_folder

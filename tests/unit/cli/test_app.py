@@ -300,3 +300,18 @@ def test_a_wrong_command_line_is_an_error_of_one_line_like_others(arguments: lis
 
 def test_the_help_does_not_cut_what_a_group_of_commands_is_for() -> None:
     assert "...\n" not in command("--help").stdout.partition("Options:")[2]
+
+
+def test_examples_in_the_help_are_not_wrapped_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    num_examples = 0
+    for known in app.registered_commands:
+        assert known.callback is not None
+        name = known.name or known.callback.__name__.replace("_", "-")
+        shown = CliRunner().invoke(app, [name, "--help"]).stdout
+        assert not re.search("[{}]", shown.splitlines()[0]), shown.splitlines()[0]
+        _, _, examples = (known.callback.__doc__ or "").partition("For example:\n")
+        for example in filter(None, map(str.strip, examples.splitlines())):
+            assert f"      {example}" in shown.splitlines()
+            num_examples += 1
+    assert num_examples > 10
