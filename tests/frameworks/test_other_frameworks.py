@@ -50,6 +50,12 @@ def test_a_script_of_horovod_for_tensorflow_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_commits_in_the_middle_of_an_epoch_of_fit(backend: str, tmp_path: Path) -> None:
+    output = run(str(PROGRAMS / "keras_commits.py"), folder=tmp_path, workers=1, KERAS_BACKEND=backend)
+    assert output.splitlines()[-1] == f"ok {backend}"
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_a_killed_rank_leaves_a_keras_model_as_it_is(backend: str, tmp_path: Path) -> None:
     program = str(PROGRAMS / "keras_elastic.py")
     alone = run(program, folder=tmp_path, workers=1, KERAS_BACKEND=backend).splitlines()[-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,9 @@ STATISTICS = ("moving_mean", "moving_variance")  # of batch norms: each rank has
 class Variables:
     """The values of variables, as what a state is made of. Generators of random numbers are left out."""
 
-    def __init__(self, variables: Sequence[Any]) -> None:
+    def __init__(self, variables: Sequence[Any], sync: Callable[[], Any] = lambda: None) -> None:
+        """`sync` is called before values are read."""
+        self._sync = sync
         unique = {id(variable): variable for variable in variables}.values()
         self._variables = [variable for variable in unique if "seed_generator_state" not in _path(variable)]
         self.own_values = {
@@ -26,6 +28,7 @@ class Variables:
         }
 
     def state_dict(self) -> dict[str, Tensor]:
+        self._sync()
         return {f"v{place}": _to_torch(variable) for place, variable in enumerate(self._variables)}
 
     def load_state_dict(self, values: dict[str, Tensor]) -> None:
@@ -44,11 +47,13 @@ class ModelState(ObjectState):
             )
         optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         self._objects = {"model": model, "optimizer": optimizer}
-        things: dict[str, Any] = {"model": Variables(model.variables), "optimizer": None}
+        # With the backend JAX `fit` has the values itself, from its first step to the end of an epoch.
+        sync = getattr(model, "jax_state_sync", lambda: None)
+        things: dict[str, Any] = {"model": Variables(model.variables, sync), "optimizer": None}
         if optimizer is not None:
             if not optimizer.built:
                 optimizer.build(model.trainable_variables)
-            things["optimizer"] = Variables(optimizer.variables)
+            things["optimizer"] = Variables(optimizer.variables, sync)
         super().__init__(**things, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
