@@ -22,6 +22,7 @@ trap clean_up EXIT
 # A token for this Ray alone: nobody else can use it, and a token in ~/.ray, which Ray would ask for, does not matter.
 head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$temporary/token"
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$temporary/token"
+export RAY_worker_niceness=0  # Ray's default of 15 leaves workers next to nothing beside anything else on this machine
 
 node() {  # one CPU and one folder each, as on hosts of their own; --block keeps the daemons below this shell
     ray start "$@" --temp-dir="$temporary/${#pids[@]}" --num-cpus=1 --node-ip-address=127.0.0.1 --disable-usage-stats --block >"$temporary/node-${#pids[@]}.log" 2>&1 &
