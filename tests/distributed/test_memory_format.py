@@ -13,6 +13,13 @@ import pytest
 from driving import Outcome, Table, job, largest_difference, train_alone, train_together
 from process_pool import ProcessPool
 
+import cordee
+from cordee.cluster import Team
+from cordee.core import Job
+from cordee.planner.kernels import Kernels, Measured, Trial, kernels_key
+from cordee.planner.measurements import keep
+from cordee.training.components import assemble
+
 pytestmark = pytest.mark.timeout(150)
 
 LARGEST_DIFFERENCE = 1e-5
@@ -69,3 +76,17 @@ def test_a_resumed_run_equals_the_uninterrupted_one(two: ProcessPool, tmp_path: 
     train_together(two, {**table, "stop": {"steps": 3}}, tmp_path / "run")
     resumed = train_together(two, table, tmp_path / "run", resume=True)[0]
     assert resumed.summary.weights_sha256 == whole.summary.weights_sha256
+
+
+def test_all_members_compute_as_the_launcher_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache says that channels-last is faster: two workers give the bits of a run that sets it."""
+    monkeypatch.setenv("CORDEE_CACHE", str(tmp_path / "cache"))
+    table = {**lenet("auto", steps=4), "strategy": {"name": "data_parallel", "workers": 2}}
+    parts = assemble(Job.from_dict({**table, "strategy": {"name": "single", "workers": 1}}), Team())
+    trials = (Trial(kernels=Kernels(), gain=1.0), Trial(kernels=Kernels(memory_format="channels_last"), gain=1.5))
+    keep("kernels", kernels_key(parts), Measured(trials=trials))
+    chosen = cordee.train(table, run_dir=tmp_path / "chosen", quiet=True)
+    as_set = cordee.train({**table, **lenet(steps=4)}, run_dir=tmp_path / "set", quiet=True)
+    plain = cordee.train({**table, **lenet("contiguous", steps=4)}, run_dir=tmp_path / "plain", quiet=True)
+    assert chosen.summary.weights_sha256 == as_set.summary.weights_sha256 != plain.summary.weights_sha256
+    assert Job.load(tmp_path / "chosen" / "job.toml").training.memory_format == "channels_last"

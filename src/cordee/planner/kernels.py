@@ -11,7 +11,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -97,10 +97,16 @@ class Choice(NamedTuple):
     trials: tuple[Trial, ...] = ()
 
 
-def choose_kernels(asked: Training, parts: Components, *, may_always_measure: bool = False) -> Choice:
+def choose_kernels(
+    asked: Training,
+    parts: Components,
+    *,
+    may_always_measure: bool = False,
+    tell: Callable[[str], None] = lambda doing: None,
+) -> Choice:
     """Return the settings with which `parts`, of the same job without "auto", should be computed. Local.
 
-    Measures where that takes next to nothing of the run, or if `may_always_measure`.
+    Measures where that takes next to nothing of the run, or if `may_always_measure`; `tell` is called before.
     """
     if parts.computation.device.type != "cpu":
         return Choice(parts.job.training)  # this process would hold memory of the GPU for the whole run
@@ -109,12 +115,12 @@ def choose_kernels(asked: Training, parts: Components, *, may_always_measure: bo
         run_s = _run_s(parts)
     allowed = _allowed(asked, parts, may_compile=may_always_measure or (run_s or 0.0) >= LEAST_COMPILED_S)
     wanted = list(dict.fromkeys([Kernels(), *allowed]))
-    if asked.reproducible or len(wanted) < 2:
-        return Choice(parts.job.training)
     if may_always_measure:
         wanted = list(dict.fromkeys([*wanted, *_shown(asked, parts)]))
+    if asked.reproducible or len(wanted) < 2:
+        return Choice(parts.job.training)
     # What is to be compiled is tried before it is sent to anybody: it may fail, or change results.
-    measured = _measured(parts, wanted, may_always_measure=may_always_measure or is_compiling)
+    measured = _measured(parts, wanted, may_always_measure=may_always_measure or is_compiling, tell=tell)
     if measured is None:
         return Choice(parts.job.training)
     while True:
@@ -250,7 +256,7 @@ def _has_image_convolutions(parts: Components) -> bool:
     return has_images and any(isinstance(module, _CONVOLUTIONS) for module in parts.model.modules())
 
 
-def _key(parts: Components) -> str:
+def kernels_key(parts: Components) -> str:
     """Return what measurements depend on. The workers are none of it: the same way is taken for any number of them."""
     job = parts.job
     model = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parts.model.named_parameters()]
@@ -267,11 +273,12 @@ def _key(parts: Components) -> str:
     )
 
 
-def _measured(parts: Components, wanted: Sequence[Kernels], *, may_always_measure: bool) -> Measured | None:
+def _measured(
+    parts: Components, wanted: Sequence[Kernels], *, may_always_measure: bool, tell: Callable[[str], None]
+) -> Measured | None:
     """Return what is known of these ways, from the cache or measured; None where that is not worth it."""
-    key = _key(parts)
+    key = kernels_key(parts)
     known = read_kept("kernels", key, Measured)
-    busy = known is None or known.was_busy or not known.knows(wanted)
     if known is not None and known.knows(wanted) and not (may_always_measure and known.was_busy):
         return known
     if isinstance(parts.splits.train, IterableSource) or parts.is_online:
@@ -280,6 +287,7 @@ def _measured(parts: Components, wanted: Sequence[Kernels], *, may_always_measur
         log.info("kernels were not measured: the run is too short for it")
         return None
     busy = is_busy()
+    tell("measuring how kernels compute the model")
     trials = measure(parts, wanted)
     kept = () if known is None else tuple(t for t in known.trials if t.kernels not in wanted)
     found = Measured(trials=(*trials, *kept), was_busy=busy)

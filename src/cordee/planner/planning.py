@@ -110,9 +110,8 @@ def plan_and_work(
     most = workers or (max(job.strategy.workers, usable_cores()) if hardware is None else len(hardware.devices))
     if hardware is not None and most > len(hardware.devices):
         raise JobError(f"{most} workers, and {cluster} has {len(hardware.devices)} devices: ask for fewer workers")
-    tell("measuring how kernels compute the model")
     parts = assemble_alone(job)
-    kernels = choose_kernels(job.training, parts, may_always_measure=hardware is None)
+    kernels = choose_kernels(job.training, parts, may_always_measure=hardware is None, tell=tell)
     if kernels.training != parts.job.training:
         parts = assemble_alone(msgspec.structs.replace(job, training=kernels.training))
     job = msgspec.structs.replace(job, training=kernels.training)

@@ -175,6 +175,12 @@ def test_a_plan_shows_what_each_way_would_bring(measurable: list[list[Kernels]])
     assert any("bf16 0.50×" in line for line in lines), lines
 
 
+def test_a_plan_of_a_model_without_convolutions_shows_bf16(measurable: list[list[Kernels]]) -> None:
+    found = cordee.plan(job("mlp"), workers=1, budget_s=0.05)
+    assert measurable == [[PLAIN, HALF]] and found.kernels == "plain"
+    assert "measured against plain kernels: bf16 0.50×" in found.explain()
+
+
 def test_fewer_threads_are_taken_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner_kernels, "usable_cores", lambda: 4)
     monkeypatch.setattr(
