@@ -1,6 +1,8 @@
 """What recording the timeline costs: one worker in one process, with the record and without, interleaved.
 
-.venv/bin/python benchmarks/timeline_cost.py [--rounds 5] [-o FILE]
+.venv/bin/python benchmarks/timeline_cost.py [--rounds 5] [--calls] [-o FILE]
+
+`--calls` measures only the processor time of what a step and a second of recording call, which needs no quiet machine.
 
 `share` is the time inside the recording, where the clock of the measurement is part of it; `with_over_without` is the
 speed with the record over the speed without, which the machine's noise is in.
@@ -21,7 +23,7 @@ from typing import Any
 
 import cordee
 from cordee import launch
-from cordee.monitoring.timeline import Timeline
+from cordee.monitoring.timeline import Phase, Timeline, TimelineFolder
 
 # A usual step, and the shortest that the examples have.
 JOBS: dict[str, dict[str, Any]] = {
@@ -73,14 +75,45 @@ def train(name: str, mode: str) -> dict[str, float]:
     return {"samples_per_second": speed, "share": spent[0] / seconds}
 
 
+def processor_times() -> dict[str, float]:
+    """Return the processor time of the calls of one step, and of writing the line of one second."""
+    num_steps, num_lines = 50_000, 200
+    with tempfile.TemporaryDirectory() as place:
+        folder = TimelineFolder(Path(place))
+        timeline = Timeline("worker-0", lambda line: folder.write("worker-0", line))
+        timeline.enter("training")
+        timeline.switch(Phase.COMPUTE)
+        begun_s = time.process_time()
+        for step in range(num_steps):
+            timeline.switch(Phase.DATA)
+            timeline.switch(Phase.COMPUTE)
+            timeline.end_step(step)
+        step_us = 1e6 * (time.process_time() - begun_s) / num_steps
+        begun_s = time.process_time()
+        for _ in range(num_lines):
+            timeline._rows.extend(range(900))  # 100 rows, the most that a second has
+            timeline.note()
+        line_us = 1e6 * (time.process_time() - begun_s) / num_lines
+        timeline.close()
+    return {"step_us": step_us, "line_of_a_second_us": line_us}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--calls", action="store_true")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
         print(json.dumps(train(*asked.one)))
+        return
+    if asked.calls:
+        calls = [processor_times() for _ in range(asked.rounds)]
+        middle = {key: statistics.median(each[key] for each in calls) for key in calls[0]}
+        print(json.dumps(middle, indent=1))
+        if asked.output is not None:
+            asked.output.write_text(json.dumps({"median": middle, "raw": calls}, indent=1) + "\n")
         return
     raw: dict[str, dict[str, list[dict[str, float]]]] = {name: {mode: [] for mode in MODES} for name in JOBS}
     for number in range(asked.rounds):
