@@ -18,7 +18,7 @@ def test_without_an_address_a_ray_is_started_and_ended(tmp_path: Path) -> None:
         pytest.skip("another Ray runs on this machine, and would be used")
     settings = (*runs.settings_of("data_parallel"), "cluster.engine=ray")
     # At home Ray writes a token for its own Rays.
-    with runs.training(tmp_path, *settings, "training.epochs=20", HOME=str(tmp_path)) as (process, run):
+    with runs.training(tmp_path, *settings, "training.epochs=100", HOME=str(tmp_path)) as (process, run):
         runs.wait_until(lambda: runs.read_events(run, "worker_started") or process.poll() is not None)
         (worker, *_) = runs.read_events(run, "worker_started")
         assert psutil.Process(worker["pid"]).nice() == psutil.Process().nice(), "Ray would give it 15 more"
