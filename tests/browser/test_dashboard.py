@@ -203,7 +203,7 @@ def test_predicted_and_measured_and_many_members(browser: Browser, tmp_path: Pat
         expect(page.get_by_role("row", name="time of a step 11 ms 10 ms +10 %")).to_be_visible()
         # Timelines are read a part at a time; the page asks for the rest.
         bars = page.locator("svg[aria-label^='Where the time'] rect")
-        expect(bars).to_have_count(4 * 120 - 2, timeout=30_000)
+        expect(bars).to_have_count(4 * 120, timeout=30_000)
         expect(page.locator("svg[aria-label='Members'] text").filter(has_text="worker 5")).to_have_count(0)
         expect(page.locator(".legend").filter(has_text="75 – 100 % busy")).to_be_visible()
         keep(page, "dashboard-many")
