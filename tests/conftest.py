@@ -23,7 +23,7 @@ from cordee.monitoring.files import to_json
 
 SHARED_MEMORY = Path("/dev/shm")
 # Set by libraries when they are first imported or used: scikit-learn, torch.export, pytest itself.
-SET_BY_OTHERS = ("KMP_", "TORCHINDUCTOR_", "PYTEST_")
+SET_BY_OTHERS = ("KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "PYTEST_")
 # How long what a test ended may take to be gone.
 GRACE_S = 3.0
 

@@ -1,4 +1,4 @@
-"""A memory format is the same computation: on any number of workers, with any strategy, as one worker makes it.
+"""A memory format, or compiling, is the same computation: with any strategy, on any number of workers.
 
 In the same format a difference is that of sums in another order, limit 1e-5 as in test_data_parallel.py. Between
 formats kernels add in another order as well; over 20 steps of LeNet the same limit holds.
@@ -90,3 +90,21 @@ def test_all_members_compute_as_the_launcher_chose(tmp_path: Path, monkeypatch: 
     plain = cordee.train({**table, **lenet("contiguous", steps=4)}, run_dir=tmp_path / "plain", quiet=True)
     assert chosen.summary.weights_sha256 == as_set.summary.weights_sha256 != plain.summary.weights_sha256
     assert Job.load(tmp_path / "chosen" / "job.toml").training.memory_format == "channels_last"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_two_workers_compile(tmp_path: Path) -> None:
+    """With torch's own compiler: the weights of the plain run but for rounding, and no process is left."""
+    table = {
+        **job(training={"batch_size": 32, "steps": 12, "compile": True}),
+        "strategy": {"name": "data_parallel", "workers": 2},
+    }
+    compiled = cordee.train(table, run_dir=tmp_path / "compiled", quiet=True)
+    table["training"] = {**table["training"], "compile": False}
+    plain = cordee.train(table, run_dir=tmp_path / "plain", quiet=True)
+    assert Job.load(tmp_path / "compiled" / "job.toml").training.compile is True  # it did not fall back
+    assert "cannot be compiled" not in "".join(path.read_text() for path in (tmp_path / "compiled/logs").iterdir())
+    found, expected = compiled.model.state_dict(), plain.model.state_dict()
+    for name, other in expected.items():
+        assert float((found[name] - other).abs().max()) <= LARGEST_DIFFERENCE * float(other.abs().max()), name

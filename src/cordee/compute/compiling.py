@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ class Compiler:
         self._falls_back = falls_back
         self._sizes: frozenset[int] = frozenset()
         self._compiled: dict[int, tuple[nn.Module, Callable[..., Any]]] = {}
+        self._is_warm: set[int] = set()  # the models that have been called
         self._has_failed = False
 
     def expect(self, samples: int, num_parts: int) -> None:
@@ -37,13 +39,21 @@ class Compiler:
         if self._has_failed or num_samples not in self._sizes or not isinstance(model, nn.Module):
             return model
         if id(model) not in self._compiled:
-            _set_up()
-            self._compiled[id(model)] = (model, torch.compile(model, dynamic=False))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own, of what it uses itself to compile; below too
+                _set_up()
+                self._compiled[id(model)] = (model, torch.compile(model, dynamic=False))
         compiled = self._compiled[id(model)][1]
 
         def call(*args: Any, **keywords: Any) -> Any:
             try:
-                return compiled(*args, **keywords)
+                if id(model) in self._is_warm:
+                    return compiled(*args, **keywords)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    outputs = compiled(*args, **keywords)
+                self._is_warm.add(id(model))
+                return outputs
             except torch._dynamo.exc.TorchDynamoException as error:
                 if not self._falls_back:
                     raise
