@@ -347,8 +347,7 @@ def sharded_bytes(candidate: Candidate, work: Work, units: Sequence[int]) -> flo
     # The next unit is gathered while one is computed, and its gradient is whole until it is scattered.
     gathered = 3 * max(units, default=0)
     computing = gathered + _computing(work, math.ceil(work.batch_size / workers))
-    whole = profile.parameter_bytes  # when the model is built and evaluated; checkpoints are written slice by slice
-    return _base(candidate, work) + profile.buffer_bytes + own + computing + whole
+    return _base(candidate, work) + profile.buffer_bytes + own + computing + _whole(work)
 
 
 def part_bytes(
