@@ -34,6 +34,7 @@ BENCHMARKS = {
     "reproducible": "what reproducible mode costs beside the ordinary one: four models, one and two workers",
     "kernels": "memory format and bf16: what auto chooses beside plain PyTorch, Accelerate, Lightning, and each way",
     "commit_check": "what comparing the members costs: LeNet and ResNet-20 on two workers, with it and without",
+    "memory": "a GPT sharded over four workers: each one's peak at the start, in steps, saving and loading",
     "frameworks": "elastic loops; Horovod's API and TensorFlow beside gloo; a transformer beside its usual trainers",
     "engines": "two workers on torchrun, Ray and Spark beside DDP, Ray Train and TorchDistributor; a node is lost",
     "server": "push_pull of the key-value store beside an echo of the same bytes through ZeroMQ",
