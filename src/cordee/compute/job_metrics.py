@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,11 +102,13 @@ def try_metrics(metrics: Sequence[NamedMetric], outputs: Tensor, targets: Tensor
     found = []
     for metric in metrics:
         try:
-            if isinstance(metric.metric, SummedMetric):
-                metric.metric.num_sums = len(metric.measure(outputs, targets))
-                metric.finish(metric.measure(outputs, targets))
-            else:
-                metric.compute(outputs, targets)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of two samples: torchmetrics misses the other classes among them
+                if isinstance(metric.metric, SummedMetric):
+                    metric.metric.num_sums = len(metric.measure(outputs, targets))
+                    metric.finish(metric.measure(outputs, targets))
+                else:
+                    metric.compute(outputs, targets)
         except TrainingError as error:
             if isinstance(metric.metric, SummedMetric) or "and must give one number" in str(error):
                 raise JobError(str(error)) from error

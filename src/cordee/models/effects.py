@@ -206,6 +206,22 @@ def find_kept(model: nn.Module, compute: Callable[[], Any]) -> Kept | None:
 _RANKS = {"plain": 0, "generator": 1}  # which change is told of, where there are several
 
 
+def changed_parameter(model: nn.Module, compute: Callable[[], Any]) -> str | None:
+    """Return the name of a parameter without a gradient that training passes change. Local, no effect.
+
+    Other libraries keep running statistics and states of random numbers so. Workers share such changes of buffers only.
+    """
+    fixed = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    if not fixed:
+        return None
+    with unchanged(model), torch.no_grad(), contextlib.suppress(Exception):  # what fails in training says so itself
+        model.train()
+        before = {name: parameter._version for name, parameter in fixed.items()}
+        compute()
+        return next((name for name, parameter in fixed.items() if parameter._version != before[name]), None)
+    return None
+
+
 def _kept_state(module: nn.Module) -> dict[str, tuple[Any, ...]]:
     return {key: _frozen(value) for key, value in own_attributes(module).items()}
 
@@ -260,13 +276,17 @@ def refuse_replaced_buffers(model: nn.Module, inputs: Tensor) -> None:
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Inside, a model may be tried out: attributes, buffers, mode and random numbers are put back afterwards."""
+    """Inside, a model may be tried out: attributes, buffers, mode and random numbers are put back afterwards.
+
+    So are parameters without a gradient, which a forward pass may change.
+    """
     modes = [(module, module.training) for module in model.modules()]
     attributes = [
         (module, {k: (v, _contents(v)) for k, v in own_attributes(module).items()}) for module in model.modules()
     ]
     places = [(module, dict(module._buffers)) for module in model.modules()]
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    fixed = (parameter for parameter in model.parameters() if not parameter.requires_grad)
+    values = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *fixed)]
     torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield
@@ -283,8 +303,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         for module, buffers in places:
             module._buffers.update(buffers)
         with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+            for tensor, value in values:
+                tensor.copy_(value)
         for module, mode in modes:
             module.training = mode
 

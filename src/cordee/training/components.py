@@ -5,11 +5,17 @@ Everything a person can get wrong in a job is found here, before the first step.
 
 from __future__ import annotations
 
+import contextlib
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
@@ -360,9 +366,9 @@ def build_model(job: Job, splits: Splits) -> nn.Module:
     if splits.num_classes is None:
         provided["num_classes"] = 1  # one number to predict
     build = bind("model", target, job.model.args, provided)
-    torch.manual_seed(derive_seed(job.seed, "model"))
     try:
-        model = build()
+        with _seeded(derive_seed(job.seed, "model")), _first_names_of_keras():
+            model = build()
     except CordeeError:
         raise
     except Exception as error:
@@ -370,6 +376,38 @@ def build_model(job: Job, splits: Splits) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model {model_name(job)} is a {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed torch's generators for good, and inside those of Python and NumPy: initial weights of Keras are Python's."""
+    torch.manual_seed(seed)  # a layer that finds its size from the data draws later
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+@contextlib.contextmanager
+def _first_names_of_keras() -> Iterator[None]:
+    """Inside, Keras counts its names from the beginning: parameters have the same names however often it is built."""
+    state = sys.modules.get("keras.src.backend.common.global_state")
+    if state is None:
+        yield
+        return
+    kept = state.get_global_attribute(_KERAS_NAMES)
+    state.set_global_attribute(_KERAS_NAMES, defaultdict(int))
+    try:
+        yield
+    finally:
+        state.set_global_attribute(_KERAS_NAMES, kept)
+
+
+_KERAS_NAMES = "object_name_uids"  # how often a name was given
 
 
 def _loaders(job: Job, splits: Splits, shards: Shards, test_shards: Shards) -> tuple[Loader, Loader | None]:

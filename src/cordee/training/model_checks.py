@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cordee.compute import Computation, refuse_uneven_hooks
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError
-from cordee.models.effects import find_kept, mixes_samples
+from cordee.models.effects import changed_parameter, find_kept, mixes_samples
 from cordee.strategies.strategy import Requirements
 
 
@@ -26,7 +26,15 @@ def _check(job: Job, model: nn.Module, computation: Computation, example: Batch,
     how = needs.cut_by(job)
     if how is not None:
         refuse_uneven_hooks(model, how)
-    if warning := _check_kept(job, model, functools.partial(computation.outputs, model, example)):
+    compute = functools.partial(computation.outputs, model, example)
+    if job.strategy.workers > 1 and (name := changed_parameter(model, compute)):
+        raise JobError(
+            f"a forward pass of the model changes its parameter '{name}', and every worker would have its own: workers "
+            "share changes of buffers (register_buffer) and what the optimizer changes. Layers of Keras keep running "
+            "statistics and the state of their random numbers so (BatchNormalization, Dropout): use those of torch.nn "
+            "in their place, or one worker"
+        )
+    if warning := _check_kept(job, model, compute):
         yield warning
     if how is not None and not job.training.reproducible and _mixes_samples(model, example):
         yield (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -227,6 +228,16 @@ def test_metric_that_raises_is_named() -> None:
     assert "'mine' raised RuntimeError: only one class" in try_metrics([metric], outputs, targets)[0]
     with pytest.raises(TrainingError, match="metric 'mine' raised RuntimeError: only one class"):
         metric.compute(outputs, targets)
+
+
+def test_what_torchmetrics_says_of_the_few_samples_that_are_tried_is_not_shown() -> None:
+    (metric,) = make_metrics({"mine": Use("torchmetrics.classification.MulticlassAUROC")}, CLASSES, torch.zeros(2))
+    outputs, targets = torch.rand(2, 4), torch.zeros(2, dtype=torch.int64)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        metric.compute(outputs, targets)
+    assert any("No negative samples" in str(each.message) for each in said)
+    assert try_metrics([metric], outputs, targets) == []  # warnings are errors here
 
 
 def test_direction() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import small_jobs
 import torch
@@ -225,6 +227,28 @@ def test_the_model_depends_on_the_seed_alone() -> None:
     assert not torch.equal(one["linear1.weight"], changed["linear1.weight"])
 
 
+class DrawnElsewhere(nn.Linear):
+    """Draws its weights from Python's generator, as models of Keras do, and its biases from NumPy's."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        nn.init.constant_(self.weight, random.random())
+        nn.init.constant_(self.bias, np.random.rand())
+
+
+def test_weights_that_are_drawn_by_python_and_numpy_follow_from_the_seed() -> None:
+    random.seed(5)
+    np.random.seed(5)
+    expected = random.getstate(), np.random.rand(3).tolist()
+    np.random.seed(5)
+    one, other = (assembled(small_job(model=Use(DrawnElsewhere))).model.state_dict() for _ in range(2))
+    assert (random.getstate(), np.random.rand(3).tolist()) == expected, "a program's own numbers stay"
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    changed = assembled(small_job(model=Use(DrawnElsewhere), seed=1)).model.state_dict()
+    assert not torch.equal(one["weight"], changed["weight"])
+    assert not torch.equal(one["bias"], changed["bias"])
+
+
 @pytest.mark.parametrize("mode", [True, False])
 def test_trying_the_model_leaves_no_trace(mode: bool) -> None:
     model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).train(mode)
@@ -314,3 +338,23 @@ def test_tokens_that_are_ignored_may_be_in_the_data() -> None:
             ),
             Team(),
         )
+
+
+class CountsPasses(nn.Linear):
+    """Keeps a number in a parameter without a gradient, as layers of Keras do."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.passes = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.passes += 1
+        return super().forward(inputs)
+
+
+def test_a_parameter_that_a_forward_pass_changes_is_refused_with_workers() -> None:
+    assert assembled(small_job(model=Use(CountsPasses))).model.passes == 0, "it was tried without a trace"
+    with pytest.raises(JobError, match="changes its parameter 'passes', and every worker would have its own"):
+        assemble(small_job(model=Use(CountsPasses), strategy={"name": "data_parallel", "workers": 2}), Team(0, 2))
