@@ -27,6 +27,7 @@ from cordee.core.batch import tensors_in
 _OF_TORCH = set(vars(nn.Module()))  # what every module has
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _LARGEST_COMPARED = 1000  # entries of a list or dict
+_LARGEST_STATE = 1 << 20  # numbers of a parameter without a gradient that may be a state; a larger one is a weight
 _DRAWS = "draws random numbers outside of what is traced, which would be the same in every step"
 _MODE = "computes a part under torch.no_grad or autocast, which tracing does not see"
 
@@ -278,14 +279,14 @@ def refuse_replaced_buffers(model: nn.Module, inputs: Tensor) -> None:
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Inside, a model may be tried out: attributes, buffers, mode and random numbers are put back afterwards.
 
-    So are parameters without a gradient, which a forward pass may change.
+    So are small parameters without a gradient, which a forward pass may change.
     """
     modes = [(module, module.training) for module in model.modules()]
     attributes = [
         (module, {k: (v, _contents(v)) for k, v in own_attributes(module).items()}) for module in model.modules()
     ]
     places = [(module, dict(module._buffers)) for module in model.modules()]
-    fixed = (parameter for parameter in model.parameters() if not parameter.requires_grad)
+    fixed = (each for each in model.parameters() if not each.requires_grad and each.numel() <= _LARGEST_STATE)
     values = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *fixed)]
     torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
