@@ -22,6 +22,7 @@ from cordee.core.errors import JobError
 from cordee.core.importing import ADVICE, globals_read
 
 _NOTHING = object()
+_INSTALLED = {"site-packages", "dist-packages"}
 # What a file may write; not the numbers of an enumeration, which are of its own type.
 _WRITTEN = (int, float, complex, bool, str, bytes, tuple, list, dict, set, types.NoneType)
 
@@ -162,7 +163,8 @@ def _open(module: types.ModuleType) -> _Source | None:
         return None
     installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     path = Path(file).resolve()
-    if any(path.is_relative_to(Path(folder).resolve()) for folder in installed):
+    is_installed = any(path.is_relative_to(Path(folder).resolve()) for folder in installed)
+    if is_installed or not _INSTALLED.isdisjoint(path.parts):  # of this environment, or of another on the path
         return None
     try:
         source = _Source(module, path, path.read_text(encoding="utf-8"))

@@ -26,13 +26,13 @@ def _check(job: Job, model: nn.Module, computation: Computation, example: Batch,
     how = needs.cut_by(job)
     if how is not None:
         refuse_uneven_hooks(model, how)
+    _refuse_deaf_layers(model)
     compute = functools.partial(computation.outputs, model, example)
     if job.strategy.workers > 1 and (name := changed_parameter(model, compute)):
         raise JobError(
             f"a forward pass of the model changes its parameter '{name}', and every worker would have its own: workers "
-            "share changes of buffers (register_buffer) and what the optimizer changes. Layers of Keras keep running "
-            "statistics and the state of their random numbers so (BatchNormalization, Dropout): use those of torch.nn "
-            "in their place, or one worker"
+            "share changes of buffers (register_buffer) and what the optimizer changes. Layers of Keras do so "
+            "(BatchNormalization, Dropout): use those of torch.nn in their place, or one worker"
         )
     if warning := _check_kept(job, model, compute):
         yield warning
@@ -41,6 +41,23 @@ def _check(job: Job, model: nn.Module, computation: Computation, example: Batch,
             f"what the model computes for a sample depends on the other samples of the batch, and {how} computes a "
             "batch in parts: the result is another one than that of the whole batch"
         )
+
+
+def _refuse_deaf_layers(model: nn.Module) -> None:
+    """Raise JobError for a model of Keras that would train as it predicts: Keras does not look at `model.training`."""
+    if not any(kind.__module__.startswith("keras.") for kind in type(model).__mro__):
+        return
+    for layer in model.modules():
+        kind = type(layer)
+        if kind.__module__.startswith("keras.") and kind.__name__.endswith(_DEAF):
+            raise JobError(
+                f"the model is of Keras and has a layer {kind.__name__}, which would do nothing in training: Keras "
+                "does not look at model.train(). Call the model in the forward of an nn.Module of your own, as "
+                "self.model(x, training=self.training), or use layers of torch.nn"
+            )
+
+
+_DEAF = ("Dropout", "BatchNormalization", "GaussianNoise")
 
 
 def _mixes_samples(model: nn.Module, example: Batch) -> bool:
