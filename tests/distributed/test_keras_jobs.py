@@ -71,6 +71,6 @@ def test_the_same_weights_on_two_workers_and_what_cannot_be_is_refused(tmp_path:
     assert ended.returncode == 0, ended.stderr
     alone, together, dropping, told, told_two = ended.stdout.splitlines()
     assert alone.split()[2:] == together.split()[2:], (alone, together)
-    assert "a layer Dropout, which would do nothing in training" in dropping
     assert len(told.split()) == 4, told
-    assert "a forward pass of the model changes its parameter 'model." in told_two
+    for line in (dropping, told_two):
+        assert "a layer Dropout of Keras, which does nothing in training" in line, line

@@ -26,7 +26,7 @@ def _check(job: Job, model: nn.Module, computation: Computation, example: Batch,
     how = needs.cut_by(job)
     if how is not None:
         refuse_uneven_hooks(model, how)
-    _refuse_deaf_layers(model)
+    _refuse_layers_of_keras(job, model)
     compute = functools.partial(computation.outputs, model, example)
     if job.strategy.workers > 1 and (name := changed_parameter(model, compute)):
         raise JobError(
@@ -43,17 +43,26 @@ def _check(job: Job, model: nn.Module, computation: Computation, example: Batch,
         )
 
 
-def _refuse_deaf_layers(model: nn.Module) -> None:
-    """Raise JobError for a model of Keras that would train as it predicts: Keras does not look at `model.training`."""
-    if not any(kind.__module__.startswith("keras.") for kind in type(model).__mro__):
+def _refuse_layers_of_keras(job: Job, model: nn.Module) -> None:
+    """Raise JobError for layers of Keras that would not train: Keras does not look at `model.training`.
+
+    Where they are told, their statistics and random numbers are parameters, of which every worker would have its own.
+    """
+    is_told = not any(kind.__module__.startswith("keras.") for kind in type(model).__mro__)
+    if is_told and job.strategy.workers == 1:
         return
-    for layer in model.modules():
+    pending: list[Any] = list(model.modules())
+    while pending:
+        layer = pending.pop()
         kind = type(layer)
-        if kind.__module__.startswith("keras.") and kind.__name__.endswith(_DEAF):
+        if not kind.__module__.startswith("keras."):
+            continue
+        pending += getattr(layer, "layers", ())  # which are no modules of each other
+        if kind.__name__.endswith(_DEAF):
             raise JobError(
-                f"the model is of Keras and has a layer {kind.__name__}, which would do nothing in training: Keras "
-                "does not look at model.train(). Call the model in the forward of an nn.Module of your own, as "
-                "self.model(x, training=self.training), or use layers of torch.nn"
+                f"the model has a layer {kind.__name__} of Keras, which does nothing in training, since Keras does not "
+                "look at model.train(): use layers of torch.nn. Or, with one worker, call the model in the forward of "
+                "an nn.Module of your own, as self.model(x, training=self.training)"
             )
 
 
