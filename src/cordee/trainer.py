@@ -128,13 +128,13 @@ class Trainer:
     def _with_progress(self, state: State) -> State:
         return add_progress(state, self._window.start or self._progress, self._newest)
 
-    def _compare(self, *, is_consolidated: bool = False) -> None:
+    def _compare(self, *, is_consolidated: bool = False, common: State | None = None) -> None:
         """Compare a digest of all that this worker continues from with the others'. Collective.
 
         Raises TrainingError, on every member, if members that should have the same do not.
         """
-        step = self._progress.step
-        self._comparison.compare(self._parts, step, self._with_progress, is_consolidated=is_consolidated)
+        step, add = self._progress.step, self._with_progress
+        self._comparison.compare(self._parts, step, add, is_consolidated=is_consolidated, common=common)
 
     def report_commit(self) -> None:
         """Record where this worker is and what it was compared by, for `cordee doctor --run`. Local."""
@@ -462,7 +462,7 @@ class Trainer:
             if self._alone is not None:
                 self._alone.prepare_save()
             reach("save.consolidated")
-            self._compare(is_consolidated=slices is None)
+            self._compare(is_consolidated=slices is None, common=None if slices is None else slices.common)
             self.report_commit()
             if slices is not None:
                 slices = slices.join(self._with_progress(State({}, slices.values)), is_saved=self._parts.team.is_first)

@@ -89,6 +89,32 @@ def train_and_spoil(index: int, num_workers: int, table: Table, run_dir: str) ->
         Sharded.slices = slices  # type: ignore[method-assign]
 
 
+def test_a_counter_that_differs_stops_the_run_at_the_commit(two: ProcessPool, tmp_path: Path) -> None:
+    """Members have the optimizer's counters in common, and the first one saves them for all."""
+    with pytest.raises(CaseError, match=r"worker 1.*buffers|buffers.*worker 1"):
+        two.run(train_and_miscount, JOB, str(tmp_path))
+    assert names(tmp_path) == ["step-2"]
+
+
+def train_and_miscount(index: int, num_workers: int, table: Table, run_dir: str) -> None:
+    slices = Sharded.slices
+    num_saves = 0
+
+    def miscount(self: Sharded) -> checkpoint.Slices | None:
+        nonlocal num_saves
+        found = slices(self)
+        num_saves += 1
+        if num_saves == 2 and index == 1 and found is not None:
+            next(tensor for name, tensor in found.common.items() if name.endswith(".step")).sub_(1)
+        return found
+
+    Sharded.slices = miscount  # type: ignore[method-assign]
+    try:
+        train(index, num_workers, table, run_dir)
+    finally:
+        Sharded.slices = slices  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("member", [0, 1])
 def test_a_disk_that_refuses_one_member_costs_that_checkpoint(two: ProcessPool, tmp_path: Path, member: int) -> None:
     outcomes = two.run(train_on_full_disk, JOB, str(tmp_path), member)

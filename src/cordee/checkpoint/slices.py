@@ -46,12 +46,13 @@ class Slices(NamedTuple):
     aliases: dict[str, str]  # other names of a tensor
     own: dict[str, Slice]
     values: dict[str, Any]
+    common: dict[str, Tensor]  # the tensors that every member has whole; one of them saves them
 
     def join(self, state: State, *, is_saved: bool) -> Slices:
         """Return these and what every member has of `state`, with its values; `is_saved`: by this member."""
         kinds = {name: Kind(tensor.dtype, tensor.shape) for name, tensor in state.tensors.items()}
         own = {name: Slice(0, tensor) for name, tensor in state.tensors.items()} if is_saved else {}
-        return Slices({**self.kinds, **kinds}, self.aliases, {**self.own, **own}, state.values)
+        return Slices({**self.kinds, **kinds}, self.aliases, {**self.own, **own}, state.values, self.common)
 
 
 class Region(NamedTuple):

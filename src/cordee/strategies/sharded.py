@@ -223,6 +223,7 @@ def _slices_of(
     kinds: dict[str, Kind] = {}
     aliases: dict[str, str] = {}
     own: dict[str, Slice] = {}
+    common: dict[str, Tensor] = {}
     parameters = {one.name: one for one in held}
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -239,19 +240,19 @@ def _slices_of(
     if has_own_way or known - saved or saved - known - buffers.keys():
         return None
     for name in saved - known:
-        kinds[f"model.{name}"] = Kind(buffers[name].dtype, buffers[name].shape)
-        if is_first:
-            own[f"model.{name}"] = Slice(0, buffers[name].detach())
+        common[f"model.{name}"] = buffers[name].detach()
     state = optimizer_state(optimizer, held)
     described, sliced = held.sliced(state)
     for name, tensor in state.tensors.items():
         if name in sliced:
             _add(f"optimizer.{name}", sliced[name], tensor, kinds, own)
             continue
-        kinds[f"optimizer.{name}"] = Kind(tensor.dtype, tensor.shape)
+        common[f"optimizer.{name}"] = tensor
+    for name, tensor in common.items():
+        kinds[name] = Kind(tensor.dtype, tensor.shape)
         if is_first:
-            own[f"optimizer.{name}"] = Slice(0, tensor)
-    return Slices(kinds, aliases, own, {"optimizer": described.values})
+            own[name] = Slice(0, tensor)
+    return Slices(kinds, aliases, own, {"optimizer": described.values}, common)
 
 
 def _add(name: str, one: Held, tensor: Tensor, kinds: dict[str, Kind], own: dict[str, Slice]) -> None:

@@ -367,7 +367,7 @@ def _find_incomplete(commits: Sequence[Event]) -> Iterator[str]:
     every: set[str] = set().union(*(commit["digest"] for commit in commits))
     for commit in commits:
         missing = every - commit["digest"].keys()
-        if missing and ("optimizer" in every or commit["digest"].keys() != {"progress"}):
+        if missing and ("optimizer" in every or commit["digest"].keys() - {"buffers", "progress"}):
             yield (
                 f"worker {commit.get('worker') or 0} committed step {commit['step']} without a digest of "
                 f"{', '.join(sorted(missing))}, which others have"

@@ -30,11 +30,23 @@ class StateComparison:
     def is_due(self, step: int) -> bool:
         return self._comparison.is_due(step)
 
-    def compare(self, parts: Components, step: int, add_progress: AddProgress, *, is_consolidated: bool) -> None:
-        """Raise TrainingError, on every member, if members that should have the same do not. Collective."""
+    def compare(
+        self,
+        parts: Components,
+        step: int,
+        add_progress: AddProgress,
+        *,
+        is_consolidated: bool = False,
+        common: State | None = None,
+    ) -> None:
+        """Raise TrainingError, on every member, if members that should have the same do not. Collective.
+
+        Of a model that is split, what can be compared is the whole model where it was just put together, or what is
+        `common` to all members: buffers, and the optimizer's counters.
+        """
         team = parts.team
         reach("compare.begun")
-        digest = partial(_digest, parts, add_progress, is_consolidated)
+        digest = partial(_digest, parts, add_progress, is_consolidated, common)
         self._compared = self._comparison.compare(step, digest, team.gather_rows, team.numbers)
         reach("compare.done")
 
@@ -52,13 +64,17 @@ class StateComparison:
         )
 
 
-def _digest(parts: Components, add_progress: AddProgress, is_consolidated: bool) -> Digest:
+def _digest(parts: Components, add_progress: AddProgress, is_consolidated: bool, common: State | None) -> Digest:
     strategy = parts.strategy
     model = strategy.model
     if isinstance(strategy, TrainsAlone):
         return checkpoint.digest_state(add_progress(strategy.agreed_state()), checkpoint.buffer_names(model))
     if parts.is_elastic:
         return checkpoint.digest_state(add_progress(strategy.state_dict()), checkpoint.buffer_names(model))
+    if common is not None:
+        # The optimizer's counters count as buffers: there is no digest of a whole optimizer.
+        whole = State.join(model=State(common.tensors, {}))
+        return checkpoint.digest_state(add_progress(whole), common.tensors)
     # Each worker has a part of the optimizer, but when it is about to save the whole model.
     weights = checkpoint.model_state(model) if is_consolidated else {}
     state = add_progress(State.join(model=State(weights, {})))

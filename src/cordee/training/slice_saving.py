@@ -36,6 +36,11 @@ class SharedSlices:
     def values(self) -> dict[str, Any]:
         return self.slices.values
 
+    @property
+    def common(self) -> State:
+        """What every member has whole, and should have the same."""
+        return State(self.slices.common, {})
+
     def join(self, state: State, *, is_saved: bool) -> SharedSlices:
         """Return these and what every member has of `state`; `is_saved`: by this member."""
         return SharedSlices(self.slices.join(state, is_saved=is_saved), self.folder)

@@ -51,7 +51,7 @@ def slices_of(member: int, tensors: dict[str, Tensor]) -> Slices:
         rows = -(-len(tensor) // len(MEMBERS))
         start = min(member * rows, len(tensor))
         own[name] = Slice(start * (tensor.numel() // len(tensor)), tensor[start : start + rows])
-    return Slices(kinds, {"model.tied": "model.bias"}, own, VALUES)
+    return Slices(kinds, {"model.tied": "model.bias"}, own, VALUES, {})
 
 
 def begin(root: Path, step: int = 7) -> tuple[SharedDraft, list[list[Region]]]:
