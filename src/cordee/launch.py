@@ -54,7 +54,7 @@ from cordee.planner.kernels import Choice, choose_kernels
 from cordee.run import Run
 from cordee.runs import PROCESS_MODULES
 from cordee.runs.kind import KINDS, kind_of, lead_run, needs_engine
-from cordee.runs.resuming import find_run_path, fit_to_run, resume_command, saying_how_to_resume
+from cordee.runs.resuming import continuing_with, find_run_path, fit_to_run, resume_command, saying_how_to_resume
 from cordee.runs.script.program import is_script
 from cordee.runs.storage import Claim, RunStorage, bring_run, claimed, open_storage, storing
 from cordee.strategies.choice import choose_strategy, refuse_others_settings
@@ -153,10 +153,10 @@ def _train(
             directory = RunDirectory.create_in(runs_folder(), job.name, job.to_toml())
         claim = stack.enter_context(_claimed(storage, job, directory, resume, quiet))
         stack.enter_context(saying_how_to_resume(directory, _silent if quiet else _say))
-        with directory, setup_logging(directory.launcher_log if opened else directory.worker_log(), is_required=True):
+        log_file = directory.launcher_log if opened else directory.worker_log()
+        with directory, setup_logging(log_file, is_required=True), contextlib.ExitStack() as within:
             if resume:
-                directory.write_job(job.to_toml())
-                directory.summary_file.unlink(missing_ok=True)
+                within.enter_context(continuing_with(directory, job))
             _log_decision(asked, decision)
             with Monitor(_sinks(job, directory, quiet), member="launcher") as monitor:
                 if opened and (description := opened[0].describe()):

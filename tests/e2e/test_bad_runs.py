@@ -103,6 +103,16 @@ def test_damage_to_all_checkpoints_ends_the_attempt_and_touches_nothing(half_don
     assert contents(half_done / "checkpoints") == before
 
 
+def test_an_attempt_that_fails_before_it_saves_leaves_the_job_as_it_was(half_done: Path, workspace: Workspace) -> None:
+    """The hint names this file: it would fail again with what was changed for the attempt."""
+    before = (half_done / "job.toml").read_bytes()
+    for path in (half_done / "checkpoints").glob("*/model.safetensors"):
+        flip_a_bit(path)
+    done = workspace.train("--resume", *settings(checkpoint__keep=7))
+    assert done.returncode == 1
+    assert (half_done / "job.toml").read_bytes() == before
+
+
 def test_a_run_without_a_checkpoint_starts_again(half_done: Path, reference_sha256: str, workspace: Workspace) -> None:
     shutil.rmtree(half_done / "checkpoints")
     done = workspace.train("--resume")

@@ -131,6 +131,20 @@ def saying_how_to_resume(directory: RunDirectory, say: Callable[[str], None]) ->
         raise
 
 
+@contextlib.contextmanager
+def continuing_with(directory: RunDirectory, job: Job) -> Iterator[None]:
+    """Record the job that a run continues with. A run that fails before it has saved anything has its job as before."""
+    before, saved = directory.job_file.read_text(encoding="utf-8"), _newest_whole(directory.checkpoints)
+    directory.write_job(job.to_toml())
+    directory.summary_file.unlink(missing_ok=True)
+    try:
+        yield
+    except Exception:
+        if _newest_whole(directory.checkpoints) == saved:
+            directory.write_job(before)
+        raise
+
+
 def _newest_whole(checkpoints: Path) -> str | None:
     """Return the name of the newest checkpoint that is whole by its manifest and sizes, if there is one."""
     try:
