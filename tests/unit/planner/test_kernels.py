@@ -109,6 +109,13 @@ def test_what_is_hardly_faster_is_not_taken() -> None:
     assert found.text == "plain (channels-last 1.02×; measured)"
 
 
+def test_what_a_busy_machine_measured_needs_a_larger_gain() -> None:
+    for gain, taken in ((1.1, PLAIN), (1.2, LAST)):
+        trials = (Trial(kernels=PLAIN, gain=1.0), Trial(kernels=LAST, gain=gain))
+        found = decide(Training(), Training().plain(), [PLAIN, LAST], Measured(trials=trials, was_busy=True))
+        assert found.training.memory_format == taken.memory_format
+
+
 def test_what_failed_is_not_taken_and_said() -> None:
     trials = (Trial(kernels=PLAIN, gain=1.0), Trial(kernels=LAST, problem="RuntimeError: no"))
     found = decide(Training(), Training().plain(), [PLAIN, LAST], Measured(trials=trials))
