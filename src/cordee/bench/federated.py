@@ -11,6 +11,7 @@ round of a run counts, so that no start is measured.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import tempfile
@@ -102,7 +103,10 @@ def _peer_s(name: str, python: Path, folder: str) -> float:
         start = [str(python.with_name("torchrun")), "--nproc-per-node", str(WORKERS)]
     command = [*start, federated_peers.__file__, name, folder, str(NUM_CLIENTS)]
     # Ray makes its workers nice unless told not to, which would be unfair on a machine that is not quiet.
-    with env.with_default("OMP_NUM_THREADS", "1"), env.with_default("RAY_worker_niceness", "0"):
+    settings = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0", "PFL_PYTORCH_DEVICE": "cpu"}
+    with contextlib.ExitStack() as stack:
+        for key, value in settings.items():
+            stack.enter_context(env.with_default(key, value))
         try:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=PEER_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:

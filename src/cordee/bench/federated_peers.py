@@ -9,7 +9,6 @@ seconds of the second one. A process loads the data once, and a batch is gathere
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 BATCH_SIZE, LEARNING_RATE, WORKERS, ROUNDS = 32, 0.01, 2, 2
 NEVER = 10**9  # rounds between evaluations; the first round has one, and is not measured
@@ -122,7 +121,6 @@ def run_flower(folder: str, num_clients: int) -> None:
 
 def run_pfl(folder: str, num_clients: int) -> None:
     """Be one of the processes that torchrun has started."""
-    os.environ["PFL_PYTORCH_DEVICE"] = "cpu"
     import numpy as np
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.aggregate.weighting import WeightByDatapoints
@@ -191,7 +189,7 @@ def run_pfl(folder: str, num_clients: int) -> None:
         callbacks=[timed],
         send_metrics_to_platform=False,
     )
-    if int(os.environ.get("RANK", "0")) == 0:
+    if not distributed.is_initialized() or distributed.get_rank() == 0:
         report(timed.times[ROUNDS] - timed.times[ROUNDS - 1])
 
 
