@@ -61,7 +61,8 @@ def test_a_number_of_workers_that_is_refused_leaves_the_others(tmp_path: Path) -
 def test_a_reason_that_does_not_depend_on_the_number_is_said_once(tmp_path: Path) -> None:
     found = plan(tmp_path, job(optimizer={"use": "adafactor", "lr": 0.01}))
     assert "may look at whole parameters" in found.refusals["sharded"]
-    assert sum("sharded" in line for line in found.explain()) == 1
+    # The best mesh, which times decide, may have a sharded axis, and is then refused under its own name.
+    assert sum(line.startswith("sharded ") for line in found.explain()) == 1
 
 
 def test_a_model_that_is_no_chain_has_no_pipelines_predicted(tmp_path: Path) -> None:
