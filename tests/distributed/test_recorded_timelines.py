@@ -81,9 +81,13 @@ def train(folder: Path, faults: Sequence[fault_points.Fault] = (), **changes: An
     ids=lambda strategy: "-".join(str(value) for value in strategy.values()),
 )
 def test_every_strategy_records_its_steps_and_phases(tmp_path: Path, strategy: dict[str, Any]) -> None:
-    timelines = train(tmp_path, strategy=strategy)
+    recorded = train(tmp_path, strategy=strategy)
     num_workers = strategy.get("workers", 2)
+    timelines = {member: lines for member, lines in recorded.items() if member.startswith("worker")}
     assert list(timelines) == [f"worker-{index}" for index in range(num_workers)]
+    servers = recorded.keys() - timelines.keys()  # they have no phases
+    assert servers == ({"server-0"} if strategy["name"] == "parameter_server" else set())
+    assert all(recorded[server][-1].cpu_us > 0 and recorded[server][-1].memory_bytes > 0 for server in servers)
     for member, lines in timelines.items():
         totals = add_up(lines)
         assert totals[Phase.COMPUTE] > 0, member
