@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Two files at a time: many tests of runs wait for a fault to be noticed, or for a process to end.
-TWO_FILES := $(BIN)/pytest -n 2 --dist loadfile
+# Two files at a time: many tests of runs wait for a fault to be noticed, or for a process to end. In the order of
+# tests/conftest.py: a long file that comes last would leave a core idle.
+TWO_FILES := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Where `make test-faults` keeps its results; empty is a folder in fault-walks/ for each state of the code.
 FAULT_RESULTS ?=
@@ -13,11 +14,14 @@ FAULT_RESULTS ?=
 # How long `make test-long` compares random jobs of fresh seeds with the single run.
 DIFFERENCE_MINUTES ?= 60
 
+# Which trials at the fault points `make test-long` draws: others at each call.
+CORDEE_WALK_SEED ?= $(shell date +%s)
+
 .PHONY: help quickstart test test-long test-faults test-env test-ray test-spark test-frameworks bench-engines bench-federated test-dashboard test-trackers unit lint types bench docs fuzz clean
 help:
 	@echo "make quickstart  set up, train by three strategies, kill a worker, show the results (two minutes)"
 	@echo "make test        set up, run the tests"
-	@echo "make test-long   also those that take minutes, and an hour of random jobs (DIFFERENCE_MINUTES=60)"
+	@echo "make test-long   only those that take minutes, then an hour of random jobs (DIFFERENCE_MINUTES=60)"
 	@echo "make test-faults every kind of fault at every fault point; continues where it was ended (hours)"
 	@echo "make test-env    the engine 'env' under torchrun, mpirun (openmpi-bin) and Slurm (slurm-wlm munge)"
 	@echo "make test-ray    the engine 'ray' on a Ray of two nodes, in an environment of its own (.venv-ray)"
@@ -66,7 +70,8 @@ test: $(VENV)/.dev
 	$(BIN)/pytest tests/engines/test_env_engine.py -k 'says_what_it_is and torchrun'
 
 test-long: $(VENV)/.dev
-	CORDEE_LONG_TESTS=1 CORDEE_DIFFERENCE_MINUTES=$(DIFFERENCE_MINUTES) $(BIN)/pytest
+	CORDEE_WALK_SEED=$(CORDEE_WALK_SEED) $(TWO_FILES) -v -m long --ignore tests/differences/test_random_jobs.py
+	CORDEE_DIFFERENCE_MINUTES=$(DIFFERENCE_MINUTES) $(BIN)/pytest -v -s -m long tests/differences/test_random_jobs.py
 
 test-faults: $(VENV)/.dev
 	PYTHONPATH=tests:tests/faults $(BIN)/python -m walking --at-once 2 $(if $(FAULT_RESULTS),--results $(FAULT_RESULTS))

@@ -24,6 +24,27 @@ from cordee.monitoring.files import to_json
 SHARED_MEMORY = Path("/dev/shm")
 # Set by libraries when they are first imported or used: scikit-learn, torch.export, pytest itself.
 SET_BY_OTHERS = ("KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "PYTEST_")
+# Files that take minutes, in `make test` or in `make test-long`.
+LONGEST_FIRST = (
+    "differences/test_settings.py",
+    "faults/test_fault_walk.py",
+    "faults/test_leaks.py",
+    "faults/test_team_faults.py",
+    "differences/test_own_loops.py",
+    "differences/test_random_jobs.py",
+    "distributed/backend/test_torch_collectives.py",
+    "distributed/test_reproducible_matrix.py",
+    "faults/test_parameter_server_faults.py",
+    "faults/test_fault_walk_dispatched.py",
+    "faults/test_fault_walk_script.py",
+    "faults/test_split_faults.py",
+    "distributed/test_federation.py",
+    "distributed/test_hybrid_training.py",
+    "faults/test_storage_faults.py",
+    "faults/test_checkpoint_faults.py",
+    "faults/test_agents_on_hosts.py",
+    "e2e/test_readme.py",
+)
 # How long what a test ended may take to be gone.
 GRACE_S = 3.0
 
@@ -40,13 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: os.environ.pop("CORDEE_CACHE", None))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the long tests to `make test-long`."""
-    if os.environ.get("CORDEE_LONG_TESTS"):
-        return
-    for item in items:
-        if item.get_closest_marker("long"):
-            item.add_marker(pytest.mark.skip(reason="long: make test-long runs it"))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest: where two run at a time, none of them is left for the end."""
+    places = {config.rootpath / "tests" / name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(autouse=True, scope="session")

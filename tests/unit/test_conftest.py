@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,11 @@ def test_not_here():
 def test_here():
     pass
 """
+
+
+def test_files_that_are_started_first_exist() -> None:
+    names = runpy.run_path(str(CONFTEST))["LONGEST_FIRST"]
+    assert [name for name in names if not (CONFTEST.parent / name).is_file()] == []
 
 
 def test_what_a_test_leaves_behind_is_an_error(pytester: pytest.Pytester) -> None:
