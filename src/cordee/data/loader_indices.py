@@ -7,6 +7,7 @@ import copy
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,8 @@ class OwnIndices:
         self.epoch = 0  # of the iteration that is to begin
         self.num_passed = 0  # batches that the iteration that is to begin passes over
         self.given: deque[tuple[Share, int]] = deque()  # of the latest iteration; processes that read are ahead
-        self.passed = [0]  # the digest of what it has passed over
+        self.begin: Callable[[], None] = _nothing  # called before the first batch of the iteration is drawn
+        self.check: Callable[[int], None] = _nothing  # and after passing over, before the next batch, with a digest
 
     def __len__(self) -> int:
         batches = self._order(torch.Generator())
@@ -54,21 +56,35 @@ class OwnIndices:
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Called twice for an iteration where other processes read.
-        self.given, self.passed = deque(), [0]
+        self.given = deque()
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", self.epoch))
-        return self._cut(self._order(generator), self.given, self.passed, self.num_passed)
+        return self._cut(self._order(generator), self.given, self.num_passed, self.begin, self.check)
 
     def _cut(
-        self, batches: Iterable[Any], given: deque[tuple[Share, int]], passed: list[int], num_passed: int
+        self,
+        order: Iterable[Any],
+        given: deque[tuple[Share, int]],
+        num_passed: int,
+        begin: Callable[[], None],
+        check: Callable[[int], None],
     ) -> Iterator[list[Any]]:
-        for number, batch in enumerate(map(list, batches)):
-            fingerprint = zlib.crc32(str(batch).encode())
-            if number < num_passed:
-                passed[0] = zlib.crc32(f"{len(batch)} {fingerprint}".encode(), passed[0])
-                continue
+        begin()
+        batches, digest = map(list, order), 0
+        for batch in islice(batches, num_passed):
+            digest = zlib.crc32(f"{len(batch)} {_fingerprint(batch)}".encode(), digest)
+        check(digest)
+        for batch in batches:
             first, end = self._range(len(batch))
-            given.append((Share(end - first, len(batch)), fingerprint))
+            given.append((Share(end - first, len(batch)), _fingerprint(batch)))
             yield batch[first:end] or batch[:1]
+
+
+def _nothing(*_: int) -> None:
+    """Do nothing."""
+
+
+def _fingerprint(indices: list[Any]) -> int:
+    return zlib.crc32(str(indices).encode())
 
 
 def gives_indices(loader: DataLoader[Any]) -> bool:
@@ -83,7 +99,9 @@ def generators_of(batches: Any) -> list[torch.Generator]:
     """Return the generators of the script's own that the order of its batches is drawn from."""
     found: list[torch.Generator] = []
     if isinstance(batches, DataLoader):
-        for owner in (batches, batches.sampler, batches.batch_sampler):
+        # An iterable data set gives the order, as samplers do; what others draw may be of a worker's own samples.
+        ordering = batches.dataset if isinstance(batches.dataset, IterableDataset) else None
+        for owner in (batches, batches.sampler, batches.batch_sampler, ordering):
             generator = getattr(owner, "generator", None)
             if isinstance(generator, torch.Generator) and not any(generator is known for known in found):
                 found.append(generator)
@@ -115,6 +133,26 @@ def with_generator(batches: Any) -> Callable[[torch.Generator], Iterable[Any]] |
         return BatchSampler(drawn, batches.batch_size, batches.drop_last)
 
     return draw
+
+
+def seeds_again(loader: DataLoader[Any], epoch: int) -> bool | None:
+    """Return whether torch will draw a seed for reading processes that it drew before, or not draw one that it did.
+
+    Processes that persist get theirs in the first iteration, wherever that is: True where an iteration after it is the
+    first one here, False where the first one is iterated over again, None where both have drawn as many.
+    """
+    if not (loader.persistent_workers and loader.num_workers):
+        return None
+    has_drawn = getattr(loader, "_iterator", None) is not None
+    if has_drawn == (epoch > 0):
+        return None
+    return not has_drawn
+
+
+def draw_seed(generator: torch.Generator | None) -> None:
+    """Draw what torch draws for the reading processes of a loader with this generator."""
+    if generator is not None:
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 def loader_of(loader: DataLoader[Any], indices: OwnIndices) -> DataLoader[Any]:

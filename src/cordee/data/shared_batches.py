@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from cordee.data.loader_indices import (
     OwnIndices,
     Share,
     decode_state,
+    draw_seed,
     encode_state,
     generators_of,
     gives_indices,
     loader_of,
+    seeds_again,
     with_generator,
 )
 
@@ -168,7 +171,7 @@ class SharedBatches:
         progress.begin()
         one = Pass(self, progress.num_given, progress.attempt)
         start, self._next = self._next, None
-        self._generators_before = [generator.get_state() for generator in self._generators]
+        self._generators_before = self._states()
         if start is not None:
             self._rewind(start)
             one.num_given, one.digest = start.num_given, start.digest
@@ -201,12 +204,12 @@ class SharedBatches:
         passes = [one for one in self._progress.open if one.batches is self]
         if len(passes) > 1:
             raise DataError("two loops over one loader are open: their place cannot be kept; prepare two loaders")
-        generators = [encode_state(generator.get_state()) for generator in self._generators]
+        generators = list(map(encode_state, self._states()))
         if not passes:
             if self._next is not None:  # nothing was taken of what was left
                 return self._next
             return Place(self._epoch, generators=generators)
-        before = [encode_state(state) for state in self._generators_before]
+        before = list(map(encode_state, self._generators_before))
         one = passes[0]
         return Place(self._epoch - 1, True, one.num_given, one.digest, before, generators)
 
@@ -215,8 +218,7 @@ class SharedBatches:
         if len(place.generators) != len(self._generators):
             raise DataError("the place in the data is of another loader: every worker must prepare the same loaders")
         self._epoch, self._next = place.epoch, place if place.is_open else None
-        for generator, state in zip(self._generators, place.generators, strict=True):
-            generator.set_state(decode_state(state))
+        self._put_back(map(decode_state, place.generators))
         self._seed = seed
         if self._own_loader is not None:
             self._own_loader[1].seed = self._seed_of_order(seed)
@@ -234,59 +236,79 @@ class SharedBatches:
         return derive_seed(seed, "loader", self.number) if self.number else seed
 
     def _rewind(self, start: Place) -> None:
-        for generator, state in zip(self._generators, start.generators_before, strict=True):
-            generator.set_state(decode_state(state))
-        self._generators_before = [generator.get_state() for generator in self._generators]
+        self._put_back(map(decode_state, start.generators_before))
+        self._generators_before = self._states()
 
-    def _finish_rewind(self, start: Place, digest: int) -> None:
-        """Check that what was passed over is what was given before; put the random numbers where they were then."""
+    def _check_passed(self, start: Place, digest: int) -> None:
+        """Raise DataError unless what was passed over is what was given before."""
         if digest != start.digest:
             raise DataError(
                 f"the {start.num_given} batches that were given before are not the first ones now: iterating again "
                 "must give the same batches. A sampler or data set of your own must draw from a torch.Generator that "
                 "it has as `generator`, or from a seed and the epoch"
             )
-        for generator, state in zip(self._generators, start.generators, strict=True):
-            generator.set_state(decode_state(state))
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _put_back(self, states: Iterable[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
 
     def _from_loader(
         self, loader: DataLoader[Any], indices: OwnIndices, start: Place | None
     ) -> Iterator[tuple[Share, int, Any]]:
         """Read only the own samples of each batch."""
+        is_ahead = loader.num_workers > 0  # batches are drawn before the script asks for them
+        is_seeded_again = seeds_again(loader, self._epoch - 1)
+        passed: list[Tensor] = []  # states when all was passed over, of a loader that is ahead
+
+        def begin() -> None:
+            if is_seeded_again:
+                self._put_back(self._generators_before)
+            elif is_seeded_again is False:
+                draw_seed(loader.generator)
+
+        def check(digest: int) -> None:
+            if start is None:
+                return
+            self._check_passed(start, digest)
+            if is_ahead:
+                passed.extend(self._states())
+            else:  # before the next batch is drawn: the script may have drawn from the same generator
+                self._put_back(map(decode_state, start.generators))
+
         indices.epoch, indices.num_passed = self._epoch - 1, start.num_given if start else 0
+        indices.begin, indices.check = begin, check
         iterator = iter(loader)
-        given, passed = indices.given, indices.passed  # of this iteration
-        is_checked = start is None
+        given = indices.given  # of this iteration
+        # A sampler that draws batch by batch is as far ahead as it was before; of one that has drawn all at the
+        # beginning the states are those that the script has left.
+        if passed and all(map(torch.equal, passed, self._states())):
+            assert start is not None
+            self._put_back(map(decode_state, start.generators))
         for batch in iterator:
-            if start is not None and not is_checked:
-                self._finish_rewind(start, passed[0])
-                is_checked = True
             share, fingerprint = given.popleft()
             yield share, fingerprint, batch
-        if start is not None and not is_checked:
-            self._finish_rewind(start, passed[0])
 
     def _from_any(self, start: Place | None) -> Iterator[tuple[Share, int, Any]]:
         """Cut the own part out of each batch, which must be the same on every worker."""
-        num_passed, digest = start.num_given if start else 0, 0
-        is_alone, is_checked = self._num_workers == 1, start is None
-        for number, batch in enumerate(self._batches):
-            if is_alone and not self._progress.is_kept:
+        is_alone, digest, batches = self._num_workers == 1, 0, iter(self._batches)
+        if is_alone and not self._progress.is_kept:
+            for batch in batches:
                 yield Share(1, 1), 0, batch
-                continue
+            return
+        for batch in islice(batches, start.num_given if start else 0):
+            digest = zlib.crc32(f"{self._cutter.count(batch)} {fingerprint_rows(batch)}".encode(), digest)
+        if start is not None:
+            self._check_passed(start, digest)
+            self._put_back(map(decode_state, start.generators))
+        for batch in batches:
             num_all, fingerprint = self._cutter.count(batch), fingerprint_rows(batch)
-            if number < num_passed:
-                digest = zlib.crc32(f"{num_all} {fingerprint}".encode(), digest)
-                continue
-            if start is not None and not is_checked:
-                self._finish_rewind(start, digest)
-                is_checked = True
             first, end = self._range(num_all)
             begin, stop = (first, end) if end > first else (0, 1)
             own = batch if is_alone else self._cutter.cut(batch, begin, stop)
             yield Share(end - first, num_all), fingerprint, own
-        if start is not None and not is_checked:
-            self._finish_rewind(start, digest)
 
     def _range(self, num_samples: int) -> tuple[int, int]:
         return shard_part(num_samples, self._worker_index, self._num_workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 from cordee.core.errors import DataError
 from cordee.data.shared_batches import Place, Progress, SharedBatches
@@ -47,6 +48,39 @@ def with_replacement() -> DataLoader[Any]:
     return DataLoader(DATA, batch_size=3, sampler=sampler)
 
 
+class DrawnOneByOne(Sampler[list[int]]):
+    """Draws each batch of indices when it is asked for."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(12):
+            yield torch.randint(20, (3,), generator=self.generator).tolist()
+
+
+def drawn_one_by_one() -> DataLoader[Any]:
+    return DataLoader(DATA, batch_sampler=DrawnOneByOne())
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Draws each sample when it is asked for."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in range(24):
+            yield torch.randint(100, (), generator=self.generator)
+
+
+def streamed() -> DataLoader[Any]:
+    return DataLoader(Stream(), batch_size=3)
+
+
 def share(batches: Iterable[Any], worker: int = 0, num_workers: int = 1, seed: int = 7) -> SharedBatches:
     progress = Progress()
     progress.is_kept = True
@@ -62,7 +96,7 @@ def through_message(place: Place) -> Place:
     return msgspec.convert(msgspec.json.decode(msgspec.json.encode(place)), Place)
 
 
-MAKERS = [shuffled, with_generator, with_replacement, Ready]
+MAKERS = [shuffled, with_generator, with_replacement, drawn_one_by_one, streamed, Ready]
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -81,6 +115,39 @@ def test_another_process_continues_in_the_middle_of_an_epoch(make: Callable[[], 
     assert [numbers(batch) for batch in other] == rest
     assert [numbers(batch) for batch in other] == third
     assert make is Ready or first_epoch != [*taken, *rest]
+
+
+def with_processes(**options: Any) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(DATA, num_workers=1, persistent_workers=True, generator=generator, **options)
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 3, "shuffle": True}, {"batch_sampler": DrawnOneByOne()}], ids=["at once", "one by one"]
+)
+def test_processes_that_read_ahead_continue_with_the_same_batches(options: dict[str, Any], num_before: int) -> None:
+    def make() -> DataLoader[Any]:
+        fresh = {key: DrawnOneByOne() if key == "batch_sampler" else value for key, value in options.items()}
+        return with_processes(**fresh)
+
+    one = share(make())
+    for _ in range(num_before):
+        _ = list(one)
+    iterator = iter(one)
+    _ = list(islice(iterator, 2))
+    place = one.place()
+    rest = [numbers(batch) for batch in iterator]
+    following = [numbers(batch) for batch in one]
+    other = share(make())
+    other.continue_from(place, 7)
+    assert [numbers(batch) for batch in other] == rest
+    assert [numbers(batch) for batch in other] == following
+    one.continue_from(place, 7)  # in the process that has iterated already
+    assert [numbers(batch) for batch in one] == rest
+    assert [numbers(batch) for batch in one] == following
+    del one, other, iterator
+    gc.collect()  # ends the processes
 
 
 @pytest.mark.parametrize("make", MAKERS)
