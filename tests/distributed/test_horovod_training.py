@@ -137,6 +137,27 @@ def test_sparse_gradients_and_unused_layers(two: ProcessPool) -> None:
         torch.testing.assert_close(extra, extra_wanted)
 
 
+def train_other_layers(rank: int, size: int) -> list[Tensor]:
+    """After a step the first layer is frozen, and the last one, as large as it was, is trained."""
+    hvd.init()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    model[2].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(make_optimizer(model), model.named_parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(6, 3, generator=torch.Generator().manual_seed(step * size + rank))).pow(2).mean().backward()
+        optimizer.step()
+        model[0].requires_grad_(False)
+        model[2].requires_grad_(True)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_layers_that_are_trained_later_in_place_of_others_are_reduced(two: ProcessPool) -> None:
+    for one, other in zip(*two.run(train_other_layers), strict=True):
+        assert torch.equal(one, other)
+
+
 def train_with_adasum(rank: int, size: int) -> list[Tensor]:
     hvd.init()
     model = make_model()

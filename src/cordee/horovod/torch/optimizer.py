@@ -214,8 +214,11 @@ class _Reduction:
         self.num_passes.clear()
         if not self._process_set.included():
             return
-        self._watch(self.parameters())  # a group may have been added
-        groups = self.groups if sum(map(len, self.groups)) == len(self.parameters()) else [self.parameters()]
+        parameters = self.parameters()
+        self._watch(parameters)  # a group may have been added
+        # Others may be trained by now than when the groups were made: frozen ones have no gradient to exchange.
+        listed = [parameter for group in self.groups for parameter in group]
+        groups = self.groups if len(listed) == len(parameters) and set(listed) == set(parameters) else [parameters]
         waits = []
         for number, group in enumerate(groups):
             dense = []
