@@ -126,11 +126,11 @@ class Digest(NamedTuple):
         return {part: f"{value:016x}" for part, value in zip(PARTS, self, strict=True) if value}
 
 
-def digest_state(state: State, buffers: Collection[str] = ()) -> Digest:
+def digest_state(state: State, buffers: Collection[str] = (), more: Collection[str] = ()) -> Digest:
     """Return the digest of a state; `buffers` are the names of tensors of the model that are not parameters.
 
-    Equal digests mean equal bits, of tensors and of plain values. How long the run took so far is left out, which each
-    member measures on its own.
+    Tensors of the parts `more` belong to the progress. Equal digests mean equal bits, of tensors and of plain values.
+    How long the run took so far is left out, which each member measures on its own.
     """
     model = state.part("model").tensors
     weights = {name: tensor for name, tensor in model.items() if name not in buffers}
@@ -139,12 +139,12 @@ def digest_state(state: State, buffers: Collection[str] = ()) -> Digest:
     progress = {**state.values.get("progress", {})}
     progress.pop("elapsed_s", None)
     progress["metrics"] = {**(progress.get("metrics") or {}), "seconds": None}
-    stream = state.part("stream").tensors
+    kept = {name: tensor for name, tensor in state.tensors.items() if name.partition(".")[0] in ("stream", *more)}
     return Digest(
         _digest(weights),
         _digest(others),
         _digest(optimizer.tensors, optimizer.values),
-        _digest(stream, progress),
+        _digest(kept, progress),
     )
 
 

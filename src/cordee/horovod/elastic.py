@@ -21,7 +21,7 @@ from cordee.core.fault_points import reach
 from cordee.horovod import operations, world
 from cordee.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from cordee.runs.script.member import ElasticLoop, ScriptMember, present_member
-from cordee.training.commits import Commits, check_same_commits
+from cordee.training.commits import Commits, check_same_commits, refuse_generator
 from cordee.training.loop_state import LoopContents
 
 COMMITS_TOLD = 2**20  # commits are counted modulo this number where ranks compare them: squares stay exact
@@ -116,6 +116,8 @@ class ObjectState(State):
     def save(self) -> None:
         """Keep a copy of the state in memory. Local; every rank saves the same steps."""
         self._require_function("save")
+        if (lost := world.lost_rank()) is not None:  # the script has caught the error, and may have gone on without
+            raise lost
         self._check_commit()
         if self._loop is not None:
             self._loop.check_generation()
@@ -221,6 +223,8 @@ def run(
     Under `cordee run --elastic` it is called again from the last commit when a rank is lost, joins or leaves. An error
     of the script ends the run, also calls that ranks make differently: they would come again.
     """
+
+    refuse_generator(function, "@hvd.elastic.run")
 
     @functools.wraps(function)
     def call(state: AnyState, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

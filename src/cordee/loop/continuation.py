@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from cordee import checkpoint
 from cordee.checkpoint import State
-from cordee.core.errors import CheckpointError, JobError
+from cordee.communication.exchange import find_lost_peer
+from cordee.core.errors import CheckpointError, CommunicationError, JobError
 from cordee.core.fault_points import reach
 from cordee.runs.script.member import ElasticLoop, ScriptMember
-from cordee.training.commits import Commits
+from cordee.training.commits import Commits, refuse_generator
 from cordee.training.hand_over import load_together
 from cordee.training.loop_state import LoopContents, LoopState
 
@@ -51,6 +52,7 @@ class Continuation:
         self._num_exchanges = 0  # of gradients, since the loop began
         self._committed_epoch: Any = None
         self._num_trained = 0  # iterations over batches that had ended by the last commit
+        self._lost: CommunicationError | None = None  # a member, in an exchange of this attempt at the loop
         self._unkept: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # not in the state: commits at first
 
     @property
@@ -88,6 +90,8 @@ class Continuation:
     # The loop --------------------------------------------------------------------------------------------------------
 
     def wrap(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        refuse_generator(function, "@team.elastic")
+
         @functools.wraps(function)
         def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             return self._run(lambda: function(*args, **kwargs))
@@ -115,7 +119,7 @@ class Continuation:
         def call() -> Result:
             self._is_looping = True
             self._has_gradients = self._has_local = self._has_voted = self._is_halt_agreed = False
-            self._num_exchanges, self._num_trained = 0, self._team.num_trained
+            self._num_exchanges, self._num_trained, self._lost = 0, self._team.num_trained, None
             assert self._contents is not None
             self._committed_epoch = self._contents.values.get("epoch")
             return function()
@@ -168,6 +172,15 @@ class Continuation:
         if has_gradients is not None:
             self._has_gradients, self._has_local = self._has_gradients or has_gradients, not has_gradients
 
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Inside, a member may turn out to be lost: nothing is committed then, whatever the script does about it."""
+        try:
+            yield
+        except Exception as error:
+            self._lost = self._lost or find_lost_peer(error)
+            raise
+
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to take a step. Raises JobError for one whose state no commit keeps."""
         self._has_gradients = False
@@ -205,6 +218,8 @@ class Continuation:
                 "team.commit: outside of the loop: put the loop into a function with the decorator @team.elastic, and "
                 "call that function"
             )
+        if self._lost is not None:  # the script has caught the error, and what it did instead is no step
+            raise CommunicationError(str(self._lost))
         self._check_gradients()
         self._check_epoch()
         if self._elastic is not None:

@@ -128,26 +128,8 @@ class LoopTeam:
         if not self._parts.has_models:
             raise JobError("team.backward: call team.prepare(model, optimizer, batches) before the loop")
         self._parts.check_optimizers()
-        is_check_due = exchange and self._is_check_due()
-        if is_check_due or self._num_exchanges == 0:
-            self._parts.check_loss(loss)
-        if is_check_due:
-            self.compare()
-        weight = self._weight(batches, own_count, reduction)
-        self._loaders.count_samples(batches)
-        self._add_exchange(self._parts.unexchanged())
-        is_kept = weight > 0
-        leftover = sum(each.begin_pass(is_kept=is_kept) for each in self._exchanges)
-        try:
-            (loss * weight).backward()  # type: ignore[no-untyped-call]
-        finally:
-            for each in self._exchanges:
-                each.end_pass(is_kept=is_kept)
-        reach("loop.computed")
-        if exchange:
-            is_told = loss.device.type == "cpu" and math.isfinite(weighted := float(loss.detach()) * weight)
-            self._exchange(leftover, weighted if is_told else 0.0)
-            reach("loop.exchanged")
+        with self._continuation.exchanging():
+            self._add_up(loss, batches, own_count, reduction, exchange=exchange)
 
     def gather(self, values: Tensor, *, batches: Iterable[Any] | None = None) -> Tensor:
         """Return the rows of all workers, in order, each sample once. Collective; gradients do not flow.
@@ -164,6 +146,10 @@ class LoopTeam:
         if (loader := self._loaders.standing_in(batches, self.num_workers)) is not None:
             values = values[:0]  # a worker without samples has computed somebody else's
             loader.notice()
+        with self._continuation.exchanging():
+            return self._gather(values)
+
+    def _gather(self, values: Tensor) -> Tensor:
         lengths = [torch.zeros(2, dtype=torch.int64) for _ in range(self.num_workers)]
         dist.all_gather(lengths, torch.tensor([len(values), self._progress.digest]))
         self._refuse_other_batches(index for index, each in enumerate(lengths) if each[1] != lengths[0][1])
@@ -182,7 +168,8 @@ class LoopTeam:
         """
         self._continuation.begin_exchange("team.sum")
         unnoticed, self._progress.num_unnoticed = self._progress.num_unnoticed, 0
-        *totals, digest_sum, num_unnoticed = self._team.sum([*values, self._short_digest(), float(unnoticed)])
+        with self._continuation.exchanging():
+            *totals, digest_sum, num_unnoticed = self._team.sum([*values, self._short_digest(), float(unnoticed)])
         self._check_digest(digest_sum)
         if num_unnoticed:
             raise DataError(
@@ -302,6 +289,31 @@ class LoopTeam:
         return share.num_own / share.num_all
 
     # Exchanging and comparing -------------------------------------------------------------------------------
+
+    def _add_up(
+        self, loss: Tensor, batches: Iterable[Any] | None, count: float | None, reduction: str, *, exchange: bool
+    ) -> None:
+        """Add the weighted gradients of the loss to those that there are, and exchange them. Collective."""
+        is_check_due = exchange and self._is_check_due()
+        if is_check_due or self._num_exchanges == 0:
+            self._parts.check_loss(loss)
+        if is_check_due:
+            self.compare()
+        weight = self._weight(batches, count, reduction)
+        self._loaders.count_samples(batches)
+        self._add_exchange(self._parts.unexchanged())
+        is_kept = weight > 0
+        leftover = sum(each.begin_pass(is_kept=is_kept) for each in self._exchanges)
+        try:
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
+        finally:
+            for each in self._exchanges:
+                each.end_pass(is_kept=is_kept)
+        reach("loop.computed")
+        if exchange:
+            is_told = loss.device.type == "cpu" and math.isfinite(weighted := float(loss.detach()) * weight)
+            self._exchange(leftover, weighted if is_told else 0.0)
+            reach("loop.exchanged")
 
     def _exchange(self, leftover: float, loss: float) -> None:
         """Sum what is local over the workers, in one call where there is one model."""

@@ -9,6 +9,7 @@ now and then, for loops that change their ways: they fall back to an earlier com
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from operator import is_
@@ -21,7 +22,7 @@ from torch import Tensor
 from cordee.checkpoint import Copies, State
 from cordee.checkpoint.layout import memory_of
 from cordee.cluster import Team
-from cordee.core.errors import TrainingError
+from cordee.core.errors import JobError, TrainingError
 from cordee.training.loop_state import LoopContents
 
 SHARE = 0.001  # of the time that copies take which are made just in case
@@ -42,6 +43,16 @@ def check_same_commits(team: Team, num_commits: int, total: float, total_of_squa
     )
 
 
+def refuse_generator(function: Callable[..., Any], decorator: str) -> None:
+    """Raise JobError for a function that, when it is called, has not run."""
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        kind = "a generator" if inspect.isgeneratorfunction(function) else "asynchronous"
+        raise JobError(
+            f"{decorator}: {getattr(function, '__name__', 'the function')} is {kind}: calling it runs nothing of the "
+            "loop. Give the decorator to an ordinary function, without yield or async, which returns at the end"
+        )
+
+
 class Commits:
     """Keeps the last commit of one loop. `read_progress` returns the place in the data as plain values, cheaply."""
 
@@ -53,6 +64,7 @@ class Commits:
         self.is_copying = not contents.optimizers
         self._is_stepped = False  # an optimizer has taken a step since the commit
         self._changes = 0
+        self._sample: list[Tensor] | None = None
         self._progress: dict[str, Any] = {}
         self._random = torch.get_rng_state()
         self._copies, self._copy = Copies(), State({}, {})
@@ -99,7 +111,9 @@ class Commits:
     @property
     def is_changed(self) -> bool:
         """Whether weights may be others than those that were committed."""
-        return self._is_stepped or self._changes != self._contents.changes
+        if self._is_stepped or self._changes != self._contents.changes:
+            return True
+        return self._sample is not None and not all(map(torch.equal, self._sample, self._contents.sample()))
 
     def state(self) -> State:
         """Return the last commit that is still there: the last one, unless weights were changed and not copied.
@@ -120,6 +134,7 @@ class Commits:
         self._progress = self._read_progress()
         self._random = torch.get_rng_state()
         self._is_stepped, self._changes = False, self._contents.changes
+        self._sample = None if self.is_copying else self._contents.sample()
 
     def _as_state(self, large: State | None = None) -> State:
         state = self._contents.recorded(large)

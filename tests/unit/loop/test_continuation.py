@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import cordee
-from cordee.core.errors import JobError
+from cordee.core.errors import CommunicationError, JobError
 from cordee.loop import LoopTeam
 
 
@@ -125,6 +126,29 @@ def begin_outside(loop: Loop) -> None:
     train()
 
 
+def decorate_a_generator(loop: Loop) -> None:
+    @loop.team.elastic
+    def train() -> Iterator[float]:
+        for x, y in loop.batches:
+            loop.backward(x, y)
+            yield loop.losses[-1]
+
+    list(train())
+
+
+def commit_what_failed(loop: Loop) -> None:
+    """A script that catches everything goes on to the next batch."""
+
+    @loop.team.elastic
+    def train() -> None:
+        for _ in loop.batches:
+            with contextlib.suppress(Exception), loop.team._continuation.exchanging():
+                raise CommunicationError("worker 1 was lost")
+            loop.team.commit()
+
+    train()
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [
@@ -135,6 +159,8 @@ def begin_outside(loop: Loop) -> None:
         (commit_after_the_batches, "state.epoch is still 0"),
         (commit_before_the_step, r"between team.backward and optimizer.step\(\)"),
         (begin_outside, "begun before the loop"),
+        (decorate_a_generator, "train is a generator"),
+        (commit_what_failed, "worker 1 was lost"),
     ],
 )
 def test_mistakes_are_refused(act: Callable[[Loop], None], message: str) -> None:

@@ -119,6 +119,71 @@ def test_weights_that_no_optimizer_changed_are_noticed() -> None:
     assert parts.commits.is_changed
 
 
+def test_layers_are_frozen_as_they_were_at_the_commit() -> None:
+    """A script thaws a layer in the third epoch, and a worker that joins in the fifth never runs that line."""
+    one, other = Parts(0), Parts(1)
+    one.model[0].requires_grad_(False)
+    other.model[2].bias.requires_grad_(False)
+    one.commits.commit()
+    held = through_messages(one.commits.state())
+    one.model[0].requires_grad_(True)
+    assert one.contents.digest(held) != one.contents.digest(other.commits.state())
+    for parts in (one, other):
+        parts.contents.load(held)
+        trained = [parameter.requires_grad for parameter in parts.model.parameters()]
+        assert trained == [False, False, True, True, True, True]
+    del held.values["frozen"]  # as saved by an earlier release
+    one.model[0].requires_grad_(True)
+    one.contents.load(held)
+    assert one.model[0].weight.requires_grad
+
+
+@pytest.mark.parametrize("how", ["scaled", "replaced", "not a number"])
+def test_weights_that_were_changed_past_autograd_are_noticed(how: str) -> None:
+    """Averaged weights that are put in place to evaluate with, say: a member may be lost while they are there."""
+    parts = Parts()
+    parts.step()
+    parts.commits.commit()
+    assert not parts.commits.is_changed
+    weight = parts.model[2].weight
+    if how == "replaced":
+        weight.data = weight.detach() + 1
+    else:
+        weight.data.mul_(0.9 if how == "scaled" else float("nan"))
+    assert parts.commits.is_changed
+    parts.contents.load(parts.commits.state())
+    parts.commits.begin(0)
+    assert not parts.commits.is_changed
+    parts.step()
+    weight.data.fill_(float("nan"))
+    parts.commits.commit()
+    assert not parts.commits.is_changed
+
+
+@pytest.mark.parametrize("name", ["average", "nested"])
+def test_tensors_of_a_state_are_compared_between_workers(name: str) -> None:
+    class Nested:
+        def __init__(self) -> None:
+            self.values = torch.zeros(3)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"values": self.values}
+
+        def load_state_dict(self, values: dict[str, Any]) -> None:
+            self.values.copy_(values["values"])
+
+    def digest(value: float) -> Any:
+        torch.manual_seed(0)
+        nested, average = Nested(), torch.zeros(2)
+        (average if name == "average" else nested.values).fill_(value)
+        contents = LoopContents({"model": nn.Linear(2, 2), "average": average, "nested": nested})
+        commits = Commits(contents, lambda: {"samples": 0})
+        commits.begin(0)
+        return contents.digest(commits.state())
+
+    assert digest(0.0) == digest(0.0) != digest(1.0)
+
+
 def test_weights_that_are_changed_without_any_optimizer_are_copied_at_every_commit() -> None:
     """Nothing tells that they were changed through `.data`."""
     model = nn.Linear(3, 2)

@@ -338,7 +338,7 @@ class ElasticLoop:
         reach("compare.begun")
 
         def digest() -> Digest:
-            return checkpoint.digest_state(contents.comparable(self._commits.state()), contents.buffer_names())
+            return contents.digest(self._commits.state())
 
         try:
             self._compared = self._comparison.compare(self._commits.step, digest, team.gather_rows, team.numbers)
