@@ -176,9 +176,16 @@ def _summary_of(run: Path) -> Summary:
     info = inspect_run(run) if run.is_dir() else None
     if info is None:
         raise RunDirectoryError(f"{run} is not a run directory: it has no job.toml")
+    if info.problem is not None:
+        raise RunDirectoryError(f"the run {run.name} cannot be compared: {info.problem}")
     summary = read_summary(run / SUMMARY_FILE)
     if summary is None:
         raise RunDirectoryError(f"the run {run.name} has no summary: it is {info.state}")
+    if info.state in ("running", "died"):
+        raise RunDirectoryError(
+            f"the run {run.name} was continued after its summary was written, and has not ended since: it is "
+            f"{info.state}"
+        )
     return summary
 
 

@@ -97,3 +97,18 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path / "new", 'name = "x"\n').release()
     with pytest.raises(RunDirectoryError, match="has no summary: it is died"):
         compare_runs([run, tmp_path / "new"])
+    damaged = make_run(tmp_path / "damaged", seconds=10, rate=5)
+    (damaged / "job.toml").write_text('name = "x')
+    with pytest.raises(RunDirectoryError, match=r"the run damaged cannot be compared: job.toml"):
+        compare_runs([run, damaged])
+
+
+def test_a_summary_of_before_the_run_was_continued_is_not_compared(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, seconds=10, rate=5) for name in "ab"]
+    summary = json.loads((runs[1] / "summary.json").read_text())
+    (runs[1] / "summary.json").write_text(json.dumps({**summary, "ended": 200.0}))
+    later = 300.0
+    with (runs[1] / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"time": later, "member": "worker 0", "type": "step", "step": 900, "loss": 0.1}) + "\n")
+    with pytest.raises(RunDirectoryError, match="the run b was continued after its summary was written"):
+        compare_runs(runs)

@@ -47,6 +47,15 @@ def partition_of(components: Components) -> Partition:
     return divide(settings_of(job).parts.partition, splits.train, splits.num_classes, job.seed)
 
 
+def refuse_other_places(job: Job) -> None:
+    """Raise JobError for a job whose clients are to be simulated elsewhere."""
+    if job.cluster.engine != "local" or job.cluster.address:
+        raise JobError(
+            f"strategy '{job.strategy.name}' simulates clients on this host: leave cluster.engine and cluster.address "
+            "out"
+        )
+
+
 def check_federated(components: Components) -> None:
     """Raise JobError for a job that cannot be simulated, before anything is started."""
     job, name = components.job, components.job.strategy.name
@@ -58,10 +67,6 @@ def check_federated(components: Components) -> None:
         raise JobError(
             "strategy.secure is for real sites (cordee federation): in a simulation there is nobody to hide an update "
             "from. Remove strategy.secure"
-        )
-    if job.cluster.engine != "local" or job.cluster.address:
-        raise JobError(
-            f"strategy '{name}' simulates clients on this host: leave cluster.engine and cluster.address out"
         )
     if isinstance(components.recipe.schedule, PlateauSchedule):
         raise JobError("schedule.use = 'plateau' follows evaluations, which clients do not have: use another schedule")
