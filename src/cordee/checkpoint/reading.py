@@ -99,14 +99,17 @@ def map_state(path: Path) -> State:
     manifest = read_manifest(path)
     values = decode_values(_read_verified(path / VALUES, manifest.files[VALUES], _read))
     tensors: dict[str, Tensor] = {}
-    for name in manifest.files:
+    for name, written in manifest.files.items():
         if name != VALUES:
-            tensors.update({f"{part_of(name)}.{key}": tensor for key, tensor in _map_tensors(path / name).items()})
+            mapped = _map_tensors(path / name, written.num_bytes)
+            tensors.update({f"{part_of(name)}.{key}": tensor for key, tensor in mapped.items()})
     return State(tensors, values)
 
 
-def _map_tensors(path: Path) -> dict[str, Tensor]:
+def _map_tensors(path: Path, num_bytes: int) -> dict[str, Tensor]:
     with _opened(path) as (_, size):
+        if size != num_bytes:  # what is read beyond the end of a mapped file ends the process
+            raise CheckpointError(f"{path} has {size} bytes instead of {num_bytes}")
         # A mapping of its own: changes would stay in this process.
         flat = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     try:

@@ -48,6 +48,11 @@ def describe_status(status: int) -> str:
     """Return what an exit code, or minus the number of a signal, means, in words."""
     if status >= 0:
         return f"exited with code {status}"
+    if -status == signal.SIGBUS:
+        return (
+            "was killed by SIGBUS: a file that it had mapped was cut short (a checkpoint that something else writes "
+            "to), or the memory for files of /dev/shm ran out"
+        )
     try:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:

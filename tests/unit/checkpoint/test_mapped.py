@@ -55,6 +55,9 @@ def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, change: str)
         file.unlink()
     with pytest.raises(CheckpointError, match=r"model.safetensors"):
         verify(path)
+    if change != "flipped":
+        with pytest.raises(CheckpointError, match=r"model.safetensors"):
+            map_state(path)
     found = newest_whole(tmp_path)
     assert found is not None and found.path == before and [damaged for damaged, _ in found.damaged] == [path]
     (before / "values.json").unlink()

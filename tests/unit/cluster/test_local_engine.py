@@ -17,7 +17,7 @@ import pytest
 from cordee.cluster.engine import AgentLost, CannotStart, Exited, ProcessSpec, Report, Started
 from cordee.cluster.engines import open_engine
 from cordee.cluster.engines.local import LocalEngine
-from cordee.cluster.processes import ProcessorWatch
+from cordee.cluster.processes import ProcessorWatch, describe_status
 from cordee.core.errors import CordeeError
 
 pytestmark = pytest.mark.timeout(100)
@@ -278,3 +278,8 @@ def test_a_working_folder_that_was_removed_is_named(tmp_path: Path, monkeypatch:
     gone.rmdir()
     with pytest.raises(CordeeError, match="working folder of this process was removed"):
         LocalEngine()
+
+
+def test_the_end_by_a_bus_error_says_what_it_comes_from() -> None:
+    assert "was cut short" in describe_status(-signal.SIGBUS)
+    assert describe_status(-signal.SIGKILL) == "was killed by SIGKILL"
