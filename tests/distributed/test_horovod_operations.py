@@ -64,6 +64,13 @@ def reduce_in_every_way(rank: int, size: int) -> None:
     assert halves.dtype is torch.float32
     assert hvd.allreduce(torch.tensor(float(rank))).item() == (size - 1) / 2
     assert hvd.allreduce(torch.empty(0, 3)).shape == (0, 3)
+    small = torch.tensor([200, 7 + rank, 0], dtype=torch.uint8)  # whose sum does not fit into its type
+    averages = [hvd.allreduce(small), hvd.allreduce_(small.clone()), hvd.reducescatter(small.repeat_interleave(size))]
+    assert all(each.dtype is torch.uint8 for each in averages)
+    assert averages[0].tolist() == averages[1].tolist() == [200, 7 + (size - 1) // 2, 0]
+    assert averages[2].tolist() == [averages[0][rank].item()] * size
+    sums, both = hvd.grouped_allreduce([small, small.int()], op=hvd.Sum)
+    assert sums.tolist() == [200 * size % 256, sum(7 + other for other in range(size)), 0] and both[0] == 200 * size
 
 
 def test_all_reduce(three: ProcessPool) -> None:

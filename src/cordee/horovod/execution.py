@@ -51,10 +51,18 @@ def _batch_key(pair: _Pair) -> tuple[str, str, str]:
     """Return what must be the same for requests that share a buffer. Names keep their order within."""
     request = pair[0]
     if request.kind == "allreduce" and request.reduction != "Adasum":
-        return request.kind, "Sum" if request.reduction == "Average" else request.reduction, request.parts[0].dtype
+        dtype = DTYPES[request.parts[0].dtype]
+        is_sum = request.reduction == "Average" and sum_type(request, dtype) is dtype
+        return request.kind, "Sum" if is_sum else request.reduction, request.parts[0].dtype
     if request.kind == "broadcast":
         return request.kind, str(request.root), ""
     return request.kind, request.reduction, request.name
+
+
+def sum_type(request: Request, dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which tensors are reduced: the sum for a mean of small whole numbers would wrap around."""
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    return torch.int64 if request.reduction == "Average" and is_whole else dtype
 
 
 class Layout:
@@ -112,7 +120,7 @@ def part_bytes(part: Part) -> int:
 
 def _all_reduce_fused(queue: OperationQueue, batch: Sequence[_Pair]) -> None:
     parts = [part for request, _ in batch for part in request.parts]
-    dtype = DTYPES[parts[0].dtype]
+    dtype = sum_type(batch[0][0], DTYPES[parts[0].dtype])
     layout = Layout(parts, dtype.itemsize)
     # The gaps are reduced with the rest: they must not hold what would be slow to compute with, or not a number.
     is_padded = layout.length != sum(count for _, count, _ in layout.slices)
@@ -139,7 +147,7 @@ def _all_reduce_fused(queue: OperationQueue, batch: Sequence[_Pair]) -> None:
         if request.reduction == "Average":
             divide(own, queue.size)
         scale(own, request.postscale)
-        operation.complete(_results(operation, own))
+        operation.complete(_results(operation, [view.to(DTYPES[request.parts[0].dtype]) for view in own]))
 
 
 def _results(operation: Operation, values: Sequence[Tensor]) -> list[Tensor]:
@@ -283,7 +291,7 @@ def _reduce_scatter(queue: OperationQueue, batch: Sequence[_Pair]) -> None:
         assert operation is not None
         results = []
         for given in operation.inputs:
-            data = given.detach().cpu().contiguous().clone()
+            data = given.detach().cpu().contiguous().to(sum_type(request, given.dtype), copy=True)
             scale([data], request.prescale)
             rows = row_shares(data.shape[0], queue.size)
             own = queue.ranks.index(queue.own_rank)
@@ -298,7 +306,7 @@ def _reduce_scatter(queue: OperationQueue, batch: Sequence[_Pair]) -> None:
             if request.reduction == "Average":
                 divide([part], queue.size)
             scale([part], request.postscale)
-            results.append(part)
+            results.append(part.to(given.dtype))
         operation.complete(results)
 
 
