@@ -14,6 +14,7 @@ from cordee.checkpoint.reading import (
     map_state,
     newest_whole,
     read_piece,
+    read_values,
     refuse_link,
 )
 from cordee.checkpoint.sharing import (
@@ -76,6 +77,7 @@ __all__ = [
     "pack_values",
     "plan_files",
     "read_piece",
+    "read_values",
     "reason_of",
     "receive_state",
     "refuse_link",

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -96,14 +96,18 @@ def map_state(path: Path) -> State:
 
     Tensors are views of the files; changes stay in this process. Raises CheckpointError for other files.
     """
-    manifest = read_manifest(path)
-    values = decode_values(_read_verified(path / VALUES, manifest.files[VALUES], _read))
+    manifest, values = read_manifest(path), read_values(path)
     tensors: dict[str, Tensor] = {}
     for name, written in manifest.files.items():
         if name != VALUES:
             mapped = _map_tensors(path / name, written.num_bytes)
             tensors.update({f"{part_of(name)}.{key}": tensor for key, tensor in mapped.items()})
     return State(tensors, values)
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """Return the plain values of a checkpoint. Raises CheckpointError for another manifest or file of values."""
+    return decode_values(_read_verified(path / VALUES, read_manifest(path).files[VALUES], _read))
 
 
 def _map_tensors(path: Path, num_bytes: int) -> dict[str, Tensor]:

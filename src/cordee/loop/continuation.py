@@ -24,7 +24,7 @@ from cordee.core.fault_points import reach
 from cordee.runs.script.member import ElasticLoop, ScriptMember
 from cordee.training.commits import Commits, refuse_generator
 from cordee.training.hand_over import load_together
-from cordee.training.loop_state import LoopContents, LoopState
+from cordee.training.loop_state import RUN, LoopContents, LoopState
 
 if TYPE_CHECKING:
     from cordee.loop.team import LoopTeam
@@ -279,7 +279,9 @@ class Continuation:
         if path is None and self._elastic is not None:
             self._elastic.save()
         elif self._team.is_first:
-            checkpoint.save(path or _default_folder(), self._commits.step, self._commits.state(), keep=KEPT)
+            folder = path or _default_folder()
+            _check_folder(folder, self._contents.run)
+            checkpoint.save(folder, self._commits.step, self._commits.state(), keep=KEPT)
         if is_halt and self._elastic is not None:
             self._elastic.halt()
 
@@ -308,6 +310,19 @@ class Continuation:
 
 def _default_folder() -> Path:
     return Path(f"{Path(sys.argv[0]).stem or 'loop'}-checkpoints")
+
+
+def _check_folder(folder: Path, run: str) -> None:
+    """Raise JobError if the checkpoints of a folder are of another run: the newest of both would be restored."""
+    for path in reversed(checkpoint.list_checkpoints(folder)):
+        with contextlib.suppress(CheckpointError):  # a damaged one says nothing
+            if checkpoint.read_values(path).get(RUN, "") == run:
+                return
+            raise JobError(
+                f"state.save: {folder} has checkpoints of another run ({path.name}), and state.restore() would take "
+                "the newest of both: continue from them with state.restore() before the loop, save to another folder "
+                f"with state.save(path), or remove {folder}"
+            )
 
 
 def _load(path: Path | None) -> State | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import secrets
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
@@ -22,6 +23,7 @@ from cordee.core.errors import CheckpointError, JobError, nearest
 _KINDS = "loop"  # under which a state says what its names are
 RESERVED = ("save", "restore")
 _SAMPLED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+RUN = "run"  # which run of the loop a state is of
 _FROZEN = "frozen"  # the names of parameters that are not trained
 _version = attrgetter("_version")
 _requires_grad = attrgetter("requires_grad")
@@ -90,6 +92,7 @@ class LoopContents:
                         f"team.state: '{name}' ({type(optimizer).__name__}) has a parameter of shape "
                         f"{tuple(parameter.shape)} of no model of the state: give its model to team.state as well"
                     )
+        self.run = secrets.token_hex(8)  # of all that continues from this state, wherever it is saved
         self._sampled = [p for p in self._parameters if p.dtype in _SAMPLED and p.layout is torch.strided and p.numel()]
         self._sampled_at: list[int] = []  # where the parameters were when `_samples` were made, which are views of them
         self._samples: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -235,7 +238,7 @@ class LoopContents:
             name: decode_values(value)[name] if isinstance(value, bytes) else value
             for name, value in self._recorded_values.items()
         }
-        small = {"values": values, "stateful": {**self._recorded_stateful}, _FROZEN: self._frozen()}
+        small = {"values": values, "stateful": {**self._recorded_stateful}, _FROZEN: self._frozen(), RUN: self.run}
         return State(tensors, {**state.values, _KINDS: self.kinds, **small})
 
     def _frozen(self) -> list[str]:
@@ -308,6 +311,7 @@ class LoopContents:
         for name, thing in self.stateful.items():
             thing.load_state_dict(unpack_values(packed[name], {k: v.clone() for k, v in stateful.items()}))
         self.values.update(state.values["values"])
+        self.run = state.values.get(RUN, "")
         if (frozen := state.values.get(_FROZEN)) is not None:  # what is trained may follow the epoch
             for name, parameter in _Joined(self).named_parameters():
                 parameter.requires_grad_(name not in frozen)

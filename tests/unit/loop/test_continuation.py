@@ -81,6 +81,32 @@ def test_saved_in_the_middle_of_an_epoch_and_continued(folder: Path) -> None:
         assert second.run() == expected[4:]
 
 
+def test_two_runs_do_not_save_to_one_folder(folder: Path) -> None:
+    """Else the second, once it is resumed, would continue from the later step of the first."""
+
+    def run(loop: Loop, place: str | None) -> None:
+        loop.run(num_epochs=1, after=lambda: loop.state.save(place))
+
+    with cordee.join() as team:
+        run(Loop(team), None)
+    with cordee.join() as team, pytest.raises(JobError, match=r"has checkpoints of another run \(step-\d+\)"):
+        run(Loop(team), None)
+    with cordee.join() as team:
+        other = Loop(team)
+        run(other, "other")
+        run(other, "other")
+    with cordee.join() as team:
+        resumed = Loop(team)
+        assert resumed.state.restore("other")
+        resumed.state.save("other")
+        with pytest.raises(JobError, match="of another run"):
+            resumed.state.save()
+    (first,) = folder.glob("*-checkpoints")
+    (max(first.glob("step-*"), key=lambda path: int(path.name[5:])) / "values.json").write_text("damaged")
+    with cordee.join() as team, pytest.raises(JobError, match="of another run"):
+        Loop(team).state.save()
+
+
 def test_where_nothing_was_saved_nothing_is_restored() -> None:
     with cordee.join() as team:
         assert not Loop(team).state.restore()
