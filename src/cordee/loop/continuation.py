@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from cordee import checkpoint
 from cordee.checkpoint import State
+from cordee.checkpoint.layout import step_of
 from cordee.communication.exchange import find_lost_peer
 from cordee.core.errors import CheckpointError, CommunicationError, JobError
 from cordee.core.fault_points import reach
@@ -302,6 +303,8 @@ class Continuation:
         if state is None:
             return False
         self._contents.load(state)
+        if path is not None and _has_later(path):
+            self._contents.begin_run()
         progress = state.values["progress"]
         self._team.continue_from(team, progress)
         self._commits.begin(progress["step"])
@@ -323,6 +326,14 @@ def _check_folder(folder: Path, run: str) -> None:
                 "the newest of both: continue from them with state.restore() before the loop, save to another folder "
                 f"with state.save(path), or remove {folder}"
             )
+
+
+def _has_later(path: Path) -> bool:
+    """Whether this is one checkpoint of a folder that has later ones: what continues from it is not their run."""
+    own = step_of(path)
+    if own is None or not (path / "manifest.json").is_file():
+        return False
+    return any((step := step_of(other)) and step > own for other in checkpoint.list_checkpoints(path.parent))
 
 
 def _load(path: Path | None) -> State | None:

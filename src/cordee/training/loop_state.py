@@ -92,7 +92,7 @@ class LoopContents:
                         f"team.state: '{name}' ({type(optimizer).__name__}) has a parameter of shape "
                         f"{tuple(parameter.shape)} of no model of the state: give its model to team.state as well"
                     )
-        self.run = secrets.token_hex(8)  # of all that continues from this state, wherever it is saved
+        self.begin_run()
         self._sampled = [p for p in self._parameters if p.dtype in _SAMPLED and p.layout is torch.strided and p.numel()]
         self._sampled_at: list[int] = []  # where the parameters were when `_samples` were made, which are views of them
         self._samples: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -148,6 +148,10 @@ class LoopContents:
             "tensors": sorted(self.tensors),
             "values": sorted(self.values),
         }
+
+    def begin_run(self) -> None:
+        """Be a run of its own: what is saved from here on does not belong to checkpoints that there are."""
+        self.run = secrets.token_hex(8)
 
     # What is small is kept at each commit --------------------------------------------------------------------
 

@@ -101,6 +101,12 @@ def test_two_runs_do_not_save_to_one_folder(folder: Path) -> None:
         resumed.state.save("other")
         with pytest.raises(JobError, match="of another run"):
             resumed.state.save()
+    with cordee.join() as team:
+        rewound = Loop(team)
+        (early, *later) = sorted(Path("other").iterdir())
+        assert later and rewound.state.restore(early)
+        with pytest.raises(JobError, match="of another run"):
+            rewound.state.save("other")
     (first,) = folder.glob("*-checkpoints")
     (max(first.glob("step-*"), key=lambda path: int(path.name[5:])) / "values.json").write_text("damaged")
     with cordee.join() as team, pytest.raises(JobError, match="of another run"):
