@@ -159,7 +159,10 @@ class Processes:
     and no start is measured.
     """
 
-    def __init__(self, main: Callable[[Place, Connection], None], size: int) -> None:
+    def __init__(
+        self, main: Callable[[Place, Connection], None], size: int, answer_timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> None:
+        self._answer_timeout_s = answer_timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="cordee-bench-")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -180,12 +183,12 @@ class Processes:
         return self.answers()
 
     def answers(self) -> list[Any]:
-        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        deadline = time.monotonic() + self._answer_timeout_s
         answers = []
         for pipe in self._pipes:
             try:
                 if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    raise CordeeError(f"a contestant did not answer within {ANSWER_TIMEOUT_S:g} s")
+                    raise CordeeError(f"a contestant did not answer within {self._answer_timeout_s:g} s")
                 answers.append(pipe.recv())
             except EOFError:
                 raise CordeeError("a process of a contestant died: its error is above") from None

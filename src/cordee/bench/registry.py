@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from rich.console import Console
@@ -64,7 +66,8 @@ def run_benchmark(name: str, *, rounds: int | None, output: Path | None, cases: 
     elif cases:
         raise JobError(f"--cases is for benchmarks that have several, and '{name}' has not: leave it out")
     rounds = rounds or getattr(module, "ROUNDS", ROUNDS)
-    report = measure(rounds=rounds, say=lambda line: print(line, file=sys.stderr, flush=True), **options)
+    with _clearing_up():
+        report = measure(rounds=rounds, say=lambda line: print(line, file=sys.stderr, flush=True), **options)
     _print_table(_table(report))
     if output is not None:
         try:
@@ -76,6 +79,20 @@ def run_benchmark(name: str, *, rounds: int | None, output: Path | None, cases: 
         assert journal is not None
         journal.unlink(missing_ok=True)
     return report
+
+
+@contextlib.contextmanager
+def _clearing_up() -> Iterator[None]:
+    """Inside, SIGTERM ends the process as an exception does: contestants and network namespaces are removed."""
+
+    def leave(number: int, _: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _read_report(path: Path | None) -> Report | None:

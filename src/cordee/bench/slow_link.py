@@ -37,6 +37,7 @@ from cordee.training.components import Components, assemble
 ROUNDS = 1
 RATE = 10e6  # bits a second
 STEPS, EVERY, ACCURACY = 900, 50, 0.80
+ANSWER_TIMEOUT_S = 1200.0  # 900 exchanges of LeNet's gradients by DDP alone take more than five minutes
 SPEED_GOALS = {"ddp": 10.0, "ddp_powersgd": 2.0}
 BYTES_GOAL, POINTS = 100.0, 0.01
 LOSS_GOAL = 1.03
@@ -165,7 +166,7 @@ def _measure(main: Callable[..., Points], rate: float, rounds: int) -> Raw:
     raw: Raw = {key: [] for key in ("seconds_to_accuracy", "accuracy", "loss", "bytes", "seconds")}
     for _ in range(rounds):
         with two_hosts(rate) as names:
-            with contextlib.closing(Processes(partial(_serve, names, main), 2)) as group:
+            with contextlib.closing(Processes(partial(_serve, names, main), 2, ANSWER_TIMEOUT_S)) as group:
                 group.answers()  # that all is loaded
                 before = count_bytes(names)
                 curve = group.ask("go")[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,3 +80,21 @@ def test_rows_say_which_goals_were_missed() -> None:
     assert ours["goals"] == "next step MISSED, redone MISSED, replaced MISSED", "once it did not continue"
     assert (ours["loss_to_next_step_s"], ours["never_continued"]) == (1.0, 1)
     assert (peer["loss_to_next_step_s"], peer["never_continued"], peer["goals"]) == (None, 2, "")
+
+
+def test_a_benchmark_that_is_terminated_clears_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    cleared = []
+
+    def measure(*, rounds: int, say: Callable[[str], None]) -> Report:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise AssertionError("the signal was ignored")
+        finally:
+            cleared.append(rounds)
+
+    monkeypatch.setattr("cordee.bench.overhead.measure", measure)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        registry.run_benchmark("overhead", rounds=1, output=None)
+    assert cleared == [1] and ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
