@@ -287,6 +287,24 @@ def test_processes_of_a_launch_meet_and_others_do_not(
     assert not rendezvous.file.exists()
 
 
+def test_a_process_that_lost_its_connection_is_the_same_process_on_the_next(private: Path) -> None:
+    rendezvous, slots = find_rendezvous(ONE_HOST), Slots(2)
+    server = environment.SlotServer(rendezvous, slots)
+    other = Connection(msgspec.structs.replace(rendezvous, task=msgspec.structs.replace(ONE_HOST, rank=1)))
+    try:
+        with server.lock:
+            slots.ask(order(0), 0.0)
+        assert other.ask(state(1)).action == "start"
+        assert other.ask(state(1, agent=0)).action == "wait"
+        other.close()
+        assert other.ask(state(1, agent=0)).action == "wait"
+        with server.lock:
+            assert slots.has_agents and slots.take_ended(0.0) == []
+    finally:
+        other.close()
+        server.close()
+
+
 def test_rank_0_takes_another_port_where_the_first_is_used(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORDEE_SECRET", SECRET)
     rendezvous = find_rendezvous(TWO_HOSTS)

@@ -311,9 +311,7 @@ class SlotServer:
         for rank, (received, state, asked_s) in list(self._asked.items()):
             now_s = time.monotonic()
             with self._lock:
-                told = self._slots.handle(
-                    state, received.envelope.incarnation, now_s, is_stopping=self.has_been_stopped
-                )
+                told = self._slots.handle(state, state.start, now_s, is_stopping=self.has_been_stopped)
             if isinstance(told, SlotTask) and told.action == "wait" and now_s - asked_s < HOLD_S:
                 continue
             del self._asked[rank]

@@ -58,6 +58,7 @@ class SlotState(Message, frozen=True):
     how: Text = ""
     is_leaving: bool = False  # the scheduler has asked this process to end
     seen: Text = ""  # what the file holds that `look` named, or why it cannot be read
+    start: Count = 0  # tells processes of one rank apart; the connections of one process have incarnations of their own
 
 
 class SlotTask(Message, frozen=True):
@@ -250,7 +251,7 @@ class Connection:
         self._rendezvous = rendezvous
         self._timeout_s = find_timeout_s
         self._channel: ClientChannel | None = None
-        self._incarnation = time.time_ns()
+        self._start = time.time_ns()
         self._problem = "it was not looked for"
 
     def ask(self, state: SlotState) -> SlotTask:
@@ -258,6 +259,7 @@ class Connection:
 
         Raises JobError if rank 0 refuses this process, and CommunicationError if it is not there, or is lost.
         """
+        state = msgspec.structs.replace(state, start=self._start)
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -322,7 +324,8 @@ class Connection:
 
     def _connect(self, ip: str, port: int, keys: ClientKeys) -> ClientChannel:
         host = f"[{ip}]" if ":" in ip else ip
-        speaker = Speaker(run="launch", name=f"rank-{self._rendezvous.task.rank}", incarnation=self._incarnation)
+        # Each connection numbers its messages from 1: on the second they would be taken for repeated ones of the first.
+        speaker = Speaker(run="launch", name=f"rank-{self._rendezvous.task.rank}", incarnation=time.time_ns())
         return ClientChannel(f"tcp://{host}:{port}", speaker, Codec(CODEC_MESSAGES), keys, silence_s=LOST_S)
 
     def _request(self, state: SlotState) -> SlotTask:
