@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from launching import run
 
-from agent_runs import agent_run
+from agent_runs import TIMEOUT_S, AgentRun, agent_run
 
 JOB = """
 name = "agents"
@@ -127,6 +130,32 @@ def test_a_ticket_is_good_for_one_agent(job: Path, weights: str, tmp_path: Path)
         damaged = run("agent", place, option, text[:40])
         assert damaged.code == 2 and "the ticket is damaged" in damaged.stderr
         assert agents.finish()["weights_sha256"] == weights
+
+
+def test_an_agent_of_another_version_is_refused_and_the_run_says_why(job: Path, weights: str, tmp_path: Path) -> None:
+    """Who reads what the run prints may not see what agents print; and another agent is asked for."""
+    program = (
+        "from cordee.cluster.engines import agent_messages\n"
+        "agent_messages.version = lambda name: '1.0'\n"
+        "from cordee.cli import main\n"
+        "main()"
+    )
+    with agent_run(job, tmp_path / "run", "strategy.name=data_parallel", starts=lambda number: number == 0) as agents:
+        _await(lambda: 1 in agents.tickets, agents)
+        command = [sys.executable, "-c", program, "agent", *agents.tickets[1]]
+        other = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+        assert other.returncode == 2 and "torch 1.0" in other.stderr, other.stderr
+        _await(lambda: 2 in agents.tickets, agents)
+        assert "torch 1.0" in agents.describe() and "install the same versions everywhere" in agents.describe()
+        agents.start(2)
+        assert agents.finish()["weights_sha256"] == weights
+
+
+def _await(condition: Callable[[], bool], agents: AgentRun) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, agents.describe()
+        time.sleep(0.05)
 
 
 @pytest.mark.long

@@ -273,6 +273,9 @@ class AgentEngine:
         if isinstance(message, Enrol):
             if problem := agents.enrol(message, key, now_s):
                 log.warning("an agent of %s is refused: %s", message.host, problem)
+                refused = agents.records.get(message.number)
+                if refused is not None and refused.problem:  # who only ends says no more than its exit code
+                    self._lose(refused, refused.problem)
                 return Refused("refused", problem)
             self._peers[message.number] = received.peer
             os.eventfd_write(self._wake, 1)  # processes may wait for it

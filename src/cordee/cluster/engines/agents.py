@@ -104,6 +104,7 @@ class AgentRecord(msgspec.Struct):
     pid: int = 0
     heard_s: float = 0.0
     fate: str = ""  # why it was given up, or has ended
+    problem: str = ""  # why it cannot take part although its ticket is good
     num_sent: int = 0  # commands so far
     undone: deque[bytes] = msgspec.field(default_factory=deque)  # commands that it has not confirmed; the last ones
     num_heard: int = 0  # of its reports
@@ -140,10 +141,11 @@ class Agents:
         if record.fate:
             return f"agent {enrol.number} was given up: {record.fate}"
         if enrol.versions != (own := Versions.here()):
-            return (
+            record.problem = (
                 f"{enrol.host} has {enrol.versions.describe()}, the run {own.describe()}: install the same versions "
                 "everywhere"
             )
+            return record.problem
         record.key, record.host, record.host_id, record.pid = key, enrol.host, enrol.host_id, enrol.pid
         record.heard_s = now_s
         self._num_failures = 0
