@@ -53,7 +53,7 @@ from cordee.planner.auto import Decision, Replanner, decide, plans_first
 from cordee.planner.kernels import Choice, choose_kernels
 from cordee.run import Run
 from cordee.runs import PROCESS_MODULES
-from cordee.runs.kind import KINDS, check_place, kind_of, lead_run, needs_engine
+from cordee.runs.kind import KINDS, kind_of, lead_run, needs_engine
 from cordee.runs.resuming import continuing_with, find_run_path, fit_to_run, resume_command, saying_how_to_resume
 from cordee.runs.script.program import is_script
 from cordee.runs.storage import Claim, RunStorage, bring_run, claimed, open_storage, storing
@@ -102,7 +102,6 @@ def train(
     if named := {f"callback_{number}": Use(each) for number, each in enumerate(callbacks, 1)}:
         asked = msgspec.structs.replace(asked, callbacks={**asked.callbacks, **named})
     check_settings(asked)
-    check_place(asked)
     if (code := work_as_agent(asked.cluster.engine, asked)) is not None:
         raise SystemExit(code)  # the program runs in every process that a scheduler started, and trains in one
     with lead_launch(asked.cluster.engine) as set_code:
@@ -196,7 +195,6 @@ def check_job(job: Job | Mapping[str, Any] | str | Path, *, overrides: Iterable[
     """
     asked = _as_job(job, overrides)
     check_settings(asked)
-    check_place(asked)
     with _leaving_torch_as_it_was():
         parts, _, _ = _decide(asked, choose_strategy(asked), lambda job: None)
     if parts.job.cluster.address:

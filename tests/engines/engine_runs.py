@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from cordee.bench.clusters import Cluster
-from cordee.strategies.table import STRATEGIES, strategies_where
+from cordee.strategies.table import STRATEGIES
 
 TIMEOUT_S = 500.0  # on a busy machine a JVM takes minutes to start
 JOB = """
@@ -69,12 +69,18 @@ every_steps = 1
 SETTINGS: dict[str, tuple[str, ...]] = {
     "single": ("strategy.workers=1",),
     "hybrid": ("strategy.mesh={tensor = 2}",),
+    "federated": ("strategy.rounds=4", "strategy.partition.clients=10"),
 }
 
 
-# A simulation of clients has its server and its workers on one host.
-STRATEGIES_OF_CLUSTERS = strategies_where(lambda entry: entry.run_kind != "rounds")
-STRATEGIES_OF_ONE_HOST = strategies_where(lambda entry: entry.run_kind == "rounds")
+EVERY_STRATEGY = list(STRATEGIES)
+
+
+def job_of(strategy: str) -> str:
+    if strategy in ("tensor", "hybrid"):
+        return TOKENS_JOB
+    # A run of rounds is as long as these say.
+    return JOB.replace("epochs = 2\n", "") if STRATEGIES[strategy].run_kind == "rounds" else JOB
 
 
 def settings_of(strategy: str) -> tuple[str, ...]:
@@ -226,7 +232,7 @@ class Driver:
 
 def assert_same_as_elsewhere(strategy: str, driver: Driver) -> None:
     """Run a strategy on the engine and without it: the same weights, every sample once."""
-    job = TOKENS_JOB if strategy in ("tensor", "hybrid") else JOB
+    job = job_of(strategy)
     if STRATEGIES[strategy].can_reproduce:
         reference = driver.train(job, "training.reproducible=true", engine="local")
     else:
@@ -237,13 +243,6 @@ def assert_same_as_elsewhere(strategy: str, driver: Driver) -> None:
     assert outcome.code == 0, outcome.output
     assert outcome.summary["samples"] == reference.summary["samples"]
     assert outcome.summary["weights_sha256"] == reference.summary["weights_sha256"]
-
-
-def assert_refused_off_this_host(strategy: str, folder: Path, engine: str, cluster: Cluster) -> None:
-    job = JOB.replace("epochs = 2\n", "")  # it is as long as its rounds
-    outcome = train(folder, *settings_of(strategy), *on(engine, cluster), job=job)
-    assert outcome.code == 2, outcome.output
-    assert f"strategy '{strategy}' simulates clients on this host" in outcome.output
 
 
 def assert_replaced(engine: str, cluster: Cluster, folder: Path, replace: Callable[[], object]) -> None:

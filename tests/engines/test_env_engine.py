@@ -96,9 +96,9 @@ def test_a_launch_trains_and_says_what_it_is(launcher: str, reference: str, tmp_
     runs.wait_until(lambda: not leftovers(tmp_path), 10.0)
 
 
-@pytest.mark.parametrize("strategy", runs.STRATEGIES_OF_CLUSTERS)
+@pytest.mark.parametrize("strategy", runs.EVERY_STRATEGY)
 def test_every_strategy_gives_the_weights_that_it_gives_elsewhere(strategy: str, tmp_path: Path) -> None:
-    job = runs.TOKENS_JOB if strategy in ("tensor", "hybrid") else runs.JOB
+    job = runs.job_of(strategy)
     own = ("training.reproducible=true",) if STRATEGIES[strategy].can_reproduce else runs.settings_of(strategy)
     alone = runs.train(tmp_path / "alone", *own, job=job)
     outcome = train(tmp_path / "env", torchrun(2), *runs.settings_of(strategy), job=job)

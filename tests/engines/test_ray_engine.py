@@ -46,17 +46,12 @@ def driver(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
 class TestStrategies:
     """One program trains all of them: it holds the cluster until the last is done."""
 
-    @pytest.mark.parametrize("strategy", runs.STRATEGIES_OF_CLUSTERS)
+    @pytest.mark.parametrize("strategy", runs.EVERY_STRATEGY)
     def test_every_strategy_gives_the_weights_that_it_gives_elsewhere(
         self, strategy: str, cluster: RayCluster, driver: runs.Driver
     ) -> None:
         runs.assert_same_as_elsewhere(strategy, driver)
         runs.wait_until(lambda: not runs.agents(cluster), 5.0)
-
-
-@pytest.mark.parametrize("strategy", runs.STRATEGIES_OF_ONE_HOST)
-def test_a_simulation_of_clients_is_refused(strategy: str, cluster: RayCluster, tmp_path: Path) -> None:
-    runs.assert_refused_off_this_host(strategy, tmp_path, "ray", cluster)
 
 
 def test_what_was_recognised_is_printed(cluster: RayCluster, tmp_path: Path) -> None:

@@ -57,21 +57,6 @@ def test_what_is_not_a_job() -> None:
         train(5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("engine", ["env", "ray", "spark"])
-def test_what_is_simulated_on_this_host_is_refused_before_an_engine_is_opened(
-    engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def opened(*_: object) -> None:
-        raise AssertionError("an engine was opened")
-
-    for name in ("work_as_agent", "lead_launch", "open_engine"):
-        monkeypatch.setattr(launch, name, opened)
-    job = small_job().to_dict()
-    job["strategy"] = {"name": "federated", "workers": 1}
-    with pytest.raises(JobError, match="simulates clients on this host"):
-        train(job, engine=engine, quiet=True)
-
-
 def test_auto_says_which_strategy_has_no_such_setting() -> None:
     with pytest.raises(JobError, match="the job's strategy is 'auto', which takes 'single' here: remove it"):
         train(small_job(strategy={"name": "auto", "microbatches": 4}))

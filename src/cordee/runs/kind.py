@@ -20,13 +20,12 @@ from cordee.runs.dispatched.coordinator import DispatchedLeader
 from cordee.runs.dispatched.facts import RunFacts, check_dispatched
 from cordee.runs.federated import worker as federated_worker
 from cordee.runs.federated.coordinator import FederatedLeader
-from cordee.runs.federated.facts import FederatedFacts, check_federated, refuse_other_places
+from cordee.runs.federated.facts import FederatedFacts, check_federated
 from cordee.runs.script import worker as script_worker
 from cordee.runs.script.coordinator import ScriptLeader
 from cordee.runs.script.program import SCRIPT, is_script
 from cordee.runs.team import worker as team_worker
 from cordee.runs.team.coordinator import TeamLeader
-from cordee.strategies.choice import entry_of
 from cordee.strategies.parameter_server.strategy import settings_of
 from cordee.strategies.table import STRATEGIES
 from cordee.training.components import Components
@@ -44,9 +43,6 @@ class RunKind(Protocol):
 
     def encrypts(self, job: Job) -> bool:
         """Return whether what goes between hosts, gradients and weights, is encrypted."""
-
-    def check_place(self, job: Job) -> None:
-        """Raise JobError for a job that cannot be run this way where it is to run, before an engine is opened."""
 
     def check(self, components: Components) -> None:
         """Raise JobError for a job that cannot be run this way, before a run begins."""
@@ -69,9 +65,6 @@ class _Team:
     def encrypts(self, job: Job) -> bool:
         return job.cluster.encrypts
 
-    def check_place(self, job: Job) -> None:
-        pass
-
     def check(self, components: Components) -> None:
         pass
 
@@ -93,9 +86,6 @@ class _Dispatched:
 
     def encrypts(self, job: Job) -> bool:
         return True
-
-    def check_place(self, job: Job) -> None:
-        pass
 
     def check(self, components: Components) -> None:
         check_dispatched(components)
@@ -121,9 +111,6 @@ class _Federated:
 
     def encrypts(self, job: Job) -> bool:
         return True
-
-    def check_place(self, job: Job) -> None:
-        refuse_other_places(job)
 
     def check(self, components: Components) -> None:
         check_federated(components)
@@ -160,11 +147,6 @@ def kind_of(job: Job) -> str:
     if is_script(job):
         return SCRIPT
     return STRATEGIES[job.strategy.name].run_kind
-
-
-def check_place(job: Job) -> None:
-    """Raise JobError for a job that cannot run where it is to run. Before an engine is opened."""
-    KINDS[entry_of(job).run_kind].check_place(job)
 
 
 def needs_engine(job: Job) -> bool:

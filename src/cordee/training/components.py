@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from cordee.cluster import Team
+from cordee.cluster.engines import is_of_this_host
 from cordee.compute import (
     LR_SCALES,
     Computation,
@@ -305,6 +306,8 @@ def _check_address(job: Job) -> None:
     entry = entry_of(job)
     if not job.cluster.address or entry.run_kind == "dispatched":
         return
+    if not is_of_this_host(job.cluster.engine):
+        return  # it is where the engine's own agents reach the run
     if not entry.is_elastic or job.strategy.workers < 2:
         dispatched = quote_names(strategies_where(lambda other: other.run_kind == "dispatched"))
         raise JobError(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+
 import msgspec
 
+from cordee.cluster.member_link import MemberSpec
 from cordee.compute.schedules import PlateauSchedule
 from cordee.core import Job
 from cordee.core.errors import JobError
@@ -47,15 +50,6 @@ def partition_of(components: Components) -> Partition:
     return divide(settings_of(job).parts.partition, splits.train, splits.num_classes, job.seed)
 
 
-def refuse_other_places(job: Job) -> None:
-    """Raise JobError for a job whose clients are to be simulated elsewhere."""
-    if job.cluster.engine != "local" or job.cluster.address:
-        raise JobError(
-            f"strategy '{job.strategy.name}' simulates clients on this host: leave cluster.engine and cluster.address "
-            "out"
-        )
-
-
 def check_federated(components: Components) -> None:
     """Raise JobError for a job that cannot be simulated, before anything is started."""
     job, name = components.job, components.job.strategy.name
@@ -86,3 +80,15 @@ def check_federated(components: Components) -> None:
                 f"one round spends epsilon = {accountant.epsilon(1):.4g} at delta = {parts.privacy.delta:g}, more than "
                 f"strategy.privacy.max_epsilon = {parts.privacy.max_epsilon:g}: raise strategy.privacy.noise"
             )
+
+
+def check_host(spec: MemberSpec, name: str) -> None:
+    """Raise JobError in a worker that an engine has started on another host than that of the run's files.
+
+    A shared folder is not enough: what a client kept would be looked for in listings, which may be old there.
+    """
+    if spec.is_remote:
+        raise JobError(
+            f"strategy '{name}' keeps what clients send in files on the host of the run, and this worker is on host "
+            f"{socket.gethostname()}: use slots of that host only, or `cordee federation` for clients on other hosts"
+        )

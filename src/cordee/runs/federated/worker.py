@@ -25,7 +25,7 @@ from cordee.monitoring import events
 from cordee.monitoring.timeline import Phase, Timeline
 from cordee.runs.dispatched.on_demand_worker import Attempt, work_until_ended
 from cordee.runs.federated.board import BLOCK_PLACES
-from cordee.runs.federated.facts import num_threads, partition_of
+from cordee.runs.federated.facts import check_host, num_threads, partition_of
 from cordee.runs.federated.link import FederatedLink
 from cordee.runs.federated.messages import Leave, TakeTask, Task
 from cordee.runs.federated.picture import draw_partition
@@ -59,6 +59,7 @@ def work(spec: MemberSpec) -> Exception | None:
 
     def work_once(attempt: Attempt[FederatedLink]) -> None:
         job = spec.load_job()
+        check_host(spec, job.strategy.name)
         parts = assemble(job, Team(num_local_workers=spec.num_local, threads=num_threads(job)))
         attempt.stack.callback(parts.train.close)
         worker = FederatedWorker(parts, Path(spec.run_dir))
