@@ -30,6 +30,7 @@ from cordee.core.interrupts import keep_handlers
 
 CONNECT_S = 3.0  # for a connection to the head node, before Ray itself tries, which takes a minute to give up
 CHECK_S = 30.0  # that nodes have to answer, when the cluster is checked
+ANSWER_S = 0.3  # that a node has to take a connection, where it is to be known whether it lives
 CLIENT_PREFIX = "ray://"
 _NOT_THERE = (ConnectionError, RuntimeError, ValueError, TimeoutError)  # what `ray.init` raises without a Ray
 
@@ -135,7 +136,7 @@ class RaySource(AgentSource):
         self._num_gpus = num_gpus
         self._is_ours, self._is_new = is_ours, is_new
         self._actors: dict[int, _Actor] = {}
-        self._lost_nodes: set[str] = set()  # Ray may take a dead node for alive for some 15 s
+        self._suspects: set[str] = set()  # nodes that lost an agent: Ray may take a dead one for alive for some 15 s
 
     def describe(self) -> str:
         nodes = _living_nodes(self._ray)
@@ -173,12 +174,10 @@ class RaySource(AgentSource):
             "max_task_retries": 0,
             "max_concurrency": 3,  # `leave` and `node` are called while `run` runs
         }
-        living = {node["NodeID"] for node in _living_nodes(self._ray) if _cpus_of(node["Resources"]) > 0}
-        if avoided := sorted(self._lost_nodes & living):
-            if living - self._lost_nodes:
-                options["label_selector"] = {"ray.io/node-id": f"!in({','.join(avoided)})"}
-            else:  # all that is left: they may be back, or be marked dead any moment
-                self._lost_nodes.clear()
+        living = {node["NodeID"]: node for node in _living_nodes(self._ray) if _cpus_of(node["Resources"]) > 0}
+        avoided = [node_id for node_id in sorted(self._suspects & living.keys()) if not _answers(living[node_id])]
+        if 0 < len(avoided) < len(living):  # if none is left: they may be back, or be marked dead any moment
+            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(avoided)})"}
         actor = self._ray.remote(**options)(RayAgent).remote(order.to_text())
         self._actors[order.number] = _Actor(actor, actor.node.remote(), actor.run.remote())
 
@@ -204,6 +203,7 @@ class RaySource(AgentSource):
         if actor is None or actor.kill_s is not None:
             return
         if actor.node_id:
+            self._suspects.add(actor.node_id)  # nothing may have been heard of the agent because its node is gone
             actor.handle.leave.remote()
             actor.kill_s = time.monotonic() + GRACE_S
         else:  # it waits for a CPU: it need not come
@@ -247,10 +247,12 @@ class RaySource(AgentSource):
             node = self._name_of(actor.node_id)
             if not actor.node_id:
                 return f"Ray could not start an agent: {_reason(error)}"
-            is_dead = actor.node_id not in {node["NodeID"] for node in _living_nodes(self._ray)}
-            if is_dead or "node" in _reason(error) or isinstance(error, errors.ActorUnavailableError):
-                self._lost_nodes.add(actor.node_id)
-                return f"its Ray node {node} {'died' if is_dead else 'does not answer'}"
+            self._suspects.add(actor.node_id)
+            living = {node["NodeID"]: node for node in _living_nodes(self._ray)}
+            if actor.node_id not in living:
+                return f"its Ray node {node} died"
+            if not _answers(living[actor.node_id]):
+                return f"its Ray node {node} does not answer"
             return f"its Ray actor on node {node} died: {_reason(error)}"
         return "" if status == 0 else f"the agent {describe_status(status)} on Ray node {self._name_of(actor.node_id)}"
 
@@ -378,6 +380,14 @@ def _living_nodes(ray: Any) -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
+def _answers(node: dict[str, Any]) -> bool:
+    """Whether the daemon of a node takes connections."""
+    with contextlib.suppress(OSError):
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=ANSWER_S).close()
+        return True
+    return False
+
+
 def _free_by_node(ray: Any) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
     return found
@@ -407,4 +417,4 @@ def _reason(error: BaseException) -> str:
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return lines[0].rstrip(".") if lines else type(error).__name__
