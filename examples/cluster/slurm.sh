@@ -118,17 +118,18 @@ srun --kill-on-bad-exit=0 cordee train "$here/job.toml" --engine env \
 SCRIPT
 job=$(sbatch --parsable "$folder/job.sh")
 echo "job $job trains; it is requeued when it has a checkpoint"
-for _ in $(seq 600); do
-    compgen -G "$folder/runs/*/checkpoints/step-*" > /dev/null && break
-    sleep 0.1
+until compgen -G "$folder/runs/*/checkpoints/step-*" > /dev/null; do
+    state=$(squeue --noheader --job="$job" --format=%T 2>/dev/null || true)
+    case "$state" in
+        PENDING | CONFIGURING | RUNNING) sleep 0.2 ;;
+        *) echo "the job ended without a checkpoint; it printed:"; cat "$folder/job.log"; exit 1 ;;
+    esac
 done
 scontrol requeue "$job"
 # Slurm lets a requeued job wait for two minutes.
 for _ in $(seq 100); do scontrol update JobId="$job" StartTime=now 2>/dev/null && break; sleep 0.2; done
-for _ in $(seq 1800); do
-    state=$(squeue --noheader --job="$job" --format=%T 2>/dev/null || true)
-    [ -z "$state" ] || [ "$state" = COMPLETED ] && break
-    sleep 0.1
+while state=$(squeue --noheader --job="$job" --format=%T 2>/dev/null || true); do
+    case "$state" in PENDING | CONFIGURING | RUNNING | COMPLETING | REQUEUED) sleep 0.2 ;; *) break ;; esac
 done
 echo "what the job printed, both times:"
 cat "$folder/job.log"
