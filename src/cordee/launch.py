@@ -53,7 +53,7 @@ from cordee.planner.auto import Decision, Replanner, decide, plans_first
 from cordee.planner.kernels import Choice, choose_kernels
 from cordee.run import Run
 from cordee.runs import PROCESS_MODULES
-from cordee.runs.kind import KINDS, kind_of, lead_run, needs_engine
+from cordee.runs.kind import KINDS, describe_own_processes, kind_of, lead_run, needs_engine
 from cordee.runs.resuming import continuing_with, find_run_path, fit_to_run, resume_command, saying_how_to_resume
 from cordee.runs.script.program import is_script
 from cordee.runs.storage import Claim, RunStorage, bring_run, claimed, open_storage, storing
@@ -160,6 +160,8 @@ def _train(
             _log_decision(asked, decision)
             with Monitor(_sinks(job, directory, quiet), member="launcher") as monitor:
                 if opened and (description := opened[0].describe()):
+                    if own := describe_own_processes(job):
+                        description += f"; {own} on this host, without a slot"
                     monitor.emit(events.EngineOpened(engine=job.cluster.engine, description=description))
                 if kernels.text:
                     monitor.emit(_describe_kernels(parts.job, kernels.text))

@@ -155,6 +155,15 @@ def needs_engine(job: Job) -> bool:
     return has_others or not is_of_this_host(job.cluster.engine)
 
 
+def describe_own_processes(job: Job) -> str:
+    """Return which processes of the run are on the launcher's host, whatever the engine; empty if its workers do all.
+
+    They use the run directory (`MemberStarter.start`).
+    """
+    others = [role for role in KINDS[kind_of(job)].roles(job) if role.name not in ("worker", "coordinator")]
+    return " and ".join(f"{role.num_processes} {role.name}{'s' * (role.num_processes > 1)}" for role in others)
+
+
 def lead_run(
     components: Components,
     directory: RunDirectory,

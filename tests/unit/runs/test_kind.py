@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cordee.core import Job
-from cordee.runs.kind import KINDS, kind_of, needs_engine
+from cordee.runs.kind import KINDS, describe_own_processes, kind_of, needs_engine
 
 
 def job(name: str, workers: int, **settings: int) -> Job:
@@ -37,3 +37,8 @@ def test_roles(job: Job, kind: str, roles: dict[str, int], is_engine_needed: boo
     assert kind_of(job) == kind
     assert {role.name: role.num_processes for role in KINDS[kind].roles(job)} == roles
     assert needs_engine(job) == is_engine_needed
+
+
+def test_what_takes_no_slot_is_said() -> None:
+    assert describe_own_processes(job("data_parallel", 3)) == describe_own_processes(job("federated", 2)) == ""
+    assert describe_own_processes(job("parameter_server", 1, servers=2)) == "2 servers and 1 evaluator"
