@@ -51,6 +51,7 @@ from cordee.monitoring.timeline import Timeline, TimelineFolder
 from cordee.monitoring.trackers import MlflowSink, WandbSink, flatten
 from cordee.planner.auto import Decision, Replanner, decide, plans_first
 from cordee.planner.kernels import Choice, choose_kernels
+from cordee.planner.prediction import Prediction
 from cordee.run import Run
 from cordee.runs import PROCESS_MODULES
 from cordee.runs.kind import KINDS, describe_own_processes, kind_of, lead_run, needs_engine
@@ -165,6 +166,8 @@ def _train(
                     monitor.emit(events.EngineOpened(engine=job.cluster.engine, description=description))
                 if kernels.text:
                     monitor.emit(_describe_kernels(parts.job, kernels.text))
+                if decision.prediction is not None:
+                    monitor.emit(_describe_prediction(decision.prediction, decision.is_sure))
                 told = [note, kernels.warning]
                 for warning in (*filter(None, told), *(() if resume else parts.warnings)):
                     monitor.emit(events.Warned(message=warning))
@@ -312,6 +315,18 @@ def _describe_kernels(job: Job, reason: str) -> events.Kernels:
     chosen = job.training
     return events.Kernels(
         memory_format=chosen.memory_format, precision=chosen.precision, threads=chosen.num_threads, reason=reason
+    )
+
+
+def _describe_prediction(found: Prediction, is_sure: bool) -> events.Predicted:
+    return events.Predicted(
+        step_seconds=found.step_s,
+        compute_seconds=found.compute_s,
+        exchange_seconds=found.communication_s,
+        idle_share=found.idle_share,
+        memory_bytes=found.memory_bytes,
+        traffic_bytes=found.traffic_bytes,
+        is_sure=is_sure,
     )
 
 

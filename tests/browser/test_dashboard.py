@@ -21,7 +21,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from cordee.monitoring import RunDirectory, events
 from cordee.monitoring.summary import Summary
-from cordee.monitoring.timeline import Line
+from cordee.monitoring.timeline import Line, StepPasses
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
@@ -57,7 +57,13 @@ def fill(run: Path, num_steps: int = 400) -> None:
         times = {"data": 100, "compute": 5000 - 2000 * worker, "exchange": 400, "wait": 100 + 2000 * worker}
         columns = {name: [1000 * time] for name, time in times.items()}
         columns |= {"step": [9], "steps": [9], "at": [0], "evaluate": [0], "save": [0]}
-        line = Line(member=f"worker-{worker}", pid=1, host="h", origin_us=10**9, **columns)
+        passes = StepPasses(
+            step=9, kind=[0, 1], stage=[worker] * 2, microbatch=[0, 0], at=[10_000 * worker, 30_000 - 10_000 * worker],
+            spent=[10_000, 20_000 if not worker else 10_000],
+        )  # fmt: skip
+        states = [(0, "loading"), (600_000, "training")]
+        facts = {"origin_us": 10**9, "passes": [passes], "states": states}
+        line = Line(member=f"worker-{worker}", pid=1, host="h", **facts, **columns)  # type: ignore[arg-type]
         (run / "timeline" / f"worker-{worker}.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
     write(run, events.Warned(time=1042.0, message="<img src=x onerror=alert(1)> is text"))
 
@@ -114,7 +120,7 @@ def test_a_run_on_one_screen(browser: Browser, address: str, theme: str) -> None
     assert "token" not in page.url
     expect(page.locator("h1")).to_contain_text("first died")
     expect(page.locator(".diagnosis")).to_contain_text("cordee resume")
-    assert page.locator("rect.down").count() == 1
+    assert page.locator("rect.lost").count() == 1
     assert page.locator("svg[aria-label='Members'] path.f1").count() == 2  # each member has computed
     page.locator("svg[aria-label='Members']").focus()
     page.keyboard.press("ArrowDown")
@@ -127,14 +133,16 @@ def test_a_run_on_one_screen(browser: Browser, address: str, theme: str) -> None
     assert page.locator("img").count() == 0
     page.get_by_text("Shares as a table").click()
     table = page.get_by_role("region", name="Where the time of each member went").locator("tbody tr")
-    assert [row.split()[0] for row in table.all_inner_texts()] == [
-        "worker-0",
-        "worker-1",
-    ]  # worker 1 waits for worker 0
+    rows = table.all_inner_texts()
+    assert [row.split("\t")[0] for row in rows] == ["worker 0", "worker 1"]  # worker 1 waits for worker 0
     page.get_by_text("Staleness as a table").click()
     expect(page.get_by_role("cell", name="75.00 %")).to_be_visible()
-    page.get_by_text("Logs of all members").click()
-    expect(page.locator("pre").first).to_contain_text("hello")
+    page.get_by_role("button", name="logs at 0:16").first.click()
+    expect(page.locator("ol.logs li.happened.lost")).to_contain_text("worker 1 was killed by SIGKILL")
+    expect(page.locator("ol.logs")).to_contain_text("hello")
+    expect(page.get_by_text("The bubble, in which workers have no pass to compute, is 25.00 %")).to_be_visible()
+    page.get_by_text("Passes as a table").click()
+    expect(page.get_by_role("row", name="worker 1 1 0 backward 20 ms 10 ms")).to_be_visible()
     found = Axe().run(page)
     assert found.violations_count == 0, found.generate_report()
     keep(page, f"dashboard-{theme}")

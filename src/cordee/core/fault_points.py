@@ -343,8 +343,14 @@ def visits(folder: Path) -> list[tuple[str, str]]:
 
 def happened(folder: Path) -> list[Fault]:
     """Return the faults that have happened."""
+    return [fault for fault, _ in happened_at(folder)]
+
+
+def happened_at(folder: Path) -> list[tuple[Fault, float]]:
+    """Return the faults that have happened, and when, in seconds since 1970."""
     faults = msgspec.json.decode((folder / FAULTS_FILE).read_bytes(), type=list[Fault])
-    return [fault for number, fault in enumerate(faults) if (folder / f"happened-{number}").exists()]
+    marks = [(fault, folder / f"happened-{number}") for number, fault in enumerate(faults)]
+    return [(fault, mark.stat().st_mtime) for fault, mark in marks if mark.exists()]
 
 
 def _due(folder: Path, point: str) -> tuple[int, Fault] | None:

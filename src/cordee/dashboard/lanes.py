@@ -1,4 +1,4 @@
-"""What a member did when, in as many columns as the screen has: phases, processor, memory and traffic.
+"""What a member did when, in as many columns as the screen has: phases, processor, memory, traffic and staleness.
 
 Each member has a fixed number of bins, so that memory does not grow with the run: when the run gets longer than the
 bins, two neighbours become one.
@@ -11,12 +11,15 @@ from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from cordee.monitoring.diagnosis import in_words
+from cordee.monitoring.merged_logs import printable
 from cordee.monitoring.timeline import Line, Phase
 
 _FIRST_BIN_S = 0.05
 _NUM_BINS = 2048  # of each of the first members; 100 kB
 _NUM_FEW_BINS = 256  # of each further member
 _NUM_FIRST = 64
+_MOST_LANES = 2000
 _MOST_CELLS = 24_000  # of one answer
 PHASES = tuple(phase.name.lower() for phase in Phase)
 
@@ -32,6 +35,8 @@ class Lane:
         self._known = array("f", bytes(4 * num_bins))  # seconds for which processor time and traffic are known
         self._memory = array("f", bytes(4 * num_bins))  # bytes, the most
         self._last: Line | None = None  # of the process that writes now
+        self._ages: list[array[float]] = []  # of a worker's gradients: how many, and the sum of their ages
+        self._highest_age = array("f")
 
     def take(self, line: Line, place: Callable[[float], float]) -> None:
         """Add a line; `place` returns the second of the run of a moment since 1970 by the coordinator's clock."""
@@ -57,6 +62,16 @@ class Lane:
         place = self._bin_of(end_s)
         self._memory[place] = max(self._memory[place], line.memory_bytes)
 
+    def take_ages(self, at_s: float, count: int, total: int, highest: int) -> None:
+        """Add how many updates had overtaken the gradients that a server has taken of this member until `at_s`."""
+        if not self._ages:
+            self._ages = [array("f", bytes(4 * self._num_bins)) for _ in range(2)]
+            self._highest_age = array("f", bytes(4 * self._num_bins))
+        place = self._bin_of(at_s)
+        for bins, amount in zip(self._ages, (count, total), strict=True):
+            bins[place] += amount
+        self._highest_age[place] = max(self._highest_age[place], highest)
+
     def _bin_of(self, at_s: float) -> int:
         while at_s >= self._bin_s * self._num_bins:
             self._halve()
@@ -65,11 +80,12 @@ class Lane:
     def _halve(self) -> None:
         self._bin_s *= 2
         half = self._num_bins // 2
-        for bins in (*self._phases, *self._used.values(), self._known):
+        for bins in (*self._phases, *self._used.values(), self._known, *self._ages):
             merged = [bins[2 * i] + bins[2 * i + 1] for i in range(half)]
             bins[:] = array("f", merged + [0.0] * (self._num_bins - half))
-        merged = [max(self._memory[2 * i], self._memory[2 * i + 1]) for i in range(half)]
-        self._memory[:] = array("f", merged + [0.0] * (self._num_bins - half))
+        for bins in (self._memory, self._highest_age) if self._ages else (self._memory,):
+            merged = [max(bins[2 * i], bins[2 * i + 1]) for i in range(half)]
+            bins[:] = array("f", merged + [0.0] * (self._num_bins - half))
 
     def _spread(self, targets: list[array[float]], begin_s: float, length_s: float, amounts: list[float]) -> None:
         """Add amounts to the bins from `begin_s` on, in proportion to the time that is in each."""
@@ -86,6 +102,8 @@ class Lane:
     def part(self, begin: float, end: float, columns: int) -> dict[str, list[Any]]:
         """Return for each column the percentages of the phases, and what of the processor, memory and network."""
         found: dict[str, list[Any]] = {name: [] for name in (*PHASES, "cpu", "memory", "sent")}
+        if self._ages:
+            found |= {"age": [], "highest_age": []}
         width = (end - begin) / columns
         for column in range(columns):
             left = begin + column * width
@@ -98,6 +116,10 @@ class Lane:
             for name, bins in self._used.items():
                 found[name].append(round(sum(bins[first:last]) / known_s, 4) if known_s > 0 else None)
             found["memory"].append(max(self._memory[first:last]) or None)
+            if self._ages:
+                count, total = (sum(bins[first:last]) for bins in self._ages)
+                found["age"].append(round(total / count, 3) if count else None)
+                found["highest_age"].append(max(self._highest_age[first:last]) if count else None)
         return found
 
 
@@ -108,10 +130,18 @@ class Lanes:
         self._lanes: dict[str, Lane] = {}
 
     def take(self, member: str, lines: list[Line], place: Callable[[float], float]) -> None:
-        if member not in self._lanes:
-            self._lanes[member] = Lane(_NUM_BINS if len(self._lanes) < _NUM_FIRST else _NUM_FEW_BINS)
         for line in lines:
-            self._lanes[member].take(line, place)
+            self._lane(member).take(line, place)
+            at_s = place((line.origin_us + line.offset_us + line.until) / 1e6)
+            for worker, (count, total, highest) in line.ages.items():
+                self._lane(in_words(printable(worker))).take_ages(at_s, count, total, highest)
+
+    def _lane(self, member: str) -> Lane:
+        if member not in self._lanes:
+            if len(self._lanes) >= _MOST_LANES:
+                return Lane(1)  # of a damaged file, which names more workers than there are
+            self._lanes[member] = Lane(_NUM_BINS if len(self._lanes) < _NUM_FIRST else _NUM_FEW_BINS)
+        return self._lanes[member]
 
     def part(self, begin: float, end: float, columns: int) -> Mapping[str, Any]:
         """Return what every member did from `begin` to `end`: lists of one value for each of so many columns."""

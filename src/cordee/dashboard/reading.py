@@ -14,7 +14,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,25 @@ import msgspec
 
 from cordee.core.errors import RunDirectoryError
 from cordee.dashboard.lanes import Lanes
+from cordee.dashboard.passes import SampledPasses
 from cordee.dashboard.series import Curve, Sparklines
+from cordee.dashboard.states import MemberStates
 from cordee.monitoring import RunInfo, follow, inspect_run, list_runs
 from cordee.monitoring import events as kinds
-from cordee.monitoring.diagnosis import add_up, diagnose_phases
+from cordee.monitoring.diagnosis import add_up, diagnose_phases, in_words
 from cordee.monitoring.files import open_regular
-from cordee.monitoring.merged_logs import printable
+from cordee.monitoring.merged_logs import Logs, printable
 from cordee.monitoring.overview import CHUNK_BYTES, OverviewBuilder, describe_overview
 from cordee.monitoring.run_directory import JOB_FILE
 from cordee.monitoring.timeline import Phase, follow_member, list_members
+from cordee.monitoring.wording import plural
 
 _READING_S = 0.5  # for which one answer reads on; a page shows what there is, and asks again
 _NUM_KEPT = 4  # runs whose curves stay in memory
 _MOST_MARKS = 2000  # the newest
 _MOST_ROUNDS = 1000  # of clients; the newest
 _MOST_MEMBERS = 1000  # whose timelines are read
+_MOST_LOG_LINES = 2000
 _MOST_JOB_BYTES = 1 << 18
 _MEASURED = (  # of a summary, with what was predicted beside it
     "step_seconds",
@@ -58,14 +62,6 @@ class Mark(msgspec.Struct, frozen=True):
     step: int | None = None
 
 
-class Span(msgspec.Struct):
-    """A member in one state; `end` is None as long as it lasts."""
-
-    state: str  # "up", "down"
-    begin: float
-    end: float | None = None
-
-
 class RunReader:
     """The curves, marks and members of one run; `update` reads what is new."""
 
@@ -74,7 +70,7 @@ class RunReader:
         self.offset = 0
         self.curves = {name: Curve() for name in CURVES}
         self.marks: list[Mark] = []
-        self.members: dict[str, list[Span]] = {}
+        self.members: dict[str, MemberStates] = {}
         self.total_steps: int | None = None
         self.step = 0
         self.end = 0.0  # the last time that anything happened, in seconds of the run
@@ -85,12 +81,14 @@ class RunReader:
         self.is_behind = False
         self.phases: dict[str, list[int]] = {}  # microseconds of each phase, by member
         self.lanes = Lanes()
+        self.passes = SampledPasses()
         self.rounds: list[dict[str, Any]] = []  # of clients
         self.workers: tuple[int, int] | None = None  # now, and wanted
         self.pace: deque[tuple[float, int]] = deque(maxlen=64)  # the last steps: when, and which
         self._timeline_offsets: dict[str, int] = {}
         self.staleness: dict[str, int] = {}  # gradients by how many updates had overtaken them
         self.measured: dict[str, Any] = {}  # beside what the planner predicted, when the run has ended
+        self.predicted: kinds.Predicted | None = None
 
     def update(self, budget_s: float = math.inf) -> None:
         """Read what the run has written since, for about `budget_s`; `is_behind` says whether there is more.
@@ -122,10 +120,13 @@ class RunReader:
                     lines, end = follow_member(self.path, member, offset, CHUNK_BYTES)
                     if end == offset:
                         break
-                    name = printable(member)
+                    name = in_words(printable(member))
                     totals = self.phases.setdefault(name, [0] * len(Phase))
                     self.phases[name] = [a + b for a, b in zip(totals, add_up(lines), strict=True)]
                     self.lanes.take(name, lines, self.second_of)
+                    self.passes.take(name, lines, self.second_of)
+                    for line in lines:
+                        self._states(name).take(line, self.second_of)
                     offset = self._timeline_offsets[member] = end
         return True
 
@@ -153,6 +154,7 @@ class RunReader:
         self._has_ended = isinstance(event, kinds.RunEnded)
         at = max(event.time - self._origin, 0.0)
         self.end = max(self.end, at)
+        has_rejoined = False
         match event:
             case kinds.Step():
                 self.step = event.step
@@ -176,29 +178,30 @@ class RunReader:
             case kinds.Generation():
                 self.workers = (len(event.members), self.workers[1] if self.workers else len(event.members))
             case kinds.WorkerStarted():
-                self._change(f"{event.role} {event.worker}", "up", at)
+                has_rejoined = self._states(f"{event.role} {event.worker}").start(at)
             case kinds.WorkerLost():
-                self._change(f"{event.role} {event.worker}", "down", at)
+                self._states(f"{event.role} {event.worker}").lose(at, event.reason)
             case kinds.WorkerLeft():
-                self._change(f"{event.role} {event.worker}", "", at)
+                self._states(f"{event.role} {event.worker}").end(at)
+            case kinds.Predicted():
+                self.predicted = event
             case kinds.Staleness():
                 self.staleness = {age: count for age, count in event.ages.items() if age.isdecimal()}
             case kinds.RunEnded():
                 self.step = max(self.step, event.steps)
                 self.measured = {key: getattr(event, key) for key in _MEASURED}
-                for member in self.members:
-                    self._change(member, "", at)
+                for states in self.members.values():
+                    states.end(at)
         marks = [Mark(at, kind, printable(text), step) for kind, text, step in describe(event)]
+        if has_rejoined and isinstance(event, kinds.WorkerStarted):
+            text = f"{event.role} {event.worker} rejoined as process {event.pid} on {event.host}"
+            marks.append(Mark(at, "rejoined", printable(text)))
         self.marks += marks
         del self.marks[:-_MOST_MARKS]
         return marks
 
-    def _change(self, member: str, state: str, at: float) -> None:
-        spans = self.members.setdefault(member, [])
-        if spans and spans[-1].end is None:
-            spans[-1].end = at
-        if state:
-            spans.append(Span(state, at))
+    def _states(self, member: str) -> MemberStates:
+        return self.members.setdefault(member, MemberStates())
 
 
 def describe(event: kinds.AnyEvent) -> list[tuple[str, str, int | None]]:
@@ -209,7 +212,10 @@ def describe(event: kinds.AnyEvent) -> list[tuple[str, str, int | None]]:
         case kinds.WorkerLeft():
             return [("left", f"{event.role} {event.worker} left", event.step)]
         case kinds.Recovery():
-            return [("recovery", f"recovered in {event.seconds:.2f} s, {event.steps_redone} steps redone", event.step)]
+            redone = plural(event.steps_redone, "step")
+            return [("recovery", f"recovered in {event.seconds:.2f} s, {redone} redone", event.step)]
+        case kinds.Fault():
+            return [("fault", f"cordee chaos: {event.fault} {event.target}".rstrip(), None)]
         case kinds.Generation():
             return [("generation", f"generation {event.generation}: {len(event.members)} workers", event.step)]
         case kinds.Scale():
@@ -295,7 +301,9 @@ class Runs:
             "offset": reader.offset,
             "is_behind": reader.is_behind,
             "marks": [msgspec.to_builtins(mark) for mark in reader.marks],
-            "members": {name: msgspec.to_builtins(spans) for name, spans in reader.members.items()},
+            "members": {name: msgspec.to_builtins(states.spans) for name, states in reader.members.items()},
+            "passes": reader.passes.newest(),
+            "predicted": None if reader.predicted is None else msgspec.to_builtins(reader.predicted),
             "curves": {name: title for name, title in CURVES.items() if len(reader.curves[name])},
             "diagnosis": diagnose(reader, state),
             "phases": reader.phases,
@@ -304,7 +312,7 @@ class Runs:
             "first_step": reader.first_step,
             "workers": reader.workers,
             "seconds_left": seconds_left(reader) if state == "running" else None,
-            "facts": reader.measured,
+            "facts": facts_of(reader),
         }
 
     def series(self, name: str, begin: float, end: float, columns: int) -> dict[str, Any]:
@@ -322,6 +330,13 @@ class Runs:
         with self._lock:
             return self.reader(name).lanes.part(begin, end, columns)
 
+    def logs(self, name: str, member: str = "") -> Sequence[tuple[str, str, float]]:
+        """Return the last lines of the logs: of which member, the text, and the second of the run."""
+        lines = Logs(self.find(name), member).new_lines()[-_MOST_LOG_LINES:]
+        with self._lock:
+            second_of = self.reader(name).second_of
+        return [(in_words(line.member), line.text, second_of(moment_of(line.time))) for line in lines]
+
     def job(self, name: str) -> str:
         """Return the job file of a run, as text."""
         try:
@@ -329,6 +344,13 @@ class Runs:
                 return file.read(_MOST_JOB_BYTES).decode("utf-8", "replace")
         except OSError as error:
             raise RunDirectoryError(f"cannot read {JOB_FILE}: {error.strerror}") from error
+
+
+def moment_of(text: str) -> float:
+    """Return the seconds since 1970 of the time of a log line, "2026-11-18 10:54:05,123" on this host; 0 for none."""
+    with contextlib.suppress(ValueError, OverflowError):
+        return time.mktime(time.strptime(text[:19], "%Y-%m-%d %H:%M:%S")) + int(text[20:23]) / 1000
+    return 0.0
 
 
 def _listed(info: RunInfo) -> dict[str, Any]:
@@ -344,6 +366,17 @@ def seconds_left(reader: RunReader) -> float | None:
     return max(reader.total_steps - last, 0) * (last_s - first_s) / (last - first) if last > first else None
 
 
+def facts_of(reader: RunReader) -> dict[str, Any]:
+    """Return what was measured, with the summary's prediction beside it; before the end, what is known so far."""
+    known = dict(reader.measured)
+    if not known and reader.predicted is not None and len(reader.pace) > 1:
+        (first_s, first), (last_s, last) = reader.pace[0], reader.pace[-1]
+        known["predicted_step_seconds"] = reader.predicted.step_seconds
+        known["prediction_is_sure"] = reader.predicted.is_sure
+        known["step_seconds"] = (last_s - first_s) / (last - first) if last > first else None
+    return known
+
+
 def diagnose(reader: RunReader, state: str) -> str:
     """Return one line of what a person should know first."""
     losses = [mark for mark in reader.marks if mark.kind == "lost"]
@@ -352,14 +385,13 @@ def diagnose(reader: RunReader, state: str) -> str:
     if state == "failed":
         ends = [mark.text for mark in reader.marks if mark.kind == "end"]
         return f"The run failed: {ends[-1] if ends else 'see the logs'}"
-    last = {member: spans[-1] for member, spans in reader.members.items() if spans}
-    down = [member for member, span in last.items() if span.end is None and span.state == "down"]
+    down = [member for member, states in reader.members.items() if states.is_down]
     if state == "running" and down:
         return f"{', '.join(down)} is down and being replaced; the others continue."
     slow = [mark.text for mark in reader.marks if mark.kind == "warning" and "s a step" in mark.text]
     if state == "running" and slow:
         return f"A slow worker holds the others up: {slow[-1]}."
-    if phases := diagnose_phases(reader.phases):
+    if phases := diagnose_phases(reader.phases, has_stages=reader.passes.has_any):
         return f"{phases[0].upper()}{phases[1:]}."
     if losses:
         return f"{len(losses)} losses; the last: {losses[-1].text}."

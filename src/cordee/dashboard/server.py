@@ -24,7 +24,6 @@ import msgspec
 from cordee.core.errors import JobError, MissingExtraError, RunDirectoryError
 from cordee.dashboard.reading import Runs
 from cordee.monitoring import inspect_run
-from cordee.monitoring.merged_logs import Logs
 from cordee.monitoring.run_directory import EVENTS_FILE
 
 try:
@@ -57,7 +56,6 @@ _SLOWEST_READER_S = 10.0  # a page that takes no more for so long is let go
 _LOOK_EVERY_S = 0.5
 _QUIET_S = 15.0  # after which a stream says that it lives
 _MOST_COLUMNS = 4000
-_MOST_LOG_LINES = 2000
 
 
 class Gate:
@@ -172,8 +170,7 @@ class Pages:
         return answer
 
     def logs(self, request: Request) -> Any:
-        lines = Logs(self._runs.find(_name(request)), request.query_params.get("member", "")).new_lines()
-        return [[line.member, line.text] for line in lines[-_MOST_LOG_LINES:]]
+        return self._runs.logs(_name(request), request.query_params.get("member", ""))
 
     async def stream(self, request: Request) -> Response:
         """Send what is new as it comes: the id of each message is the place in the file behind it."""

@@ -19,11 +19,11 @@ def add_up(lines: Iterable[Line]) -> list[int]:
     return totals
 
 
-def diagnose_phases(totals: Mapping[str, list[int]]) -> str:
+def diagnose_phases(totals: Mapping[str, list[int]], *, has_stages: bool = False) -> str:
     """Return what holds training up most, and which setting helps; empty if nothing does. Pure.
 
     `totals` are the microseconds of each phase by member. A member that waits is not the cause: the cause is the
-    member that the others wait for, which waits least.
+    member that the others wait for, which waits least. With `has_stages` each member computes some layers only.
     """
     known = {name: spent for name, spent in totals.items() if sum(spent) >= _FEW_ROWS_US}
     shares = {name: [value / sum(spent) for value in spent] for name, spent in known.items()}
@@ -31,25 +31,32 @@ def diagnose_phases(totals: Mapping[str, list[int]]) -> str:
         return ""
     hungry = max(shares, key=lambda name: shares[name][Phase.DATA])
     if (share := shares[hungry][Phase.DATA]) >= _MUCH:
-        return f"{_words(hungry)} waits for its data {share:.0%} of the time: raise data.processes"
+        return f"{in_words(hungry)} waits for its data {share:.0%} of the time: raise data.processes"
     waiting = max(shares, key=lambda name: shares[name][Phase.WAIT])
     if len(shares) > 1 and (share := shares[waiting][Phase.WAIT]) >= _MUCH:
-        slowest = min(shares, key=lambda name: shares[name][Phase.WAIT])
-        if slowest != waiting and shares[slowest][Phase.WAIT] < share / 2:
-            return f"{_words(waiting)} waits {share:.0%} of the time for {_words(slowest)}, which computes longer"
+        # In seconds: a member that has trained alone while the others were lost has smaller shares for that reason.
+        slowest = min(known, key=lambda name: known[name][Phase.WAIT])
+        if slowest != waiting and known[slowest][Phase.WAIT] < known[waiting][Phase.WAIT] / 2:
+            return f"{in_words(waiting)} waits {share:.0%} of the time for {in_words(slowest)}, which computes longer"
+        if has_stages:
+            return (
+                f"the stages wait up to {share:.0%} of the time for each other: raise strategy.microbatches, "
+                "or move layers with strategy.placement"
+            )
         return f"the workers wait {share:.0%} of the time for each other: their steps differ in length"
     sending = max(shares, key=lambda name: shares[name][Phase.EXCHANGE])
     if (share := shares[sending][Phase.EXCHANGE]) >= _MUCH:
         return (
-            f"{_words(sending)} exchanges {share:.0%} of the time: raise training.batch_size, "
+            f"{in_words(sending)} exchanges {share:.0%} of the time: raise training.batch_size, "
             "or see docs/how-to/slow-links.md"
         )
     for phase, key in ((Phase.EVALUATE, "evaluation.every_steps"), (Phase.SAVE, "checkpoint.every_steps")):
         name = max(shares, key=lambda name, phase=phase: shares[name][phase])  # type: ignore[misc]
         if (share := shares[name][phase]) >= _MUCH:
-            return f"{_words(name)} spends {share:.0%} of the time in {phase.name.lower()}: raise {key}"
+            return f"{in_words(name)} spends {share:.0%} of the time in {phase.name.lower()}: raise {key}"
     return ""
 
 
-def _words(member: str) -> str:
+def in_words(member: str) -> str:
+    """Return a member as events call it: "worker-1" is worker 1."""
     return member.replace("-", " ")

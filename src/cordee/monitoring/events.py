@@ -343,6 +343,25 @@ class Plan(EventRecord, frozen=True, kw_only=True, tag="plan"):
     reason: str = ""
 
 
+class Predicted(EventRecord, frozen=True, kw_only=True, tag="predicted"):
+    """what the planner predicts of a step at the start, where it knows the model"""
+
+    step_seconds: float
+    compute_seconds: float  # of the step, on the busiest worker
+    exchange_seconds: float  # of the step, that computing does not hide
+    idle_share: float  # of all workers' time, in which they wait for each other
+    memory_bytes: float  # of the worker that takes most
+    traffic_bytes: float  # that one worker sends in a step, through shared memory too
+    is_sure: bool  # the machine was quiet when it was measured
+
+
+class Fault(EventRecord, frozen=True, kw_only=True, tag="fault"):
+    """`cordee chaos` does harm to a process of the run"""
+
+    fault: str  # one of its faults, or the action at a fault point
+    target: str = ""  # "worker 1", or the fault point
+
+
 AnyEvent: TypeAlias = (
     RunStarted
     | RunEnded
@@ -375,6 +394,8 @@ AnyEvent: TypeAlias = (
     | Scale
     | Balance
     | Plan
+    | Predicted
+    | Fault
 )
 EVENT_TYPES: dict[str, type[AnyEvent]] = {str(kind.__struct_config__.tag): kind for kind in AnyEvent.__args__}
 E = TypeVar("E", bound=AnyEvent)

@@ -63,6 +63,22 @@ class JsonlSink:
             self._descriptor = -1
 
 
+def append_event(run: Path, event: AnyEvent) -> None:
+    """Add an event to those of a run that another process writes. Raises StorageError where that cannot be done.
+
+    The line is one write at the end of the file, which does not mix with those of the launcher.
+    """
+    path = run / EVENTS_FILE
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            _append_whole(descriptor, to_json(event) + b"\n")
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {reason(error)}") from error
+
+
 def follow(run: Path, offset: int = 0, max_bytes: int = -1) -> tuple[list[AnyEvent | UnreadableLine], int]:
     """Return the events of a run directory from `offset` on, and the offset to ask with next time.
 

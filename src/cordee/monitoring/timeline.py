@@ -24,6 +24,7 @@ from msgspec import Meta
 
 from cordee.core.blocked_time import BLOCKED, WAITED
 from cordee.core.errors import RunDirectoryError, StorageError
+from cordee.core.passes import PASSES, is_sampled
 from cordee.monitoring.files import open_regular, reason, to_json
 
 log = logging.getLogger("cordee.timeline")
@@ -32,6 +33,7 @@ FOLDER = "timeline"  # of a run directory
 WRITE_EVERY_NS = 1_000_000_000
 _SHORTEST_ROW_NS = 10_000_000
 _ROWS_OF_A_RUN = 100_000
+_MOST_SAMPLED = 16  # steps of a line whose passes are kept
 _MOST_ROWS = 4096  # of a line: a second has at most 100, but one that cannot be written waits
 MOST_LINE_BYTES = 1 << 20
 
@@ -52,6 +54,21 @@ Micros = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 Column = Annotated[list[Annotated[int, Meta(ge=0, le=2**62)]], Meta(max_length=_MOST_ROWS)]
 
 
+class StepPasses(msgspec.Struct, frozen=True, kw_only=True):
+    """The passes of micro-batches through the stages of one process in one step, in the order of their ends."""
+
+    step: Annotated[int, Meta(ge=0, le=2**62)]
+    kind: Column  # of `PassKind`
+    stage: Column
+    microbatch: Column
+    at: Column  # when the pass begins; counts from the line's `origin_us`
+    spent: Column
+
+
+Ages = Annotated[dict[str, tuple[int, int, int]], Meta(max_length=4096)]
+"""Of gradients by worker: how many there were, the sum of their ages, and the highest."""
+
+
 class Line(msgspec.Struct, frozen=True, kw_only=True):
     """What one process did in about a second."""
 
@@ -66,6 +83,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: Annotated[int, Meta(ge=0, le=2**62)] = 0  # of the process, at the end of the line
     sent_bytes: Annotated[int, Meta(ge=0, le=2**62)] = 0  # given to sockets since the process was started
     until: Annotated[int, Meta(ge=0, le=2**62)] = 0  # when the three were read; counts from `origin_us`
+    passes: Annotated[list[StepPasses], Meta(max_length=64)] = []  # of the steps that are sampled
+    ages: Ages = {}  # of a parameter server: how many updates had overtaken the gradients since the line before
     step: Column = []  # the last of the row
     steps: Column = []  # how many the row has
     at: Column = []  # when the row begins
@@ -99,14 +118,17 @@ class Timeline:
         write: Callable[[Line], None] | None = None,
         clock_offset: Callable[[], tuple[int, int]] = lambda: (0, 0),
         sent_bytes: Callable[[], int] = lambda: 0,
+        take_ages: Callable[[], Ages] = dict,
     ) -> None:
         """`clock_offset` returns the offset of this clock to the coordinator's and its error, in microseconds."""
         self._write, self._member, self._clock_offset, self._sent_bytes = write, member, clock_offset, sent_bytes
+        self._take_ages = take_ages
         # Once: where the system's clock is set during a run, rows stay one after the other.
         self._origin_ns = perf_counter_ns()
         self._origin_us = time.time_ns() // 1000
         self._rows = array("q")
         self._states: list[tuple[int, State]] = []
+        self._passes: list[StepPasses] = []
         self._next_write_ns = self._origin_ns + WRITE_EVERY_NS
         self._phase: Phase | None = None
         self._begin_row(self._origin_ns)
@@ -165,8 +187,27 @@ class Timeline:
         self.switch(Phase.COMPUTE)
         now_ns = self._since_ns
         self._step, self._num_steps = step, self._num_steps + 1
+        if PASSES.is_on:
+            self._keep_passes(step)
+        if is_sampled(step + 1):
+            PASSES.begin()
         if now_ns - self._row_ns >= max(_SHORTEST_ROW_NS, (now_ns - self._origin_ns) // _ROWS_OF_A_RUN):
             self._end_row(now_ns)
+
+    def _keep_passes(self, step: int) -> None:
+        rows = PASSES.take()
+        if rows and len(self._passes) < _MOST_SAMPLED:
+            kind, stage, microbatch, at_ns, spent_ns = (rows[place::5] for place in range(5))
+            self._passes.append(
+                StepPasses(
+                    step=step,
+                    kind=kind.tolist(),
+                    stage=stage.tolist(),
+                    microbatch=microbatch.tolist(),
+                    at=[max(each - self._origin_ns, 0) // 1000 for each in at_ns],
+                    spent=[each // 1000 for each in spent_ns],
+                )
+            )
 
     def _end_row(self, now_ns: int) -> None:
         at_us = (self._row_ns - self._origin_ns) // 1000
@@ -198,12 +239,14 @@ class Timeline:
         if self._write is not None:
             self.enter("ended")
             self._write = None
+            PASSES.take()
             BLOCKED.stop()
 
     def _flush(self, now_ns: int) -> None:
         self._next_write_ns = now_ns + WRITE_EVERY_NS
         rows, self._rows = self._rows, array("q")
         states, self._states = self._states, []
+        passes, self._passes = self._passes, []
         offset_us, error_us = self._clock_offset()
         width = len(_COLUMNS)
         line = Line(
@@ -218,6 +261,8 @@ class Timeline:
             memory_bytes=_resident_bytes(),
             sent_bytes=self._sent_bytes(),
             until=(now_ns - self._origin_ns) // 1000,
+            passes=passes,
+            ages=self._take_ages(),
             **{name: rows[place::width].tolist() for place, name in enumerate(_COLUMNS)},
         )
         assert self._write is not None

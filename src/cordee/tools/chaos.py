@@ -26,9 +26,10 @@ import psutil
 from cordee.cluster.control import scale_run
 from cordee.cluster.processes import is_alive
 from cordee.core import Job, env, fault_points
-from cordee.core.errors import CordeeError, JobError, TrainingError, nearest
+from cordee.core.errors import CordeeError, JobError, StorageError, TrainingError, nearest
 from cordee.core.findings import Finding
 from cordee.monitoring import AnyEvent, UnreadableLine, events, follow
+from cordee.monitoring.jsonl import append_event
 from cordee.monitoring.run_directory import JOB_FILE
 from cordee.tools.audit import audit_run
 
@@ -148,6 +149,7 @@ def run_with_faults(
             victim = _victim(seen, fault)
             if victim is not None:
                 say(f"{fault.at_s:6.1f} s  {fault.kind} {victim.name} (pid {victim.pid})")
+                _record(run_dir, events.Fault(fault=fault.kind, target=victim.name))
                 FAULTS[fault.kind](victim)
                 happened.append(fault.kind)
                 _await_step(process, seen, fault)
@@ -155,6 +157,9 @@ def run_with_faults(
             _await_aimed(process, seen, Path(place), aimed, started_s + for_s)
         else:
             _sleep_until(started_s + for_s, process)
+        if aimed and process.poll() is None:
+            for point, at in fault_points.happened_at(Path(place)):
+                _record(run_dir, events.Fault(time=at, fault=point.action, target=f"at {point.point}"))
         ended = time.time()
         _sleep_until(time.monotonic() + calm_s / 2, process)
         calm.append((ended, time.time()))
@@ -199,6 +204,12 @@ def _interpolate(at: float, times: Sequence[float], values: Sequence[float]) -> 
         return values[min(after, len(times) - 1)]
     share = (at - times[after - 1]) / (times[after] - times[after - 1])
     return values[after - 1] + share * (values[after] - values[after - 1])
+
+
+def _record(run_dir: Path, fault: events.Fault) -> None:
+    """Have the events of the run say what was done to it: the dashboard and the trace show it."""
+    with contextlib.suppress(StorageError):  # the test is worth more than the record of it
+        append_event(run_dir, events.stamp(fault, "chaos"))
 
 
 class Victim(NamedTuple):

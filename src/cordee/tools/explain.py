@@ -59,7 +59,7 @@ def explain_key(name: str) -> list[Key]:
         names = [key.name for key in keys]
         close = nearest(name, names) or nearest(name, [each.rpartition(".")[2] for each in names])
         sections = sorted({each.partition(".")[0] for each in names if "." in each})
-        raise JobError(f"there is no key {name!r}{close}; sections: {', '.join(sections)}")
+        raise JobError(f"there is no key {name!r}{close} (sections: {', '.join(sections)})")
     return found
 
 

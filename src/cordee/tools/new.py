@@ -52,7 +52,8 @@ def write_template(name: str, folder: Path) -> Made:
     template, source = TEMPLATES[name], examples_folder()
     targets = [folder / file for file in template.files]
     if there := [str(path) for path in targets if path.exists()]:
-        raise JobError(f"{' and '.join(there)} exists already: choose another folder, as in `cordee new FOLDER`")
+        exist = "exists" if len(there) == 1 else "exist"
+        raise JobError(f"{' and '.join(there)} {exist} already: choose another folder, as in `cordee new FOLDER`")
     contents = [(source / file).read_text() for file in template.files]
     try:
         folder.mkdir(parents=True, exist_ok=True)

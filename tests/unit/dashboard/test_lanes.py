@@ -50,6 +50,17 @@ def test_processor_and_traffic_are_of_the_time_between_two_lines_of_one_process(
     assert lane.part(0, 4, 1)["memory"] == [30.0]
 
 
+def test_the_ages_of_gradients_are_of_the_worker_and_not_of_the_server() -> None:
+    lanes = Lanes()
+    for second, ages in enumerate([(2, 2, 2), (2, 6, 5)]):
+        server = line([], origin_s=100, until=second * 1000 * MS, ages={"worker-3": ages})
+        lanes.take("server 0", [server], second_of)
+    members = lanes.part(0, 2, 2)["members"]
+    assert (members["worker 3"]["age"], members["worker 3"]["highest_age"]) == ([1.0, 3.0], [2.0, 5.0])
+    assert lanes.part(0, 4, 1)["members"]["worker 3"]["age"] == [2.0]
+    assert "age" not in members["server 0"]
+
+
 def test_times_that_make_no_sense_are_kept_inside() -> None:
     lane = Lane()
     lane.take(line([2**60], compute=[2**60]), second_of)

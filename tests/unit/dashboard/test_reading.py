@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 from cordee.core.errors import RunDirectoryError
 from cordee.dashboard.reading import RunReader, Runs, diagnose, seconds_left
 from cordee.monitoring import RunDirectory, events
+from cordee.monitoring.jsonl import append_event
 from cordee.monitoring.timeline import Line, Phase, TimelineFolder
 
 
@@ -43,9 +45,49 @@ def test_the_curves_marks_and_members_of_a_run(run: Path) -> None:
     reader.update()
     assert reader.curves["loss"].part(0, 10, 10).x == [2.0, 6.0]
     assert reader.curves["accuracy"].part(0, 10, 10).high == [0.75]
-    assert [(mark.at, mark.kind) for mark in reader.marks] == [(3.0, "lost"), (5.0, "recovery")]
-    spans = [(span.state, span.begin, span.end) for span in reader.members["worker 1"]]
-    assert spans == [("up", 0.0, 3.0), ("down", 3.0, 4.0), ("up", 4.0, None)]
+    assert [(mark.at, mark.kind) for mark in reader.marks] == [(3.0, "lost"), (4.0, "rejoined"), (5.0, "recovery")]
+    spans = [(span.state, span.begin, span.end) for span in reader.members["worker 1"].spans]
+    assert spans == [("up", 0.0, 3.0), ("lost", 3.0, 4.0), ("up", 4.0, None)]
+
+
+def test_a_frozen_member_was_frozen_since_it_was_heard_last(run: Path) -> None:
+    write(run, events.WorkerLost(time=112.0, worker=0, step=2, reason="is frozen: no sign of life for 3.5 s"))
+    states = RunReader(run)
+    states.update()
+    spans = [(span.state, span.begin, span.end) for span in states.members["worker 0"].spans]
+    assert spans == [("up", 0.0, 8.5), ("frozen", 8.5, 12.0), ("lost", 12.0, None)]
+
+
+def test_members_say_what_they_prepare(run: Path) -> None:
+    said = [(0, "loading"), (2_000_000, "joining"), (3_000_000, "training"), (9_000_000, "ended")]
+    line = Line(member="worker-0", pid=1, host="h", origin_us=100 * 10**6, states=said)  # type: ignore[arg-type]
+    TimelineFolder(run).write("worker-0", line)
+    (shown,) = [Runs(run.parent).overview("one")["members"]["worker 0"]]
+    found = [(span["state"], span["begin"], span["end"]) for span in shown]
+    assert found == [("up", 0.0, None), ("loading", 0.0, 2.0), ("joining", 2.0, 3.0)]
+
+
+def test_faults_that_were_injected_are_marked(run: Path) -> None:
+    append_event(run, events.stamp(events.Fault(fault="kill", target="worker 1"), "chaos"))
+    (mark,) = [mark for mark in Runs(run.parent).overview("one")["marks"] if mark["kind"] == "fault"]
+    assert mark["text"] == "cordee chaos: kill worker 1"
+
+
+def test_log_lines_have_their_place_on_the_axis(run: Path) -> None:
+    text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(104))
+    (run / "logs" / "worker-1.log").write_text(f"{text},250 INFO    a: hello\n  of two lines\n")
+    assert Runs(run.parent).logs("one") == [
+        ("worker 1", f"{text},250 INFO    a: hello", 4.25),
+        ("worker 1", "  of two lines", 4.25),
+    ]
+
+
+def test_the_prediction_is_beside_what_is_measured_while_the_run_goes(run: Path) -> None:
+    facts = {"compute_seconds": 1.0, "exchange_seconds": 0.5, "idle_share": 0.1, "memory_bytes": 1.0}
+    write(run, events.Predicted(time=101.0, step_seconds=2.0, traffic_bytes=1.0, is_sure=True, **facts))
+    shown = Runs(run.parent).overview("one")
+    assert shown["predicted"]["compute_seconds"] == 1.0
+    assert (shown["facts"]["predicted_step_seconds"], shown["facts"]["step_seconds"]) == (2.0, 4.0)
 
 
 def test_only_what_is_new_is_read(run: Path) -> None:
@@ -162,7 +204,7 @@ def test_phases_are_on_the_axis_of_the_events(run: Path) -> None:
     write(run, events.RunStarted(time=1000.0, strategy="x", workers=2, start_step=2))
     folder.write("worker-0", Line(member="worker-0", pid=1, host="h", origin_us=1002 * 10**6, **row))
     part = Runs(run.parent).lanes("one", 0.0, 14.0, 7)
-    assert part["members"]["worker-0"]["compute"] == [0, 50, 0, 0, 0, 50, 0]
+    assert part["members"]["worker 0"]["compute"] == [0, 50, 0, 0, 0, 50, 0]
 
 
 def test_the_diagnosis_names_the_member_that_waits_for_its_data(run: Path) -> None:
@@ -176,5 +218,5 @@ def test_the_diagnosis_names_the_member_that_waits_for_its_data(run: Path) -> No
     folder.write("worker-1", Line(member="worker-1", data=[3_000_000], compute=[4_500_000], wait=[0], **facts))
     for _ in range(2):  # what was read is not counted again
         reader.update()
-    assert reader.phases["worker-1"][Phase.DATA] == 4_000_000
+    assert reader.phases["worker 1"][Phase.DATA] == 4_000_000
     assert diagnose(reader, "completed") == "Worker 1 waits for its data 40% of the time: raise data.processes."

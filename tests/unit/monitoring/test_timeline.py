@@ -13,8 +13,9 @@ import pytest
 
 from cordee.core.blocked_time import BLOCKED, WAITED
 from cordee.core.errors import RunDirectoryError, StorageError
+from cordee.core.passes import PASSES, PassKind, is_sampled
 from cordee.monitoring.diagnosis import add_up, diagnose_phases
-from cordee.monitoring.events import WorkerLost
+from cordee.monitoring.events import Fault, WorkerLost, WorkerStarted
 from cordee.monitoring.timeline import (
     FOLDER,
     Line,
@@ -184,6 +185,45 @@ def test_a_trace_is_strictly_nested_even_where_rows_overlap() -> None:
     assert names == {"worker-0", "worker-1"}
 
 
+def test_passes_of_sampled_steps_are_recorded_and_on_a_track_of_their_own() -> None:
+    def work(timeline: Timeline) -> None:
+        for step in range(1, 13):
+            timeline.switch(Phase.COMPUTE)
+            if PASSES.is_on:
+                begin_ns = time.perf_counter_ns()
+                PASSES.add(PassKind.FORWARD, 1, step, begin_ns)
+                PASSES.add(PassKind.BACKWARD, 1, step, begin_ns)
+            timeline.end_step(step)
+
+    lines = record(work)
+    assert [passes.step for line in lines for passes in line.passes] == [*range(2, 10), 10]  # 1: it had begun before
+    assert all(passes.microbatch == [passes.step] * 2 for line in lines for passes in line.passes)
+    assert not PASSES.is_on, "a process that records nothing more pays for nothing"
+    trace = list(make_trace({"worker-0": lines}, []))
+    assert require_nested([event for event in trace if event["tid"] == 2]) == 2 * 9
+    assert {event["args"]["name"] for event in trace if event["name"] == "thread_name"} == {
+        "worker-0",
+        "worker-0 passes",
+    }
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"), [(1, True), (9, True), (10, True), (11, False), (300, True), (310, False)]
+)
+def test_which_steps_are_sampled(step: int, expected: bool) -> None:
+    assert is_sampled(step) is expected
+
+
+def test_the_trace_has_what_happened_to_a_member() -> None:
+    found = [
+        Fault(time=1.4, fault="kill", target="worker 0"),
+        WorkerLost(time=1.5, worker=0, step=1, reason="was killed", role="worker"),
+        WorkerStarted(time=1.7, worker=0, pid=7, host="h", role="worker"),
+    ]
+    marks = [(e["name"], e["ts"]) for e in make_trace({"worker-0": [line([0], compute=5)]}, found) if e["ph"] == "i"]
+    assert marks == [("fault: kill", 400_000), ("lost", 500_000), ("rejoined", 700_000)]
+
+
 def test_the_check_of_nesting_can_fail() -> None:
     one = {"ph": "X", "tid": 1, "ts": 0, "dur": 10}
     with pytest.raises(AssertionError):
@@ -211,6 +251,17 @@ def test_a_trace_names_losses_and_is_refused_without_rows(tmp_path: Path) -> Non
 
 def phases(**shares: float) -> list[int]:
     return [round(shares.get(phase.name.lower(), 0.0) * 10_000_000) for phase in Phase]
+
+
+def test_who_trained_alone_for_a_while_is_not_blamed() -> None:
+    alone = [4 * each for each in phases(compute=0.9, wait=0.1)]
+    said = diagnose_phases({"worker-0": alone, "worker-1": phases(compute=0.6, wait=0.4)})
+    assert said == "the workers wait 40% of the time for each other: their steps differ in length"
+
+
+def test_stages_that_wait_for_each_other_need_other_advice_than_copies() -> None:
+    totals = {"worker-0": phases(compute=0.6, wait=0.4), "worker-1": phases(compute=0.65, wait=0.35)}
+    assert "strategy.microbatches" in diagnose_phases(totals, has_stages=True)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import functional
 
-from cordee.strategies.pipeline.split_backward import join_groups, own_gradients
+from cordee.core.passes import PASSES, PassKind
+from cordee.strategies.pipeline.split_backward import SplittableStage, join_groups, own_gradients
 
 
 class Layer(nn.Module):
@@ -79,3 +81,23 @@ def test_gradients_are_in_memory_of_their_own(shape: tuple[int, ...]) -> None:
         stage_backward_weight(iter(parameters), groups)
         sent.append(found)
     torch.testing.assert_close([*sent, *(parameter.grad for parameter in parameters)], list(expected))
+
+
+def test_passes_are_recorded_while_that_is_on_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = SplittableStage.__new__(SplittableStage)
+    stage.stage_index, stage.backward_state = 3, {}
+    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+        monkeypatch.setattr(PipelineStage, name, lambda self, chunk, *rest, **keywords: (chunk, rest, keywords))
+
+    def run() -> list[object]:
+        passed = [stage.forward_one_chunk(5, (1,), save_forward_output=False), stage.backward_one_chunk(5, loss=2)]
+        stage.backward_weight_one_chunk(5)
+        return passed
+
+    before = run()
+    assert not PASSES.take()
+    PASSES.begin()
+    assert run() == before == [(5, ((1,),), {"save_forward_output": False}), (5, (), {"loss": 2})]
+    rows = PASSES.take()
+    assert [tuple(rows[place : place + 3]) for place in range(0, len(rows), 5)] == [(kind, 3, 5) for kind in PassKind]
+    assert not PASSES.is_on

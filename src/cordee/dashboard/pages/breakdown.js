@@ -84,13 +84,52 @@ export function roundsOf(rounds) {
   return element("figure", {}, element("figcaption", {}, element("span", {}, title)), svg, legend, ...spent, folded("Rounds", table));
 }
 
-// What the planner predicted, and what was measured.
-export function predictionOf(facts) {
+// One sampled step of a pipeline: which micro-batch was in which pass when, and the bubble.
+export function passesOf(found) {
+  if (!found) return null;
+  const kinds = { forward: ["F", 0], backward: ["B", 1], weights: ["W", 2] }, milliseconds = (seconds) => `${number(1000 * seconds, 3)} ms`;
+  const title = `Pipeline: the passes of micro-batches in step ${found.step.toLocaleString("en")}`, members = Object.entries(found.members);
+  const row = 26, bottom = row * members.length + 6, width = WIDTH - SIDE - 10, x = (at) => SIDE + (at - found.begin) / found.seconds * width;
+  const svg = shape("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${bottom + 20}`, role: "img", "aria-label": `${title}; the table has the values` });
+  members.forEach(([name, rows], place) => {
+    svg.append(shape("text", { x: SIDE - 6, y: place * row + 20, "text-anchor": "end" }, name), shape("rect", { class: "idle", x: SIDE, y: place * row + 4, width, height: row - 4 }));
+    for (const [kind, stage, microbatch, begin, spent] of rows) {
+      const [letter, style] = kinds[kind], length = spent / found.seconds * width;
+      const bar = shape("rect", { class: `f${style} pass`, x: x(begin), y: place * row + 4, width: Math.max(0.7, length), height: row - 4 });
+      bar.append(shape("title", {}, `${name}, stage ${stage}, micro-batch ${microbatch}: ${kind} ${milliseconds(spent)}`));
+      svg.append(bar);
+      if (length > 22) svg.append(shape("text", { class: "inside", x: x(begin) + length / 2, y: place * row + 19, "text-anchor": "middle" }, `${letter}${microbatch}`));
+    }
+  });
+  const parts = WIDTH > 600 ? 4 : 2;
+  for (let part = 0; part <= parts; part += 1) svg.append(shape("text", { x: SIDE + part / parts * width, y: bottom + 14, "text-anchor": part === parts ? "end" : part ? "middle" : "start" }, milliseconds(part / parts * found.seconds)));
+  const theory = found.theory, text = [];
+  if (found.bubble !== null) text.push(`The bubble, in which workers have no pass to compute, is ${percent(found.bubble)} of the time from the first pass to the last.`);
+  if (theory) text.push(`In theory it is ${percent(theory.bubble)} for ${theory.workers} workers, ${theory.stages} stages and ${theory.microbatches} micro-batches, if all passes are equally long and sending takes no time.`);
+  if (found.num_members > members.length) text.push(`${members.length} of ${found.num_members} workers are shown.`);
+  const legend = element("p", { className: "soft legend" }, ...Object.entries(kinds).filter(([kind]) => members.some(([, rows]) => rows.some((each) => each[0] === kind)))
+    .map(([kind, [letter, style]]) => element("span", {}, element("i", { className: `key k${style}` }), ` ${letter} ${kind} `)), element("span", {}, element("i", { className: "key kidle" }), " no pass: waiting and sending"));
+  const table = tableOf("Passes", ["worker", "stage", "micro-batch", "pass", "begin", "length"], members.flatMap(([name, rows]) => rows.slice(0, 200).map(([kind, stage, microbatch, begin, spent]) =>
+    [name, String(stage), String(microbatch), kind, milliseconds(begin - found.begin), milliseconds(spent)])));
+  return element("figure", {}, element("figcaption", {}, element("span", {}, title)), svg, legend, element("p", {}, text.join(" ")), folded("Passes", table));
+}
+
+// What the planner predicted, and what was measured. Phases are shares of the measured time of a step.
+export function predictionOf(facts, early, phases) {
   const rows = [];
   const add = (name, predicted, measured, unit, factor) => {
     if (predicted && measured) rows.push([name, `${number(predicted * factor, 3)} ${unit}`, `${number(measured * factor, 3)} ${unit}`, `${predicted >= measured ? "+" : "−"}${number(Math.abs(100 * (predicted / measured - 1)), 2)} %`]);
   };
+  const members = Object.entries(phases).filter(([name]) => name.startsWith("worker")).map(([, spent]) => spent.slice(0, 4)).filter((spent) => spent.some((each) => each));
+  const loops = members.map((spent) => spent.reduce((sum, each) => sum + each, 0)), all = loops.reduce((sum, each) => sum + each, 0);
+  const mean = (phase) => members.reduce((sum, spent) => sum + spent[phase], 0) / all * facts.step_seconds;
   add("time of a step", facts.predicted_step_seconds, facts.step_seconds, "ms", 1000);
+  if (early && all && facts.step_seconds) {
+    add("· compute, of the busiest worker", early.compute_seconds, Math.max(...members.map((spent, place) => spent[1] / loops[place])) * facts.step_seconds, "ms", 1000);
+    add("· exchange", early.exchange_seconds, mean(2), "ms", 1000);
+    add("· waiting for other workers", early.idle_share * early.step_seconds, mean(3), "ms", 1000);
+    if (mean(0) > 0) rows.push(["· waiting for data", "–", `${number(1000 * mean(0), 3)} ms`, "–"]);
+  }
   add("memory of a worker", facts.predicted_memory_bytes, facts.peak_memory_bytes, "MB", 1e-6);
   if (!rows.length) return null;
   const doubt = facts.prediction_is_sure === false ? [element("p", { className: "soft" }, "The machine was busy when the planner measured: the prediction is not reliable.")] : [];

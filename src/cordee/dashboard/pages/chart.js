@@ -5,7 +5,7 @@ import { duration, element, number } from "./format.js";
 // As wide as the page, so that labels have the size of other text on a phone too.
 export const WIDTH = Math.max(320, Math.min(1240, document.getElementById("main").clientWidth - 20));
 const LEFT = 66, RIGHT = 12, TOP = 10, BOTTOM = 22;
-const SIGNS = { lost: "✕", recovery: "↻", resumed: "▶", checkpoint: "◆", generation: "G", scale: "±", warning: "!", left: "←", end: "■" };
+const SIGNS = { lost: "✕", rejoined: "+", fault: "✶", recovery: "↻", resumed: "▶", checkpoint: "◆", generation: "G", scale: "±", warning: "!", left: "←", end: "■" };
 
 export function shape(name, attributes = {}, text = "") {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -49,9 +49,22 @@ function powers(low, high) {
 
 function ticks(low, high, count) {
   const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= raw);
+  const steps = [0.1, 0.2, 0.5, 1, 2, 5, 10].map((factor) => factor * power);
+  const from = (step) => {
+    const found = [];
+    for (let value = Math.ceil(low / step) * step; value <= high + step / 1e6; value += step) found.push(value);
+    return found;
+  };
+  const place = steps.findIndex((each) => each >= raw), found = from(steps[place]);
+  return found.length > 1 ? found : from(steps[place - 1]);  // one value says nothing of the scale
+}
+
+// Of time: whole minutes and hours, not fifty seconds.
+function timeTicks(begin, end, count) {
+  const raw = (end - begin) / count, step = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400].find((each) => each >= raw);
+  if (end - begin < 6 || !step) return ticks(begin, end, count);
   const found = [];
-  for (let value = Math.ceil(low / step) * step; value <= high + step / 1e6; value += step) found.push(value);
+  for (let at = Math.ceil(begin / step) * step; at <= end; at += step) found.push(at);
   return found;
 }
 
@@ -121,8 +134,8 @@ class Panel {
   drawTime() {
     const bottom = this.height - BOTTOM;
     this.svg.append(shape("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: bottom, y2: bottom }));
-    const unit = this.view.end - this.view.begin < 6 ? (at) => `${at.toFixed(1)} s` : this.view.end < 90 ? (at) => `${Math.round(at)} s` : duration;
-    for (const at of ticks(this.view.begin, this.view.end, WIDTH > 600 ? 7 : 4)) {
+    const unit = this.view.end - this.view.begin < 6 ? (at) => `${at.toFixed(1)} s` : this.view.end < 90 ? (at) => `${Math.round(at)} s` : (at) => (at < 10 ? `0:0${Math.round(at)}` : duration(at));
+    for (const at of timeTicks(this.view.begin, this.view.end, WIDTH > 600 ? 7 : 4)) {
       const x = this.view.x(at);
       this.svg.append(shape("text", { x, y: this.height - 6, "text-anchor": "middle" }, unit(at)));
     }
@@ -132,10 +145,11 @@ class Panel {
     for (const mark of marks) {
       if (mark.at < this.view.begin || mark.at > this.view.end) continue;
       const x = this.view.x(mark.at);
-      if (mark.kind !== "checkpoint") this.svg.append(shape("line", { class: `mark ${mark.kind}`, x1: x, x2: x, y1: 0, y2: this.height - BOTTOM }));
+      if (!["checkpoint", "warning"].includes(mark.kind)) this.svg.append(shape("line", { class: `mark ${mark.kind}`, x1: x, x2: x, y1: 0, y2: this.height - BOTTOM }));
       if (this.showsSigns && (x - last > 9 || mark.kind === "lost")) {
         const sign = shape("text", { class: `sign ${mark.kind}`, x, y: 12 }, SIGNS[mark.kind] ?? "·");
         sign.append(shape("title", {}, mark.text));
+        if (this.onMark) { sign.classList.add("opens"); sign.addEventListener("click", () => this.onMark(mark)); }
         this.svg.append(sign);
         last = x;
       }
@@ -145,8 +159,8 @@ class Panel {
 
 // Curves: `series` is a list of { name, x, low, high }.
 export class CurveChart extends Panel {
-  constructor(view, title, height = 130) {
-    super(view, title, height); this.series = []; this.showsSigns = false;
+  constructor(view, title, height = 120, format = number) {
+    super(view, title, height); this.series = []; this.showsSigns = false; this.format = format;
     this.legend = element("p", { className: "soft legend" });
     this.svg.after(this.legend);
   }
@@ -158,13 +172,14 @@ export class CurveChart extends Panel {
     const values = this.series.flatMap((each) => [...each.low, ...each.high]);
     let low = Math.min(...values), high = Math.max(...values);
     if (!values.length) { low = 0; high = 1; }
+    if (this.isFromZero) low = Math.min(low, 0);
     if (low === high) { low -= Math.abs(low) / 10 || 0.5; high += Math.abs(high) / 10 || 0.5; }
     const bottom = this.height - BOTTOM;
     const isLog = this.title.endsWith("loss") && low > 0 && high > 100 * low, raw = isLog ? Math.log10 : (value) => value;
     const y = (value) => TOP + (raw(high) - raw(value)) / (raw(high) - raw(low)) * (bottom - TOP);
     for (const value of isLog ? powers(low, high) : ticks(low, high, this.height > 150 ? 4 : 3)) {
       this.svg.append(shape("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
-      this.svg.append(shape("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, number(value, 3)));
+      this.svg.append(shape("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, this.format(value, 3)));
     }
     this.drawTime();
     this.drawMarks(marks);
@@ -186,7 +201,7 @@ export class CurveChart extends Panel {
       let best = 0;
       each.x.forEach((x, place) => { if (Math.abs(x - at) < Math.abs(each.x[best] - at)) best = place; });
       const [low, high] = [each.low[best], each.high[best]];
-      const value = low === high ? number(high) : `${number(low)} … ${number(high)}`;
+      const value = low === high ? this.format(high) : `${this.format(low)} … ${this.format(high)}`;
       return this.series.length > 1 ? `${each.name}: ${value}` : value;
     });
     return `${duration(at)}  ${found.join("   ")}`;
@@ -197,7 +212,7 @@ export class CurveChart extends Panel {
       const step = Math.max(1, Math.ceil(each.x.length / 40));
       for (let place = 0; place < each.x.length; place += step) {
         rows.push(element("tr", {}, element("td", {}, each.name), element("td", { className: "number" }, duration(each.x[place])),
-          element("td", { className: "number" }, number(each.low[place])), element("td", { className: "number" }, number(each.high[place]))));
+          element("td", { className: "number" }, this.format(each.low[place])), element("td", { className: "number" }, this.format(each.high[place]))));
       }
     }
     const head = element("tr", {}, ...["curve", "time", "lowest", "highest"].map((each, place) => element("th", { scope: "col", className: place ? "number" : "" }, each)));
@@ -208,6 +223,7 @@ export class CurveChart extends Panel {
 
 export const PHASES = ["data", "compute", "exchange", "wait", "evaluate", "save"];
 const MANY = 50;  // members, beyond which lanes are rows of a heat map
+const PREPARING = { starting: 1, loading: 1, joining: 1 }, DOWN = new Set(["frozen", "lost"]);
 
 // A lane for each member: in each column the shares of the phases, or that it was down; marks with their signs above.
 export class LaneChart extends Panel {
@@ -234,12 +250,13 @@ export class LaneChart extends Panel {
       const hasPhases = spent[name] && PHASES.some((phase) => sum(spent[name][phase]));
       if (hasPhases) (isMany ? this.drawHeat : this.drawPhases).call(this, spent[name], top + 1, lane - 2);
       for (const span of members[name]) {
-        if (span.state === "up" && hasPhases) continue;
+        if (span.state === "up" && (hasPhases || members[name].some((each) => each.state in PREPARING))) continue;
         const left = Math.max(this.view.x(span.begin), LEFT), right = Math.min(this.view.x(span.end ?? this.view.full), WIDTH - RIGHT);
         if (right <= left - 1) continue;
         const bar = shape("rect", { class: span.state, x: left, y: top + 1, width: Math.max(1, right - left), height: lane - 2 });
-        bar.append(shape("title", {}, `${name}: ${span.state} from ${duration(span.begin)}`));
+        bar.append(shape("title", {}, `${name}: ${span.state} from ${duration(span.begin)}${span.end === null ? "" : ` to ${duration(span.end)}`}`));
         this.svg.append(bar);
+        if (!isMany && span.state !== "up" && right - left > 7 * span.state.length) this.svg.append(shape("text", { class: "state-name", x: (left + right) / 2, y: top + 18, "text-anchor": "middle" }, span.state));
       }
     });
     this.drawTime();
@@ -249,9 +266,14 @@ export class LaneChart extends Panel {
   }
   drawLegend(isMany) {
     const key = (style, text) => element("span", {}, element("i", { className: `key ${style}` }), ` ${text} `);
-    if (!Object.keys(this.spent).length) this.legend.replaceChildren(key("kup", "up"), key("kdown", "down"));
-    else if (isMany) this.legend.replaceChildren(...[1, 2, 3, 4].map((level) => key(`kheat${level}`, `${25 * (level - 1)} – ${25 * level} % busy`)), key("kdown", "down"), " (data and compute; the busiest, for which others wait, first)");
-    else this.legend.replaceChildren(...PHASES.map((name, place) => key(`k${place}`, name)), key("kdown", "down"), " (from the bottom to the top of a lane)");
+    const states = new Set(Object.values(this.members).flatMap((spans) => spans.map((span) => span.state)));
+    const others = [];
+    if ([...states].some((state) => state in PREPARING)) others.push(key("kpreparing", "starting, loading, joining"));
+    if (states.has("frozen")) others.push(key("kfrozen", "frozen"));
+    if (states.has("lost")) others.push(key("klost", "lost"));
+    if (!Object.keys(this.spent).length) this.legend.replaceChildren(key("kup", "up"), ...others);
+    else if (isMany) this.legend.replaceChildren(...[1, 2, 3, 4].map((level) => key(`kheat${level}`, `${25 * (level - 1)} – ${25 * level} % busy`)), ...others, " (data and compute; the busiest, for which others wait, first)");
+    else this.legend.replaceChildren(...PHASES.map((name, place) => key(`k${place}`, name)), ...others, " (from the bottom to the top of a lane)");
   }
   // One path for each phase: a column is stacked from the bottom.
   drawPhases(spent, top, height) {
@@ -284,14 +306,15 @@ export class LaneChart extends Panel {
       const column = Math.min(spent.compute.length - 1, Math.max(0, Math.floor((at - this.view.begin) / (this.view.end - this.view.begin) * spent.compute.length)));
       doing = [`${name}: ${PHASES.filter((phase) => spent[phase][column]).map((phase) => `${phase} ${spent[phase][column]} %`).join(", ") || "nothing recorded"}`];
     }
-    const down = Object.entries(this.members).filter(([, spans]) => spans.some((span) => span.state === "down" && span.begin <= at && (span.end ?? Infinity) > at));
+    const down = Object.entries(this.members).filter(([, spans]) => spans.some((span) => DOWN.has(span.state) && span.begin <= at && (span.end ?? Infinity) > at));
     const near = this.marks.filter((mark) => Math.abs(this.view.x(mark.at) - this.view.x(at)) < 6).slice(0, 2).map((mark) => mark.text);
-    return [duration(at), down.length ? `down: ${down.map(([name]) => name).join(", ")}` : "all up", ...doing, ...near].join("   ").slice(0, 160);
+    return [duration(at), down.length ? `down: ${down.map(([name]) => name).join(", ")}` : "none lost", ...doing, ...near].join("   ").slice(0, 160);
   }
   fillTable() {
     const rows = this.marks.slice(-200).reverse().map((mark) => element("tr", {}, element("td", { className: "number" }, duration(mark.at)),
-      element("td", {}, mark.kind), element("td", { className: "number" }, mark.step ?? ""), element("td", {}, mark.text)));
-    const head = element("tr", {}, ...["time", "what", "step", "details"].map((each, place) => element("th", { scope: "col", className: place % 2 ? "" : "number" }, each)));
+      element("td", {}, mark.kind), element("td", { className: "number" }, mark.step ?? ""), element("td", {}, mark.text),
+      element("td", {}, this.onMark ? element("button", { type: "button", className: "link", ariaLabel: `logs at ${duration(mark.at)}`, onclick: () => this.onMark(mark) }, "logs") : "")));
+    const head = element("tr", {}, ...["time", "what", "step", "details", "logs"].map((each, place) => element("th", { scope: "col", className: place === 0 || place === 2 ? "number" : "" }, each)));
     const table = element("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: `${this.title}, table` }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
     this.table.replaceChildren(this.table.firstChild, table);
   }

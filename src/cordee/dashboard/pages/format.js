@@ -21,6 +21,11 @@ export function percent(value) {
   return value === null || value === undefined ? "–" : `${(100 * value).toFixed(2)} %`;
 }
 
+// On an axis: without the digits that say nothing.
+export function shortPercent(value, digits = 4) {
+  return value === null || value === undefined ? "–" : `${Number((100 * value).toPrecision(digits))} %`;
+}
+
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 10) return `${seconds.toFixed(1)} s`;

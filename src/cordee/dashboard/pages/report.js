@@ -1,7 +1,7 @@
 // A comparison of runs in a page of its own, with the data inside of it.
 
 import { CurveChart, View } from "./chart.js";
-import { duration, element, number, percent } from "./format.js";
+import { duration, element, number, percent, shortPercent } from "./format.js";
 
 const STROKES = ["solid", "dashed", "dotted", "dash-dot", "fine dots", "long dashes"];
 const comparison = JSON.parse(document.getElementById("data").textContent);
@@ -26,7 +26,7 @@ const view = new View();
 const titles = { accuracy: "Test accuracy", loss: "Training loss", test_loss: "Test loss", rate: "Samples per second" };
 const series = (key) => comparison.runs.map((run) => ({ name: run.run, x: [], low: [], high: [], ...comparison.curves[run.run][key] }));
 view.setFull(Math.max(...Object.values(comparison.curves).flatMap((each) => Object.values(each)).map((curve) => curve.x.at(-1) ?? 0)));
-const charts = Object.entries(titles).filter(([key]) => series(key).some((each) => each.x.length)).map(([key, title]) => [key, new CurveChart(view, title, 190)]);
+const charts = Object.entries(titles).filter(([key]) => series(key).some((each) => each.x.length)).map(([key, title]) => [key, new CurveChart(view, title, 190, key === "accuracy" ? shortPercent : number)]);
 const inside = (each) => {
   const kept = each.x.map((at, place) => place).filter((place) => each.x[place] >= view.begin && each.x[place] <= view.end);
   return { name: each.name, x: kept.map((place) => each.x[place]), low: kept.map((place) => each.low[place]), high: kept.map((place) => each.high[place]) };

@@ -1,25 +1,27 @@
 // One run on one screen, which follows the run as long as it lasts.
 
 import { COLUMNS, CurveChart, LaneChart, View } from "./chart.js";
-import { predictionOf, roundsOf, sharesOf, stalenessOf } from "./breakdown.js";
-import { ask, duration, element } from "./format.js";
+import { passesOf, predictionOf, roundsOf, sharesOf, stalenessOf } from "./breakdown.js";
+import { ask, duration, element, shortPercent } from "./format.js";
 
 export async function showRun(main, name) {
   const path = `/api/run/${encodeURIComponent(name)}`;
+  let overview = null;
   const view = new View();
   const state = element("span", { className: "state" });
   const bar = element("progress", { ariaLabel: "steps taken" });
   const diagnosis = element("p", { className: "diagnosis", role: "status" });
   const facts = element("dl", { className: "facts" });
   const lanes = new LaneChart(view, "Members");
-  const charts = { loss: new CurveChart(view, "Training loss"), accuracy: new CurveChart(view, "Test accuracy"), test_loss: new CurveChart(view, "Test loss"), rate: new CurveChart(view, "Samples per second") };
-  const used = { cpu: new CurveChart(view, "Processor of each member, cores"), memory: new CurveChart(view, "Memory of each member, MB"), sent: new CurveChart(view, "Sent by each member over sockets, MB/s") };
+  const charts = { loss: new CurveChart(view, "Training loss"), accuracy: new CurveChart(view, "Test accuracy", 120, shortPercent), rate: new CurveChart(view, "Samples per second"), test_loss: new CurveChart(view, "Test loss") };
+  const used = { cpu: new CurveChart(view, "Processor of each member, cores"), memory: new CurveChart(view, "Memory of each member, MB"), sent: new CurveChart(view, "Sent by each member over sockets, MB/s"), age: new CurveChart(view, "Staleness of the gradients of each worker, updates in the mean") };
+  for (const chart of [charts.rate, ...Object.values(used)]) chart.isFromZero = true;
   const reset = element("button", { type: "button", onclick: () => view.reset() }, "Show all");
   const help = element("span", { className: "soft" }, "Drag to zoom; with a chart in focus: arrows move the cursor, + and − zoom, Escape shows all.");
-  const whole = element("div", {});
+  const whole = element("div", {}), logs = logsOf(path, () => overview.marks);
+  lanes.onMark = (mark) => logs.showAt(mark.at);
   main.replaceChildren(element("h1", {}, name, " ", state), bar, diagnosis, facts, element("div", { className: "row" }, reset, help),
-    lanes.figure, ...Object.values(charts).map((chart) => chart.figure), ...Object.values(used).map((chart) => chart.figure), whole, logsOf(path), jobOf(path));
-  let overview = null;
+    lanes.figure, ...Object.values(charts).map((chart) => chart.figure), whole, ...Object.values(used).map((chart) => chart.figure), logs.section, jobOf(path));
   const drawCurves = async () => {
     const part = `begin=${view.begin}&end=${view.end}`;
     const [series, spent] = await Promise.all([ask(`${path}/series?${part}&columns=${COLUMNS}`), ask(`${path}/lanes?${part}&columns=${Math.ceil(COLUMNS / 3)}`)]);
@@ -28,10 +30,10 @@ export async function showRun(main, name) {
       chart.figure.hidden = !(key in overview.curves);
       chart.draw([{ name: chart.title, ...series.curves[key] }], shown);
     }
-    const byMember = Object.fromEntries(Object.entries(spent.members).map(([name, each]) => [name.replace(/-(?=\d+$)/, " "), each]));
+    const byMember = spent.members;
     lanes.draw({ ...Object.fromEntries(Object.keys(byMember).map((name) => [name, []])), ...overview.members }, overview.marks, byMember);
     for (const [key, chart] of Object.entries(used)) {
-      const series = curvesOf(byMember, key, key === "cpu" ? 1 : 1e-6, (place) => view.begin + (place + 0.5) / spent.columns * (view.end - view.begin));
+      const series = curvesOf(byMember, key, key === "memory" || key === "sent" ? 1e-6 : 1, (place) => view.begin + (place + 0.5) / spent.columns * (view.end - view.begin));
       chart.figure.hidden = !series.some((each) => each.high.some((value) => value > 0));
       chart.draw(series, shown);
     }
@@ -47,9 +49,9 @@ export async function showRun(main, name) {
     const more = [];
     if (overview.seconds_left !== null) more.push(["time left", duration(overview.seconds_left)]);
     if (overview.workers && overview.state === "running") more.push(["workers", overview.workers[0] === overview.workers[1] ? String(overview.workers[0]) : `${overview.workers[0]} of ${overview.workers[1]} wanted`]);
-    facts.replaceChildren(...more.concat(overview.rows).filter(([label]) => label !== "run").map(([label, value]) => element("div", {}, element("dt", {}, label), element("dd", {}, value))));
+    facts.replaceChildren(...more.concat(overview.rows).filter(([label, value]) => label !== "run" && (label !== "state" || value !== overview.state)).map(([label, value]) => element("div", {}, element("dt", {}, label), element("dd", {}, value))));
     // Not while a table of it is open: it would close.
-    if (!whole.querySelector("details[open]")) whole.replaceChildren(...[sharesOf(overview.phases), stalenessOf(overview.staleness), roundsOf(overview.rounds), predictionOf(overview.facts)].filter((each) => each));
+    if (!whole.querySelector("details[open]")) whole.replaceChildren(...[sharesOf(overview.phases), passesOf(overview.passes), stalenessOf(overview.staleness), roundsOf(overview.rounds), predictionOf(overview.facts, overview.predicted, overview.phases)].filter((each) => each));
     await drawCurves();
   };
   view.addEventListener("zoom", () => drawCurves());
@@ -69,7 +71,7 @@ export async function showRun(main, name) {
 
 // Of up to six members a curve each; of more the lowest and the highest of all.
 function curvesOf(members, key, factor, x) {
-  const names = Object.keys(members), series = [];
+  const names = Object.keys(members).filter((name) => key in members[name]), series = [];
   const add = (name, values) => {
     const places = values.map((each, place) => place).filter((place) => values[place] !== null);
     series.push({ name, x: places.map(x), low: places.map((place) => factor * values[place][0]), high: places.map((place) => factor * values[place][1]) });
@@ -82,17 +84,32 @@ function curvesOf(members, key, factor, x) {
   return series;
 }
 
-function logsOf(path) {
-  const text = element("pre", { tabIndex: 0, ariaLabel: "logs" });
-  const details = element("details", {}, element("summary", {}, "Logs of all members, by time"), text);
-  details.addEventListener("toggle", async () => {
-    if (!details.open) return;
+// The lines of all members by time, with what happened to the run between them; `showAt` goes to a moment of it.
+function logsOf(path, marksOf) {
+  const list = element("ol", { className: "logs", tabIndex: 0, ariaLabel: "logs" });
+  const details = element("details", {}, element("summary", {}, "Logs of all members, by time"), list);
+  const fill = async () => {
     try {
-      const lines = await ask(`${path}/logs`);
-      text.textContent = lines.map(([member, line]) => `${member.padEnd(12)} | ${line}`).join("\n") || "no logs yet";
-    } catch (problem) { text.textContent = problem.message; }
-  });
-  return element("section", {}, element("h2", {}, "Logs"), details);
+      const lines = (await ask(`${path}/logs`)).map(([member, text, at]) => ({ at, text: `${member.padEnd(12)} | ${text}`, style: "" }));
+      const begin = lines[0]?.at ?? 0;
+      const marks = marksOf().filter((mark) => mark.at >= begin || !lines.length).map((mark) => ({ at: mark.at, text: `${duration(mark.at)}  ${mark.text}`, style: `happened ${mark.kind}` }));
+      const all = [...marks, ...lines].sort((one, other) => one.at - other.at);
+      list.replaceChildren(...all.map((each) => { const item = element("li", { className: each.style, tabIndex: -1 }, each.text); item.dataset.at = each.at; return item; }));
+      if (!all.length) list.replaceChildren(element("li", {}, "no logs yet"));
+    } catch (problem) { list.replaceChildren(element("li", { className: "error" }, problem.message)); }
+  };
+  let isFilled = null;
+  details.addEventListener("toggle", () => { if (details.open) isFilled ??= fill(); else isFilled = null; });
+  const showAt = async (at) => {
+    isFilled ??= fill();
+    details.open = true;
+    await isFilled;
+    const items = [...list.children].filter((item) => item.dataset.at !== undefined);
+    const item = items.find((each) => Number(each.dataset.at) >= at - 0.0005) ?? items.at(-1);
+    item?.scrollIntoView({ block: "center" });
+    item?.focus({ preventScroll: true });
+  };
+  return { section: element("section", {}, element("h2", {}, "Logs"), details), showAt };
 }
 
 function jobOf(path) {

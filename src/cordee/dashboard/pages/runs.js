@@ -1,7 +1,7 @@
 // The list of runs; those that are ticked are compared.
 
 import { CurveChart, View, COLUMNS, shape } from "./chart.js";
-import { ask, duration, element, moment, number, percent } from "./format.js";
+import { ask, duration, element, moment, number, percent, shortPercent } from "./format.js";
 
 export async function showRuns(main) {
   const ticked = new Set();
@@ -50,7 +50,7 @@ async function compare(names, place) {
   const view = new View();
   view.setFull(Math.max(...overviews.map((each) => each.end - each.first_step)));
   const kinds = { accuracy: "Test accuracy", loss: "Training loss", rate: "Samples per second" };
-  const charts = Object.fromEntries(Object.entries(kinds).map(([key, title]) => [key, new CurveChart(view, title, 190)]));
+  const charts = Object.fromEntries(Object.entries(kinds).map(([key, title]) => [key, new CurveChart(view, title, 190, key === "accuracy" ? shortPercent : number)]));
   const draw = async () => {
     const all = await Promise.all(names.map(async (name, place) => {
       const shift = overviews[place].first_step;  // each begins with its first step
@@ -61,9 +61,9 @@ async function compare(names, place) {
     for (const [key, chart] of Object.entries(charts)) chart.draw(all.map((each, place) => ({ name: names[place], ...each.curves[key] })));
   };
   view.addEventListener("zoom", draw);
-  const legend = element("ul", {}, ...names.map((name, place) => {
+  const legend = element("ol", {}, ...names.map((name, place) => {
     const final = overviews[place].rows.find(([label]) => label === "test");
-    return element("li", {}, `${place + 1}. ${name} (${["solid", "dashed", "dotted", "dash-dot", "fine dots", "long dashes"][place % 6]}): ${overviews[place].step.toLocaleString("en")} steps, ${duration(overviews[place].end)}${final ? `, ${final[1]}` : ""}`);
+    return element("li", {}, `${name} (${["solid", "dashed", "dotted", "dash-dot", "fine dots", "long dashes"][place % 6]}): ${overviews[place].step.toLocaleString("en")} steps, ${duration(overviews[place].end)}${final ? `, ${final[1]}` : ""}`);
   }));
   place.replaceChildren(element("h2", {}, "Comparison, by the time since the first step"), legend, ...Object.values(charts).map((chart) => chart.figure));
   await draw();

@@ -72,7 +72,7 @@ def main(argument: dict[str, Any]) -> int:
                     target=_leave_when_asked, args=(leave_asked, is_over, link, server, service), daemon=True
                 )
                 leaving.start()
-                with _recording(spec, is_over):
+                with _recording(spec, service):
                     server.run(is_over.is_set)
         except Exception as error:
             log.exception("%s cannot continue", spec.name)
@@ -82,14 +82,19 @@ def main(argument: dict[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def _recording(spec: MemberSpec, is_over: threading.Event) -> Iterator[None]:
-    """Inside, the processor time, memory and traffic of this process are recorded, where the run directory is."""
+def _recording(spec: MemberSpec, service: ParameterService) -> Iterator[None]:
+    """Inside, what this process uses and how old gradients are is recorded, where the run directory is."""
     run_dir = Path(spec.run_dir)
     if not has_run_directory(run_dir, spec.run_id):
         yield
         return
     folder = TimelineFolder(run_dir)
-    timeline = Timeline(spec.name, lambda line: folder.write(spec.name, line), sent_bytes=lambda: SENT.num_bytes)
+    timeline = Timeline(
+        spec.name,
+        lambda line: folder.write(spec.name, line),
+        sent_bytes=lambda: SENT.num_bytes,
+        take_ages=service.take_ages,
+    )
     has_ended = threading.Event()
 
     def record() -> None:

@@ -16,7 +16,10 @@ from cordee.strategies.strategy import Requirements
 
 
 class Federated:
-    """Checks a job; the coordinator and the workers are processes with loops of their own."""
+    """Clients train on private data of their own; a server averages their updates, round after round.
+
+    Only checks a job: the coordinator and the workers are processes with loops of their own.
+    """
 
     def __init__(self, job: Job, settings: FederatedSettings, computation: Computation) -> None:
         self.settings = settings

@@ -41,6 +41,7 @@ class ParameterService(ReplicatedService):
     ) -> None:
         super().__init__()
         self._shard = shard
+        self.take_ages = shard.take_ages
         self._is_fixed = is_fixed
         self._codecs = {
             index: make_codec(settings.compression, settings.topk, state.piece.length, layout.dtype)

@@ -295,6 +295,7 @@ class ParameterShard:
         self._next_agreed: tuple[int, dict[str, Tensor]] | None = None  # of a step that waits to be applied
         self._agreed_step = -1  # that `agreed` is of
         self.ages = [0]
+        self._new_ages: dict[str, tuple[int, int, int]] = {}  # by worker: how many, their sum, the highest
         self._first = min(self.pieces)
         self._extras: dict[str, tuple[int, dict[str, Tensor]]] = {}  # worker -> (unit, its buffers)
 
@@ -309,7 +310,7 @@ class ParameterShard:
         age = state.version - push.base
         outcome = state.push(push, gradient)
         if push.piece == self._first and outcome.outcome in ("applied", "staged"):
-            self._record_age(max(age, 0))
+            self._record_age(push.worker, max(age, 0))
         return outcome
 
     def keep_extras(self, worker: str, unit: int, buffers: dict[str, Tensor]) -> None:
@@ -411,8 +412,18 @@ class ParameterShard:
         for state in self.pieces.values():
             state.forget(worker)
 
-    def _record_age(self, age: int) -> None:
+    def take_ages(self) -> dict[str, tuple[int, int, int]]:
+        """Return how old gradients were since the last call, by worker: how many, the sum of their ages, the highest.
+
+        May be called by another thread: a gradient that comes meanwhile may be left out.
+        """
+        taken, self._new_ages = self._new_ages, {}
+        return taken
+
+    def _record_age(self, worker: str, age: int) -> None:
         age = min(age, MAX_AGE)
+        count, total, highest = self._new_ages.get(worker, (0, 0, 0))
+        self._new_ages[worker] = count + 1, total + age, max(highest, age)
         if age >= len(self.ages):
             self.ages += [0] * (age + 1 - len(self.ages))
         self.ages[age] += 1

@@ -1,22 +1,44 @@
-"""A stage whose backward pass is split: first the gradients of its inputs, later those of its parameters."""
+"""A stage whose backward pass may be split: first the gradients of its inputs, later those of its parameters."""
 
 from __future__ import annotations
 
+from time import perf_counter_ns
 from typing import Any
 
 import torch
 from torch.distributed.pipelining import PipelineStage
 
+from cordee.core.passes import PASSES, PassKind
+
 
 class SplittableStage(PipelineStage):
-    """A stage of torch, which trains parameters that are used in several places."""
+    """A stage of torch, which trains parameters that are used in several places, and whose passes are recorded."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **keywords: Any) -> Any:
+        if not PASSES.is_on:
+            return super().forward_one_chunk(fwd_chunk_id, *args, **keywords)
+        begin_ns = perf_counter_ns()
+        outputs = super().forward_one_chunk(fwd_chunk_id, *args, **keywords)
+        PASSES.add(PassKind.FORWARD, self.stage_index, fwd_chunk_id, begin_ns)
+        return outputs
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **keywords: Any) -> Any:
+        if not PASSES.is_on:
+            return super().backward_one_chunk(bwd_chunk_id, *args, **keywords)
+        begin_ns = perf_counter_ns()
+        gradients = super().backward_one_chunk(bwd_chunk_id, *args, **keywords)
+        PASSES.add(PassKind.BACKWARD, self.stage_index, bwd_chunk_id, begin_ns)
+        return gradients
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        begin_ns = perf_counter_ns()
         groups = self.backward_state.get(bwd_chunk_id, (None, None))[1]
         if groups:
             groups[:] = join_groups(groups)
             own_gradients(groups)
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if PASSES.is_on:
+            PASSES.add(PassKind.WEIGHTS, self.stage_index, bwd_chunk_id, begin_ns)
 
 
 def join_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -412,3 +412,13 @@ def test_a_second_that_is_given_the_buffers_again_has_those_of_the_first() -> No
     second.restore_extras(first.dump_extras())
     second.apply_pending_extras(0)
     assert torch.equal(second.agreed["mean"], torch.tensor([2.0]))
+
+
+def test_how_old_the_gradients_of_each_worker_are_is_taken_once() -> None:
+    servers = Servers(make_model(), num_servers=1, staleness="unbounded")
+    gradient = torch.zeros(servers.layout.length)
+    for unit, (worker, base) in enumerate([("worker-0", 0), ("worker-1", 0), ("worker-1", 0), ("worker-0", 3)]):
+        servers.push(gradient, 0, unit=unit, step=unit, share=0, num_shares=1, base=base, worker=worker)
+    (shard,) = servers.shards
+    assert shard.take_ages() == {"worker-0": (2, 0, 0), "worker-1": (2, 3, 2)}
+    assert shard.take_ages() == {}
