@@ -14,6 +14,7 @@ from cordee.monitoring.files import open_regular
 from cordee.monitoring.run_directory import EVENTS_FILE
 
 _SPARKS = 40  # points of a sparkline
+_WITH_LOSS = (b'{"type":"step"', b'{"type":"round"')
 _SPARK_BYTES = 4096  # that are read for each
 _MOST_SPARKLINES = 1000  # that are kept
 _BLOCK = 64  # points whose extremes are kept beside them
@@ -110,8 +111,8 @@ class Sparklines:
 
 
 def _first_loss(content: bytes, *, is_last: bool) -> list[float]:
-    """Return the loss of the first step, or of the last, of whole lines in a part of a file; at most one."""
-    found = [kinds.decode_event(line) for line in content.split(b"\n")[:-1] if line.startswith(b'{"type":"step"')]
-    losses = [event.loss for event in found if isinstance(event, kinds.Step) and event.loss is not None]
+    """Return the loss of the first step or round, or of the last, of whole lines in a part of a file; at most one."""
+    found = [kinds.decode_event(line) for line in content.split(b"\n")[:-1] if line.startswith(_WITH_LOSS)]
+    losses = [event.loss for event in found if isinstance(event, kinds.Step | kinds.Round) and event.loss is not None]
     losses = [loss for loss in losses if math.isfinite(loss)]
     return losses[-1:] if is_last else losses[:1]

@@ -33,7 +33,9 @@ def diagnose_phases(totals: Mapping[str, list[int]], *, has_stages: bool = False
     if (share := shares[hungry][Phase.DATA]) >= _MUCH:
         return f"{in_words(hungry)} waits for its data {share:.0%} of the time: raise data.processes"
     waiting = max(shares, key=lambda name: shares[name][Phase.WAIT])
-    if len(shares) > 1 and (share := shares[waiting][Phase.WAIT]) >= _MUCH:
+    sending = max(shares, key=lambda name: shares[name][Phase.EXCHANGE])
+    is_waited_more = shares[waiting][Phase.WAIT] >= shares[sending][Phase.EXCHANGE]
+    if len(shares) > 1 and is_waited_more and (share := shares[waiting][Phase.WAIT]) >= _MUCH:
         # In seconds: a member that has trained alone while the others were lost has smaller shares for that reason.
         slowest = min(known, key=lambda name: known[name][Phase.WAIT])
         if slowest != waiting and known[slowest][Phase.WAIT] < known[waiting][Phase.WAIT] / 2:
@@ -44,7 +46,6 @@ def diagnose_phases(totals: Mapping[str, list[int]], *, has_stages: bool = False
                 "or move layers with strategy.placement"
             )
         return f"the workers wait {share:.0%} of the time for each other: their steps differ in length"
-    sending = max(shares, key=lambda name: shares[name][Phase.EXCHANGE])
     if (share := shares[sending][Phase.EXCHANGE]) >= _MUCH:
         return (
             f"{in_words(sending)} exchanges {share:.0%} of the time: raise training.batch_size, "

@@ -193,6 +193,8 @@ def test_the_list_of_runs_shows_the_loss_at_a_glance(run: Path) -> None:
     assert listed["faults"] == 1
     (run / "events.jsonl").unlink()
     assert Runs(run.parent).list()[0]["losses"] == []
+    write(run, *(events.Round(time=1.0, round=n, num_asked=1, num_took_part=1, loss=1.0 / n) for n in range(1, 99)))
+    assert Runs(run.parent).list()[0]["losses"][0] == 1.0, "rounds of clients have a loss too"
 
 
 def test_phases_are_on_the_axis_of_the_events(run: Path) -> None:

@@ -282,6 +282,10 @@ def test_stages_that_wait_for_each_other_need_other_advice_than_copies() -> None
             "the workers wait 40% of the time for each other: their steps differ in length",
         ),
         (
+            {"worker-0": phases(compute=0.2, exchange=0.5, wait=0.3), "worker-1": phases(exchange=0.7, wait=0.3)},
+            "worker 1 exchanges 70% of the time: raise training.batch_size, or see docs/how-to/slow-links.md",
+        ),
+        (
             {"worker-0": phases(compute=0.5, exchange=0.5)},
             "worker 0 exchanges 50% of the time: raise training.batch_size, or see docs/how-to/slow-links.md",
         ),

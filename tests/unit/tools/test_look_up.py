@@ -70,7 +70,7 @@ def test_a_template_is_whole_and_is_not_written_twice(name: str, tmp_path: Path)
         if path.suffix == ".toml":
             Job.load(path)
     made.files[0].write_text("mine")
-    with pytest.raises(JobError, match="exists? already"):
+    with pytest.raises(JobError, match=r"exists? already"):
         write_template(name, tmp_path / "new")
     assert made.files[0].read_text() == "mine"
 

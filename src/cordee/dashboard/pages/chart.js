@@ -4,7 +4,7 @@ import { duration, element, number } from "./format.js";
 
 // As wide as the page, so that labels have the size of other text on a phone too.
 export const WIDTH = Math.max(320, Math.min(1240, document.getElementById("main").clientWidth - 20));
-const LEFT = 66, RIGHT = 12, TOP = 10, BOTTOM = 22;
+const LEFT = 78, RIGHT = 12, TOP = 10, BOTTOM = 22;
 const SIGNS = { lost: "✕", rejoined: "+", fault: "✶", recovery: "↻", resumed: "▶", checkpoint: "◆", generation: "G", scale: "±", warning: "!", left: "←", end: "■" };
 
 export function shape(name, attributes = {}, text = "") {

@@ -21,7 +21,7 @@ export async function showRun(main, name) {
   const whole = element("div", {}), logs = logsOf(path, () => overview.marks);
   lanes.onMark = (mark) => logs.showAt(mark.at);
   main.replaceChildren(element("h1", {}, name, " ", state), bar, diagnosis, facts, element("div", { className: "row" }, reset, help),
-    lanes.figure, ...Object.values(charts).map((chart) => chart.figure), whole, ...Object.values(used).map((chart) => chart.figure), logs.section, jobOf(path));
+    lanes.figure, ...Object.values(charts).map((chart) => chart.figure), used.age.figure, whole, used.cpu.figure, used.memory.figure, used.sent.figure, logs.section, jobOf(path));
   const drawCurves = async () => {
     const part = `begin=${view.begin}&end=${view.end}`;
     const [series, spent] = await Promise.all([ask(`${path}/series?${part}&columns=${COLUMNS}`), ask(`${path}/lanes?${part}&columns=${Math.ceil(COLUMNS / 3)}`)]);
@@ -71,15 +71,15 @@ export async function showRun(main, name) {
 
 // Of up to six members a curve each; of more the lowest and the highest of all.
 function curvesOf(members, key, factor, x) {
-  const names = Object.keys(members).filter((name) => key in members[name]), series = [];
+  const names = Object.keys(members), has = names.filter((name) => key in members[name]), series = [];
   const add = (name, values) => {
     const places = values.map((each, place) => place).filter((place) => values[place] !== null);
     series.push({ name, x: places.map(x), low: places.map((place) => factor * values[place][0]), high: places.map((place) => factor * values[place][1]) });
   };
-  if (names.length <= 6) for (const name of names) add(name, members[name][key].map((value) => (value === null ? null : [value, value])));
+  if (names.length <= 6) for (const name of names) add(name, (members[name][key] ?? []).map((value) => (value === null ? null : [value, value])));
   else {
-    const all = members[names[0]][key].map((_, place) => names.map((name) => members[name][key][place]).filter((value) => value !== null));
-    add(`${names.length} members`, all.map((values) => (values.length ? [Math.min(...values), Math.max(...values)] : null)));
+    const all = (members[has[0]]?.[key] ?? []).map((_, place) => has.map((name) => members[name][key][place]).filter((value) => value !== null));
+    add(`${has.length} members`, all.map((values) => (values.length ? [Math.min(...values), Math.max(...values)] : null)));
   }
   return series;
 }
