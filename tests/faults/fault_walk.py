@@ -206,7 +206,7 @@ TURNS = (
     of("scale out", "coordinator", 20, 25, 30),
     of("leave", "coordinator", 15, 20),
     of("interrupt", "coordinator", 15, 20),
-    of("coordinator", "coordinator", 20),
+    of("coordinator", "coordinator", 13),  # of its replacement; a busy coordinator takes fewer, longer turns
 )
 
 WALK: dict[str, Walk] = {
