@@ -143,8 +143,11 @@ class RaySource(AgentSource):
         num_cpus = sum(_cpus_of(node["Resources"]) for node in nodes)
         address = self._ray.get_runtime_context().gcs_address
         origin = ", started on this host for this run" if self._is_new else ""
+        num_gpus = int(sum(node["Resources"].get("GPU", 0) for node in nodes))
+        gpus = f", {_count(num_gpus, 'GPU')}" if self._num_gpus else ""
         return (
-            f"Ray {self._ray.__version__} at {address}, {_count(len(nodes), 'node')}, {_count(num_cpus, 'CPU')}{origin}"
+            f"Ray {self._ray.__version__} at {address}, {_count(len(nodes), 'node')}, "
+            f"{_count(num_cpus, 'CPU')}{gpus}{origin}"
         )
 
     def capacity(self) -> Capacity:
@@ -156,15 +159,23 @@ class RaySource(AgentSource):
         address = here if others or may_grow else ""
         group = self._ray.util.get_current_placement_group()
         if group is not None:
-            own = self._ray.get_runtime_context().get_assigned_resources().get("CPU", 0)
-            bundles = sum(bundle.get("CPU", 0) for bundle in group.bundle_specs)
-            return Capacity({"placement group": int(bundles - own)}, is_limit=True, address=address)
+            own = self._ray.get_runtime_context().get_assigned_resources()
+            total = {
+                kind: sum(bundle.get(kind, 0) for bundle in group.bundle_specs) - own.get(kind, 0)
+                for kind in ("CPU", "GPU")
+            }
+            return Capacity({"placement group": self._slots_in(total)}, is_limit=True, address=address)
         free = _free_by_node(self._ray)
         slots: dict[str, int] = {}
         for node in nodes:
             host = node["NodeManagerHostname"]
-            slots[host] = slots.get(host, 0) + _cpus_of(free.get(node["NodeID"], {}))
+            slots[host] = slots.get(host, 0) + self._slots_in(free.get(node["NodeID"], {}))
         return Capacity(slots, may_grow=may_grow, is_limit=True, address=address)
+
+    def _slots_in(self, resources: dict[str, float]) -> int:
+        """Return how many agents they are enough for."""
+        num_cpus = _cpus_of(resources)
+        return min(num_cpus, int(resources.get("GPU", 0)) // self._num_gpus) if self._num_gpus else num_cpus
 
     def start(self, order: AgentOrder) -> None:
         options: dict[str, Any] = {
