@@ -102,7 +102,13 @@ class AgentLost(msgspec.Struct, frozen=True, tag=True):
     keeps_processes: bool = True  # those that it started continue; else their ends are reported as well
 
 
-Report = Started | Exited | CannotStart | Waiting | Working | AgentLost
+class EngineWaits(msgspec.Struct, frozen=True, tag=True):
+    """Processes have waited long for slots. For people: once, until there are slots again."""
+
+    how: str
+
+
+Report = Started | Exited | CannotStart | Waiting | Working | AgentLost | EngineWaits
 ProcessReport = Started | Exited | Waiting | Working  # what a coordinator hears
 
 

@@ -25,6 +25,7 @@ from cordee.cluster.engine import (
     AgentLost,
     CannotStart,
     Engine,
+    EngineWaits,
     Exited,
     ProcessReport,
     ProcessSpec,
@@ -231,6 +232,8 @@ class Supervisor:
             self._heard_s = time.monotonic()  # a coordinator that was asked for has to wait for the next agent
             if report.keeps_processes:
                 self._monitor.emit(events.ForkServerLost(pid=report.pid, reason=report.how))
+            self._monitor.emit(events.Warned(message=report.how))
+        elif isinstance(report, EngineWaits):
             self._monitor.emit(events.Warned(message=report.how))
         elif isinstance(report, CannotStart):
             raise TrainingError(f"a process of the run cannot be started: {report.reason}")

@@ -25,6 +25,7 @@ from cordee.cluster.engine import (
     AgentLost,
     CannotStart,
     Capacity,
+    EngineWaits,
     Exited,
     ProcessSpec,
     Report,
@@ -59,6 +60,7 @@ from cordee.core.errors import CommunicationError, JobError
 log = logging.getLogger("cordee.agents")
 
 WAITING_EVERY_S = 1.0  # between two reports that a process waits for a slot
+LONG_WAIT_S = 30.0  # after which people are told
 RESEND_S = 1.0  # after which a command that was not carried out is sent again
 CLOSE_S = 3.0  # that agents have to end their processes
 
@@ -82,6 +84,8 @@ class AgentEngine:
         self._lock = threading.RLock()
         self._reports: deque[Report] = deque()
         self._next_waiting_s = 0.0
+        self._waits_since_s: float | None = None
+        self._has_said = False  # that processes wait
         self._last_failure = ""
         self._peers: dict[int, Peer] = {}
         self._is_closing = threading.Event()
@@ -219,6 +223,19 @@ class AgentEngine:
             self._next_waiting_s = now_s + WAITING_EVERY_S
             for spec in agents.queue.values():
                 self._report(Waiting(spec.index, spec.incarnation))
+        self._say_who_waits(now_s)
+
+    def _say_who_waits(self, now_s: float) -> None:
+        """Nothing else is heard of a cluster that gives no slot: it may be full, or its autoscaler at work."""
+        num_waiting = len(self._agents.queue)
+        if not num_waiting:
+            self._waits_since_s, self._has_said = None, False
+        elif self._waits_since_s is None:
+            self._waits_since_s = now_s
+        elif not self._has_said and now_s - self._waits_since_s > LONG_WAIT_S:
+            self._has_said = True
+            who = "a process waits for a slot" if num_waiting == 1 else f"{num_waiting} processes wait for slots"
+            self._report(EngineWaits(f"{who} since {LONG_WAIT_S:g} s ({self._source.describe()})"))
 
     def _lose(self, record: AgentRecord, how: str) -> None:
         if record.fate:

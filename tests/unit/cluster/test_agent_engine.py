@@ -1,0 +1,58 @@
+"""The engine of agents, with a source of agents that gives none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from cordee.cluster.engine import Capacity, EngineWaits, ProcessSpec
+from cordee.cluster.engines import agent_engine
+from cordee.cluster.engines.agent_engine import AgentEngine
+from cordee.cluster.engines.agent_messages import AgentOrder
+from cordee.cluster.engines.agents import AgentEnded, AgentSource, EngineRequest
+from cordee.core import Job
+
+
+class _Empty(AgentSource):
+    """A cluster that may grow, and does not."""
+
+    def describe(self) -> str:
+        return "a cluster of nothing"
+
+    def capacity(self) -> Capacity:
+        return Capacity({}, may_grow=True, is_limit=True)
+
+    def start(self, order: AgentOrder) -> None:
+        pass
+
+    def ended(self) -> Sequence[AgentEnded]:
+        return ()
+
+    def stop(self, number: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def engine() -> Iterator[AgentEngine]:
+    job = Job.coerce({"model": {"use": "mlp"}, "data": {"use": "iris"}})
+    engine = AgentEngine(_Empty(), (), EngineRequest(job=job, num_slots=2))
+    yield engine
+    engine.close()
+
+
+def test_that_nobody_gets_a_slot_is_said_once(engine: AgentEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_engine, "LONG_WAIT_S", 0.1)
+    for index in range(2):
+        engine.start(ProcessSpec.new(index, "a:b", {}))
+    found = [report for _ in range(20) for report in engine.reports(0.05) if isinstance(report, EngineWaits)]
+    assert [report.how for report in found] == ["2 processes wait for slots since 0.1 s (a cluster of nothing)"]
+    for index in range(2):
+        engine.signal(index, "kill")
+    list(engine.reports())
+    engine.start(ProcessSpec.new(0, "a:b", {}))
+    found = [report for _ in range(20) for report in engine.reports(0.05) if isinstance(report, EngineWaits)]
+    assert [report.how for report in found] == ["a process waits for a slot since 0.1 s (a cluster of nothing)"]
