@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from cordee.cluster.member_channel import MemberChannel
 from cordee.cluster.members import MemberRecord
 from cordee.cluster.policies import Stragglers
 from cordee.communication.channel import Received
-from cordee.communication.messages import Accepted, Failure, Join, Message, Refused
+from cordee.communication.messages import Accepted, Join, Message, Refused
 from cordee.core.fault_points import reach
 from cordee.data import Ledger, Unit
 from cordee.monitoring import events
@@ -33,6 +32,7 @@ from cordee.runs.dispatched.messages import (
     TakeWork,
     Work,
 )
+from cordee.runs.dispatched.on_demand_dispatcher import OnDemandDispatcher
 from cordee.runs.dispatched.plan import RunPlan
 from cordee.runs.dispatched.server_registry import ServerRegistry
 from cordee.runs.dispatched.snapshot_scheduler import SnapshotScheduler
@@ -42,7 +42,7 @@ from cordee.training.progress import Progress
 
 
 @dataclass
-class Dispatcher(MemberChannel):
+class Dispatcher(OnDemandDispatcher):
     """Answers the processes of one run."""
 
     plan: RunPlan
@@ -52,7 +52,6 @@ class Dispatcher(MemberChannel):
     elapsed_s: Callable[[], float]
     rate: Callable[[int], float]
     restored: DispatcherState | None = None  # of the coordinator before this one
-    failures: list[tuple[str, Failure]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +67,6 @@ class Dispatcher(MemberChannel):
             self.plan.policy.patience = self.progress.patience
             assert self._state.ledger is not None
             self.ledger.restore(self._state.ledger)
-        self._waiting: dict[str, Received] = {}  # worker -> its request for work
         state, wants_followers = self._state, self.plan.settings.replicas > 1
         self.servers = ServerRegistry(state.slots, self.members.records, self._reply, wants_followers=wants_followers)
         self.metrics = StepMetrics(self.plan, self.progress, state.metrics, self.emit, self.show, self.rate)
@@ -85,6 +83,18 @@ class Dispatcher(MemberChannel):
     @property
     def outcome(self) -> Outcome:
         return self._state.outcome
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+    @property
+    def min_workers(self) -> int:
+        return self.plan.job.cluster.min_workers
+
+    @property
+    def is_final(self) -> bool:
+        return self._state.is_final
 
     @property
     def is_over(self) -> bool:
@@ -110,7 +120,6 @@ class Dispatcher(MemberChannel):
         self._state.barrier = min(self._state.barrier, max(begun, ledger.committed_steps))
 
     def give_up(self, end_reason: str) -> None:
-        """Have what is there saved, and end the run early, for `end_reason`."""
         self.outcome.end_reason = end_reason
         self.stop("interrupt")
 
@@ -173,12 +182,6 @@ class Dispatcher(MemberChannel):
             if has_worked and self.servers.serves(record.name):
                 self._restart_from(record.index, join.step)
         self.servers.answer_waiting()
-
-    def _take_failure(self, record: MemberRecord, failure: Failure) -> None:
-        self.failures.append((record.name, failure))
-
-    def _take_bye(self, record: MemberRecord) -> None:
-        record.phase = "finished"
 
     def _reach(self, message: Message) -> None:
         reach(f"dispatch.answer.{type(message).__name__.lower()}")
@@ -244,31 +247,10 @@ class Dispatcher(MemberChannel):
             snapshots.resume()
         self._hand_out()
 
-    @property
-    def active_workers(self) -> list[str]:
-        """The workers that are there to stay."""
-        return [record.name for record in self.members.staying_workers if record.phase == "joined"]
-
-    def _release_leaving(self) -> None:
-        """Send those home that are to leave, unless nobody could continue without them."""
-        leaving = [name for name in self._waiting if self.members.records[name].is_leaving]
-        if not leaving or self._state.is_final:
-            return
-        if len(self.active_workers) < self.plan.min_workers:
-            # They stay for as long as it takes to save.
-            self.give_up(f"{', '.join(leaving)} had to leave, and too few workers are left to continue")
-            return
-        for name in leaving:
-            record = self.members.records[name]
-            self._reply(self._waiting.pop(name), Leave())
-            if not record.is_released:
-                record.is_released = True
-                self.emit(events.WorkerLeft(worker=record.index, step=self.progress.step))
-
     def _hand_out(self) -> None:
         ledger, staleness = self.ledger, self.plan.max_staleness
         limit = self._state.barrier
-        if len(self.active_workers) < self.plan.min_workers and not self._state.is_final:
+        if self.has_too_few_workers:
             return  # others are waited for
         if staleness is not None:
             limit = min(limit, ledger.committed_steps + staleness + 1)
@@ -310,10 +292,6 @@ class Dispatcher(MemberChannel):
     def _end(self) -> None:
         self._state.is_over = True
         self._release_waiting()
-
-    def _release_waiting(self) -> None:
-        for name in list(self._waiting):
-            self._reply(self._waiting.pop(name), Leave())
 
     def shut_down(self) -> None:
         """Tell whoever asks that there is nothing more to do."""

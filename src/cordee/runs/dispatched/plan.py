@@ -65,11 +65,6 @@ class RunPlan:
         return self.settings.drop_late
 
     @property
-    def min_workers(self) -> int:
-        """With fewer, nothing is handed out."""
-        return self.job.cluster.min_workers
-
-    @property
     def failure_timeout_s(self) -> float:
         return self.job.cluster.failure_timeout_s
 

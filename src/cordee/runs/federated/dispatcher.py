@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from cordee.checkpoint.layout import decode_values, encode_values
-from cordee.cluster.member_channel import MemberChannel
 from cordee.cluster.members import MemberRecord
 from cordee.communication.channel import Received
-from cordee.communication.messages import Failure, Join, Refused
+from cordee.communication.messages import Join, Refused
 from cordee.compute import Metrics
 from cordee.compute.schedules import constant
 from cordee.core import Job
 from cordee.core.errors import TrainingError
 from cordee.core.stopping import StopPolicy
 from cordee.monitoring import events
+from cordee.runs.dispatched.messages import Leave
+from cordee.runs.dispatched.on_demand_dispatcher import OnDemandDispatcher
 from cordee.runs.federated.board import Board, TaskKey
-from cordee.runs.federated.messages import Leave, Ping, TakeTask, Task
+from cordee.runs.federated.messages import Ping, TakeTask, Task
 from cordee.runs.federated.state import FederatedState
 
 # What the event of a round takes from the worker that finished it.
@@ -36,7 +37,7 @@ _TOLD = (
 
 
 @dataclass
-class RoundDispatcher(MemberChannel):
+class RoundDispatcher(OnDemandDispatcher):
     """Answers the workers of one run."""
 
     job: Job
@@ -46,11 +47,18 @@ class RoundDispatcher(MemberChannel):
     num_clients: int
     show: Callable[[int, float], None]  # round and loss for the progress bar
     elapsed_s: Callable[[], float]
-    failures: list[tuple[str, Failure]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._waiting: dict[str, Received] = {}
+    @property
+    def step(self) -> int:
+        return self.state.progress.step
+
+    @property
+    def min_workers(self) -> int:
+        return self.job.cluster.min_workers
+
+    @property
+    def is_final(self) -> bool:
+        return self.state.outcome.is_final
 
     @property
     def is_over(self) -> bool:
@@ -59,12 +67,7 @@ class RoundDispatcher(MemberChannel):
     @property
     def is_ending(self) -> bool:
         """Whether the run ends with the round that is under way."""
-        return self.state.outcome.is_final or self.is_over
-
-    @property
-    def active_workers(self) -> list[str]:
-        """The workers that are there to stay."""
-        return [record.name for record in self.members.staying_workers if record.phase == "joined"]
+        return self.is_final or self.is_over
 
     def serve(self, timeout_s: float) -> None:
         super().serve(timeout_s)
@@ -79,7 +82,6 @@ class RoundDispatcher(MemberChannel):
             outcome.is_final, outcome.stopped_by = True, reason
 
     def give_up(self, end_reason: str) -> None:
-        """End the run after the round that is under way, for `end_reason`."""
         self.state.outcome.end_reason = end_reason
         self.stop("interrupt")
 
@@ -91,8 +93,7 @@ class RoundDispatcher(MemberChannel):
 
     def shut_down(self) -> None:
         """Tell whoever asks that there is nothing more to do."""
-        for name in list(self._waiting):
-            self._reply(self._waiting.pop(name), Leave())
+        self._release_waiting()
 
     def _handle_own(self, received: Received, record: MemberRecord) -> None:
         match received.message:
@@ -110,29 +111,8 @@ class RoundDispatcher(MemberChannel):
     def _take_join(self, record: MemberRecord, join: Join) -> None:
         pass
 
-    def _take_failure(self, record: MemberRecord, failure: Failure) -> None:
-        self.failures.append((record.name, failure))
-
-    def _take_bye(self, record: MemberRecord) -> None:
-        record.phase = "finished"
-
-    def _release_leaving(self) -> None:
-        leaving = [name for name in self._waiting if self.members.records[name].is_leaving]
-        if leaving and not self.is_ending and len(self.active_workers) < self.job.cluster.min_workers:
-            # They stay for as long as the round takes.
-            self.give_up(f"{', '.join(leaving)} had to leave, and too few workers are left to continue")
-            return
-        if self.is_ending:
-            return
-        for name in leaving:
-            record = self.members.records[name]
-            self._reply(self._waiting.pop(name), Leave())
-            if not record.is_released:
-                record.is_released = True
-                self.emit(events.WorkerLeft(worker=record.index, step=self.state.progress.step))
-
     def _hand_out(self) -> None:
-        if len(self.active_workers) < self.job.cluster.min_workers and not self.is_ending:
+        if self.has_too_few_workers:
             return  # others are waited for
         for name in list(self._waiting):
             key = self.board.take(name)

@@ -10,6 +10,7 @@ from cordee.cluster.messages import COMMON
 from cordee.communication.messages import Count, Message, Text
 from cordee.communication.wire import Limits
 from cordee.parameters.messages import Number
+from cordee.runs.dispatched.messages import Leave
 
 TaskKind = Literal["prepare", "client", "merge", "finish"]
 
@@ -47,12 +48,6 @@ class Task(Message, frozen=True):
     save: bool = False
     oldest: Count = 0  # what clients were sent before this round is not needed any more
     progress: Text = ""  # for the checkpoint
-
-
-class Leave(Message, frozen=True):
-    """There is nothing more to do."""
-
-    is_generational = False
 
 
 class Ping(Message, frozen=True):

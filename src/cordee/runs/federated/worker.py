@@ -23,11 +23,12 @@ from cordee.core.errors import CheckpointError, DataError, StorageError, Trainin
 from cordee.core.fault_points import identify
 from cordee.monitoring import events
 from cordee.monitoring.timeline import Phase, Timeline
+from cordee.runs.dispatched.messages import Leave
 from cordee.runs.dispatched.on_demand_worker import Attempt, work_until_ended
 from cordee.runs.federated.board import BLOCK_PLACES
 from cordee.runs.federated.facts import check_host, num_threads, partition_of
 from cordee.runs.federated.link import FederatedLink
-from cordee.runs.federated.messages import Leave, TakeTask, Task
+from cordee.runs.federated.messages import TakeTask, Task
 from cordee.runs.federated.picture import draw_partition
 from cordee.runs.federated.spool import RoundNumbers, Spool
 from cordee.strategies.federated.aggregation import SumTree, blocks_of, check_update, contribute

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from scripted_channel import ScriptedChannel
 
 from cordee.cluster.members import MemberRecord, Members
 from cordee.cluster.messages import Event, TimelineReport
@@ -33,23 +33,6 @@ from cordee.strategies.parameter_server import ParameterServerSettings
 from cordee.training.progress import Progress
 
 
-class Channel:
-    """Takes messages from a list and remembers the answers."""
-
-    def __init__(self) -> None:
-        self.inbox: list[Any] = []
-        self.answers: list[tuple[str, Message]] = []
-
-    def receive(self, timeout_s: float) -> Any:
-        return self.inbox.pop(0) if self.inbox else None
-
-    def reply(self, received: Any, message: Message) -> None:
-        self.answers.append((received.envelope.sender, message))
-
-    def fence(self, name: str, incarnation: int) -> None:
-        pass
-
-
 class Play:
     """One server, one evaluator, one worker, and the dispatcher between them."""
 
@@ -62,7 +45,7 @@ class Play:
             "stop": stop or {},
         })  # fmt: skip
         plan = RunPlan(job, ParameterServerSettings(**strategy), 8, 6, StopPolicy(job.stop), counts_classes=True)
-        self.channel = Channel()
+        self.channel = ScriptedChannel()
         self.events: list[AnyEvent] = []
         self.members = Members(failure_timeout_s=5.0)
         self.dispatcher = Dispatcher(
@@ -89,12 +72,7 @@ class Play:
 
     def say(self, sender: str, message: Message) -> list[tuple[str, Message]]:
         """Let a process speak; return what the dispatcher says to anybody after it."""
-        self.channel.answers.clear()
-        envelope = SimpleNamespace(sender=sender, incarnation=1)
-        self.channel.inbox.append(SimpleNamespace(envelope=envelope, message=message))
-        self.dispatcher.serve(0.0)
-        self.dispatcher.flush()
-        return list(self.channel.answers)
+        return self.channel.say(self.dispatcher, sender, message)
 
     def task_of(self, answers: list[tuple[str, Message]]) -> EvaluatorTask:
         (task,) = [message for _, message in answers if isinstance(message, EvaluatorTask)]
