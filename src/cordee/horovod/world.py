@@ -262,10 +262,6 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def process_set_ids() -> list[int]:
-    return sorted(_sets)
-
-
 def require_init() -> None:
     """Raise ValueError before `init`."""
     _require_init()

@@ -366,10 +366,6 @@ class LoopTeam:
         with self._continuation.closing():
             yield
 
-    @property
-    def has_local_gradients(self) -> bool:
-        return any(each.local_parameters() for each in self._exchanges)
-
     def _is_check_due(self) -> bool:
         number = self._num_exchanges + 1
         return number == COMPARED_FIRST or number % COMPARED_EVERY == 0

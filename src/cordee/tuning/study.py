@@ -54,7 +54,7 @@ class Study:
     """The study of one folder. Made by `open_study`."""
 
     def __init__(self, study: optuna.Study, space: Sequence[Dimension], seed: int) -> None:
-        self._study, self._space = study, list(space)
+        self._study = study
         self._distributions = {each.key: _distribution(each) for each in space}
         # Another stream for each time that the study is opened: else a resumed search would repeat its first points.
         stream = derive_seed(seed, "tune", len(study.trials)) % 2**32

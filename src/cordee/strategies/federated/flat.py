@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ class FlatModel:
             raise JobError("strategy.personal leaves no parameter that clients share: let some patterns out")
         self.names = [name for name, _ in shared]
         self.shapes = [tuple(p.shape) for _, p in shared]
-        self.personal_names = [name for name, _ in personal]
         self.num_shared = sum(p.numel() for _, p in shared)
         self.values = torch.cat([p.detach().reshape(-1) for _, p in [*shared, *personal]])
         self.gradients = torch.zeros_like(self.values)
@@ -73,8 +72,3 @@ class FlatModel:
             piece = values[start : start + buffer.numel()].view_as(buffer)
             buffer.copy_(piece if buffer.is_floating_point() else piece.round())
             start += buffer.numel()
-
-    def named_shared(self, values: Tensor) -> Mapping[str, Tensor]:
-        """Return a vector of the shared parameters as tensors by their names; views."""
-        pieces = torch.split(values, [shape.numel() for shape in map(torch.Size, self.shapes)])
-        return {name: piece.view(shape) for name, piece, shape in zip(self.names, pieces, self.shapes, strict=True)}
