@@ -55,7 +55,15 @@ from cordee.planner.prediction import Prediction
 from cordee.run import Run
 from cordee.runs import PROCESS_MODULES
 from cordee.runs.kind import KINDS, describe_own_processes, kind_of, lead_run, needs_engine
-from cordee.runs.resuming import continuing_with, find_run_path, fit_to_run, resume_command, saying_how_to_resume
+from cordee.runs.resuming import (
+    compare_data,
+    continuing_with,
+    describe_data,
+    find_run_path,
+    fit_to_run,
+    resume_command,
+    saying_how_to_resume,
+)
 from cordee.runs.script.program import is_script
 from cordee.runs.storage import Claim, RunStorage, bring_run, claimed, open_storage, storing
 from cordee.strategies.choice import choose_strategy, refuse_others_settings
@@ -146,18 +154,22 @@ def _train(
             open_processes(job)
         if job.cluster.address:
             find_listening(job.cluster.address)
+        data = describe_data(job, parts.splits)
+        changed = compare_data(path, data, is_stored=storage is not None) if resume else ""
         if resume:
             directory = RunDirectory.open_existing(path)
         elif run_dir is not None:
             directory = RunDirectory.create(path, job.to_toml())
         else:
             directory = RunDirectory.create_in(runs_folder(), job.name, job.to_toml())
-        claim = stack.enter_context(_claimed(storage, job, directory, resume, quiet))
+        claim = stack.enter_context(_claimed(storage, job, directory, data, resume, quiet))
         stack.enter_context(saying_how_to_resume(directory, _silent if quiet else _say))
         log_file = directory.launcher_log if opened else directory.worker_log()
         with directory, setup_logging(log_file, is_required=True), contextlib.ExitStack() as within:
             if resume:
-                within.enter_context(continuing_with(directory, job))
+                within.enter_context(continuing_with(directory, job, data))
+            else:
+                directory.write_data(data)
             _log_decision(asked, decision)
             with Monitor(_sinks(job, directory, quiet), member="launcher") as monitor:
                 if opened and (description := opened[0].describe()):
@@ -168,7 +180,7 @@ def _train(
                     monitor.emit(_describe_kernels(parts.job, kernels.text))
                 if decision.prediction is not None:
                     monitor.emit(_describe_prediction(decision.prediction, decision.is_sure))
-                told = [note, kernels.warning]
+                told = [note, kernels.warning, changed]
                 for warning in (*filter(None, told), *(() if resume else parts.warnings)):
                     monitor.emit(events.Warned(message=warning))
                 if asked.strategy.name == "auto":
@@ -398,12 +410,12 @@ def _program_folders() -> list[str]:
 
 @contextlib.contextmanager
 def _claimed(
-    storage: Storage | None, job: Job, directory: RunDirectory, resume: bool, quiet: bool
+    storage: Storage | None, job: Job, directory: RunDirectory, data: str, resume: bool, quiet: bool
 ) -> Iterator[Claim | None]:
     """Inside, the run has its place in the storage. A new directory is removed if it cannot have that."""
     is_claimed = False
     try:
-        with claimed(storage, job, directory, is_new=not resume, say=_silent if quiet else _say) as claim:
+        with claimed(storage, job, directory, data, is_new=not resume, say=_silent if quiet else _say) as claim:
             is_claimed = True
             yield claim
     finally:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 import small_jobs
 import torch
 from safetensors.torch import load_file
-from small_jobs import run, small_job
+from small_jobs import events_of, run, small_job
 
 import cordee
 from cordee import checkpoint, launch
 from cordee.cluster.team import Team
 from cordee.core import Job
-from cordee.core.errors import CheckpointError, CordeeError, JobError, RunDirectoryError, TrainingError
+from cordee.core.errors import CheckpointError, CordeeError, DataError, JobError, RunDirectoryError, TrainingError
 from cordee.launch import train
 from cordee.monitoring import Monitor, RunDirectory, read_events
 from cordee.tools.audit import audit_run
@@ -98,7 +100,7 @@ def test_runs_go_to_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_run_directory_is_complete() -> None:
     result = run(small_job(), Path("run"))
-    names = {path.name for path in result.directory.iterdir()} - {".lock"}
+    names = {path.name for path in result.directory.iterdir()} - {".lock", ".data"}
     assert names == {"job.toml", "events.jsonl", "checkpoints", "logs", "summary.json", "timeline"}
     assert [path.name for path in Path("run/timeline").iterdir()] == ["worker-0.jsonl"]
     assert [path.name for path in Path("run/logs").iterdir()] == ["worker-0.log"]
@@ -189,6 +191,47 @@ def test_there_is_nothing_to_resume() -> None:
     Path("empty").mkdir()
     with pytest.raises(RunDirectoryError, match="empty is not a run directory"):
         run(small_job(), Path("empty"), resume=True)
+
+
+def write_rows(rows: list[str]) -> None:
+    Path("rows.csv").write_text("a,b,label\n" + "".join(rows))
+
+
+def test_a_run_does_not_continue_with_other_samples(tmp_path: Path) -> None:
+    """Places in the order of an epoch are those of other samples where the training set has another length."""
+    data = {"use": "csv", "path": "rows.csv"}
+    rows = [f"{number},{number % 7},{number % 3}\n" for number in range(40)]
+    write_rows(rows)
+    whole = run(small_job(data=data), Path("whole"))
+    (tmp_path / "store").mkdir()
+    job = small_job(data=data, stop={"steps": 3}, checkpoint={"storage": str(tmp_path / "store")})
+    run(job, Path("run"))
+    longer = msgspec.structs.replace(job, stop=small_job().stop)
+    write_rows(rows[:-1])
+    before = Path("run/job.toml").read_bytes()
+    for place in ("run", "elsewhere/run"):  # there it is brought from the storage
+        with pytest.raises(DataError, match=r"there were train: 40 samples .*; now there are train: 39 samples .*Put"):
+            run(longer, Path(place), resume=True)
+    assert Path("run/job.toml").read_bytes() == before
+    write_rows([*rows[:-1], "500,3,1\n"])
+    changed = run(longer, Path("run"), resume=True)
+    assert changed.summary.status == "completed"
+    (warning,) = [event["message"] for event in events_of(changed, "warning")]
+    assert warning.startswith("the data are not those that the run began with: there were train: 40 samples (")
+    write_rows(rows)
+    run(job, Path("again/other"))
+    resumed = run(longer, Path("other/other"), resume=True)
+    assert resumed.summary.weights_sha256 == whole.summary.weights_sha256
+    assert not events_of(resumed, "warning")
+
+
+def test_a_run_that_has_saved_nothing_begins_again_with_any_data() -> None:
+    data = {"use": "csv", "path": "rows.csv"}
+    write_rows([f"{number},{number % 7},{number % 3}\n" for number in range(40)])
+    run(small_job(data=data, stop={"steps": 3}), Path("run"))
+    shutil.rmtree("run/checkpoints")
+    write_rows([f"{number},{number % 7},{number % 3}\n" for number in range(30)])
+    assert run(small_job(data=data), Path("run"), resume=True).summary.samples == 60
 
 
 def test_the_job_of_a_run_is_damaged() -> None:

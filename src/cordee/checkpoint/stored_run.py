@@ -5,6 +5,7 @@
         run.json                  which run this is, and which attempt at it writes here; members look for it
         beat                      a number that goes up while that attempt lives
         job.toml                  the job, so that the run can be resumed where there is no run directory
+        data                      a fingerprint of what the run trains on
         checkpoints/
           step-200/               the same files as in the run directory; the manifest is put last and removed first
 
@@ -29,7 +30,7 @@ from cordee.core.errors import CheckpointError, CordeeError, RunDirectoryError, 
 from cordee.core.fault_points import reach
 from cordee.version import __version__
 
-OWNER, BEAT, JOB, CHECKPOINTS = "run.json", "beat", "job.toml", "checkpoints"
+OWNER, BEAT, JOB, DATA, CHECKPOINTS = "run.json", "beat", "job.toml", "data", "checkpoints"
 MAX_SMALL_BYTES = 1 << 20
 BEAT_EVERY_S = 10.0
 SILENT_S = 35.0  # an attempt whose beat has not changed for so long is dead
@@ -151,11 +152,21 @@ class StoredRun:
             raise TakenOverError(f"{self.where} belongs to {who} now: another attempt at this run took over")
 
     def read_job(self) -> str | None:
-        content = self.storage.read(self._at(JOB), MAX_SMALL_BYTES)
-        return None if content is None else content.decode("utf-8", "replace")
+        return self._read_text(JOB)
 
     def write_job(self, text: str) -> None:
         self.storage.write(self._at(JOB), text.encode())
+
+    def read_data(self) -> str | None:
+        """Return the fingerprint of the data; None for a run of an earlier version."""
+        return self._read_text(DATA)
+
+    def write_data(self, fingerprint: str) -> None:
+        self.storage.write(self._at(DATA), fingerprint.encode())
+
+    def _read_text(self, name: str) -> str | None:
+        content = self.storage.read(self._at(name), MAX_SMALL_BYTES)
+        return None if content is None else content.decode("utf-8", "replace")
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints that are there, complete or not, oldest first."""

@@ -107,15 +107,15 @@ class ArraySource:
 NUM_LOOKED_AT = 16  # samples of each set, spread over it
 
 
-def fingerprint(splits: Splits) -> str:
-    """Return how many samples there are and a hash of some of them, in words.
+def fingerprint(splits: Splits, *, reads_samples: bool = True) -> str:
+    """Return how many samples there are and a hash of some of them, in words; without `reads_samples` how many.
 
     A source that has a `digest` of all its files, and not "", says it instead. Samples that are read differently each
     time (a data set's own augmentation), and data that grows or has no length, are not compared.
     """
-    parts = [f"train: {_describe(splits.train)}"]
+    parts = [f"train: {_describe(splits.train, reads_samples)}"]
     if splits.test is not None:
-        parts.append(f"test: {_describe(splits.test)}")
+        parts.append(f"test: {_describe(splits.test, reads_samples)}")
     return ", ".join(parts)
 
 
@@ -129,13 +129,27 @@ def check_same(expected: str, splits: Splits) -> None:
         )
 
 
-def _describe(source: Source) -> str:
+def compare_with_start(before: str, now: str) -> str:
+    """Return what to warn of where a run continues with other data than it began with; nothing where they are the same.
+
+    Both are fingerprints. Raises DataError for another number of training samples: every place in the order is of
+    another sample then.
+    """
+    if before == now:
+        return ""
+    found = f"the data are not those that the run began with: there were {before}; now there are {now}"
+    if before.partition(" samples")[0] != now.partition(" samples")[0]:
+        raise DataError(f"{found}. Put the former data back to resume, or start a new run")
+    return f"{found}. Training continues with what is there now"
+
+
+def _describe(source: Source, reads_samples: bool) -> str:
     count = source.num_samples
     if count is None:
         return "samples that are not counted"
     digest = getattr(source, "digest", str)()
-    if digest:
-        return f"{count} samples ({digest})"
+    if digest or not reads_samples:
+        return f"{count} samples" + (f" ({digest})" if digest else "")
     positions = torch.linspace(0, count - 1, min(count, NUM_LOOKED_AT), dtype=torch.float64).round().long()
     first, second = _hash(source.gather(positions)), _hash(source.gather(positions))
     return f"{count} samples" + (f" ({first})" if first == second else "")

@@ -23,6 +23,7 @@ from cordee.monitoring.summary import Summary
 
 JOB_FILE, EVENTS_FILE, SUMMARY_FILE, LOCK_FILE = "job.toml", "events.jsonl", "summary.json", ".lock"
 STORAGE_FILE = ".storage"  # which run of `checkpoint.storage` this is
+DATA_FILE = ".data"  # a fingerprint of what the run trains on
 CHECKPOINTS = "checkpoints"
 _SIGNS_OF_A_RUN = (JOB_FILE, EVENTS_FILE, SUMMARY_FILE, CHECKPOINTS)
 _PROBE_BYTES = 16384  # less room than this is no room for a run
@@ -114,6 +115,10 @@ class RunDirectory:
         """Replace the recorded job, as a resume with changed settings does. Raises `StorageError`."""
         write_atomically(self.job_file, job_toml.encode())
 
+    def write_data(self, fingerprint: str) -> None:
+        """Record what the run trains on. Raises `StorageError`."""
+        write_atomically(self.path / DATA_FILE, fingerprint.encode())
+
     def write_summary(self, summary: Summary) -> None:
         """Write `summary.json`, whole or not at all. Raises `StorageError`."""
         summaries.write_summary(self.summary_file, summary)
@@ -125,7 +130,7 @@ class RunDirectory:
     def discard(self) -> None:
         """Remove what `create` made, in a directory in which nothing has begun, and release it."""
         with contextlib.suppress(OSError):
-            for file in (self.job_file, self.path / STORAGE_FILE):
+            for file in (self.job_file, self.path / STORAGE_FILE, self.path / DATA_FILE):
                 file.unlink(missing_ok=True)
             for folder in (self.checkpoints, self.logs):
                 folder.rmdir()

@@ -18,7 +18,10 @@ from cordee.core.env import runs_folder
 from cordee.core.errors import CheckpointError, JobError, RunDirectoryError
 from cordee.core.job import changed_keys
 from cordee.core.settings import PLAIN_KERNELS
+from cordee.data.load import BUILTIN_DATA
+from cordee.data.source import Splits, compare_with_start, fingerprint
 from cordee.monitoring import RunDirectory, list_runs, new_run_path
+from cordee.monitoring.run_directory import CHECKPOINTS, DATA_FILE
 from cordee.runs.federation.store import STORE_FILE
 from cordee.runs.storage import find_stored
 from cordee.strategies.choice import choose_strategy, foreign_settings
@@ -131,18 +134,53 @@ def saying_how_to_resume(directory: RunDirectory, say: Callable[[str], None]) ->
         raise
 
 
+def describe_data(job: Job, splits: Splits) -> str:
+    """Return the fingerprint of what a run trains on. The user's own Datasets are not read for it, only counted."""
+    if isinstance(job.data.use, str) and job.data.use in BUILTIN_DATA:
+        with contextlib.suppress(Exception):  # a sample that cannot be read is an error where it is trained on
+            return fingerprint(splits)
+    return fingerprint(splits, reads_samples=False)
+
+
+def compare_data(path: Path, now: str, *, is_stored: bool) -> str:
+    """Return what to warn of where a run in the directory `path` continues with other data; "" where they are the same.
+
+    Raises DataError where the run cannot continue with them. A run that has saved nothing begins again, with any data;
+    `is_stored` says that there may be more than in the directory. Earlier versions have not recorded their data.
+    """
+    before = _read(path / DATA_FILE)
+    if not is_stored and _newest_whole(path / CHECKPOINTS) is None:
+        return ""
+    return "" if before is None else compare_with_start(before, now)
+
+
 @contextlib.contextmanager
-def continuing_with(directory: RunDirectory, job: Job) -> Iterator[None]:
-    """Record the job that a run continues with. A run that fails before it has saved anything has its job as before."""
+def continuing_with(directory: RunDirectory, job: Job, data: str) -> Iterator[None]:
+    """Record the job that a run continues with, and the fingerprint of its data.
+
+    For a run that fails before it has saved anything both are as before.
+    """
     before, saved = directory.job_file.read_text(encoding="utf-8"), _newest_whole(directory.checkpoints)
+    before_data = _read(directory.path / DATA_FILE)
     directory.write_job(job.to_toml())
+    directory.write_data(data)
     directory.summary_file.unlink(missing_ok=True)
     try:
         yield
     except Exception:
         if _newest_whole(directory.checkpoints) == saved:
             directory.write_job(before)
+            directory.write_data(before_data or data)
         raise
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunDirectoryError(f"{path} cannot be read: {error}") from None
 
 
 def _newest_whole(checkpoints: Path) -> str | None:

@@ -30,7 +30,7 @@ from cordee.core.errors import CheckpointError, CordeeError, RunDirectoryError, 
 from cordee.core.fault_points import reach
 from cordee.monitoring import AnyEvent, Monitor, RunDirectory, Summary, events
 from cordee.monitoring.files import write_atomically
-from cordee.monitoring.run_directory import JOB_FILE, STORAGE_FILE
+from cordee.monitoring.run_directory import DATA_FILE, JOB_FILE, STORAGE_FILE
 
 log = logging.getLogger("cordee.storage")
 
@@ -71,7 +71,7 @@ def bring_run(storage: Storage, path: Path) -> None:
         return
     run = StoredRun(storage, run_name(path))
     retries = Retries()
-    owner, text = retries(run.read_owner), retries(run.read_job)
+    owner, text, data = retries(run.read_owner), retries(run.read_job), retries(run.read_data)
     if owner is None or text is None:
         names = ", ".join(sorted(retries(lambda: find_runs(storage)))) or "none"
         raise RunDirectoryError(
@@ -79,6 +79,8 @@ def bring_run(storage: Storage, path: Path) -> None:
         )
     with RunDirectory.create(path, text):
         write_atomically(path / STORAGE_FILE, owner.run.encode())
+        if data is not None:
+            write_atomically(path / DATA_FILE, data.encode())
 
 
 class Claim:
@@ -92,10 +94,11 @@ class Claim:
 
 @contextlib.contextmanager
 def claimed(
-    storage: Storage | None, job: Job, directory: RunDirectory, *, is_new: bool, say: Callable[[str], None]
+    storage: Storage | None, job: Job, directory: RunDirectory, data: str, *, is_new: bool, say: Callable[[str], None]
 ) -> Iterator[Claim | None]:
     """Inside, the run has its place in the storage, and shows there that it lives. Nothing without a storage.
 
+    `data` is the fingerprint of what it trains on.
     Raises RunDirectoryError if another run has it, and StorageError if it cannot be written.
     """
     if storage is None:
@@ -114,6 +117,7 @@ def claimed(
     retries = Retries(num_attempts=4)
     retries(lambda: run.claim(owner, is_new=is_new, is_dead=_is_dead, on_wait=say))
     retries(lambda: run.write_job(job.to_toml()))
+    retries(lambda: run.write_data(data))
     heartbeat = Heartbeat(run, owner)
     heartbeat.start()
     try:
