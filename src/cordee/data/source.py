@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -306,12 +307,16 @@ def find_missing(targets: Tensor, num_classes: int, names: Sequence[Any] | None 
     """Return which classes no sample has, in words; None if there are none, or if samples have several labels."""
     if targets.dim() != 1:  # of the words of a vocabulary some are always missing
         return None
-    present = torch.bincount(targets[targets >= 0], minlength=num_classes)[:num_classes]
-    missing = [int(label) for label in (present == 0).nonzero()[:, 0]]
+    # Not counted class by class: of labels that are identities the highest may be a billion.
+    present = set(np.unique(targets[(targets >= 0) & (targets < num_classes)].numpy()).tolist())
+    missing = list(itertools.islice((label for label in range(num_classes) if label not in present), _NUM_NAMED + 1))
     if not missing:
         return None
     shown = [f"{one} ({str(names[one])!r})" if names is not None and one < len(names) else str(one) for one in missing]
-    return ", ".join(shown[:8]) + (", …" if len(shown) > 8 else "")
+    return ", ".join(shown[:_NUM_NAMED]) + (", …" if len(shown) > _NUM_NAMED else "")
+
+
+_NUM_NAMED = 8  # classes that a message lists
 
 
 def _tensor(values: Any, what: str) -> Tensor:

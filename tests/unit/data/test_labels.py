@@ -86,6 +86,12 @@ def test_classes_without_samples_are_named() -> None:
     assert "no sample of class 1 ('dog')" in load(folders).warnings[0]
 
 
+def test_labels_that_are_identities_take_no_memory_for_each_class() -> None:
+    splits = load((X, torch.tensor([0, 3, 3, 0, 3, 10**12])))
+    assert splits.num_classes == 10**12 + 1
+    assert "no sample of class 1, 2, 4, 5, 6, 7, 8, 9, …" in splits.warnings[0]
+
+
 def test_samples_of_another_shape_are_named() -> None:
     source = load(Unequal([0, 1, 2] * 2)).train
     with pytest.raises(DataError, match=r"sample 0 is .*\(3, 8, 8\).*, sample 4 is .*\(3, 9, 9\).*: .*resize"):
