@@ -84,7 +84,7 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
         except DataError:
             raise
         except Exception as error:  # of any decoder
-            raise DataError(f"{name} cannot be read as an image: {error}") from error
+            raise DataError(f"{name} cannot be read as an image: {_why_unreadable(error)}") from error
         if self.size is not None and found != self.size:
             converted = converted.resize((self.size[1], self.size[0]), pillow.Resampling.BILINEAR)
         return converted
@@ -114,7 +114,13 @@ def header_size(content: bytes, name: str, *, keeps_depth: bool = False) -> tupl
     except DataError:
         raise
     except Exception as error:  # of any decoder
-        raise DataError(f"{name} cannot be read as an image: {error}") from error
+        raise DataError(f"{name} cannot be read as an image: {_why_unreadable(error)}") from error
+
+
+def _why_unreadable(error: Exception) -> str:
+    if isinstance(error, require_package("PIL", "reading images", "images").UnidentifiedImageError):
+        return "it is empty, damaged, or of a format that Pillow does not know"  # Pillow names an object in memory
+    return str(error)
 
 
 def _pillow() -> Any:
@@ -315,14 +321,14 @@ def _find(path: str, root: str | None, key: str) -> dict[str, list[tuple[str, st
 
 def _find_remote(path: str, root: str | None, key: str) -> dict[str, list[tuple[str, DataFile]]]:
     found: dict[str, list[tuple[str, DataFile]]] = {}
-    for file in find_data_files(path, IMAGE_SUFFIXES, key=key, root=root):
+    for file in find_data_files(path, IMAGE_SUFFIXES, key=key, root=root, hidden="."):
         name, separator, _ = file.name.partition("/")
         if not separator:
             raise DataError(
                 f"data.{key} = {path!r}: {file.name} is in no class folder; put it into a folder of its class"
             )
         found.setdefault(name, []).append((file.url, file))
-    return found
+    return dict(sorted(found.items()))  # as a local folder is read: the names of files put "a-b/" before "a/"
 
 
 # Tar files: members are read where they are.
@@ -439,6 +445,10 @@ def _find_members(file: DataFile) -> list[_Member]:
                     content = archive.extractfile(member)
                     assert content is not None
                     labels[_key_of(member.name)] = content.read(_HEADER_BYTES).decode(errors="replace").strip()
+            # Where a file is cut off within a header, or before one, `tarfile` takes this for the end.
+            opened.seek(archive.offset)
+            if opened.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
+                raise DataError(f"{file.url} is truncated: it has no end mark of a tar file. Write or copy it again")
     except (tarfile.TarError, EOFError, OSError) as error:
         raise DataError(
             f"{file.url} cannot be read as a tar file: {error}. A compressed one (.tar.gz) has to be unpacked first: "

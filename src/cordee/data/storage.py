@@ -82,15 +82,17 @@ def is_there(path: str) -> bool:
 
 
 def find_data_files(
-    path: str, suffixes: Sequence[str], *, key: str = "path", root: str | None = None
+    path: str, suffixes: Sequence[str], *, key: str = "path", root: str | None = None, hidden: str = "._"
 ) -> list[DataFile]:
     """Return the files that `path` means, in the order of their names: a file, those of a folder, those of a pattern.
 
-    In folders, at any depth, files with one of the `suffixes` count; hidden ones, and those whose name begins with "_",
-    do not. `path` may be an fsspec URL. A `root` is where a relative path begins. Raises DataError if there are none.
+    In folders, at any depth, files with one of the `suffixes` count, but not those in whose path a name begins with one
+    of the characters `hidden`. `path` may be an fsspec URL. A `root` is where a relative path begins. Raises DataError
+    if there are none.
     """
     full = under_root(path, root, key)
-    found = _find_remote(full, suffixes, key) if is_url(full) else _find_local(full, suffixes, key)
+    find = _find_remote if is_url(full) else _find_local
+    found = find(full, suffixes, key, hidden)
     if not found:
         raise DataError(f"data.{key} = {path!r}: no file matches{_beside(full)}")
     for file in found:
@@ -110,13 +112,13 @@ def under_root(path: str, root: str | None, key: str) -> str:
     return f"{root.rstrip('/')}/{path}"
 
 
-def _find_local(path: str, suffixes: Sequence[str], key: str) -> list[DataFile]:
+def _find_local(path: str, suffixes: Sequence[str], key: str, hidden: str) -> list[DataFile]:
     place = Path(path)
     if place.is_dir():
         names = [
             str(file.relative_to(place))
             for file in files_below(place)
-            if _is_counted(file.relative_to(place).parts, suffixes) and file.is_file()
+            if _is_counted(file.relative_to(place).parts, suffixes, hidden) and file.is_file()
         ]
         if not names:
             raise DataError(
@@ -156,7 +158,7 @@ def _local_file(path: Path, name: str) -> DataFile:
     return DataFile(str(path), name, status.st_size, str(status.st_mtime_ns))
 
 
-def _find_remote(url: str, suffixes: Sequence[str], key: str) -> list[DataFile]:
+def _find_remote(url: str, suffixes: Sequence[str], key: str, hidden: str) -> list[DataFile]:
     fsspec = require_package("fsspec", f"data.{key} = {url!r}", "storage")
     try:
         files, path = fsspec.core.url_to_fs(url)
@@ -165,7 +167,7 @@ def _find_remote(url: str, suffixes: Sequence[str], key: str) -> list[DataFile]:
         elif files.isdir(path):
             prefix = f"{path.rstrip('/')}/"
             inside = [(name, name.removeprefix(prefix)) for name in files.find(path)]
-            found = [(name, short) for name, short in inside if _is_counted(Path(short).parts, suffixes)]
+            found = [(name, short) for name, short in inside if _is_counted(Path(short).parts, suffixes, hidden)]
         elif files.exists(path):
             found = [(path, path.rpartition("/")[2])]
         else:
@@ -187,8 +189,8 @@ def _remote_file(files: Any, path: str, name: str) -> DataFile:
     return DataFile(path, name, int(info.get("size") or 0), stamp, files)
 
 
-def _is_counted(parts: Sequence[str], suffixes: Sequence[str]) -> bool:
-    return parts[-1].lower().endswith(tuple(suffixes)) and not any(part.startswith((".", "_")) for part in parts)
+def _is_counted(parts: Sequence[str], suffixes: Sequence[str], hidden: str) -> bool:
+    return parts[-1].lower().endswith(tuple(suffixes)) and not any(part.startswith(tuple(hidden)) for part in parts)
 
 
 def _has_pattern(path: str) -> bool:

@@ -162,7 +162,7 @@ def test_folders_without_what_is_needed(tmp_path: Path) -> None:
 def test_images_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     folders(tmp_path, a=2, b=2)
     (tmp_path / "b" / "0.png").write_bytes(b"no image")
-    refused(r"b/0.png cannot be read as an image", use="image-folder", path=tmp_path)
+    refused(r"b/0.png cannot be read as an image: it is empty, damaged, or of a", use="image-folder", path=tmp_path)
     (tmp_path / "b" / "0.png").write_bytes(b"")
     (tmp_path / "b" / "1.png").write_bytes(b"neither")
     refused(
@@ -202,6 +202,17 @@ def test_folders_of_an_fsspec_storage(tmp_path: Path) -> None:
         assert splits.class_names == ("cat", "dog") and everything(splits.train)[1].tolist() == [0, 1, 1]
     finally:
         memory.rm("/pictures", recursive=True)
+
+
+def test_a_folder_behind_a_url_has_the_samples_of_a_local_one(tmp_path: Path) -> None:
+    """Cameras write names that begin with "_", and "cat-big/" comes before "cat/" among the names of files."""
+    folders(tmp_path, **{"cat": 2, "cat-big": 1, "_none": 1, ".hidden": 1})
+    (tmp_path / "cat" / "_DSC0001.png").write_bytes(picture(40))
+    local, remote = (load("image-folder", path=f"{start}{tmp_path}") for start in ("", "file://"))
+    assert local.class_names == remote.class_names == ("_none", "cat", "cat-big")
+    for one, other in zip(everything(local.train), everything(remote.train), strict=True):
+        assert torch.equal(one, other)
+    assert local.train.num_samples == 5
 
 
 # Tar files
@@ -264,6 +275,11 @@ def test_tar_files_that_cannot_be_used(tmp_path: Path) -> None:
     whole = tar_of(path, {"cat/a.png": picture(1), "dog/b.png": bytes(5000)}).read_bytes()
     path.write_bytes(whole[:3000])
     refused(r"0.tar (is truncated: it ends within dog/b.png|cannot be read as a tar file)", use="image-tar", path=path)
+    whole = tar_of(path, {"cat/a.png": picture(1), "dog/b.png": picture(2), "dog/c.png": picture(3)}).read_bytes()
+    header = whole.index(b"dog/c.png")
+    for end in (header, header + 100):  # before a header, and within it
+        path.write_bytes(whole[:end])
+        refused(r"0.tar is truncated: it has no end mark", use="image-tar", path=path)
 
 
 # Tables
