@@ -35,14 +35,13 @@ def csv_files(
     require_package("pyarrow", "data.use = 'csv'", "parquet")
     if len(delimiter) != 1 or delimiter in '"\r\n':
         raise JobError(f"data.delimiter = {delimiter!r} must be one character, and no quote or line end")
-    form = _Form(delimiter, header, settings.label)
+    form = _Form(delimiter, header, settings.label, settings.regression)
     sets = [
         None if where is None else CsvFiles(find_data_files(where, _SUFFIXES, key=key, root=root), form)
         for key, where in (("path", path), ("test", test))
     ]
     if sets[1] is not None:
-        sets[1].types = sets[0].types  # type: ignore[union-attr]  # what was found in the training set holds for both
-        sets[1].schema = sets[0].schema  # type: ignore[union-attr]
+        sets[1].use_types(sets[0])  # type: ignore[arg-type]
     return make_table_data("csv", sets[0], sets[1], settings, ignored)  # type: ignore[arg-type]
 
 
@@ -50,6 +49,7 @@ class _Form(NamedTuple):
     delimiter: str
     has_header: bool
     label: str
+    is_regression: bool
 
 
 class Run(NamedTuple):
@@ -75,6 +75,12 @@ class CsvFiles(FilesOfOneSchema):
             [(name, (self.types[name] if self.types else self._pa.null())) for name in self._names[0]]
         )
 
+    def use_types(self, other: CsvFiles) -> None:
+        """Read the columns with the types that were found in another set."""
+        found = {**(self.types or {}), **(other.types or {})}
+        self.types = {name: found.get(name, self._pa.null()) for name in self._names[0]}
+        self.schema = self._pa.schema(list(self.types.items()))
+
     def _look_at(self, file: DataFile) -> tuple[Any, list[int]]:
         runs = find_runs(file, _BLOCK_BYTES)
         names, runs = self._header(file, runs)
@@ -88,8 +94,12 @@ class CsvFiles(FilesOfOneSchema):
 
     def _kept_type(self, field: Any) -> Any:
         # Inputs become floats anyway, and a column that begins with whole numbers may have fractions later.
-        is_input = field.name != self._form.label
-        return self._pa.float64() if is_input and self._pa.types.is_integer(field.type) else field.type
+        is_number = field.name != self._form.label or self._form.is_regression
+        return self._pa.float64() if is_number and self._pa.types.is_integer(field.type) else field.type
+
+    @property
+    def _advice_on_twice(self) -> str:
+        return ": rename one, or set data.header = false if its first line is a row" if self._form.has_header else ""
 
     def _header(self, file: DataFile, runs: list[Run]) -> tuple[list[str], list[Run]]:
         """Return the names of the columns, and the runs without the header."""
@@ -103,6 +113,8 @@ class CsvFiles(FilesOfOneSchema):
         if not self._form.has_header:
             kept = first._replace(start=first.start + lead)
             return [str(number) for number in range(len(values))], [kept, *runs[1:]]
+        if b"\n" not in content and b"\r" in content.strip():
+            raise DataError(f"{file.url} has lines that end in a carriage return alone: convert it to line feeds (\\n)")
         skipped = _bytes_of_lines(content, reader.line_num)
         rest = first._replace(
             start=first.start + skipped, line=first.line + reader.line_num, num_rows=first.num_rows - 1

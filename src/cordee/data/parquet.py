@@ -65,12 +65,18 @@ class FilesOfOneSchema(abc.ABC):
         self.sizes = torch.tensor([size for of_file in sizes for size in of_file], dtype=torch.int64)
         self._first_rows = [sum(of_file[:at]) for of_file in sizes for at in range(len(of_file))]
 
+    @property
+    def _advice_on_twice(self) -> str:
+        return ": rename one"
+
     @abc.abstractmethod
     def _look_at(self, file: DataFile) -> tuple[Any, list[int]]:
         """Return the schema of a file and the sizes of its blocks. Raises DataError that names the file."""
 
     def _check_schema(self, file: DataFile, schema: Any) -> None:
         first = self._files[0].url
+        if twice := next((name for name in schema.names if schema.names.count(name) > 1), None):
+            raise DataError(f"{file.url} has two columns of the name {twice!r}{self._advice_on_twice}")
         for field in self.schema:
             if field.name not in schema.names:
                 raise DataError(f"{file.url} has no column {field.name!r}, which {first} has: use files of one schema")

@@ -125,9 +125,11 @@ def table_splits(
 
 def _check_same_types(columns: Columns, others: Columns, what: str, other: str) -> None:
     for column, kind in columns.types.items():
-        if others.types.get(column) != kind:
+        if column not in others.types:
+            raise DataError(f"{other} has no column {column!r}, which {what} has")
+        if others.types[column] != kind:
             raise DataError(
-                f"column {column!r} has the type {kind} in {what} and {others.types.get(column)} in {other}: "
+                f"column {column!r} has the type {kind} in {what} and {others.types[column]} in {other}: "
                 "make them the same"
             )
 

@@ -150,9 +150,30 @@ def test_headers_that_differ_or_are_missing(tmp_path: Path) -> None:
     refused(r"e.csv", use="csv", path=tmp_path / "e.csv", columns=["a"])
     (tmp_path / "e.csv").write_bytes(b"")
     refused(r"e.csv is empty \(0 bytes\)", use="csv", path=tmp_path / "e.csv")
+    refused(
+        r"c.csv has two columns of the name 'a': rename",
+        use="csv",
+        path=write(tmp_path / "c.csv", "a,a,label\n1,2,0\n"),
+    )
+    rows = write(tmp_path / "c.csv", "5,5,0\n1,2,1\n")
+    refused(r"two columns of the name '5': .*set data.header = false if its first line is a row", use="csv", path=rows)
+    (tmp_path / "c.csv").write_bytes(b"a,label\r1,0\r2,1\r")
+    refused(r"c.csv has lines that end in a carriage return alone", use="csv", path=tmp_path / "c.csv")
 
 
 def test_a_test_set_has_the_types_of_the_training_set(tmp_path: Path) -> None:
     train, test = write(tmp_path / "a.csv", numbered(50)), write(tmp_path / "t.csv", "a,b,label\n1,2,0\n3,4,2\n")
     splits = load("csv", path=train, test=test)
     assert everything(splits.test)[0].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    write(test, "label,c,b,a\n2,9,4,3\n")
+    assert everything(load("csv", path=train, test=test).test)[0].tolist() == [[3.0, 4.0]]
+    for header, missing in (("a,label", "b"), ("a,b", "label")):
+        write(test, f"{header}\n1,0\n")
+        refused(rf"t.csv has no column '{missing}'", use="csv", path=train, test=test)
+
+
+def test_numbers_to_predict_may_become_fractions_later(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", "a,label\n1,2\n")
+    write(tmp_path / "b.csv", "a,label\n1,2.5\n")
+    assert everything(load("csv", path=tmp_path, regression=True).train)[1].tolist() == [2.0, 2.5]
+    refused(r"b.csv, line 2: column 'label' has the value '2.5'", use="csv", path=tmp_path)

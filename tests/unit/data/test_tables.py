@@ -289,6 +289,8 @@ def test_a_test_set_of_its_own_has_the_same_columns(tmp_path: Path) -> None:
     write(test, pa.table({"a": [1.0], "b": [2], "label": [0]}))
     with pytest.raises(DataError, match=r"column 'a' has the type float in .*a.parquet and double in .*t.parquet"):
         load(path=train, test=test)
+    write(test, pa.table({"a": numbered()["a"], "label": numbered()["label"]}))
+    refused(r"t.parquet has no column 'b', which .*a.parquet has", path=train, test=test)
     with pytest.raises(JobError, match=r"data.test_fraction = 0.1, but parquet has a test set"):
         load(path=train, test=train, test_fraction=0.1)
 
@@ -441,6 +443,8 @@ def test_files_of_different_schemas_are_named(tmp_path: Path) -> None:
     refused(r"b.parquet has the column 'more', which .*a.parquet has not", path=tmp_path)
     write(tmp_path / "b.parquet", numbered().set_column(1, "b", pa.array(["x"] * 100)))
     refused(r"column 'b' has the type int64 in .*a.parquet and string in .*b.parquet", path=tmp_path)
+    write(tmp_path / "a.parquet", numbered().rename_columns(["a", "a", "label"]))
+    refused(r"a.parquet has two columns of the name 'a': rename one", path=tmp_path / "a.parquet")
 
 
 def test_a_file_that_changes_under_training_is_noticed(tmp_path: Path) -> None:
