@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from cordee.cluster.engine import Capacity, EngineWaits, ProcessSpec
 from cordee.cluster.engines import agent_engine
 from cordee.cluster.engines.agent_engine import AgentEngine
-from cordee.cluster.engines.agent_messages import AgentOrder
+from cordee.cluster.engines.agent_messages import AgentOrder, Enrol, Versions
 from cordee.cluster.engines.agents import AgentEnded, AgentSource, EngineRequest
 from cordee.core import Job
 
@@ -49,10 +50,24 @@ def test_that_nobody_gets_a_slot_is_said_once(engine: AgentEngine, monkeypatch: 
     for index in range(2):
         engine.start(ProcessSpec.new(index, "a:b", {}))
     found = [report for _ in range(20) for report in engine.reports(0.05) if isinstance(report, EngineWaits)]
-    assert [report.how for report in found] == ["2 processes wait for slots since 0.1 s (a cluster of nothing)"]
+    assert [report.how for report in found] == ["2 processes have waited for a slot for 0.1 s (a cluster of nothing)"]
     for index in range(2):
         engine.signal(index, "kill")
     list(engine.reports())
     engine.start(ProcessSpec.new(0, "a:b", {}))
     found = [report for _ in range(20) for report in engine.reports(0.05) if isinstance(report, EngineWaits)]
-    assert [report.how for report in found] == ["a process waits for a slot since 0.1 s (a cluster of nothing)"]
+    assert [report.how for report in found] == ["a process has waited for a slot for 0.1 s (a cluster of nothing)"]
+
+
+def test_what_was_not_read_yet_is_not_silence(engine: AgentEngine) -> None:
+    """As on a machine where the launcher itself gets no processor time."""
+    agents, now_s = engine._agents, time.monotonic()
+    ticket = agents.records[0].order.ticket
+    with engine._lock:
+        assert agents.enrol(Enrol(0, ticket, 7, "h", "h", Versions.here()), "key", now_s - 6.0) == ""
+        engine._drained_s = now_s - 3.0
+        engine._check_agents(now_s)
+        assert agents.present, "it may have spoken"
+        engine._drained_s = now_s
+        engine._check_agents(now_s)
+        assert not agents.present

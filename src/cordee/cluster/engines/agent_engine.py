@@ -50,6 +50,7 @@ from cordee.cluster.engines.agent_messages import (
 )
 from cordee.cluster.engines.agents import SIGKILL, AgentRecord, Agents, AgentSource, EngineRequest
 from cordee.cluster.engines.local import LocalEngine
+from cordee.cluster.members import MOST_TIMEOUTS
 from cordee.communication.channel import Peer, Received, ServerChannel
 from cordee.communication.endpoint import Speaker
 from cordee.communication.messages import Message, Refused
@@ -84,6 +85,7 @@ class AgentEngine:
         self._lock = threading.RLock()
         self._reports: deque[Report] = deque()
         self._next_waiting_s = 0.0
+        self._drained_s = time.monotonic()  # when nothing was left to be read from agents
         self._waits_since_s: float | None = None
         self._has_said = False  # that processes wait
         self._last_failure = ""
@@ -204,7 +206,8 @@ class AgentEngine:
         agents = self._agents
         for ended in self._source.ended():
             self._lose(agents.records[ended.number], ended.how)
-        for record in agents.silent(now_s):
+        # What this process has not read yet, because it had no processor time itself, is not silence.
+        for record in agents.silent(max(self._drained_s, now_s - MOST_TIMEOUTS * agents.failure_timeout_s)):
             silent_s = now_s - record.heard_s
             self._lose(
                 record, f"nothing was heard of agent {record.order.number} on {record.host} for {silent_s:.1f} s"
@@ -234,8 +237,8 @@ class AgentEngine:
             self._waits_since_s = now_s
         elif not self._has_said and now_s - self._waits_since_s > LONG_WAIT_S:
             self._has_said = True
-            who = "a process waits for a slot" if num_waiting == 1 else f"{num_waiting} processes wait for slots"
-            self._report(EngineWaits(f"{who} since {LONG_WAIT_S:g} s ({self._source.describe()})"))
+            who = "a process has waited" if num_waiting == 1 else f"{num_waiting} processes have waited"
+            self._report(EngineWaits(f"{who} for a slot for {LONG_WAIT_S:g} s ({self._source.describe()})"))
 
     def _lose(self, record: AgentRecord, how: str) -> None:
         if record.fate:
@@ -278,11 +281,13 @@ class AgentEngine:
                 received = self._channel.receive(0.2)
             except CommunicationError:
                 return
-            if received is not None:
-                with self._lock:
-                    reply = self._handle(received)
-                with contextlib.suppress(CommunicationError):
-                    self._channel.reply(received, reply)
+            with self._lock:
+                if received is None:
+                    self._drained_s = time.monotonic()
+                    continue
+                reply = self._handle(received)
+            with contextlib.suppress(CommunicationError):
+                self._channel.reply(received, reply)
 
     def _handle(self, received: Received) -> Message:
         agents, key, now_s = self._agents, received.envelope.sender, time.monotonic()
