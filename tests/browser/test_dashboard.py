@@ -140,7 +140,7 @@ def test_a_run_on_one_screen(browser: Browser, address: str, theme: str) -> None
     page.get_by_role("button", name="logs at 0:16").first.click()
     expect(page.locator("ol.logs li.happened.lost")).to_contain_text("worker 1 was killed by SIGKILL")
     expect(page.locator("ol.logs")).to_contain_text("hello")
-    expect(page.get_by_text("The bubble, in which workers have no pass to compute, is 25.00 %")).to_be_visible()
+    expect(page.get_by_text("The bubble, in which workers have no pass to compute, is 50.00 %")).to_be_visible()
     page.get_by_text("Passes as a table").click()
     expect(page.get_by_role("row", name="worker 1 1 0 backward 20 ms 10 ms")).to_be_visible()
     found = Axe().run(page)

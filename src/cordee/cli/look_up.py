@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cordee.cli.output import print_json, print_text
-
-_WIDTH = 100
+from cordee.cli.output import print_json, print_text, wrapped
 
 
 def list_names(
@@ -28,7 +26,7 @@ def list_names(
         return
     widest = max(len(name) for name in listed)
     for name, text in listed.items():
-        print_text(_wrapped(f"{name:<{widest}}  ", text))
+        print_text(wrapped(f"{name:<{widest}}  ", text))
 
 
 def explain(
@@ -50,9 +48,9 @@ def explain(
         default = f"; default: {each.default}" if each.default else ""
         owner = f"  (of the strategy {each.owner})" if each.owner else ""
         print_text(f"{each.name}{owner}")
-        print_text(_wrapped("    ", f"{each.values}{default}"))
+        print_text(wrapped("    ", f"{each.values}{default}"))
         if each.meaning:
-            print_text(_wrapped("    ", each.meaning))
+            print_text(wrapped("    ", each.meaning))
 
 
 def new(
@@ -74,9 +72,3 @@ def new(
         return
     made = write_template(template, folder)
     print_text("\n".join([*(f"wrote {path}" for path in made.files), "next", f"  {made.command}"]))
-
-
-def _wrapped(start: str, text: str) -> str:
-    import textwrap
-
-    return textwrap.fill(text, _WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)

@@ -14,12 +14,24 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+_MOST_COLUMNS = 100
+
+
 def print_text(text: str) -> None:
     """Print to stdout; that the reader has gone, as in `cordee runs | head`, is not an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def wrapped(start: str, text: str) -> str:
+    """Return a text behind `start`, in lines as wide as the terminal; further lines begin below the text."""
+    import shutil
+    import textwrap
+
+    width = max(40, min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns))
+    return textwrap.fill(text, width, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)
 
 
 def print_json(value: Any) -> None:

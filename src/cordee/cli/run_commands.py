@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cordee.cli.output import print_json, print_table, print_text
+from cordee.cli.output import print_json, print_table, print_text, wrapped
 from cordee.core.interrupts import INTERRUPTED
 
 
@@ -73,7 +73,7 @@ def show(
         return
     rows = describe_overview(overview)
     widest = max(len(label) for label, _ in rows)
-    lines = [f"{label:<{widest}}  {value}" for label, value in rows]
+    lines = [wrapped(f"{label:<{widest}}  ", value) for label, value in rows]
     print_text("\n".join([*lines, "next", *(f"  {command}" for command in next_commands(overview.run))]))
 
 

@@ -391,10 +391,11 @@ def diagnose(reader: RunReader, state: str) -> str:
     slow = [mark.text for mark in reader.marks if mark.kind == "warning" and "s a step" in mark.text]
     if state == "running" and slow:
         return f"A slow worker holds the others up: {slow[-1]}."
+    lost = f"{len(losses)} {'loss' if len(losses) == 1 else 'losses'}; the last: {losses[-1].text}." if losses else ""
     if phases := diagnose_phases(reader.phases, has_stages=reader.passes.has_any):
-        return f"{phases[0].upper()}{phases[1:]}."
-    if losses:
-        return f"{len(losses)} losses; the last: {losses[-1].text}."
+        return f"{phases[0].upper()}{phases[1:]}. {lost}".rstrip()
+    if lost:
+        return lost
     if state == "running" and reader.end and not len(reader.curves["loss"]):
         return "Starting: no step has been taken yet."
     return "Nothing unusual."

@@ -136,7 +136,7 @@ def describe_overview(overview: Overview) -> list[tuple[str, str]]:
         ("speed", f"{quantity(overview.samples_per_second)} samples/s" if overview.samples_per_second else ""),
         ("time", clock(run.wall_seconds) if run.wall_seconds is not None else ""),
         ("checkpoints", saved),
-        ("lost", ", ".join(f"{count} {what}" for what, count in overview.losses.items())),
+        ("lost", ", ".join(f"{count} {_happened(what)}" for what, count in overview.losses.items())),
         ("recoveries", str(overview.recoveries) if overview.recoveries else ""),
         ("warnings", f"{overview.warnings}, the last: {overview.last_warning}" if overview.warnings else ""),
         ("unreadable", plural(overview.unreadable_lines, "line") if overview.unreadable_lines else ""),
@@ -160,6 +160,11 @@ def _newer(schema: int) -> str:
         f"made by a newer version of Cordée (events of version {schema}, this one knows {events.SCHEMA_VERSION}): "
         "what is shown may be incomplete; update Cordée"
     )
+
+
+def _happened(reason: str) -> str:
+    """Return a reason as a part of a count: "was killed by SIGKILL" happened to 1, which is "1 killed by SIGKILL"."""
+    return reason.removeprefix("was ").removeprefix("is ")
 
 
 def _loss(value: float | None) -> str:

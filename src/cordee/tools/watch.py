@@ -14,7 +14,7 @@ from cordee.core.errors import MissingExtraError, RunDirectoryError
 from cordee.monitoring import RunInfo, events, follow, inspect_run
 from cordee.monitoring.merged_logs import printable
 from cordee.monitoring.overview import CHUNK_BYTES, OverviewBuilder, describe_overview
-from cordee.monitoring.wording import TeamCount, clock, number, percent, quantity
+from cordee.monitoring.wording import TeamCount, clock, number, percent, plural, quantity
 
 try:
     from textual.app import App, ComposeResult
@@ -61,6 +61,7 @@ class Watched:
         self._offset = 0
         self._last: tuple[float, int] | None = None
         self.left_s: float | None = None
+        self._has_ended = False
 
     def read(self, budget_s: float = _READING_S) -> bool:
         """Read what is new for about so long; return whether there is more. Raises RunDirectoryError."""
@@ -85,7 +86,7 @@ class Watched:
         ]
 
     def title(self) -> str:
-        team = self.team.describe()
+        team = self.team.describe() if not self._has_ended else ""
         left = f"{clock(self.left_s)} left" if self.left_s is not None and self.info.state == "running" else ""
         return "  ".join(part for part in (self.info.state, f"workers {team}" if team else "", left) if part)
 
@@ -97,6 +98,7 @@ class Watched:
             if event.start_step:
                 self._say(event, f"resumed after step {event.start_step}")
         self.team.take(event)
+        self._has_ended = isinstance(event, events.RunEnded)
         match event:
             case events.Step():
                 self.loss.append(event.loss)
@@ -111,7 +113,7 @@ class Watched:
             case events.WorkerLeft():
                 self._say(event, f"{event.role} {event.worker} left")
             case events.Recovery():
-                self._say(event, f"recovered in {event.seconds:.2f} s, {event.steps_redone} steps redone")
+                self._say(event, f"recovered in {event.seconds:.2f} s, {plural(event.steps_redone, 'step')} redone")
             case events.Generation():
                 self._say(event, f"generation {event.generation}: workers {', '.join(map(str, event.members))}")
             case events.Scale():
@@ -121,6 +123,7 @@ class Watched:
             case events.Warned():
                 self._say(event, f"warning: {event.message}")
             case events.RunEnded():
+                self.step = max(self.step, event.steps)  # the last steps have no event of their own
                 self._say(event, f"{event.status}{f': {event.error}' if event.error else ''}")
 
     def _measure(self, event: events.Step) -> None:
@@ -160,7 +163,7 @@ class WatchApp(App[None]):
     #facts { width: 1fr; height: auto; padding: 0 1; }
     #curves { width: 1fr; height: auto; padding: 0 1; }
     Sparkline { height: 2; margin-bottom: 1; }
-    #happened { height: 1fr; border-top: solid $primary; padding: 0 1; }
+    #happened { overflow-x: hidden; scrollbar-size-vertical: 1; height: 1fr; border-top: solid $primary; padding: 0 1; }
     """
 
     def __init__(self, run: Path) -> None:
@@ -177,7 +180,7 @@ class WatchApp(App[None]):
                 for name in ("loss", "accuracy", "rate"):
                     yield Static(id=f"{name}-text", markup=False)
                     yield Sparkline([], id=name)
-        yield RichLog(id="happened", wrap=True, markup=False, highlight=False, max_lines=1000)
+        yield RichLog(id="happened", wrap=True, markup=False, highlight=False, max_lines=1000, min_width=20)
         yield Footer()
 
     def on_mount(self) -> None:
@@ -191,6 +194,8 @@ class WatchApp(App[None]):
     def look(self) -> None:
         """Read what is new and show it; a run that cannot be read any more is reported on the screen."""
         watched = self._watched
+        if not self.query("#state"):  # the screen is being closed, and the timer has not heard of it
+            return
         try:
             is_behind = watched.read()
         except RunDirectoryError as error:

@@ -221,4 +221,7 @@ def test_the_diagnosis_names_the_member_that_waits_for_its_data(run: Path) -> No
     for _ in range(2):  # what was read is not counted again
         reader.update()
     assert reader.phases["worker 1"][Phase.DATA] == 4_000_000
-    assert diagnose(reader, "completed") == "Worker 1 waits for its data 40% of the time: raise data.processes."
+    assert diagnose(reader, "completed") == (
+        "Worker 1 waits for its data 40% of the time: raise data.processes. "
+        "1 loss; the last: worker 1 was killed by SIGKILL."
+    )

@@ -17,7 +17,7 @@ def test_what_events_say_of_a_run_under_way(tmp_path: Path) -> None:
             monitor.emit(
                 events.RunStarted(strategy="x", workers=2, start_step=0, total_steps=200, epochs=4, model="mlp")
             )
-            monitor.emit(events.WorkerLost(worker=1, step=40, reason="killed by SIGKILL"))
+            monitor.emit(events.WorkerLost(worker=1, step=40, reason="was killed by SIGKILL"))
             monitor.emit(events.Checkpoint(step=41, path="p", seconds=0.1, stall_s=0.0))
             monitor.emit(events.Evaluation(step=50, test_loss=0.5, test_accuracy=0.75))
             monitor.emit(events.Warned(message="slow"))

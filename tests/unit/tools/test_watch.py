@@ -62,6 +62,25 @@ def test_the_screen_at_80_columns(run: Path) -> None:
         assert part in after, after
 
 
+def test_a_run_that_has_ended_is_complete_and_its_screen_may_be_gone(run: Path) -> None:
+    write(run, events.RunEnded(time=1110.0, status="completed", steps=400))
+    assert Watched(run).read() is False
+    watched = Watched(run)
+    watched.read()
+    assert (watched.step, watched.total_steps) == (400, 400)
+    assert "rejoining" not in watched.title()
+
+    async def look_late() -> None:
+        app = WatchApp(run)
+        async with app.run_test(size=(80, 24)) as pilot:
+            await pilot.pause()
+            assert app.query_one("#happened").show_horizontal_scrollbar is False
+            await app.query("*").remove()
+            app.look()
+
+    asyncio.run(look_late())
+
+
 def test_a_run_that_is_damaged_or_not_there(tmp_path: Path, run: Path) -> None:
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         Watched(tmp_path)

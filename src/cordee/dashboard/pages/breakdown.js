@@ -105,7 +105,7 @@ export function passesOf(found) {
   for (let part = 0; part <= parts; part += 1) svg.append(shape("text", { x: SIDE + part / parts * width, y: bottom + 14, "text-anchor": part === parts ? "end" : part ? "middle" : "start" }, milliseconds(part / parts * found.seconds)));
   const theory = found.theory, text = [];
   if (found.bubble !== null) text.push(`The bubble, in which workers have no pass to compute, is ${percent(found.bubble)} of the time from the first pass to the last.`);
-  if (theory) text.push(`In theory it is ${percent(theory.bubble)} for ${theory.workers} workers, ${theory.stages} stages and ${theory.microbatches} micro-batches, if all passes are equally long and sending takes no time.`);
+  if (theory) text.push(`In theory it is ${percent(theory.bubble)} for ${theory.workers} workers, ${theory.stages} stages and ${theory.microbatches} micro-batch${theory.microbatches === 1 ? "" : "es"}, if all passes are equally long and sending takes no time.`);
   if (found.num_members > members.length) text.push(`${members.length} of ${found.num_members} workers are shown.`);
   const legend = element("p", { className: "soft legend" }, ...Object.entries(kinds).filter(([kind]) => members.some(([, rows]) => rows.some((each) => each[0] === kind)))
     .map(([kind, [letter, style]]) => element("span", {}, element("i", { className: `key k${style}` }), ` ${letter} ${kind} `)), element("span", {}, element("i", { className: "key kidle" }), " no pass: waiting and sending"));

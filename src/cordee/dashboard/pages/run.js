@@ -4,6 +4,8 @@ import { COLUMNS, CurveChart, LaneChart, View } from "./chart.js";
 import { passesOf, predictionOf, roundsOf, sharesOf, stalenessOf } from "./breakdown.js";
 import { ask, duration, element, shortPercent } from "./format.js";
 
+const MOST_LOG_LINES = 2000;  // of an answer
+
 export async function showRun(main, name) {
   const path = `/api/run/${encodeURIComponent(name)}`;
   let overview = null;
@@ -91,8 +93,8 @@ function logsOf(path, marksOf) {
   const fill = async () => {
     try {
       const lines = (await ask(`${path}/logs`)).map(([member, text, at]) => ({ at, text: `${member.padEnd(12)} | ${text}`, style: "" }));
-      const begin = lines[0]?.at ?? 0;
-      const marks = marksOf().filter((mark) => mark.at >= begin || !lines.length).map((mark) => ({ at: mark.at, text: `${duration(mark.at)}  ${mark.text}`, style: `happened ${mark.kind}` }));
+      const begin = lines.length < MOST_LOG_LINES ? -1 : lines[0].at;  // the log is cut at its beginning
+      const marks = marksOf().filter((mark) => mark.at >= begin).map((mark) => ({ at: mark.at, text: `${duration(mark.at)}  ${mark.text}`, style: `happened ${mark.kind}` }));
       const all = [...marks, ...lines].sort((one, other) => one.at - other.at);
       list.replaceChildren(...all.map((each) => { const item = element("li", { className: each.style, tabIndex: -1 }, each.text); item.dataset.at = each.at; return item; }));
       if (!all.length) list.replaceChildren(element("li", {}, "no logs yet"));
