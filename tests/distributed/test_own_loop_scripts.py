@@ -50,6 +50,25 @@ def test_the_same_alone_and_together(tmp_path: Path) -> None:
     assert (together.code, together.stdout) == (0, alone.stdout), together.stderr
 
 
+AGAIN = """
+import time
+import cordee
+
+for attempt in range(3):
+    with cordee.join() as team:
+        time.sleep(0.2 * (team.worker_index == attempt % 2))  # the other one finds what was said before
+        team.print(attempt, team.sum(1.0, float(team.worker_index)))
+"""
+
+
+def test_a_script_joins_again(tmp_path: Path) -> None:
+    script = tmp_path / "again.py"
+    script.write_text(AGAIN)
+    ended = run("run", "-n", "2", str(script))
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout.splitlines() == [f"{attempt} [2.0, 1.0]" for attempt in range(3)]
+
+
 @pytest.mark.long
 def test_the_same_under_torchrun_and_on_three(tmp_path: Path) -> None:
     script = write(tmp_path)

@@ -79,6 +79,22 @@ class Progress:
         self.open.clear()  # they have not come to their ends
         self.num_given, self.digest, self.num_unnoticed = num_given, digest, 0
 
+    def places(self) -> dict[Pass, int]:
+        """Return the iterations that are open, each with how many batches it has given."""
+        return {one: one.num_given for one in self.open}
+
+    def is_in_same_iteration(self, before: dict[Pass, int]) -> bool:
+        """Whether what was done since `places` returned `before` was for a batch that was given by then.
+
+        An iteration that has given no batch since is the loop around what was done if all others that have were begun
+        inside of it. Else it is read beside another loop.
+        """
+        kept = [one for one in self.open if before.get(one) == one.num_given]
+        return any(
+            all(other in kept or other.begun_at >= one.given_at for other in self.open if other is not one)
+            for one in kept
+        )
+
     def record(self, one: Pass, share: Share, fingerprint: int) -> None:
         self.num_given += 1
         self.num_unnoticed += not share.num_own

@@ -22,6 +22,7 @@ from cordee.checkpoint.layout import step_of
 from cordee.communication.exchange import find_lost_peer
 from cordee.core.errors import CheckpointError, CommunicationError, JobError
 from cordee.core.fault_points import reach
+from cordee.data.shared_batches import Pass
 from cordee.runs.script.member import ElasticLoop, ScriptMember
 from cordee.training.commits import Commits, refuse_generator
 from cordee.training.hand_over import load_together
@@ -54,6 +55,7 @@ class Continuation:
         self._committed_epoch: Any = None
         self._num_trained = 0  # iterations over batches that had ended by the last commit
         self._lost: CommunicationError | None = None  # a member, in an exchange of this attempt at the loop
+        self._committed_at: dict[Pass, int] = {}  # iterations that were open at the last commit, and their batches
         self._unkept: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # not in the state: commits at first
 
     @property
@@ -122,7 +124,7 @@ class Continuation:
             self._has_gradients = self._has_local = self._has_voted = self._is_halt_agreed = False
             self._num_exchanges, self._num_trained, self._lost = 0, self._team.num_trained, None
             assert self._contents is not None
-            self._committed_epoch = self._contents.values.get("epoch")
+            self._committed_epoch, self._committed_at = self._contents.values.get("epoch"), {}
             return function()
 
         return call
@@ -223,6 +225,7 @@ class Continuation:
             raise CommunicationError(str(self._lost))
         self._check_gradients()
         self._check_epoch()
+        self._check_iteration()
         if self._elastic is not None:
             self._elastic.check_generation()
         reach("loop.commit")
@@ -264,6 +267,18 @@ class Continuation:
                 "it, or commit inside of the loop over the batches only"
             )
         self._committed_epoch, self._num_trained = epoch, num_trained
+
+    def _check_iteration(self) -> None:
+        """Raise JobError where the loop, continued from the last commit, would leave out a part of an iteration."""
+        assert self._commits is not None
+        progress = self._team.progress
+        if self._commits.is_stepped and progress.is_in_same_iteration(self._committed_at):
+            raise JobError(
+                "team.commit twice in one iteration of a loop over prepared batches, with optimizer.step() in between: "
+                "continued from the first, the loop would begin with its next batch and leave the rest of the "
+                "iteration out. Commit once, at the end of the iteration; with a loop inside of it, after that loop"
+            )
+        self._committed_at = progress.places()
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

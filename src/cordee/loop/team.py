@@ -24,6 +24,7 @@ from cordee.compute.loop_parts import LoopParts
 from cordee.core.errors import DataError, JobError, TrainingError
 from cordee.core.fault_points import reach
 from cordee.core.seeds import derive_seed
+from cordee.data.shared_batches import Progress
 from cordee.loop.continuation import Continuation
 from cordee.loop.loaders import LoopLoaders
 from cordee.runs.script.member import ScriptMember
@@ -265,6 +266,10 @@ class LoopTeam:
     def num_trained(self) -> int:
         """How many iterations over prepared batches were trained with and have ended."""
         return self._progress.num_trained
+
+    @property
+    def progress(self) -> Progress:
+        return self._progress
 
     def keep_place(self) -> None:
         """Have the place in the data be part of a state."""

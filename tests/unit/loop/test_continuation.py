@@ -168,6 +168,36 @@ def decorate_a_generator(loop: Loop) -> None:
     list(train())
 
 
+def commit_twice_for_a_batch(loop: Loop) -> None:
+    """After each of two optimizers, say: continued from the first, the second would take no step for this batch."""
+
+    @loop.team.elastic
+    def train() -> None:
+        for x, y in loop.batches:
+            for _ in range(2):
+                loop.backward(x, y)
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+                loop.team.commit()
+
+    train()
+
+
+def commit_in_an_inner_loop(loop: Loop) -> None:
+    outer = loop.team.prepare(DataLoader(TensorDataset(torch.randn(4, 3)), batch_size=2))
+
+    @loop.team.elastic
+    def train() -> None:
+        for _ in outer:
+            for x, y in loop.batches:
+                loop.backward(x, y)
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+                loop.team.commit()
+
+    train()
+
+
 def commit_what_failed(loop: Loop) -> None:
     """A script that catches everything goes on to the next batch."""
 
@@ -193,6 +223,8 @@ def commit_what_failed(loop: Loop) -> None:
         (begin_outside, "begun before the loop"),
         (decorate_a_generator, "train is a generator"),
         (commit_what_failed, "worker 1 was lost"),
+        (commit_twice_for_a_batch, "twice in one iteration"),
+        (commit_in_an_inner_loop, "twice in one iteration"),
     ],
 )
 def test_mistakes_are_refused(act: Callable[[Loop], None], message: str) -> None:
@@ -267,6 +299,34 @@ def test_a_pass_inside_of_another_is_no_end_of_an_epoch() -> None:
 
         train()
     assert len(loop.losses) == 6
+
+
+@pytest.mark.parametrize("every", [1, 2, 9])
+def test_a_loop_may_read_beside_other_batches(every: int) -> None:
+    with cordee.join() as team:
+        loop = Loop(team)
+        other = team.prepare(DataLoader(TensorDataset(torch.randn(4, 3)), batch_size=2))
+
+        @team.elastic
+        def train() -> None:
+            beside = iter(other)
+            for number, (x, y) in enumerate(loop.batches):
+                if number % every == every - 1:
+                    next(beside, None)
+                loop.team.backward((loop.model(x) - y).square().mean(), batches=loop.batches)
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+                team.commit()
+            for (x, y), _ in zip(loop.batches, other, strict=False):
+                loop.team.backward((loop.model(x) - y).square().mean(), batches=loop.batches)
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+                state = loop.state
+                state.step += 1
+                state.epoch = 1
+                team.commit()
+
+        train()
 
 
 def test_a_step_that_is_left_out_may_be_committed() -> None:

@@ -60,6 +60,8 @@ def create_group(options: Any, settings: BackendSettings | None) -> CordeeProces
     if not dist.is_initialized():  # the first group: those made later take after it
         _inherited = settings
     store = PrefixStore("cordee", options.store)
+    # A program may destroy a group and form it again in the same store: what was said of the first must not be found.
+    store = PrefixStore(str(store.add(f"formed/{rank}", 1)), store)
 
     identity = Identity.own(job_ranks[rank])
     num_cores = len(os.sched_getaffinity(0))
