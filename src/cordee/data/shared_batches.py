@@ -84,16 +84,11 @@ class Progress:
         return {one: one.num_given for one in self.open}
 
     def is_in_same_iteration(self, before: dict[Pass, int]) -> bool:
-        """Whether what was done since `places` returned `before` was for a batch that was given by then.
+        """Whether iterations are open, and none has given a batch since `places` returned `before`.
 
-        An iteration that has given no batch since is the loop around what was done if all others that have were begun
-        inside of it. Else it is read beside another loop.
+        Where one has, and another has not, it cannot be known which loop is around which, or read beside it.
         """
-        kept = [one for one in self.open if before.get(one) == one.num_given]
-        return any(
-            all(other in kept or other.begun_at >= one.given_at for other in self.open if other is not one)
-            for one in kept
-        )
+        return bool(self.open) and self.places() == before
 
     def record(self, one: Pass, share: Share, fingerprint: int) -> None:
         self.num_given += 1

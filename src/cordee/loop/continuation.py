@@ -189,6 +189,7 @@ class Continuation:
         self._has_gradients = False
         if self._is_looping and self._contents is not None:
             self._check_is_kept(optimizer, self._contents)
+            self._check_iteration(optimizer, self._contents)
         if self._commits is not None:
             self._commits.note_step()
 
@@ -225,11 +226,11 @@ class Continuation:
             raise CommunicationError(str(self._lost))
         self._check_gradients()
         self._check_epoch()
-        self._check_iteration()
         if self._elastic is not None:
             self._elastic.check_generation()
         reach("loop.commit")
         self._commits.commit()
+        self._committed_at = self._team.progress.places()
         reach("loop.committed")
         if self._team.num_workers == 1:
             self._is_halt_agreed = self.wants_halt
@@ -268,17 +269,14 @@ class Continuation:
             )
         self._committed_epoch, self._num_trained = epoch, num_trained
 
-    def _check_iteration(self) -> None:
-        """Raise JobError where the loop, continued from the last commit, would leave out a part of an iteration."""
-        assert self._commits is not None
-        progress = self._team.progress
-        if self._commits.is_stepped and progress.is_in_same_iteration(self._committed_at):
+    def _check_iteration(self, optimizer: Optimizer, contents: LoopContents) -> None:
+        """Raise JobError where the loop, continued from the last commit, would leave a step out."""
+        if self._team.progress.is_in_same_iteration(self._committed_at) and contents.is_changed_by(optimizer):
             raise JobError(
-                "team.commit twice in one iteration of a loop over prepared batches, with optimizer.step() in between: "
-                "continued from the first, the loop would begin with its next batch and leave the rest of the "
-                "iteration out. Commit once, at the end of the iteration; with a loop inside of it, after that loop"
+                f"{type(optimizer).__name__}.step() after team.commit() in one iteration of a loop over prepared "
+                "batches: continued from the commit, the loop would begin with its next batch and leave the rest of "
+                "the iteration out. Commit at the end of the iteration"
             )
-        self._committed_at = progress.places()
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

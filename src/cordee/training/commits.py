@@ -109,11 +109,6 @@ class Commits:
             self.is_copying = True
 
     @property
-    def is_stepped(self) -> bool:
-        """Whether an optimizer has taken a step since the last commit."""
-        return self._is_stepped
-
-    @property
     def is_changed(self) -> bool:
         """Whether weights may be others than those that were committed."""
         if self._is_stepped or self._changes != self._contents.changes:
