@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from cordee.cluster.control import CONTROL_NAME, NOT_YET, NotYetError
 from cordee.cluster.members import NOT_JOINED, REPLACED, UNKNOWN, MemberRecord, Members
 from cordee.cluster.messages import (
-    DataFingerprint,
     Event,
     FirstStep,
     Numbered,
@@ -143,7 +142,7 @@ class MemberChannel(abc.ABC):
                 case TimelineReport(line=line):
                     with contextlib.suppress(StorageError):  # events tell of a full disk
                         self.keep_timeline(record.name, line)
-                case Event() | Failure() | Bye() | FirstStep() | DataFingerprint() | WorkerSummary():
+                case Event() | Failure() | Bye() | FirstStep() | WorkerSummary():
                     self._take_numbered(record, message)
                     self._reply(received, Acknowledged(record.num_acknowledged))
                 case _:

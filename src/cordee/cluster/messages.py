@@ -35,15 +35,6 @@ class FirstStep(Message, frozen=True):
     number: Count = 0
 
 
-class DataFingerprint(Message, frozen=True):
-    """What the run's data is known by: members on other hosts must have the same."""
-
-    is_generational = False
-
-    fingerprint: Text
-    number: Count = 0
-
-
 class WorkerSummary(Message, frozen=True):
     """What came out of training in this worker. All of the last team send one; the run's summary is made of them."""
 
@@ -159,10 +150,10 @@ class FilePiece(Message, frozen=True):
 
 CheckpointRequest: TypeAlias = CheckpointPiece | CheckpointEnd | AskCheckpoints | ReadPiece
 
-Numbered: TypeAlias = Event | FirstStep | DataFingerprint | WorkerSummary | Failure | Bye
-TeamReport: TypeAlias = FirstStep | DataFingerprint | WorkerSummary | StepTime | StepReached
+Numbered: TypeAlias = Event | FirstStep | WorkerSummary | Failure | Bye
+TeamReport: TypeAlias = FirstStep | WorkerSummary | StepTime | StepReached
 COMMON: tuple[type[Message], ...] = (*MEMBERSHIP, Event, TimelineReport)
 TEAM: tuple[type[Message], ...] = (
-    *COORDINATION, Event, FirstStep, DataFingerprint, WorkerSummary, StepTime, StepReached, TimelineReport,
+    *COORDINATION, Event, FirstStep, WorkerSummary, StepTime, StepReached, TimelineReport,
     CheckpointPiece, CheckpointEnd, CheckpointTaken, AskCheckpoints, CheckpointNames, ReadPiece, FilePiece,
 )  # fmt: skip

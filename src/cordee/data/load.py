@@ -27,6 +27,7 @@ from cordee.data.huggingface import huggingface, is_live_table, live_table
 from cordee.data.images import image_folder, image_tar
 from cordee.data.mnist import FASHION_MNIST, MNIST, fashion_mnist, locate_idx_files, mnist
 from cordee.data.online import GrowingSource, endless, folder
+from cordee.data.order import preserved_generators, seed_generators
 from cordee.data.parquet import arrow, parquet
 from cordee.data.samples import SampleFormat
 from cordee.data.source import ArraySource, Source, Splits
@@ -46,10 +47,10 @@ def load_data(
     """Return the data set that `data` describes, checked and cut as it says.
 
     `data.use` is a built-in name, "module:callable", a live callable, or data itself (see `splits_of`). A
-    callable gets `data.args`, and `seed` and `normalize` if it has parameters of these names. Normalisation
-    is the source's own affair: arrays and Datasets of the user's are not normalised here. `ignored` is a label that the
-    loss does not count. Without `counts_classes` a Dataset that is too long to be read for its classes may leave them
-    open.
+    callable gets `data.args`, and `seed` and `normalize` if it has parameters of these names. What it draws from
+    Python's, NumPy's and torch's own generators follows from `seed`. Normalisation is the source's own affair: arrays
+    and Datasets of the user's are not normalised here. `ignored` is a label that the loss does not count. Without
+    `counts_classes` a Dataset that is too long to be read for its classes may leave them open.
 
     Raises JobError for a setting that is wrong, DataError for data that is missing, damaged or unfit.
     """
@@ -113,7 +114,9 @@ def _make(data: Data, name: str, seed: int, python_path: Sequence[str], ignored:
         provided |= own
     bound = bind("data", make, data.args, provided)
     try:
-        made = bound()
+        with preserved_generators():  # a user's split of the samples is the same on every worker, and on resume
+            seed_generators(derive_seed(seed, "data"))
+            made = bound()
         if not is_live_table(made):
             return made
         return live_table(table=made, ignored=ignored, inputs=data.inputs, target=target)

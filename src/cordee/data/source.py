@@ -121,12 +121,13 @@ def fingerprint(splits: Splits, *, reads_samples: bool = True) -> str:
 
 
 def check_same(expected: str, splits: Splits) -> None:
-    """Raise DataError if this host's data are not those of the run."""
+    """Raise DataError if this worker's data are not those of the run."""
     found = fingerprint(splits)
     if found != expected:
         raise DataError(
-            f"the data of this host are not those of the run: here they are {found}; there {expected}. Copy the run's "
-            "data here, and say where they are with --data-root"
+            f"the data of this worker are not those of the run: here they are {found}; there {expected}. On another "
+            "host: copy the run's data there, and say where they are with --data-root. On the same: what makes the "
+            "data must give the same each time"
         )
 
 
@@ -152,7 +153,10 @@ def _describe(source: Source, reads_samples: bool) -> str:
     if digest or not reads_samples:
         return f"{count} samples" + (f" ({digest})" if digest else "")
     positions = torch.linspace(0, count - 1, min(count, NUM_LOOKED_AT), dtype=torch.float64).round().long()
-    first, second = _hash(source.gather(positions)), _hash(source.gather(positions))
+    try:
+        first, second = _hash(source.gather(positions)), _hash(source.gather(positions))
+    except DataError:  # a sample that cannot be read is an error where it is trained on
+        return f"{count} samples"
     return f"{count} samples" + (f" ({first})" if first == second else "")
 
 

@@ -14,6 +14,7 @@ from cordee.cluster.launcher_link import LauncherLink
 from cordee.cluster.member_link import MemberSpec
 from cordee.cluster.supervisor import Supervisor
 from cordee.core import Job
+from cordee.data.source import fingerprint
 from cordee.monitoring import Monitor, RunDirectory, Summary
 from cordee.runs.dispatched import worker as dispatched_worker
 from cordee.runs.dispatched.coordinator import DispatchedLeader
@@ -49,7 +50,7 @@ class RunKind(Protocol):
 
     def roles(self, job: Job) -> Sequence[Role]: ...
 
-    def facts(self, components: Components, *, has_other_hosts: bool) -> dict[str, Any]:
+    def facts(self, components: Components) -> dict[str, Any]:
         """Return what the coordinator has to know of the components, so that it need not build them."""
 
     def coordinate(self, spec: CoordinatorSpec, launcher: LauncherLink) -> Leader:
@@ -71,8 +72,8 @@ class _Team:
     def roles(self, job: Job) -> Sequence[Role]:
         return [Role("worker", job.strategy.workers)]
 
-    def facts(self, components: Components, *, has_other_hosts: bool) -> dict[str, Any]:
-        return {}
+    def facts(self, components: Components) -> dict[str, Any]:
+        return {"data": fingerprint(components.splits)}
 
     def coordinate(self, spec: CoordinatorSpec, launcher: LauncherLink) -> Leader:
         return TeamLeader(spec, launcher)
@@ -95,8 +96,8 @@ class _Dispatched:
         num_servers = settings.servers * settings.replicas
         return [Role("worker", job.strategy.workers), Role("server", num_servers), Role("evaluator", 1)]
 
-    def facts(self, components: Components, *, has_other_hosts: bool) -> dict[str, Any]:
-        facts: dict[str, Any] = msgspec.to_builtins(RunFacts.of(components, has_other_hosts=has_other_hosts))
+    def facts(self, components: Components) -> dict[str, Any]:
+        facts: dict[str, Any] = msgspec.to_builtins(RunFacts.of(components))
         return facts
 
     def coordinate(self, spec: CoordinatorSpec, launcher: LauncherLink) -> Leader:
@@ -118,7 +119,7 @@ class _Federated:
     def roles(self, job: Job) -> Sequence[Role]:
         return [Role("coordinator", 1), Role("worker", job.strategy.workers)]
 
-    def facts(self, components: Components, *, has_other_hosts: bool) -> dict[str, Any]:
+    def facts(self, components: Components) -> dict[str, Any]:
         facts: dict[str, Any] = msgspec.to_builtins(FederatedFacts.of(components))
         return facts
 
@@ -179,8 +180,7 @@ def lead_run(
     Raises TrainingError that names the process that failed first, its step and its error. Ending the processes that are
     left is the engine's part.
     """
-    has_other_hosts = bool(components.job.cluster.address or engine.capacity().address)
-    facts = KINDS[kind_of(components.job)].facts(components, has_other_hosts=has_other_hosts)
+    facts = KINDS[kind_of(components.job)].facts(components)
     return lead_job(components.job, directory, monitor, should_stop, engine, facts=facts, resume=resume, marker=marker)
 
 

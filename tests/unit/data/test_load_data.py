@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from user_data import Numbered
 from cordee.core.errors import DataError, JobError
 from cordee.core.settings import Data
 from cordee.data import ArraySource, Splits, load_data
+from cordee.data.source import fingerprint
 
 HERE = [str(Path(__file__).parent)]
 X, Y = np.arange(12.0).reshape(6, 2), np.array([0, 1, 2, 0, 1, 2])
@@ -47,6 +49,18 @@ def sizes(splits) -> tuple[int | None, int | None]:
 )
 def test_every_form_of_user_data(use, args, expected):
     assert sizes(loaded(use, args=args)) == expected
+
+
+def test_what_a_callable_draws_follows_from_the_seed():
+    def split_by_chance():
+        order = random.sample(range(100), 100)
+        x = np.stack([np.random.permutation(100), order, torch.randperm(100).numpy()], axis=1)
+        return x.astype(np.float32), np.arange(100) % 2
+
+    states = random.getstate(), torch.get_rng_state()
+    one, same, other = (fingerprint(loaded(split_by_chance, seed=seed)) for seed in (0, 0, 1))
+    assert one == same != other
+    assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
 
 
 def test_arrays_become_what_a_model_takes():

@@ -329,7 +329,7 @@ def test_the_fingerprint_is_of_the_footers(tmp_path: Path) -> None:
     changed = numbered(400_000).to_pandas()
     changed.loc[200_000, "b"] = 17_000_000
     other = write(tmp_path / "c.parquet", pa.Table.from_pandas(changed, preserve_index=False), rows=2_000)
-    with pytest.raises(DataError, match="the data of this host are not those of the run"):
+    with pytest.raises(DataError, match="the data of this worker are not those of the run"):
         check_same(fingerprint(one), load(path=other, memory_mb=1))
 
 

@@ -23,6 +23,7 @@ from cordee.cluster.member_link import MemberSpec
 from cordee.compute import Metrics, averaging, number_groups
 from cordee.core.errors import StorageError, TrainingError
 from cordee.core.fault_points import identify, reach
+from cordee.data.source import check_same
 from cordee.monitoring import events, setup_logging
 from cordee.parameters.calls import ServerCalls
 from cordee.parameters.placement import make_layout
@@ -49,6 +50,8 @@ def main(argument: dict[str, Any]) -> int:
     with setup_logging(run_dir / "logs" / "evaluator.log"), DispatchLink(spec) as link:
         try:
             parts = assemble(spec.load_job(), Team(num_workers=1, num_local_workers=spec.num_local))
+            if spec.data:
+                check_same(spec.data, parts.splits)
             evaluator = Evaluator(parts, link, run_dir / "checkpoints", patience_s=6 * spec.failure_timeout_s)
             link.join()
             evaluator.notify("on_start", parts.describe(run_dir), 0)

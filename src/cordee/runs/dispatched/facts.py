@@ -25,11 +25,11 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     lr_factor: float
     lower_is_better: tuple[str, ...] = ()  # metrics of which less is better
     dtype: str = "float32"  # of the parameters
-    data: str = ""  # a fingerprint, where workers may be on other hosts
+    data: str  # its fingerprint
     description: RunStarted  # without its place
 
     @classmethod
-    def of(cls, components: Components, *, has_other_hosts: bool) -> RunFacts:
+    def of(cls, components: Components) -> RunFacts:
         num_samples, total_steps = components.splits.train.num_samples, components.total_steps
         assert num_samples is not None and total_steps is not None
         trained = [parameter for parameter in components.model.parameters() if parameter.requires_grad]
@@ -42,7 +42,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
             lr_factor=components.recipe.lr_factor,
             lower_is_better=tuple(components.lower_is_better),
             dtype=str(trained[0].dtype).removeprefix("torch."),
-            data=fingerprint(components.splits) if has_other_hosts else "",
+            data=fingerprint(components.splits),
             description=components.describe(),
         )
 

@@ -104,6 +104,7 @@ class FederatedLeader(OnDemandLeader):
         self._starter = ProcessStarter(
             self._spec, job, self._launcher, state.members, state.addresses, channel.fence, "cordee.runs.federated"
         )
+        self._starter.data = self._facts.data
         self._losses = WorkerLosses(job.cluster, self._launcher, dispatcher, self._starter)
 
     def begin(self) -> None:

@@ -10,6 +10,7 @@ from cordee.cluster.member_link import MemberSpec
 from cordee.compute.schedules import PlateauSchedule
 from cordee.core import Job
 from cordee.core.errors import JobError
+from cordee.data.source import fingerprint
 from cordee.monitoring.events import RunStarted
 from cordee.strategies.federated.algorithms import make_algorithm
 from cordee.strategies.federated.partition import Partition, divide
@@ -24,6 +25,7 @@ class FederatedFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the launcher knows of the job's components, so that the coordinator need not build them."""
 
     sizes: list[int]  # samples of each client
+    data: str  # its fingerprint
     has_test: bool
     lower_is_better: tuple[str, ...] = ()
     description: RunStarted  # without its place
@@ -33,6 +35,7 @@ class FederatedFacts(msgspec.Struct, frozen=True, kw_only=True):
         description = msgspec.structs.replace(components.describe(), threads=num_threads(components.job), epochs=None)
         return cls(
             sizes=partition_of(components).sizes.tolist(),
+            data=fingerprint(components.splits),
             has_test=components.test is not None,
             lower_is_better=tuple(components.lower_is_better),
             description=description,

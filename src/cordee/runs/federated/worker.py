@@ -21,6 +21,7 @@ from cordee.compute import Metrics
 from cordee.compute.devices import MemoryWatch
 from cordee.core.errors import CheckpointError, DataError, StorageError, TrainingError
 from cordee.core.fault_points import identify
+from cordee.data.source import check_same
 from cordee.monitoring import events
 from cordee.monitoring.timeline import Phase, Timeline
 from cordee.runs.dispatched.messages import Leave
@@ -62,6 +63,8 @@ def work(spec: MemberSpec) -> Exception | None:
         job = spec.load_job()
         check_host(spec, job.strategy.name)
         parts = assemble(job, Team(num_local_workers=spec.num_local, threads=num_threads(job)))
+        if spec.data:
+            check_same(spec.data, parts.splits)
         attempt.stack.callback(parts.train.close)
         worker = FederatedWorker(parts, Path(spec.run_dir))
         attempt.join()

@@ -10,7 +10,7 @@ import msgspec
 from cordee.cluster.autoscaling import Scaling
 from cordee.cluster.coordinator import Addresses, CoordinatorSpec, MemberStarter
 from cordee.cluster.launcher_link import LauncherLink
-from cordee.cluster.messages import TEAM, DataFingerprint, FirstStep, StepReached, StepTime, TeamReport, WorkerSummary
+from cordee.cluster.messages import TEAM, FirstStep, StepReached, StepTime, TeamReport, WorkerSummary
 from cordee.cluster.policies import Restarts, Stragglers
 from cordee.communication.channel import ServerChannel
 from cordee.communication.messages import JoinRequest, Scale
@@ -25,7 +25,7 @@ from cordee.runs.team.losses import Losses
 from cordee.runs.team.member_channel import TeamChannel
 from cordee.runs.team.membership import Membership
 from cordee.runs.team.recoveries import Recoveries
-from cordee.runs.team.state import RecoveryState, TeamState
+from cordee.runs.team.state import RecoveryState, TeamState, WorkersState
 from cordee.runs.team.workers import Workers
 from cordee.strategies.choice import entry_of
 from cordee.training.components import bare_strategy
@@ -64,6 +64,7 @@ class TeamLeader:
                 is_elastic=self._is_elastic,
             ),
             addresses=Addresses.of(job, self._spec),
+            workers=WorkersState(data=self._spec.facts.get("data", "")),
             recoveries=RecoveryState(restarts=Restarts(job.cluster.max_restarts)),
         )
 
@@ -178,8 +179,6 @@ class TeamLeader:
                 self._record_step_time(worker, step, seconds)
             case FirstStep(step=step):
                 self._complete_recovery(step)
-            case DataFingerprint(fingerprint=fingerprint):
-                self._workers.record_data(worker, fingerprint)
             case WorkerSummary(summary=summary):
                 self._state.summaries[worker] = summary
 

@@ -13,7 +13,7 @@ from cordee.runs.team.membership import Membership
 class WorkersState(msgspec.Struct, kw_only=True):
     """What workers are told."""
 
-    data: str = ""  # what is known of the data, for workers of other hosts
+    data: str = ""  # a fingerprint of the data: those of all workers must be the same
     threads: int = 0  # of each worker; 0 is what the job says
     is_reform_wanted: bool = False  # the same workers are to form another generation
 

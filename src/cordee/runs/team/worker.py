@@ -16,7 +16,7 @@ from cordee.cluster import Team
 from cordee.cluster.control import has_run_directory
 from cordee.cluster.member_link import MemberSpec, open_timeline
 from cordee.cluster.members import WORKER_PREFIX
-from cordee.cluster.messages import DataFingerprint, StepReached, WorkerSummary
+from cordee.cluster.messages import StepReached, WorkerSummary
 from cordee.cluster.rendezvous import BetweenHosts, CoordinatorStore, meet
 from cordee.communication.exchange import find_lost_peer
 from cordee.communication.keys import ClientKeys
@@ -25,7 +25,7 @@ from cordee.communication.shared_memory.liveness import abandon_groups
 from cordee.compute.devices import MemoryWatch
 from cordee.core import fault_points
 from cordee.core.errors import CommunicationError
-from cordee.data.source import check_same, fingerprint
+from cordee.data.source import check_same
 from cordee.monitoring import AnyEvent, Monitor, events, setup_logging
 from cordee.monitoring.timeline import Timeline
 from cordee.runs.team.checkpoints import RemoteCheckpoints
@@ -133,8 +133,6 @@ class _Member:
         parts = assemble(spec.load_job(), places)
         if spec.data:
             check_same(spec.data, parts.splits)
-        elif spec.host_address:
-            link.report(DataFingerprint(fingerprint(parts.splits)))
         sink = LinkSink(link, spec.index)
         monitor = Monitor([sink], member=f"worker {spec.index}", timeline=self._timeline)
         with open_store(spec, link) as store, monitor:

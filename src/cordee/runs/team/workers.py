@@ -13,7 +13,7 @@ from cordee.cluster.launcher_link import LauncherLink
 from cordee.cluster.members import MemberRecord, check_join_request
 from cordee.communication.messages import JoinRequest
 from cordee.core import Job
-from cordee.core.errors import JobError, TrainingError
+from cordee.core.errors import JobError
 from cordee.core.fault_points import reach
 from cordee.monitoring import events
 from cordee.runs.team.member_channel import TeamChannel
@@ -58,17 +58,6 @@ class Workers:
     def record_formed(self) -> None:
         """Record that a generation is formed with the numbers that are wanted."""
         self._state.is_reform_wanted = False
-
-    def record_data(self, index: int, fingerprint: str) -> None:
-        """Record what is known of the data: workers that join are told. Raises TrainingError where workers differ."""
-        known = self._state.data
-        if known and known != fingerprint:
-            host = self._membership.of(index).host
-            raise TrainingError(
-                f"worker {index} on {host} has other data than the others: there they are {fingerprint}; elsewhere "
-                f"{known}. Copy the same data to every host, and say with data.root where they are"
-            )
-        self._state.data = self._starter.data = fingerprint
 
     def log_file(self, index: int) -> Path:
         return self._starter.log_file(self._membership.of(index))

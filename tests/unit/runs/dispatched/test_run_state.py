@@ -96,7 +96,7 @@ def test_heartbeats_have_nothing_written_down(tmp_path: Path) -> None:
         resume=False,
         launcher_pid=1,
         num_slots=2,
-        facts=msgspec.to_builtins(RunFacts.of(parts, has_other_hosts=False)),
+        facts=msgspec.to_builtins(RunFacts.of(parts)),
         launcher=LauncherSpec(folder=str(tmp_path), run_dir=str(tmp_path), run_id="run", alive_every_s=60.0),
     )
     member = MemberSpec(

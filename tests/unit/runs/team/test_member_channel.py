@@ -15,7 +15,6 @@ from cordee.cluster.member_link import MemberSpec
 from cordee.cluster.members import MemberRecord
 from cordee.cluster.messages import (
     TEAM,
-    DataFingerprint,
     FirstStep,
     StepReached,
     StepTime,
@@ -252,14 +251,14 @@ def test_events_pass_through(coordinated: Coordinated) -> None:
 
 
 def test_what_the_coordinator_decides_by_is_no_event(coordinated: Coordinated) -> None:
-    told = [FirstStep(1, number=1), DataFingerprint("ab", number=2), WorkerSummary(Summary(status="completed"), 3)]
+    told = [FirstStep(1, number=1), WorkerSummary(Summary(status="completed"), 2)]
     with coordinated.link(0) as first, coordinated.link(1) as second:
         joined(coordinated, first, second)
         for report in told:
             second.report(report)
         second.report(StepTime(2, 0.25))
         second.report(StepReached(2, None))
-        wait_until(lambda: len(coordinated.reports) == 5)
+        wait_until(lambda: len(coordinated.reports) == 4)
     assert coordinated.reports == [(1, report) for report in (*told, StepTime(2, 0.25), StepReached(2, None))]
     assert set(coordinated.kinds()) == {"worker_started"}
 

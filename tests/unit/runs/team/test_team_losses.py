@@ -239,16 +239,8 @@ def test_a_worker_of_another_host_waits_until_the_data_is_known(monkeypatch: pyt
     there = JoinRequest(1, "b", "another", "0.1.0", "2.13.0")
     with pytest.raises(NotYetError, match="still starting"):
         scene.workers.admit(there, "tcp://10.0.0.1:1")
-    scene.workers.record_data(0, "digits, 1,442 samples")
+    scene.workers._state.data = "digits, 1,442 samples"
     assert scene.workers.admit(there, "tcp://10.0.0.1:1") == "admitted as 2"
-
-
-def test_workers_with_other_data_end_the_run() -> None:
-    scene = Scene(2)
-    scene.workers.record_data(0, "one")
-    scene.membership.of(1).host = "b"
-    with pytest.raises(TrainingError, match="worker 1 on b has other data than the others: there they are two"):
-        scene.workers.record_data(1, "two")
 
 
 def test_a_frozen_worker_that_nobody_replaces_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
