@@ -86,14 +86,30 @@ class CompressedExchange(GradientExchange):
         self._sums = [CompressedSum(one, num_members) for one in feedback]
         self._weights = [1.0] * num_members
 
-    def _sum(self, flags: Sequence[float], extras: Sequence[float]) -> tuple[list[float], list[float]]:
-        tail = self._row.tail
+    def reduce(
+        self, extras: Sequence[float] = (), *, count_at: int | None = None, nominal_count: int = 1
+    ) -> list[float]:
+        """Like that of `GradientExchange`, but gradients are scaled before they are sent.
+
+        What was left out of one batch would else be scaled with the next, which may be much smaller. Where members
+        count nothing at all, no gradient is sent, and nothing of what was left out.
+        """
+        flags, tail = self._copy_gradients(), self._row.tail
         tail.copy_(torch.tensor([*flags, *extras], device=tail.device))
+        dist.all_reduce(tail)
+        numbers = tail.tolist()
+        users, totals = numbers[: len(flags)], numbers[len(flags) :]
+        total_count = nominal_count if count_at is None else totals[count_at]
+        if total_count:
+            self._sum_bodies(nominal_count / total_count)
+        self._give(users)
+        return totals
+
+    def _sum_bodies(self, scale: float) -> None:
+        if scale != 1:
+            torch._foreach_mul_(self._bodies, scale)
         begun = [one.begin(body) for one, body in zip(self._sums, self._bodies, strict=True)]
         summed = [one.finish(each, self._weights) for one, each in zip(self._sums, begun, strict=True)]
-        dist.all_reduce(tail)
         for one, each, body, total in zip(self._sums, begun, self._bodies, summed, strict=True):
             one.commit(each)
             body.copy_(total)
-        numbers = tail.tolist()
-        return numbers[: len(flags)], numbers[len(flags) :]

@@ -85,9 +85,13 @@ class GradientExchange:
         if total_count and total_count != nominal_count:
             scale = nominal_count / total_count
             torch._foreach_mul_([view for view, num in zip(self._views, users, strict=True) if num], scale)
+        self._give(users)
+        return totals
+
+    def _give(self, users: Sequence[float]) -> None:
+        """Give parameters that some member has a gradient of what is in the buffers, and others none."""
         for parameter, view, num_users in zip(self._parameters, self._views, users, strict=True):
             parameter.grad = view if num_users else None
-        return totals
 
     def _copy_gradients(self) -> list[float]:
         """Fill the buffers; return which parameters have a gradient."""

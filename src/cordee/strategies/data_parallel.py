@@ -148,28 +148,30 @@ class DataParallel(Replica):
         return self._residuals
 
     def consolidate(self) -> None:
-        """Have the first worker know the mean of what compression left out on each. Collective."""
+        """Have the first worker know the sum of what compression left out on all. Collective."""
         self._saved_residuals = []
         if not isinstance(self._reducer, FlatReducer):
             return
         for feedback in self._residuals:
-            mean = feedback.zeros() if feedback.left is None else feedback.left.clone()
-            dist.all_reduce(mean)
-            self._saved_residuals.append(mean.div_(dist.get_world_size()))
+            total = feedback.zeros() if feedback.left is None else feedback.left.clone()
+            dist.all_reduce(total)
+            self._saved_residuals.append(total)
 
     def state_dict(self) -> State:
-        saved = {str(number): mean for number, mean in enumerate(self._saved_residuals)}
+        saved = {f"sum.{number}": total for number, total in enumerate(self._saved_residuals)}
         state, residual = super().state_dict(), State.join(residual=State(saved, {}))
         return State({**state.tensors, **residual.tensors}, state.values)
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         self._saved_residuals = []
+        if not isinstance(self._reducer, FlatReducer):
+            return
         saved = state.part("residual").tensors
         for number, feedback in enumerate(self._residuals):
             # Of another strategy, or of another number of parameters: what it left out is not known by this order.
-            if (mean := saved.get(str(number))) is not None and mean.shape == feedback.zeros().shape:
-                feedback.left = mean.to(feedback.zeros().dtype)
+            if (total := saved.get(f"sum.{number}")) is not None and total.shape == feedback.zeros().shape:
+                feedback.left = total.to(feedback.zeros().dtype) / dist.get_world_size()  # gradients are added up
 
     def _share_weights(self) -> None:
         """Give every member the first one's weights, in place. Collective."""
