@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -273,10 +275,10 @@ def _check_samples(events: Sequence[Event], started: Event) -> Iterator[str]:
     if not num_samples or not batch_size:
         return
     num_batches = -(-num_samples // batch_size)
-    lost_with = {event["step"]: 0 for event in events if event["type"] == "samples_lost"}
+    lost = _LostByStep(event["step"] for event in events if event["type"] == "samples_lost")
     for event in events:
         if event["type"] == "samples_lost":
-            lost_with[event["step"]] = event["samples"]  # one that is told twice was taken back by a resume
+            lost.record(event["step"], event["samples"])  # one that is told twice was taken back by a resume
             continue
         if event["type"] == "commit":
             expected = event["epoch"] * num_samples + min(event["batch"] * batch_size, num_samples)
@@ -289,9 +291,33 @@ def _check_samples(events: Sequence[Event], started: Event) -> Iterator[str]:
         if event["samples"] + num_lost != expected:
             also = f" and {num_lost} lost" if num_lost else ""
             yield f"{event['samples']} samples were counted{also} by step {event['step']}, there were {expected}"
-        told = sum(num for step, num in lost_with.items() if step <= event["step"])
+        told = lost.count(event["step"])
         if num_lost != told:
             yield f"{num_lost} samples are lost by step {event['step']}, and the losses that are recorded are of {told}"
+
+
+class _LostByStep:
+    """How many samples were lost by each step. Adding them up anew for each event would take time with the square."""
+
+    def __init__(self, steps: Iterable[int]) -> None:
+        self._steps = sorted(set(steps))
+        self._numbers = [0] * len(self._steps)
+        self._sums = [0] * (len(self._steps) + 1)  # a Fenwick tree
+
+    def record(self, step: int, num_samples: int) -> None:
+        place = bisect_right(self._steps, step)
+        more = num_samples - self._numbers[place - 1]
+        self._numbers[place - 1] = num_samples
+        while place < len(self._sums):
+            self._sums[place] += more
+            place += place & -place
+
+    def count(self, step: int) -> int:
+        place, total = bisect_right(self._steps, step), 0
+        while place:
+            total += self._sums[place]
+            place -= place & -place
+        return total
 
 
 def _check_reported(events: Sequence[Event]) -> Iterator[str]:
@@ -312,13 +338,15 @@ def _check_members(events: Sequence[Event]) -> Iterator[str]:
     # A generation may commit a step twice: when it is entered, and when it is evaluated and saved.
     counts: Counter[tuple[int, int, int]] = Counter()
     handed: dict[int, Event] = {}  # the last commit of each step, as long as it can be continued from
+    steps: list[int] = []  # of these, negative: a heap, the latest first
     for event in events:
         if event["type"] == "generation":
             if event["generation"] == 1:  # of a run that is resumed
                 known, counts = {}, Counter()
-            handed = {step: commit for step, commit in handed.items() if step <= (event.get("step") or 0)}
+            while steps and -steps[0] > (event.get("step") or 0):
+                del handed[-heapq.heappop(steps)]
         elif event["type"] == "run_started":
-            handed = {}
+            handed, steps = {}, []
         if event["type"] != "commit":
             continue
         if not event.get("digest"):
@@ -333,6 +361,8 @@ def _check_members(events: Sequence[Event]) -> Iterator[str]:
                 f"at step {event['step']} worker {event.get('worker') or 0} differs in {', '.join(parts)} "
                 f"from worker {first.get('worker') or 0}"
             )
+        if event["step"] not in handed:
+            heapq.heappush(steps, -event["step"])
         before = handed.setdefault(event["step"], event)
         # The place in the data may be another: an epoch is closed, or evaluated, after its last step.
         parts = [part for part in _differing(before, event) if part != "progress"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -204,3 +206,54 @@ def test_commits_without_what_others_have_are_found() -> None:
     assert problems(sharded) == {"members": "at step 4 worker 1 differs in model from worker 0"}
     # A run may be resumed with another strategy.
     assert problems([*sharded[:-2], generation(1), STARTED, commit(0), commit(0, 1)]) == {}
+
+
+# Work -------------------------------------------------------------------------------------------------------
+
+
+def eventful(num_rounds: int) -> list[dict[str, Any]]:
+    """Return the events of a run in which every other step loses a worker and its samples."""
+    events: list[dict[str, Any]] = [{**STARTED, "strategy": "local_sgd"}]
+    for step in range(1, num_rounds + 1):
+        epoch, batch = divmod(step, 3)
+        samples = epoch * 10 + min(batch * 4, 10)
+        counted = {"samples": samples - step, "samples_lost": step}
+        events += [
+            generation(step, step - 1),
+            {"type": "samples_lost", "step": step, "samples": 1, "worker": 1},
+            *(commit(step, worker, step, **counted) for worker in (0, 1)),
+            {"type": "step", "step": step, **counted},
+            {"type": "checkpoint", "step": step},
+            {"type": "worker_lost", "worker": 1},
+            {"type": "recovery", "generation": step, "lost": [1], "steps_redone": 0, "seconds": 0.1},
+        ]
+    return events
+
+
+def work_of_auditing(num_rounds: int, folder: Path) -> float:
+    """Return how many lines of Python are executed for each line of the events."""
+    events = eventful(num_rounds)
+    folder.mkdir()
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    executed = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal executed
+        executed += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        findings = audit_run(folder)
+    finally:
+        sys.settrace(before)
+    assert [finding.detail for finding in findings if finding.state == "problem"] == []
+    return executed / len(events)
+
+
+def test_each_line_takes_as_much_work_in_a_long_file_as_in_a_short_one(tmp_path: Path) -> None:
+    """Up to a logarithm: 16 times the lines would take 16 times the work for each if all were compared with all."""
+    short, long = (work_of_auditing(size, tmp_path / f"{size}") for size in (40, 640))
+    assert long < 1.5 * short
+    assert long < 400, "200,000 lines are 80 million lines of Python at most"
