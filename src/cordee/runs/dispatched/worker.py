@@ -290,8 +290,9 @@ class DispatchedWorker:
         self._parts.recipe.set_rate(self._rates, step)
         with torch.no_grad():
             for group in self._rates.param_groups:
+                rate = float(group["lr"]) * (1 if group.get("maximize") else -1)
                 for parameter in group["params"]:
-                    parameter.add_(parameter.grad, alpha=-float(group["lr"]))
+                    parameter.add_(parameter.grad, alpha=rate)
 
 
 def cut_like(start: int, stop: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
