@@ -258,8 +258,9 @@ class RowsDataset:
 class ImageRow:
     """Makes a sample of a row that has an encoded image."""
 
-    def __init__(self, column: str, label: str, images: ImageSettings, names: Sequence[str] | None) -> None:
-        self._column, self._label, self._images = column, label, images
+    def __init__(self, column: str, columns: Columns, images: ImageSettings, names: Sequence[str] | None) -> None:
+        self._column, self._label, self._images = column, columns.settings.label, images
+        self._is_number = not columns.has_classes
         self._places = None if names is None else {name: place for place, name in enumerate(names)}
 
     def __call__(self, row: dict[str, Any]) -> tuple[Tensor, Any]:
@@ -272,7 +273,8 @@ class ImageRow:
             return self._images.decode(image["bytes"], "the image"), label
         if self._places is not None and label not in self._places:
             raise DataError(f"the label {label!r} is no class{nearest(label, self._places)}")
-        return self._images.decode(image["bytes"], "the image"), self._places[label] if self._places else label
+        target = self._places[label] if self._places else float(label) if self._is_number else label
+        return self._images.decode(image["bytes"], "the image"), target
 
 
 class TableSettings(ColumnSettings, frozen=True, kw_only=True):
@@ -293,13 +295,17 @@ class TableSettings(ColumnSettings, frozen=True, kw_only=True):
         super().__post_init__()
         if self.memory_mb < 1:
             raise JobError(f"data.memory_mb = {self.memory_mb} must be at least 1")
-        for key in ("shape", "classes"):
-            if self.transform is not None and getattr(self, key) is not None:
-                raise JobError(f"data.{key} has no meaning with data.transform, which makes the samples: remove it")
-        for key in ("columns", "shape", "classes"):
-            if self.is_named and self.transform is None and getattr(self, key) is not None:
-                given = "inputs" if self.inputs is not None else "target"
-                raise JobError(f"data.{key} and data.{given} both say what the columns are: remove one of them")
+        own = {"shape": self.shape, "classes": self.classes, "kind": self.kind != "auto", "regression": self.regression}
+        own |= {"resize": self.images.size, "color": self.images.color != "rgb"}
+        if self.transform is not None:
+            for key, value in own.items():
+                if value not in (None, False):
+                    raise JobError(f"data.{key} has no meaning with data.transform, which makes the samples: remove it")
+        elif self.is_named:
+            given = "inputs" if self.inputs is not None else "target"
+            for key, value in {"columns": self.columns, **own}.items():
+                if value not in (None, False):
+                    raise JobError(f"data.{key} and data.{given} both say what the columns are: remove one of them")
 
 
 def table_settings(
@@ -401,10 +407,13 @@ def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
 def _image_splits(
     name: str, image: str, tables: Sequence[TableFiles], settings: TableSettings, ignored: int | None
 ) -> Splits:
+    for key, default in (("shape", None), ("kind", "auto")):
+        if getattr(settings, key) != default:
+            raise JobError(f"data.{key} is not for images, which column {image!r} has: remove it (data.resize, say)")
     columns = [Columns(table.schema, settings, table.what, has_images=True) for table in tables]
     _check_same_types(columns[0], columns[-1], tables[0].what, tables[-1].what)
     names, num_classes = _classes(columns[0], tables, ignored)
-    decode = ImageRow(image, settings.label, settings.images.of_first(_first_image(tables[0], image)), names)
+    decode = ImageRow(image, columns[0], settings.images.of_first(_first_image(tables[0], image)), names)
     sets = [
         DatasetSource(_rows(table, columns[0].names, settings, decode), what)
         for table, what in zip(tables, ("the training set", "the test set"))

@@ -288,6 +288,13 @@ def test_tar_files_that_cannot_be_used(tmp_path: Path) -> None:
 def test_images_in_a_column_as_hugging_face_writes_them(tmp_path: Path) -> None:
     rows = [{"bytes": picture(n), "path": None} for n in range(6)]
     pq.write_table(pa.table({"image": rows, "label": [0, 1, 2, 0, 1, 2]}), tmp_path / "a.parquet", row_group_size=2)
+    for key, value in (("shape", [3, 4, 6]), ("kind", "bytes")):
+        with pytest.raises(JobError, match=f"data.{key} is not for images, which column 'image' has"):
+            load(path=tmp_path / "a.parquet", resize=[4, 4], **{key: value})
+    numbers = load(path=tmp_path / "a.parquet", resize=[4, 4], regression=True)
+    targets = numbers.train.gather(torch.arange(6)).targets
+    assert numbers.num_classes is None and targets.tolist() == [0.0, 1.0, 2.0, 0.0, 1.0, 2.0]
+    assert targets.dtype == torch.float32
     splits = load(path=tmp_path / "a.parquet", resize=[4, 4])
     inputs, targets = everything(splits.train)
     assert (splits.num_classes, splits.input_shape, targets.tolist()) == (3, (3, 4, 4), [0, 1, 2, 0, 1, 2])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.feather
@@ -305,10 +306,19 @@ def test_rows_by_a_transform_of_ones_own(tmp_path: Path) -> None:
     for one, other in zip(here, there, strict=True):  # random draws too
         assert torch.equal(one.inputs, other.inputs) and torch.equal(one.targets, other.targets)
     assert all(float(value) % 2 == 0 for value in here[0].inputs[:, 0])
-    with pytest.raises(JobError, match=r"data.shape has no meaning with data.transform"):
-        load(path=path, transform=double, shape=[2])
+    for key, value in (("shape", [2]), ("kind", "tokens"), ("regression", True), ("resize", [4, 4]), ("color", "gray")):
+        with pytest.raises(JobError, match=rf"data.{key} has no meaning with data.transform"):
+            load(path=path, transform=double, **{key: value})
     with pytest.raises(JobError, match=r"data.transform.use = 'nomodule:f'|no module 'nomodule'"):
         load(path=path, transform="nomodule:f")
+
+
+@pytest.mark.parametrize(("key", "value"), [("kind", "tokens"), ("regression", True), ("color", "gray")])
+def test_columns_that_stay_apart_have_no_settings_of_others(key: str, value: object, tmp_path: Path) -> None:
+    data = Data(use="parquet", inputs=("a", "b"), target="label", args={"path": str(write(tmp_path / "a.parquet"))})
+    load_data(data, seed=0)
+    with pytest.raises(JobError, match=rf"data.{key} and data.inputs both say what the columns are"):
+        load_data(msgspec.structs.replace(data, args={**data.args, key: value}), seed=0)
 
 
 def test_blocks_that_shuffle_badly_are_warned_of(tmp_path: Path) -> None:
