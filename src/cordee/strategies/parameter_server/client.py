@@ -124,9 +124,16 @@ class ParameterClient:
         self._calls.close()
 
     def _push_piece(self, piece: Piece, gradient: Tensor, push: Push) -> Pushed:
-        buffers = self._feedback[piece.index].compress(gradient[piece.start : piece.stop])
+        feedback, own = self._feedback[piece.index], gradient[piece.start : piece.stop]
+        before = feedback.left
+        if push.count or before is None:
+            buffers = feedback.compress(own)
+        else:  # it does not count: what compression left out of earlier ones would be lost with it
+            buffers = feedback.codec.encode(torch.zeros_like(own))
         reply = self._calls.call(piece.server, push, buffers)
         assert isinstance(reply, Pushed)
+        if reply.outcome == "refused":
+            feedback.left = before
         return reply
 
     def _pull_piece(self, piece: Piece, flat: Tensor, apply_step: int, scale: float) -> None:
