@@ -50,10 +50,10 @@ def main(argument: dict[str, Any]) -> int:
     with setup_logging(run_dir / "logs" / "evaluator.log"), DispatchLink(spec) as link:
         try:
             parts = assemble(spec.load_job(), Team(num_workers=1, num_local_workers=spec.num_local))
+            evaluator = Evaluator(parts, link, run_dir / "checkpoints", patience_s=6 * spec.failure_timeout_s)
+            link.join()  # a failure before is not heard
             if spec.data:
                 check_same(spec.data, parts.splits)
-            evaluator = Evaluator(parts, link, run_dir / "checkpoints", patience_s=6 * spec.failure_timeout_s)
-            link.join()
             evaluator.notify("on_start", parts.describe(run_dir), 0)
             while not isinstance(reply := link.ask(AskEvaluatorTask()), Leave):
                 assert isinstance(reply, EvaluatorTask)

@@ -65,10 +65,10 @@ def work(spec: MemberSpec) -> Exception | None:
         )
         parts = assemble(job, team)
         attempt.stack.callback(parts.train.close)
+        loop = DispatchedWorker(parts, attempt.link, spec, attempt.leave_asked, memory, attempt.timeline)
+        attempt.join()  # a failure before is not heard
         if spec.data:
             check_same(spec.data, parts.splits)
-        loop = DispatchedWorker(parts, attempt.link, spec, attempt.leave_asked, memory, attempt.timeline)
-        attempt.join()
         loop.run()
 
     return work_until_ended(spec, DispatchLink, work_once)

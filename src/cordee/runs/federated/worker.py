@@ -63,11 +63,11 @@ def work(spec: MemberSpec) -> Exception | None:
         job = spec.load_job()
         check_host(spec, job.strategy.name)
         parts = assemble(job, Team(num_local_workers=spec.num_local, threads=num_threads(job)))
-        if spec.data:
-            check_same(spec.data, parts.splits)
         attempt.stack.callback(parts.train.close)
         worker = FederatedWorker(parts, Path(spec.run_dir))
-        attempt.join()
+        attempt.join()  # a failure before is not heard
+        if spec.data:
+            check_same(spec.data, parts.splits)
         _take_tasks(worker, attempt.link, spec, attempt.leave_asked, memory, attempt.timeline)
 
     return work_until_ended(spec, FederatedLink, work_once)
