@@ -62,6 +62,7 @@ class Pending:
 
     means: dict[str, Tensor] = field(default_factory=dict)
     sent: dict[int, Sent] = field(default_factory=dict)  # by fragment
+    count: float = 0.0  # of items that the means are from, on all workers
 
 
 class LocalSgd(Replica, TrainsAlone):
@@ -198,14 +199,15 @@ class LocalSgd(Replica, TrainsAlone):
             if number not in sent:
                 sent[number] = self._send(number, keep=False)
         means: dict[str, Tensor] = {}
-        self._tried = sent
+        self._tried, total = sent, 0.0
         for place, number in enumerate(fragments):
             counted = [row[len(numbers) + place] for row in rows]
+            total += sum(counted)
             means |= self._exchanges[number].finish(sent[number], counted)
         totals = [sum(row[place] for row in rows) for place in range(len(numbers))]
         self._buffers.agree(totals[len(numbers) - len(flags) :])
         reach("agree.exchanged")
-        self._pending = Pending(means, sent)
+        self._pending = Pending(means, sent, total)
         measured = totals[_ITEMS_AT] > 0 and self._computation.counts_classes
         return Loss.from_totals(totals[: len(numbers) - len(flags)], has_accuracy=measured)
 
@@ -226,8 +228,8 @@ class LocalSgd(Replica, TrainsAlone):
         return self._end_window()
 
     def skip(self, step: int) -> Update:
-        """Leave out what members would agree on: no worker had anything to count."""
-        return self._end_window()
+        """Leave out a window in which no worker counted anything. A fragment may have been learnt in earlier ones."""
+        return self.update(step) if self._pending.count else self._end_window()
 
     def _end_window(self) -> Update:
         self._pending, self._window, self._tried = Pending(), Window(), {}
