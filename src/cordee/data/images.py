@@ -406,7 +406,7 @@ def image_tar(
 def _classes_of(labels: Sequence[str]) -> list[str]:
     """Return the classes: 0, 1, 2, … up to the largest where all labels are numbers, else the texts in order."""
     different = set(labels)
-    if not all(label.isdecimal() for label in different):
+    if not all(label.isdecimal() and str(int(label)) == label for label in different):  # "007" is a text
         return sorted(different)
     return [str(number) for number in range(max(map(int, different)) + 1)]
 

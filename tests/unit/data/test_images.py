@@ -228,6 +228,9 @@ def test_members_by_folder_and_by_label_files(tmp_path: Path) -> None:
     splits = load("image-tar", path=tar_of(tmp_path / "n.tar", numbered))
     assert splits.num_classes == 3 and everything(splits.train)[1].tolist() == [2, 0]
     assert "class 1" in splits.warnings[0]
+    padded = {"00/1.png": picture(1), "07/2.png": picture(2)}
+    splits = load("image-tar", path=tar_of(tmp_path / "p.tar", padded))
+    assert splits.class_names == ("00", "07") and everything(splits.train)[1].tolist() == [0, 1]
 
 
 def test_the_index_of_a_tar_file_is_kept_until_the_file_changes(
