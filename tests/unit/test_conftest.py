@@ -83,3 +83,10 @@ def test_data_that_is_not_here_is_a_reason_to_skip(pytester: pytest.Pytester, mo
     result = pytester.runpytest_inprocess("-rs", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["*the files of mnist are not on this machine*"])
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """Two files of one name are collected apart, but not by a command that names no folder, as `make test-long`."""
+    seen: dict[str, Path] = {}
+    for path in sorted(CONFTEST.parent.rglob("test_*.py")):
+        assert seen.setdefault(path.name, path) == path, f"{path} has the name of {seen[path.name]}"
