@@ -14,7 +14,7 @@ from process_pool import CaseError, ProcessPool
 
 from cordee import checkpoint
 from cordee.checkpoint import Folder, load_newest
-from cordee.core.errors import CommunicationError
+from cordee.core.errors import CommunicationError, StorageError
 from cordee.strategies.sharded import Sharded
 from cordee.training import slice_saving
 from cordee.training.session import Session
@@ -148,6 +148,31 @@ def with_write(write: Callable[..., Any]) -> None:
     checkpoint.write_slices = write
 
 
+def test_a_disk_that_takes_no_folder_costs_that_checkpoint(two: ProcessPool, tmp_path: Path) -> None:
+    outcomes = two.run(train_without_a_draft, JOB, str(tmp_path))
+    assert names(tmp_path) == ["step-4", "step-6"]
+    (warning,) = outcomes[0].of("warning")
+    assert "checkpoint at step 2 was not saved" in warning["message"]
+    assert "No space left on device" in warning["message"]
+
+
+def train_without_a_draft(index: int, num_workers: int, table: Table, run_dir: str) -> Outcome:
+    make, is_full = slice_saving.SharedDraft, True
+
+    def refuse(*arguments: Any) -> slice_saving.SharedDraft:
+        nonlocal is_full
+        if is_full:
+            is_full = False
+            raise StorageError(f"cannot save the checkpoint: {os.strerror(errno.ENOSPC)}")
+        return make(*arguments)
+
+    slice_saving.SharedDraft = refuse  # type: ignore[misc,assignment]
+    try:
+        return train(index, num_workers, table, run_dir)
+    finally:
+        slice_saving.SharedDraft = make  # type: ignore[misc]
+
+
 def test_members_read_what_they_hold_and_fall_back_together(three: ProcessPool, tmp_path: Path) -> None:
     """As workers enter a generation: the first verifies, all map; a damaged checkpoint is passed over by all."""
     whole = three.run(train_in_team, JOB, str(tmp_path / "whole"), False)
@@ -162,6 +187,14 @@ def test_members_read_what_they_hold_and_fall_back_together(three: ProcessPool, 
     assert "checkpoint step-4 is damaged" in warning["message"] and "using step-2" in warning["message"]
     hashes = {outcome.summary.weights_sha256 for outcome in (*whole, *resumed)}
     assert len(hashes) == 1, "a resumed run ends with other weights"
+
+
+def test_members_begin_together_where_there_is_no_checkpoint(two: ProcessPool, tmp_path: Path) -> None:
+    """A run that ended before its first checkpoint is resumed too."""
+    whole = two.run(train_in_team, JOB, str(tmp_path / "whole"), False)
+    resumed = two.run(train_in_team, JOB, str(tmp_path / "resumed"), True)
+    assert [outcome.of("run_started")[0]["start_step"] for outcome in resumed] == [0, 0]
+    assert resumed[0].summary.weights_sha256 == whole[0].summary.weights_sha256
 
 
 def train_in_team(index: int, num_workers: int, table: Table, run_dir: str, resume: bool) -> Outcome:

@@ -81,6 +81,8 @@ def _move_header(own: State | None, move: _Move) -> _Header:
 def _move_bytes(content: bytes | None, move: _Move) -> bytes:
     size = torch.tensor([0 if content is None else len(content)])
     move(size)
+    if not int(size):
+        return b""  # torch.frombuffer refuses it
     buffer = torch.empty(int(size), dtype=torch.uint8)
     if content is not None:
         buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))

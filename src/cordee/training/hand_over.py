@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def map_together(team: Team, find: Callable[[], Path | None]) -> State | None:
     """
     path = find() if team.is_first else None
     reach("enter.loaded")
-    place = checkpoint.share_bytes(b"" if path is None else str(path).encode()).decode()
+    place = os.fsdecode(checkpoint.share_bytes(b"" if path is None else os.fsencode(path)))
     return checkpoint.map_state(Path(place)) if place else None
 
 

@@ -90,7 +90,7 @@ def _write(
     keep: int,
     protected: Collection[int],
 ) -> Prepared:
-    place = checkpoint.share_bytes(str(draft.folder).encode() if draft is not None else b"").decode()
+    place = os.fsdecode(checkpoint.share_bytes(os.fsencode(draft.folder) if draft is not None else b""))
     reach("slices.begun")
     if not place:
         return Prepared(partial(_fail, problem) if problem is not None else None)
