@@ -405,9 +405,9 @@ def test_a_storage_that_refuses_later_is_a_warning(
 
 @pytest.mark.long  # writing is tried again for half a minute
 def test_a_storage_that_becomes_full_is_a_warning(folder: Path, expected: dict[str, Any]) -> None:
-    """A file system of 8 KB: there is room for the entry of the run, and for no checkpoint."""
+    """A file system of 12 KB: there is room for the entry of the run with its job and data, and for no checkpoint."""
     shared = str(folder / "shared")
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "none", shared], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12k", "none", shared], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
     try:
         output = " ".join(train(folder, "run", *storing("shared")).split())
