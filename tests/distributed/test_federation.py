@@ -163,7 +163,8 @@ def test_a_killed_client_costs_its_update_only(federations: MakeFederation, sett
     assert server.wait(timeout=150) == 0, federation.log("server")
     assert victim.wait(timeout=10) == -signal.SIGKILL
     took_part = [event["num_took_part"] for event in federation.events("round")]
-    assert took_part[-1] == 2 and sum(took_part) in (6, 7, 8), took_part
+    # A busy machine may make a round before the third site is there.
+    assert took_part[-1] == 2 and sum(took_part) in (5, 6, 7, 8), took_part
     assert any("client 2 was lost" in event["message"] for event in federation.events("warning"))
 
 

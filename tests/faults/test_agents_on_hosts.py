@@ -120,7 +120,7 @@ def test_a_link_that_is_cut_for_a_while_is_trained_around(
     wires: Wires, job: Path, weights: str, tmp_path: Path
 ) -> None:
     """The worker behind it is given up. It, or another one, is there again once the link is back."""
-    with on_two_hosts(wires, job, tmp_path / "run", "training.steps=1500") as run:
+    with on_two_hosts(wires, job, tmp_path / "run", "training.steps=4000") as run:
         run.await_step(20)
         try:
             wires.cut()
@@ -130,8 +130,8 @@ def test_a_link_that_is_cut_for_a_while_is_trained_around(
             wires.mend()
         await_event(run, lambda: len(members(run)) == 2)
         summary = run.finish()
-        assert summary["steps_redone"] <= 1 and summary["steps"] == 1500, run.describe()
-    with agent_run(job, tmp_path / "beside", "training.steps=1500") as undisturbed:
+        assert summary["steps_redone"] <= 1 and summary["steps"] == 4000, run.describe()
+    with agent_run(job, tmp_path / "beside", "training.steps=4000") as undisturbed:
         assert undisturbed.finish()["weights_sha256"] == summary["weights_sha256"]
 
 

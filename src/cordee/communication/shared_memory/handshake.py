@@ -106,6 +106,8 @@ class Handshake:
             raise CommunicationError(why)
         if time.monotonic() > self._deadline_s:
             missing = sorted({other for other, _ in self._wanted - self._proved})
+            if missing[-1] < self._rank and time.monotonic() < self._deadline_s + _LISTENING_S:
+                return  # who dials knows which address does not answer, and should be the first to say so
             raise CommunicationError(
                 f"{self._names[self._rank]} is not connected with "
                 + ", ".join(f"{self._names[other]} ({self._troubles.get(other, _NEVER_CAME)})" for other in missing)
@@ -222,6 +224,7 @@ class Handshake:
         return keys if is_dialling else (keys[1], keys[0])
 
 
+_LISTENING_S = 1.0  # for how much longer a member waits for others that should have connected to it
 _NEVER_CAME = "which should have connected to this one, and did not"
 
 
