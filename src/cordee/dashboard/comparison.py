@@ -251,16 +251,22 @@ def compare_job(
 ) -> tuple[list[Path], list[str]]:
     """Train a job by each strategy with each seed, one after the other; return the runs and their groups.
 
-    A run that is there already is resumed, or taken as it is: what was interrupted continues.
+    A run that is there already is resumed, or taken as it is: what was interrupted continues. A strategy of one
+    worker has one, whatever the number of the others.
     """
     from cordee.core import Job
     from cordee.launch import check_job, train
+    from cordee.strategies.table import STRATEGIES
+
+    def chosen(strategy: str) -> list[str]:
+        is_alone = strategy in STRATEGIES and STRATEGIES[strategy].is_alone
+        return [*overrides, f"strategy.name={strategy}", *(["strategy.workers=1"] if is_alone else [])]
 
     if seeds < 1:
         raise JobError(f"--seeds {seeds} must be at least 1")
     first = Job.load(job, overrides).seed
     for strategy in strategies:  # before the first is trained
-        check_job(job, overrides=[*overrides, f"strategy.name={strategy}"])
+        check_job(job, overrides=chosen(strategy))
     runs, groups = [], []
     for place in range(seeds):
         for strategy in strategies:  # in turn, so that a machine that becomes slower does so for all
@@ -268,7 +274,7 @@ def compare_job(
             say(f"{strategy}, seed {first + place}")
             trained = train(
                 job,
-                overrides=[*overrides, f"strategy.name={strategy}", f"seed={first + place}"],
+                overrides=[*chosen(strategy), f"seed={first + place}"],
                 run_dir=run,
                 resume=run.exists(),
                 quiet=True,

@@ -49,6 +49,11 @@ class Entry:
         return found
 
     @property
+    def is_alone(self) -> bool:
+        """Whether it has one worker only."""
+        return self.cost_model == "alone"
+
+    @property
     def splits_model(self) -> bool:
         """Whether a worker holds a part of the model only."""
         return self.axis != "data"
