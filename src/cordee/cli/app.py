@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -70,6 +71,27 @@ class Command(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options without the names of their Python types."""
+        for kind in ("argument", "option"):
+            found = [each.get_help_record(ctx) for each in self.get_params(ctx) if each.param_type_name == kind]
+            records = [(_PYTHON_TYPE.sub(_in_plain_words, record[0]), record[1]) for record in found if record]
+            if records:
+                with formatter.section(f"{kind.capitalize()}s"):
+                    formatter.write_dl(records)
+
+
+_PYTHON_TYPE = re.compile(r"^(?P<name>.*) <(?P<type>[a-z]+)[^<>]*>$")
+
+
+def _in_plain_words(found: re.Match[str]) -> str:
+    if not found["name"].startswith("-"):
+        return found["name"]  # an argument, which has a name in capitals
+    return f"{found['name']} {_VALUES.get(found['type'], found['type'].upper())}"
+
+
+_VALUES = {"int": "N", "str": "TEXT", "list": "TEXT"}
 
 
 class BenchCommand(Command):

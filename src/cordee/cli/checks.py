@@ -17,6 +17,7 @@ def chaos(
     faults: Annotated[
         str | None,
         typer.Option(
+            metavar="A,B,C",
             help="Which of kill, freeze, slow, full-disk, partition, coordinator, leave. kill,freeze unless --at.",
             show_default=False,
         ),
@@ -25,20 +26,21 @@ def chaos(
         list[str] | None,
         typer.Option(metavar="POINT[:PROCESS[:VISIT]]", help="A fault at a fault point.", show_default=False),
     ] = None,
-    do: Annotated[str, typer.Option(help="What happens there: kill, freeze or error.")] = "kill",
+    do: Annotated[str, typer.Option(help="What happens there: kill, freeze or error.", metavar="WHAT")] = "kill",
     lose_messages: Annotated[
         float, typer.Option(metavar="SHARE", help="Messages to parameter servers that are lost or late.")
     ] = 0.0,
     points: Annotated[bool, typer.Option("--points", help="List the fault points.")] = False,
-    every: Annotated[str, typer.Option(help="Time between two faults.")] = "5s",
-    duration: Annotated[str, typer.Option("--for", help="How long faults happen.")] = "1m",
+    every: Annotated[str, typer.Option(help="Time between two faults.", metavar="TIME")] = "5s",
+    duration: Annotated[str, typer.Option("--for", help="How long faults happen.", metavar="TIME")] = "1m",
     calm: Annotated[
-        str, typer.Option(help="How long nothing happens, half of it before and half after the faults.")
+        str,
+        typer.Option(help="How long nothing happens, half of it before and half after the faults.", metavar="TIME"),
     ] = "0s",
     seed: Annotated[int, typer.Option(help="Chooses faults and workers.")] = 0,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run goes.", show_default=False)] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="As in cordee train.", show_default=False)
+        list[str] | None, typer.Option("--set", help="As in cordee train.", metavar="K=V", show_default=False)
     ] = None,
 ) -> None:
     """Train a job while real faults hit its workers, then check the run by its events.

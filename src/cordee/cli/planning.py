@@ -60,7 +60,7 @@ def plan(
 def simulate(
     scenario: Annotated[
         str | None,
-        typer.Argument(metavar="[SCENARIO]", help="A scenario file, or a published one's name.", show_default=False),
+        typer.Argument(metavar="SCENARIO", help="A scenario file, or a published one's name.", show_default=False),
     ] = None,
     job: Annotated[
         Path | None, typer.Option(help="Take step and gradients from this job, profiled here.", metavar="JOB.toml")

@@ -43,7 +43,8 @@ def found(run: str) -> Path:
 
 def runs(
     folder: Annotated[
-        Path | None, typer.Argument(help="Where runs are; else $CORDEE_RUNS or ./runs.", show_default=False)
+        Path | None,
+        typer.Argument(metavar="FOLDER", help="Where runs are; else $CORDEE_RUNS or ./runs.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list instead of a table.")] = False,
 ) -> None:
@@ -240,7 +241,7 @@ def dashboard(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN]",
+            metavar="RUN",
             help="Begin with this run; else with the list.",
             show_default=False,
             autocompletion=complete_runs,

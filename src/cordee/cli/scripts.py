@@ -18,7 +18,7 @@ def run(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT [ARGS]", help="A Python script.", show_default=False)],
     workers: Annotated[int, typer.Option("-n", "--workers", help="How many workers, on this host.", metavar="N")] = 1,
     elastic: Annotated[
-        bool, typer.Option("--elastic", help="Continue the script's loop when workers die or join: see below.")
+        bool, typer.Option("--elastic", help="Continue the script's loop when workers die or join: see above.")
     ] = False,
     run_dir: Annotated[
         Path | None, typer.Option(help="With --elastic: the run directory; else a new one in runs/.", metavar="D")

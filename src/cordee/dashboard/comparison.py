@@ -19,6 +19,7 @@ from cordee.dashboard.series import Curve
 from cordee.monitoring import inspect_run
 from cordee.monitoring.run_directory import SUMMARY_FILE
 from cordee.monitoring.summary import Summary, read_summary
+from cordee.monitoring.timeline import Phase
 from cordee.monitoring.wording import percent, quantity
 
 _REACHED = 0.99  # of the accuracy that all runs reached: the target, where none is given
@@ -39,6 +40,9 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     test_loss: float | None
     seconds_to_target: float | None  # of training, from its first step to the evaluation that reached the target
     peak_memory_bytes: int | None
+    bytes_sent: int | None  # over sockets, by all members
+    exchange_share: float | None  # of the time of all workers' steps
+    idle_share: float | None  # that workers waited for each other
     checkpoint_stall_share: float | None
     step_seconds: float | None
     predicted_step_seconds: float | None
@@ -149,6 +153,9 @@ def _compared(name: str, group: str, summary: Summary, reader: RunReader, target
         test_loss=summary.test_loss,
         seconds_to_target=_seconds_to(reader, target),
         peak_memory_bytes=summary.peak_memory_bytes,
+        bytes_sent=reader.lanes.bytes_sent() if reader.phases else summary.bytes_sent,
+        exchange_share=_share_of(reader, Phase.EXCHANGE),
+        idle_share=_share_of(reader, Phase.WAIT),
         checkpoint_stall_share=stall / wall if stall is not None and wall else None,
         step_seconds=summary.step_seconds,
         predicted_step_seconds=summary.predicted_step_seconds,
@@ -164,6 +171,13 @@ def _seconds_to(reader: RunReader, target: float | None) -> float | None:
     tested = reader.curves["accuracy"].part(0, math.inf, 1 << 30)
     reached = [at for at, value in zip(tested.x, tested.high, strict=True) if value >= target - 1e-6]
     return reached[0] - reader.first_step if reached and len(reader.curves["loss"]) else None
+
+
+def _share_of(reader: RunReader, phase: Phase) -> float | None:
+    """Return the share of a phase in the steps of all workers; evaluating and saving are no part of a step."""
+    workers = [spent for member, spent in reader.phases.items() if member.startswith("worker")]
+    total = sum(sum(spent[: Phase.WAIT + 1]) for spent in workers)
+    return sum(spent[phase] for spent in workers) / total if total else None
 
 
 def _since_first_step(reader: RunReader, curve: Curve) -> dict[str, list[float]]:
@@ -225,13 +239,15 @@ def to_png(comparison: Comparison) -> bytes:
 
     strokes = ("-", "--", ":", "-.", (0, (1, 3)), (0, (8, 3)))
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    for place, (key, title) in enumerate((("accuracy", "test accuracy"), ("loss", "training loss"))):
+    for place, (key, title) in enumerate((("accuracy", "test accuracy, %"), ("loss", "training loss"))):
         axes = figure.add_subplot(1, 2, place + 1)
         for number, run in enumerate(comparison.runs):
             curve = comparison.curves[run.run].get(key)
             if curve is not None:
-                axes.plot(curve["x"], curve["high"], linestyle=strokes[number % len(strokes)], label=run.run)
+                values = [100 * value for value in curve["high"]] if key == "accuracy" else curve["high"]
+                axes.plot(curve["x"], values, linestyle=strokes[number % len(strokes)], label=run.run)
         axes.set(xlabel="seconds since the first step", ylabel=title)
+        axes.grid(alpha=0.3)
         if key == "loss" and any(key in curves for curves in comparison.curves.values()):
             axes.set_yscale("log")
         if axes.lines:

@@ -38,6 +38,10 @@ class Lane:
         self._ages: list[array[float]] = []  # of a worker's gradients: how many, and the sum of their ages
         self._highest_age = array("f")
 
+    @property
+    def bytes_sent(self) -> float:
+        return sum(self._used["sent"])
+
     def take(self, line: Line, place: Callable[[float], float]) -> None:
         """Add a line; `place` returns the second of the run of a moment since 1970 by the coordinator's clock."""
         zero_s = (line.origin_us + line.offset_us) / 1e6
@@ -135,6 +139,10 @@ class Lanes:
             at_s = place((line.origin_us + line.offset_us + line.until) / 1e6)
             for worker, (count, total, highest) in line.ages.items():
                 self._lane(in_words(printable(worker))).take_ages(at_s, count, total, highest)
+
+    def bytes_sent(self) -> int:
+        """Return what all members have given to sockets since their first lines."""
+        return int(sum(lane.bytes_sent for lane in self._lanes.values()))
 
     def _lane(self, member: str) -> Lane:
         if member not in self._lanes:

@@ -35,12 +35,13 @@ from cordee.monitoring.run_directory import JOB_FILE
 from cordee.monitoring.timeline import Phase, follow_member, list_members
 from cordee.monitoring.wording import plural
 
-_READING_S = 0.5  # for which one answer reads on; a page shows what there is, and asks again
+_READING_S = 0.25  # for which one overview reads on; a page shows what there is, and asks again
 _NUM_KEPT = 4  # runs whose curves stay in memory
 _MOST_MARKS = 2000  # the newest
 _MOST_ROUNDS = 1000  # of clients; the newest
 _MOST_MEMBERS = 1000  # whose timelines are read
 _MOST_LOG_LINES = 2000
+_MOST_LOG_BYTES = 1 << 20  # of each member, the last
 _MOST_JOB_BYTES = 1 << 18
 _MEASURED = (  # of a summary, with what was predicted beside it
     "step_seconds",
@@ -280,6 +281,11 @@ class Runs:
             self._readers.popitem(last=False)
         return reader
 
+    def _known(self, name: str) -> RunReader:
+        """Return the curves of a run as the last overview showed them: reading on would delay what is drawn."""
+        reader = self._readers.get(name)
+        return reader if reader is not None and reader.path == self.find(name) else self.reader(name)
+
     def overview(self, name: str) -> dict[str, Any]:
         """Return what a page of a run begins with."""
         with self._lock:
@@ -318,7 +324,7 @@ class Runs:
     def series(self, name: str, begin: float, end: float, columns: int) -> dict[str, Any]:
         """Return all curves of a run between two moments, in at most so many columns."""
         with self._lock:
-            curves = self.reader(name).curves
+            curves = self._known(name).curves
             return {
                 "begin": begin,
                 "end": end,
@@ -328,13 +334,13 @@ class Runs:
     def lanes(self, name: str, begin: float, end: float, columns: int) -> Mapping[str, Any]:
         """Return what each member of a run did between two moments."""
         with self._lock:
-            return self.reader(name).lanes.part(begin, end, columns)
+            return self._known(name).lanes.part(begin, end, columns)
 
     def logs(self, name: str, member: str = "") -> Sequence[tuple[str, str, float]]:
         """Return the last lines of the logs: of which member, the text, and the second of the run."""
-        lines = Logs(self.find(name), member).new_lines()[-_MOST_LOG_LINES:]
+        lines = Logs(self.find(name), member, most_bytes=_MOST_LOG_BYTES).new_lines()[-_MOST_LOG_LINES:]
         with self._lock:
-            second_of = self.reader(name).second_of
+            second_of = self._known(name).second_of
         return [(in_words(line.member), line.text, second_of(moment_of(line.time))) for line in lines]
 
     def job(self, name: str) -> str:

@@ -8,6 +8,7 @@ from elsewhere (Content-Security-Policy).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import os
 import secrets
@@ -17,14 +18,13 @@ import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlencode
+from urllib.parse import parse_qs, quote, urlencode
 
 import msgspec
 
 from cordee.core.errors import JobError, MissingExtraError, RunDirectoryError
 from cordee.dashboard.reading import Runs
-from cordee.monitoring import inspect_run
-from cordee.monitoring.run_directory import EVENTS_FILE
+from cordee.monitoring.run_directory import EVENTS_FILE, LOCK_FILE, is_locked
 
 try:
     import uvicorn
@@ -37,7 +37,6 @@ except ImportError:
     raise MissingExtraError("the dashboard", "dashboard") from None
 
 PAGES = Path(__file__).parent / "pages"
-_COOKIE = "cordee_token"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
@@ -52,7 +51,8 @@ _HEADERS = {
     "cache-control": "no-store",
 }
 _MOST_STREAMS = 16
-_SLOWEST_READER_S = 10.0  # a page that takes no more for so long is let go
+_SLOWEST_READER_S = 10.0  # a reader that takes nothing for so long is dropped
+_MOST_CONNECTIONS = 64
 _LOOK_EVERY_S = 0.5
 _QUIET_S = 15.0  # after which a stream says that it lives
 _MOST_COLUMNS = 4000
@@ -65,6 +65,8 @@ class Gate:
         self._app = app
         self._token = token
         self._hosts = hosts
+        # Cookies belong to a host, whatever the port: a second dashboard would take the first one's away.
+        self._cookie = "_".join(["cordee_token", *sorted({host.rpartition(":")[2] for host in hosts})])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -91,10 +93,11 @@ class Gate:
             if not self._is_token(given):
                 return PlainTextResponse("a wrong token: use the address that `cordee dashboard` printed", 401)
             rest = [(key, value) for key, value in request.query_params.multi_items() if key != "token"]
-            answer = RedirectResponse(scope["path"] + (f"?{urlencode(rest)}" if rest else ""), 303)
-            answer.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict", path="/")
+            path = "/" + scope["path"].lstrip("/")  # two slashes would be another host
+            answer = RedirectResponse(path + (f"?{urlencode(rest)}" if rest else ""), 303)
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path="/")
             return answer
-        if not self._is_token(request.cookies.get(_COOKIE, "")):
+        if not self._is_token(request.cookies.get(self._cookie, "")):
             return PlainTextResponse("no token: use the address that `cordee dashboard` printed", 401)
         return None
 
@@ -173,30 +176,28 @@ class Pages:
         return self._runs.logs(_name(request), request.query_params.get("member", ""))
 
     async def stream(self, request: Request) -> Response:
-        """Send what is new as it comes: the id of each message is the place in the file behind it."""
-        name = _name(request)
+        """Say that there is something new: the id of a message is the place where the events end.
+
+        The first message is sent at once, so that a page that connects again misses nothing.
+        """
         try:
-            path = self._runs.find(name)
-            offset = int(request.headers.get("last-event-id") or request.query_params.get("offset", "0"))
-            if offset < 0:
-                raise ValueError("below 0")
+            path = self._runs.find(_name(request))
         except RunDirectoryError as error:
             return _json({"error": str(error)}, 404)
-        except ValueError:
-            return _json({"error": "offset must be a whole number"}, 400)
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
         if self.num_streams >= _MOST_STREAMS:
             return _json({"error": f"{_MOST_STREAMS} pages follow runs already: close one"}, 503)
-        return _Stream(self, path, offset)
+        return _Stream(self, path)
 
 
 class _Stream(Response):
     """Server-sent events of one run."""
 
-    def __init__(self, pages: Pages, path: Path, offset: int) -> None:
+    def __init__(self, pages: Pages, path: Path) -> None:
         super().__init__()
         self._pages = pages
         self._path = path
-        self._offset = offset
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._pages.num_streams += 1
@@ -205,42 +206,40 @@ class _Stream(Response):
             headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send_all(send, gone)
-        except (TimeoutError, RunDirectoryError, OSError):
-            return  # a reader that is too slow, or has gone; or a file that is another run's now
         finally:
             gone.cancel()
             self._pages.num_streams -= 1
 
     async def _send_all(self, send: Send, gone: asyncio.Future[None]) -> None:
         """Say that there is something new, and where it ends; the page then asks for what it shows."""
-        said, quiet_s = ("", -1), 0.0
+        said, quiet_s = (False, -1), 0.0
         while not (gone.done() or self._pages.is_closing()):
-            info = await asyncio.to_thread(inspect_run, self._path)
-            state = info.state if info is not None else "unreadable"
-            offset = await asyncio.to_thread(_end_of_events, self._path, self._offset)
-            if (state, offset) != said or quiet_s >= _QUIET_S:
-                said, quiet_s, self._offset = (state, offset), 0.0, offset
-                news = msgspec.json.encode({"state": state, "offset": offset}).decode()
+            # Twice a second for each page: no file is opened but the lock.
+            found = await asyncio.to_thread(lambda: (_is_running(self._path), _end_of_events(self._path)))
+            if found != said or quiet_s >= _QUIET_S:
+                said, quiet_s = found, 0.0
+                is_running, offset = found
+                news = msgspec.json.encode({"is_running": is_running, "offset": offset}).decode()
                 body = f"id: {offset}\ndata: {news}\n\n".encode()
-                await asyncio.wait_for(
-                    send({"type": "http.response.body", "body": body, "more_body": True}), _SLOWEST_READER_S
-                )
+                await send({"type": "http.response.body", "body": body, "more_body": True})
             await asyncio.wait([gone], timeout=_LOOK_EVERY_S)
             quiet_s += _LOOK_EVERY_S
         if not gone.done():
-            last = {"type": "http.response.body", "body": b"", "more_body": False}
-            await asyncio.wait_for(send(last), _SLOWEST_READER_S)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _end_of_events(path: Path, offset: int) -> int:
-    """Return where the events of a run end. Raises RunDirectoryError if that is before `offset`: it is another run."""
+def _is_running(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return is_locked(path / LOCK_FILE)
+    return False
+
+
+def _end_of_events(path: Path) -> int:
+    """Return where the events of a run end; 0 where there are none. Another run in this place may have fewer."""
     try:
-        end = os.lstat(path / EVENTS_FILE).st_size
-    except FileNotFoundError:
-        end = 0
-    if end < offset:
-        raise RunDirectoryError(f"the events of {path} are shorter than they were")
-    return end
+        return os.lstat(path / EVENTS_FILE).st_size
+    except OSError:
+        return 0
 
 
 async def _wait_until_gone(receive: Receive) -> None:
@@ -268,6 +267,37 @@ def make_app(runs: Runs, token: str, hosts: frozenset[str], is_closing: Callable
     return Gate(Starlette(routes=Pages(runs, is_closing).routes()), token, hosts)
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Raises JobError if the address cannot be used."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # The system drops a connection whose reader takes nothing; what was written for it is freed.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _SLOWEST_READER_S))
+        listener.bind((host, port))
+        listener.listen(128)  # before the address is said: whoever opens it at once waits, and is not refused
+    except OSError as error:
+        listener.close()
+        raise JobError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port, or none: the system chooses one"
+        ) from None
+    return listener
+
+
+def configure(app: ASGIApp) -> uvicorn.Config:
+    """Return how the server runs: without an access log, without WebSockets, with a limit of connections."""
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=3,
+        limit_concurrency=_MOST_CONNECTIONS,
+        ws="none",
+        lifespan="off",
+    )
+
+
 class _Server(uvicorn.Server):
     """Has streams end before it waits for them."""
 
@@ -287,34 +317,17 @@ def serve(
 
     Raises JobError if the address cannot be used.
     """
-    host, port = address
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(128)  # before the address is said: whoever opens it at once waits, and is not refused
-    except OSError as error:
-        listener.close()
-        raise JobError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port, or none: the system chooses one"
-        ) from None
+    listener = listen(*address)
+    host = address[0]
     port = listener.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
     token = secrets.token_urlsafe(32)
     names = {shown, "localhost"} if host in ("127.0.0.1", "::1") else {shown}
     is_closing = threading.Event()
     app = make_app(Runs(folder, run), token, frozenset(f"{name}:{port}" for name in names), is_closing.is_set)
-    start = f"/run/{run.name}" if run is not None else "/"
+    start = f"/run/{quote(run.name)}" if run is not None else "/"
     say(f"http://{shown}:{port}{start}?token={token}")
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=3,
-        limit_concurrency=64,
-    )
-    server = _Server(config, is_closing)
+    server = _Server(configure(app), is_closing)
 
     def wait_for_end() -> None:
         sys.stdin.buffer.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from contextlib import suppress
@@ -33,13 +34,31 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file of a run directory for reading. Raises RunDirectoryError if it is a pipe, a device or a folder."""
-    # Opening a pipe would wait for somebody who writes.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    """Open a file of a run directory for reading.
+
+    Raises RunDirectoryError if it is a link, a pipe, a device or a folder: a run directory may come from anybody, and
+    a link in it could show any file of this host.
+    """
+    try:
+        # Opening a pipe would wait for somebody who writes.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise RunDirectoryError(f"{path} is a link, which is not followed") from None
+        raise
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
     raise RunDirectoryError(f"{path} is not a regular file")
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Return what is in a file of a run directory. Raises RunDirectoryError if it is more, or no regular file."""
+    with open_regular(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise RunDirectoryError(f"{path} has more than {most_bytes:,} bytes: it is damaged")
+    return content
 
 
 def sync_folder(folder: Path) -> None:

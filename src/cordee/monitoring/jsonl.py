@@ -15,6 +15,8 @@ from cordee.monitoring.files import open_regular, reason, to_json
 from cordee.monitoring.run_directory import EVENTS_FILE
 
 _TAIL_BYTES = 1 << 16
+_LONGEST_LINE_BYTES = 1 << 24  # of a file that is read; nothing that a run writes is near to it
+_SHOWN_BYTES = 1 << 10  # of a longer one
 PICTURES = "pictures"  # folder of a run directory
 
 
@@ -95,12 +97,15 @@ def follow(run: Path, offset: int = 0, max_bytes: int = -1) -> tuple[list[AnyEve
             file.seek(offset)
             content = file.read(max_bytes)
             if 0 < max_bytes == len(content) and b"\n" not in content:
-                content += file.readline()  # one line that is longer than that
+                content += file.readline(_LONGEST_LINE_BYTES)  # one line that is longer than that
             new, end, _ = content.rpartition(b"\n")
     except FileNotFoundError:
         return [], offset
     except OSError as error:
         raise RunDirectoryError(f"cannot read {path}: {reason(error)}") from error
+    if not end and len(content) >= _LONGEST_LINE_BYTES:
+        problem = f"a line of more than {_LONGEST_LINE_BYTES:,} bytes"
+        return [UnreadableLine(offset, content[:_SHOWN_BYTES], problem)], offset + len(content)
     events = []
     for line in new.split(b"\n") if end else ():
         events.append(decode_event(line, offset))
@@ -120,7 +125,7 @@ def read_events(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[s
             file.readline()
         else:
             file.seek(0)
-        for line in file:
+        while line := file.readline(_LONGEST_LINE_BYTES):
             event = _decode(line)
             if event is not None:
                 yield event

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from cordee.core.errors import RunDirectoryError
 from cordee.monitoring.files import open_regular
 
 _LONGEST_LINE = 16_384  # characters; the rest is not shown
+_MOST_MEMBERS = 1000
 
 
 class LogLine(NamedTuple):
@@ -22,21 +24,27 @@ class LogLine(NamedTuple):
 
 
 class Logs:
-    """The log files of a run, which are read on from where they were read last."""
+    """The log files of a run, which are read on from where they were read last.
 
-    def __init__(self, run: Path, member: str = "") -> None:
+    Of each file at most the last `most_bytes` are read, if that is given. Links are not followed.
+    """
+
+    def __init__(self, run: Path, member: str = "", *, most_bytes: int | None = None) -> None:
         self._folder = run / "logs"
         self._member = member
+        self._most_bytes = most_bytes
         self._offsets: dict[str, int] = {}
         self._times: dict[str, str] = {}
 
     def members(self) -> list[str]:
         """Return whose logs there are."""
+        if self._folder.is_symlink():
+            return []
         try:
             names = sorted(path.name for path in self._folder.iterdir() if path.suffix == ".log")
         except OSError:
             return []
-        return [name.removesuffix(".log") for name in names]
+        return [name.removesuffix(".log") for name in names[:_MOST_MEMBERS]]
 
     def new_lines(self) -> list[LogLine]:
         """Return what was written since the last call, all members' in the order of their times.
@@ -57,10 +65,12 @@ class Logs:
         offset = self._offsets.get(name, 0)
         try:
             with open_regular(self._folder / f"{name}.log") as file:
+                if self._most_bytes is not None and file.seek(0, os.SEEK_END) - offset > self._most_bytes:
+                    offset = file.seek(-self._most_bytes, os.SEEK_END)
+                    offset += len(file.readline(self._most_bytes))  # the rest of a line
                 file.seek(offset)
-                content, end, _ = file.read().rpartition(
-                    b"\n"
-                )  # a line that is being written is left for the next time
+                # A line that is being written is left for the next time.
+                content, end, _ = file.read(-1 if self._most_bytes is None else self._most_bytes).rpartition(b"\n")
         except (OSError, RunDirectoryError):
             return
         if not end:

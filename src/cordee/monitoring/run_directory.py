@@ -290,7 +290,7 @@ class DirectoryLock:
 def is_locked(path: Path) -> bool:
     """Return whether a living process holds `path`. Raises `OSError` when that cannot be found out."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

@@ -10,13 +10,14 @@ from typing import Literal
 import msgspec
 
 from cordee.core.errors import RunDirectoryError, nearest
-from cordee.monitoring.files import open_regular, reason
+from cordee.monitoring.files import read_regular, reason
 from cordee.monitoring.jsonl import read_events
 from cordee.monitoring.run_directory import EVENTS_FILE, JOB_FILE, LOCK_FILE, SUMMARY_FILE, is_locked
 from cordee.monitoring.summary import Status, Summary, read_summary
 
 State = Literal["running", "completed", "stopped", "interrupted", "failed", "died", "unreadable"]
 _TAIL_BYTES = 1 << 20  # about 100,000 steps at the usual 20 steps between two events
+_MOST_JOB_BYTES = 1 << 20
 _NUM_FIRST = 256  # events among which the start of the run is: processes and warnings may come before it
 
 
@@ -123,8 +124,7 @@ def inspect_run(path: Path) -> RunInfo | None:
     try:
         if not any((path / name).exists() for name in (JOB_FILE, EVENTS_FILE, SUMMARY_FILE)):
             return None
-        with open_regular(path / JOB_FILE) as file:
-            job = msgspec.convert(tomllib.load(file), _JobFile)
+        job = msgspec.convert(tomllib.loads(read_regular(path / JOB_FILE, _MOST_JOB_BYTES).decode()), _JobFile)
         is_running = is_locked(path / LOCK_FILE)
         summary = read_summary(path / SUMMARY_FILE)
         # Beside a summary only the last event matters.

@@ -8,9 +8,10 @@ from typing import Literal
 import msgspec
 
 from cordee.core.errors import RunDirectoryError
-from cordee.monitoring.files import open_regular, reason, to_json, write_atomically
+from cordee.monitoring.files import read_regular, reason, to_json, write_atomically
 
 Status = Literal["completed", "stopped", "interrupted", "failed"]
+_MOST_BYTES = 1 << 24  # of a file that is read
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +70,7 @@ def write_summary(path: Path, summary: Summary) -> None:
 def read_summary(path: Path) -> Summary | None:
     """Return the summary in `path`, None when there is none. Raises `RunDirectoryError` if it cannot be read."""
     try:
-        with open_regular(path) as file:
-            return msgspec.json.decode(file.read(), type=Summary)
+        return msgspec.json.decode(read_regular(path, _MOST_BYTES), type=Summary)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -332,6 +332,8 @@ def follow_member(run: Path, member: str, offset: int = 0, max_bytes: int = -1) 
     except OSError as error:
         raise RunDirectoryError(f"cannot read {path}: {reason(error)}") from error
     end = content.rfind(b"\n") + 1
+    if not end and len(content) > MOST_LINE_BYTES:
+        end = len(content)  # longer than any line that a member writes
     lines = []
     for text in content[:end].splitlines():
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):

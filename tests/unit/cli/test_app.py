@@ -310,6 +310,7 @@ def test_examples_in_the_help_are_not_wrapped_at_80_columns(monkeypatch: pytest.
         name = known.name or known.callback.__name__.replace("_", "-")
         shown = CliRunner().invoke(app, [name, "--help"]).stdout
         assert not re.search("[{}]", shown.splitlines()[0]), shown.splitlines()[0]
+        assert not re.search("<.*>", shown), f"{name}: the name of a Python type says nothing to who trains"
         _, _, examples = (known.callback.__doc__ or "").partition("For example:\n")
         for example in filter(None, map(str.strip, examples.splitlines())):
             assert f"      {example}" in shown.splitlines()

@@ -225,3 +225,53 @@ def test_the_diagnosis_names_the_member_that_waits_for_its_data(run: Path) -> No
         "Worker 1 waits for its data 40% of the time: raise data.processes. "
         "1 loss; the last: worker 1 was killed by SIGKILL."
     )
+
+
+def test_an_enormous_line_is_passed_over_a_part_at_a_time(run: Path) -> None:
+    with (run / "events.jsonl").open("ab") as file:
+        file.truncate(file.tell() + (60 << 20))  # zeros without an end of a line
+        file.seek(0, 2)
+        file.write(b"\n")
+    write(run, events.Step(time=111.0, step=10, loss=0.1))
+    reader = RunReader(run)
+    reader.update()
+    assert reader.step == 10
+    assert Runs(run.parent).list()[0]["state"] == "died"
+
+
+@pytest.mark.parametrize("name", ["job.toml", "summary.json"])
+def test_an_enormous_file_is_said_to_be_damaged(run: Path, name: str) -> None:
+    with (run / name).open("wb") as file:
+        file.truncate(1 << 34)
+    (listed,) = Runs(run.parent).list()
+    assert listed["state"] == "unreadable"
+    assert f"{name} has more than" in listed["problem"]
+    assert Runs(run.parent).overview("one")["state"] == "unreadable"
+
+
+def test_of_an_enormous_log_the_end_is_shown(run: Path) -> None:
+    (run / "logs").mkdir(exist_ok=True)
+    with (run / "logs" / "worker-0.log").open("wb") as file:
+        file.truncate(1 << 34)
+        file.seek(0, 2)
+        file.write(b"\nthe end\n")
+    assert Runs(run.parent).logs("one")[-1][1] == "the end"
+
+
+def test_an_empty_folder_is_no_run_and_an_empty_run_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert Runs(tmp_path).list() == []
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "job.toml").write_text("")
+    shown = Runs(tmp_path).overview("new")
+    assert (shown["curves"], shown["marks"], shown["phases"]) == ({}, [], {})
+
+
+def test_a_run_of_a_newer_version_is_shown_as_far_as_it_is_known(run: Path) -> None:
+    with (run / "events.jsonl").open("ab") as file:
+        file.write(b'{"type": "step", "time": 120.0, "step": 33, "loss": 0.5, "energy_joules": 5}\n')
+        file.write(b'{"type": "teleported", "time": 121.0, "worker": 3}\n')
+    (run / "job.toml").write_text('name = "one"\n[of_the_future]\nkey = 1\n')
+    shown = Runs(run.parent).overview("one")
+    assert (shown["step"], shown["state"]) == (33, "died")
+    assert ["unreadable", "1 line"] in shown["rows"]

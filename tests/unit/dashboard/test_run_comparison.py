@@ -14,6 +14,7 @@ import pytest
 from cordee.core.errors import JobError, RunDirectoryError
 from cordee.dashboard.comparison import compare_runs, to_csv, to_html
 from cordee.monitoring import RunDirectory, Summary, events
+from cordee.monitoring.timeline import Line
 
 
 def make_run(path: Path, *, seconds: float, rate: float, best: float = 0.9, status: str = "completed") -> Path:
@@ -69,6 +70,44 @@ def test_a_run_that_missed_the_target_and_a_run_that_failed_are_said(tmp_path: P
     failed = compare_runs([runs[0], make_run(tmp_path / "bad", seconds=1, rate=99, status="failed")])
     assert failed.verdict[0].startswith("bad failed")
     assert not any("Fastest" in line for line in failed.verdict)
+
+
+def test_what_workers_wait_exchange_and_send_is_compared(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, seconds=10, rate=5) for name in "ab"]
+    for number, (member, wait) in enumerate((("worker-0", 100), ("worker-1", 300), ("server-0", 0))):
+        columns = {
+            "data": [0],
+            "compute": [700 - wait],
+            "exchange": [100],
+            "wait": [wait],
+            "evaluate": [9],
+            "save": [9],
+        }
+        lines = [
+            Line(
+                member=member,
+                pid=number,
+                host="h",
+                origin_us=10**8 + at,
+                until=10,
+                sent_bytes=sent,
+                step=[1],
+                steps=[1],
+                at=[0],
+                **columns,
+            )  # type: ignore[arg-type]
+            for at, sent in ((0, 1000), (0, 1500))
+        ]
+        lines[1] = msgspec.structs.replace(
+            lines[1], until=2_000_000, step=[], steps=[], at=[], **{key: [] for key in columns}
+        )
+        (runs[0] / "timeline").mkdir(exist_ok=True)
+        (runs[0] / "timeline" / f"{member}.jsonl").write_bytes(
+            b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+        )
+    first, second = compare_runs(runs).runs
+    assert (first.idle_share, first.exchange_share, first.bytes_sent) == (0.25, 0.125, 1500)
+    assert (second.idle_share, second.exchange_share, second.bytes_sent) == (None, None, None)
 
 
 def test_a_page_holds_its_data_and_no_markup_of_names(tmp_path: Path) -> None:

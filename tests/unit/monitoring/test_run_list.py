@@ -128,7 +128,9 @@ def test_pipes_and_devices_are_not_read_for_ever(tmp_path, name):
         (tmp_path / run / name).unlink()
         replace(tmp_path / run / name)
     assert {info.state for info in list_runs(tmp_path)} == {"unreadable"}
-    assert all(f"{name} is not a regular file" in (info.problem or "") for info in list_runs(tmp_path))
+    problems = {info.path.name: info.problem or "" for info in list_runs(tmp_path)}
+    assert f"{name} is not a regular file" in problems["pipe"]
+    assert f"{name} is a link, which is not followed" in problems["device"]
 
 
 def test_other_files_and_folders_are_no_runs(tmp_path):

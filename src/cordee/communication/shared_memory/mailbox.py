@@ -41,8 +41,10 @@ class MessageWork(CordeeWork):
             limit_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
             with BLOCKED:
                 started = time.monotonic()
-                self._mailbox.wait_for(self, limit_s)
-                WAITED.add(time.monotonic() - started)  # the way through shared memory is short
+                try:
+                    self._mailbox.wait_for(self, limit_s)
+                finally:
+                    WAITED.add(time.monotonic() - started)  # the way through shared memory is short
         return super().wait(timeout)
 
     def _wait_quietly(self) -> None:

@@ -125,24 +125,25 @@ class Rounds:
         sleep_after = started + (0.0 if self.is_streaming and self._patience.has_core_each else _YIELD_S)
         has_switched = False
         looks = 0
-        while not self.ready(need):
-            if now > deadline:
-                if self.is_arriving:
-                    WAITED.add(now - started)
-                raise WaitTimeoutError
-            if now < sleep_after:
-                yield_core()
-                before, now = now, time.monotonic()
-                has_switched |= now - before > _PEER_TURN_S
-            else:
-                looks += 1
-                if looks > 1:
-                    self._check_peers(need)
-                self._futex.sleep(lambda: self.ready(need))
-                now = time.monotonic()
-        if self.is_arriving:
-            self.is_arriving = False
-            WAITED.add(now - started)
+        try:
+            while not self.ready(need):
+                if now > deadline:
+                    raise WaitTimeoutError
+                if now < sleep_after:
+                    yield_core()
+                    before, now = now, time.monotonic()
+                    has_switched |= now - before > _PEER_TURN_S
+                else:
+                    looks += 1
+                    if looks > 1:
+                        self._check_peers(need)
+                    self._futex.sleep(lambda: self.ready(need))
+                    now = time.monotonic()
+        finally:
+            # Also for a peer that never arrives, because it was killed or is frozen.
+            if self.is_arriving:
+                WAITED.add(now - started)
+        self.is_arriving = False
         self._patience.learn(peer_needed_core=has_switched, waited_s=now - started)
 
     def _check_peers(self, need: Need) -> None:

@@ -1,6 +1,6 @@
 // Charts that share one axis of time, one cursor and one zoom. A table with the same values is behind each.
 
-import { duration, element, number } from "./format.js";
+import { duration, element, number, shortPercent } from "./format.js";
 
 // As wide as the page, so that labels have the size of other text on a phone too.
 export const WIDTH = Math.max(320, Math.min(1240, document.getElementById("main").clientWidth - 20));
@@ -141,26 +141,40 @@ class Panel {
     }
   }
   drawMarks(marks) {
-    let last = -100;
-    for (const mark of marks) {
-      if (mark.at < this.view.begin || mark.at > this.view.end) continue;
+    const shown = marks.filter((mark) => mark.at >= this.view.begin && mark.at <= this.view.end);
+    const isMany = shown.filter((mark) => !UNLINED.has(mark.kind)).length > MANY;  // the curves are seen through the lines
+    for (const mark of shown.filter((mark) => !UNLINED.has(mark.kind))) {
       const x = this.view.x(mark.at);
-      if (!["checkpoint", "warning"].includes(mark.kind)) this.svg.append(shape("line", { class: `mark ${mark.kind}`, x1: x, x2: x, y1: 0, y2: this.height - BOTTOM }));
-      if (this.showsSigns && (x - last > 9 || mark.kind === "lost")) {
-        const sign = shape("text", { class: `sign ${mark.kind}`, x, y: 12 }, SIGNS[mark.kind] ?? "·");
-        sign.append(shape("title", {}, mark.text));
-        if (this.onMark) { sign.classList.add("opens"); sign.addEventListener("click", () => this.onMark(mark)); }
-        this.svg.append(sign);
-        last = x;
-      }
+      this.svg.append(shape("line", { class: `mark ${mark.kind}${isMany ? " faint" : ""}`, x1: x, x2: x, y1: 0, y2: this.height - BOTTOM }));
+    }
+    if (!this.showsSigns) return;
+    // Where there is no room for all signs, a loss is shown rather than a checkpoint or a warning.
+    const taken = new Set();
+    for (const mark of [...shown].sort((one, other) => SHOWN_FIRST.indexOf(other.kind) - SHOWN_FIRST.indexOf(one.kind))) {
+      const x = this.view.x(mark.at), cell = Math.round(x / 5);
+      if (taken.has(cell - 1) || taken.has(cell) || taken.has(cell + 1)) continue;
+      taken.add(cell);
+      const sign = shape("text", { class: `sign ${mark.kind}`, x, y: 12 }, SIGNS[mark.kind] ?? "·");
+      sign.append(shape("title", {}, mark.text));
+      if (this.onMark) { sign.classList.add("opens"); sign.addEventListener("click", () => this.onMark(mark)); }
+      this.svg.append(sign);
     }
   }
+}
+
+// Where a curve is broken off: no line across a time in which nothing was measured, such as a loss or a pause.
+function segmentsOf(xs, span, least) {
+  const steps = xs.slice(1).map((x, place) => x - xs[place]).sort((a, b) => a - b);
+  const most = Math.max(12 * (steps[Math.floor(steps.length / 2)] ?? 0), span / 50, least), found = [];
+  xs.forEach((x, place) => (place && x - xs[place - 1] <= most ? found.at(-1).push(place) : found.push([place])));
+  return found;
 }
 
 // Curves: `series` is a list of { name, x, low, high }.
 export class CurveChart extends Panel {
   constructor(view, title, height = 120, format = number) {
     super(view, title, height); this.series = []; this.showsSigns = false; this.format = format;
+    this.every = 0;  // seconds between two measurements
     this.legend = element("p", { className: "soft legend" });
     this.svg.after(this.legend);
   }
@@ -174,6 +188,7 @@ export class CurveChart extends Panel {
     if (!values.length) { low = 0; high = 1; }
     if (this.isFromZero) low = Math.min(low, 0);
     if (low === high) { low -= Math.abs(low) / 10 || 0.5; high += Math.abs(high) / 10 || 0.5; }
+    if (this.format === shortPercent) { low = Math.max(low, 0); high = Math.min(high, 1); }
     const bottom = this.height - BOTTOM;
     const isLog = this.title.endsWith("loss") && low > 0 && high > 100 * low, raw = isLog ? Math.log10 : (value) => value;
     const y = (value) => TOP + (raw(high) - raw(value)) / (raw(high) - raw(low)) * (bottom - TOP);
@@ -188,10 +203,13 @@ export class CurveChart extends Panel {
       const xs = each.x.map((at) => this.view.x(at).toFixed(1));
       const upper = xs.map((x, place) => `${x},${y(each.high[place]).toFixed(1)}`);
       const lower = xs.map((x, place) => `${x},${y(each.low[place]).toFixed(1)}`);
-      this.svg.append(shape("polygon", { class: `spread f${index % 6}`, points: [...upper, ...lower.reverse()].join(" ") }));
       const middle = xs.map((x, place) => `${x},${y((each.low[place] + each.high[place]) / 2).toFixed(1)}`);
-      this.svg.append(shape("polyline", { class: `curve c${index % 6}`, points: middle.join(" ") }));
-      if (xs.length === 1) this.svg.append(shape("circle", { class: `f${index % 6}`, cx: xs[0], cy: y(each.high[0]), r: 3 }));
+      for (const segment of segmentsOf(each.x, this.view.end - this.view.begin, this.every * 3)) {
+        const of = (points) => segment.map((place) => points[place]);
+        this.svg.append(shape("polygon", { class: `spread f${index % 6}`, points: [...of(upper), ...of(lower).reverse()].join(" ") }));
+        this.svg.append(shape("polyline", { class: `curve c${index % 6}`, points: of(middle).join(" ") }));
+        if (segment.length === 1) this.svg.append(shape("circle", { class: `f${index % 6}`, cx: xs[segment[0]], cy: y(each.high[segment[0]]), r: xs.length === 1 ? 3 : 1.5 }));
+      }
     });
     this.drawCursor();
     if (this.table.open) this.fillTable();
@@ -222,7 +240,11 @@ export class CurveChart extends Panel {
 }
 
 export const PHASES = ["data", "compute", "exchange", "wait", "evaluate", "save"];
-const MANY = 50;  // members, beyond which lanes are rows of a heat map
+const MANY = 50;  // members, beyond which lanes are rows of a heat map; marks, beyond which their lines are faint
+const SHOWN_FIRST = ["warning", "checkpoint", "generation", "end", "left", "rejoined", "recovery", "resumed", "scale", "fault", "lost"];  // the last first
+const UNLINED = new Set(["checkpoint", "warning"]);
+const ROLES = ["worker", "client", "server", "evaluator"];
+const placeOf = (name) => { const found = ROLES.findIndex((role) => name.startsWith(role)); return found < 0 ? ROLES.length : found; };
 const PREPARING = { starting: 1, loading: 1, joining: 1 }, DOWN = new Set(["frozen", "lost"]);
 
 // A lane for each member: in each column the shares of the phases, or that it was down; marks with their signs above.
@@ -236,7 +258,7 @@ export class LaneChart extends Panel {
   draw(members, marks, spent = {}) {
     this.members = members; this.marks = marks; this.spent = spent;
     const busy = (name) => sum(PHASES.slice(0, 2).flatMap((phase) => spent[name]?.[phase] ?? []));
-    let names = Object.keys(members);
+    let names = Object.keys(members).sort((one, other) => placeOf(one) - placeOf(other) || one.localeCompare(other, "en", { numeric: true }));
     const isMany = names.length > MANY, lane = isMany ? 5 : 28;
     if (isMany) names = names.map((name) => [busy(name), name]).sort(([one], [other]) => other - one).map(([, name]) => name);
     this.names = names; this.lane = lane;
@@ -248,6 +270,7 @@ export class LaneChart extends Panel {
       const top = 18 + row * lane;
       if (!isMany) this.svg.append(shape("text", { x: LEFT - 6, y: top + 18, "text-anchor": "end" }, name.replace("worker ", WIDTH > 600 ? "worker " : "w ")));
       const hasPhases = spent[name] && PHASES.some((phase) => sum(spent[name][phase]));
+      if (hasPhases && !isMany) this.drawUp(members[name], top + 1, lane - 2);
       if (hasPhases) (isMany ? this.drawHeat : this.drawPhases).call(this, spent[name], top + 1, lane - 2);
       for (const span of members[name]) {
         if (span.state === "up" && (hasPhases || members[name].some((each) => each.state in PREPARING))) continue;
@@ -264,6 +287,13 @@ export class LaneChart extends Panel {
     this.drawCursor();
     if (this.table.open) this.fillTable();
   }
+  // Behind the phases: what a process recorded last before it was killed is not known.
+  drawUp(spans, top, height) {
+    for (const { state, begin, end } of spans) {
+      const left = Math.max(this.view.x(begin), LEFT), right = Math.min(this.view.x(end ?? this.view.full), WIDTH - RIGHT);
+      if (state === "up" && right > left) this.svg.append(shape("rect", { class: "up", x: left, y: top, width: right - left, height }));
+    }
+  }
   drawLegend(isMany) {
     const key = (style, text) => element("span", {}, element("i", { className: `key ${style}` }), ` ${text} `);
     const states = new Set(Object.values(this.members).flatMap((spans) => spans.map((span) => span.state)));
@@ -273,7 +303,7 @@ export class LaneChart extends Panel {
     if (states.has("lost")) others.push(key("klost", "lost"));
     if (!Object.keys(this.spent).length) this.legend.replaceChildren(key("kup", "up"), ...others);
     else if (isMany) this.legend.replaceChildren(...[1, 2, 3, 4].map((level) => key(`kheat${level}`, `${25 * (level - 1)} – ${25 * level} % busy`)), ...others, " (data and compute; the busiest, for which others wait, first)");
-    else this.legend.replaceChildren(...PHASES.map((name, place) => key(`k${place}`, name)), ...others, " (from the bottom to the top of a lane)");
+    else this.legend.replaceChildren(...PHASES.map((name, place) => key(`k${place}`, name)), key("kup", "up, nothing recorded"), ...others, " (from the bottom to the top of a lane)");
   }
   // One path for each phase: a column is stacked from the bottom.
   drawPhases(spent, top, height) {

@@ -18,6 +18,7 @@ export async function showRun(main, name) {
   const charts = { loss: new CurveChart(view, "Training loss"), accuracy: new CurveChart(view, "Test accuracy", 120, shortPercent), rate: new CurveChart(view, "Samples per second"), test_loss: new CurveChart(view, "Test loss") };
   const used = { cpu: new CurveChart(view, "Processor of each member, cores"), memory: new CurveChart(view, "Memory of each member, MB"), sent: new CurveChart(view, "Sent by each member over sockets, MB/s"), age: new CurveChart(view, "Staleness of the gradients of each worker, updates in the mean") };
   for (const chart of [charts.rate, ...Object.values(used)]) chart.isFromZero = true;
+  for (const chart of Object.values(used)) chart.every = 1;  // members write once a second
   const reset = element("button", { type: "button", onclick: () => view.reset() }, "Show all");
   const help = element("span", { className: "soft" }, "Drag to zoom; with a chart in focus: arrows move the cursor, + and − zoom, Escape shows all.");
   const whole = element("div", {}), logs = logsOf(path, () => overview.marks);
@@ -66,8 +67,8 @@ export async function showRun(main, name) {
     setTimeout(() => { isBusy = false; if (isDue) { isDue = false; catchUp(); } }, overview.is_behind ? 50 : 1000);
   };
   if (overview.is_behind) catchUp();
-  const stream = new EventSource(`${path}/stream?offset=${overview.offset}`);
-  stream.onmessage = (message) => { const news = JSON.parse(message.data); if (news.offset !== overview.offset || news.state !== overview.state) catchUp(); };
+  const stream = new EventSource(`${path}/stream`);
+  stream.onmessage = (message) => { const news = JSON.parse(message.data); if (news.offset !== overview.offset || news.is_running !== (overview.state === "running")) catchUp(); };
   return () => stream.close();
 }
 

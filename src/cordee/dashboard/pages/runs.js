@@ -8,7 +8,7 @@ export async function showRuns(main) {
   const compared = element("section", { ariaLabel: "Comparison" });
   const body = element("tbody");
   const button = element("button", { type: "button", disabled: true, onclick: () => compare([...ticked], compared) }, "Compare");
-  const heads = [["", ""], ["run", ""], ["state", ""], ["loss", "wide"], ["strategy", "wide"], ["workers", "number wide"], ["steps", "number"], ["accuracy", "number"], ["samples/s", "number wide"], ["faults", "number wide"], ["time", "number wide"], ["started", "wide"]];
+  const heads = [["", ""], ["run", ""], ["state", ""], ["loss", "wide"], ["strategy", "wide"], ["workers", "number wide"], ["steps", "number wide"], ["accuracy", "number"], ["samples/s", "number wide"], ["faults", "number wide"], ["time", "number wide"], ["started", "wide"]];
   const head = element("tr", {}, ...heads.map(([text, style]) => element("th", { scope: "col", className: style }, text || element("span", { ariaLabel: "tick to compare" }, "✓"))));
   const table = element("table", {}, element("thead", {}, head), body);
   main.replaceChildren(element("h1", {}, "Runs"), element("div", { className: "row" }, button, element("span", { className: "soft" }, "Tick two or more to compare their curves.")),
@@ -32,7 +32,7 @@ function row(run, ticked, button) {
   const cell = (text, style = "") => element("td", { className: style }, text);
   return element("tr", {}, element("td", {}, tick), element("td", {}, link, run.problem ? element("div", { className: "error" }, run.problem) : null),
     element("td", { className: `state ${run.state}` }, run.state), element("td", { className: "wide" }, spark(run.losses)), cell(run.strategy ?? "–", "wide"), cell(run.workers ?? "–", "number wide"),
-    cell(run.steps === null ? "–" : run.steps.toLocaleString("en"), "number"), cell(percent(run.test_accuracy), "number"), cell(number(run.samples_per_second, 3), "number wide"), cell(run.faults === null ? "–" : String(run.faults), "number wide"), cell(duration(run.wall_seconds), "number wide"), cell(moment(run.started), "wide"));
+    cell(run.steps === null ? "–" : run.steps.toLocaleString("en"), "number wide"), cell(percent(run.test_accuracy), "number"), cell(number(run.samples_per_second, 3), "number wide"), cell(run.faults === null ? "–" : String(run.faults), "number wide"), cell(duration(run.wall_seconds), "number wide"), cell(moment(run.started), "wide"));
 }
 
 // The loss over the whole run; its first and last value are its name.
