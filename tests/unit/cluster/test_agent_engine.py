@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -71,3 +73,25 @@ def test_what_was_not_read_yet_is_not_silence(engine: AgentEngine) -> None:
         engine._drained_s = now_s
         engine._check_agents(now_s)
         assert not agents.present
+
+
+def test_silence_is_seen_beside_many_agents_that_speak(engine: AgentEngine) -> None:
+    """With some tens of them there is never a moment in which nothing comes."""
+
+    class Busy:
+        close = engine._channel.close
+
+        def receive(self, timeout_s: float) -> Any:
+            if not timeout_s:
+                return None  # all that has come is read
+            time.sleep(0.01)
+            return SimpleNamespace(envelope=SimpleNamespace(sender="one of many"), message=None)
+
+        def reply(self, received: Any, message: Any) -> None:
+            pass
+
+    since_s = time.monotonic()
+    engine._channel = Busy()  # type: ignore[assignment]
+    while engine._drained_s <= since_s + 0.5:
+        assert time.monotonic() < since_s + 10, "a silent agent would be given up after four timeouts only"
+        time.sleep(0.01)

@@ -277,14 +277,18 @@ class AgentEngine:
 
     def _serve(self) -> None:
         while not self._is_closing.is_set():
+            looked_s = time.monotonic()
             try:
-                received = self._channel.receive(0.2)
+                received = self._channel.receive(0.0)
+                if received is None:  # of many agents one speaks every moment: it is never quiet for a while
+                    with self._lock:
+                        self._drained_s = looked_s
+                    received = self._channel.receive(0.2)
             except CommunicationError:
                 return
+            if received is None:
+                continue
             with self._lock:
-                if received is None:
-                    self._drained_s = time.monotonic()
-                    continue
                 reply = self._handle(received)
             with contextlib.suppress(CommunicationError):
                 self._channel.reply(received, reply)

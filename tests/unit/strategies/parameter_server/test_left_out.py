@@ -47,3 +47,18 @@ def test_a_push_that_does_not_count_takes_nothing_with_it(count: float, value: f
     left = client._feedback[0].left
     assert left is not None
     torch.testing.assert_close(calls.received + left, meant)
+
+
+def test_a_unit_that_another_worker_was_faster_with_takes_nothing_with_it() -> None:
+    class Slower(Calls):
+        def call(self, server: int, push: Push, buffers: list[Tensor]) -> Pushed:
+            return Pushed("known") if push.unit == 1 else super().call(server, push, buffers)
+
+    calls = Slower()
+    client = ParameterClient(LAYOUT, ParameterServerSettings(compression="topk", topk=0.25), calls)  # type: ignore[arg-type]
+    calls.codec = client._feedback[0].codec
+    for unit, gradient in enumerate([torch.arange(16.0), torch.full((16,), 9.0), torch.ones(16)]):
+        client.start_push(LAYOUT.pieces[0], gradient, Push(0, unit, unit, 0, 1, 4.0, 0, 0)).result()
+    left = client._feedback[0].left
+    assert left is not None
+    torch.testing.assert_close(calls.received + left, torch.arange(16.0) + torch.ones(16))
