@@ -68,6 +68,7 @@ class Columns:
             raise DataError(f"{what} has no column but the label {settings.label!r}: there are no inputs")
         self.types = {name: _plain(self._pa, schema.field(name).type) for name in self.names}
         self._check_label()
+        self.kind = "images"
         if not has_images:
             for name in self.inputs:
                 self._check_input(name)

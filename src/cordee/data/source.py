@@ -300,11 +300,20 @@ def check_classes(
     )
 
 
+def without_ignored(targets: Tensor, ignored: int | None) -> Tensor:
+    """Return the labels that the loss counts, in one row where some are left out."""
+    return targets if ignored is None else targets[targets != ignored]
+
+
 def count_classes(targets: Tensor, what: str, ignored: int | None = None) -> int:
-    """Return one more than the largest label; DataError for a negative one, but the ignored."""
-    highest = int(targets.max())
-    check_classes(targets, max(highest, 0) + 1, what, ignored=ignored)
-    return highest + 1
+    """Return one more than the largest label, and at least 1; DataError for a negative one.
+
+    The ignored label is no class: it may be -100 or 255.
+    """
+    counted = without_ignored(targets, ignored)
+    num_classes = max(int(counted.max()), 0) + 1 if counted.numel() else 1
+    check_classes(targets, num_classes, what, ignored=ignored)
+    return num_classes
 
 
 def find_missing(targets: Tensor, num_classes: int, names: Sequence[Any] | None = None) -> str | None:

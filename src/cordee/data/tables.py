@@ -23,7 +23,7 @@ from cordee.data.columns import Columns, ColumnSettings, Kind, check_name, image
 from cordee.data.datasets import DatasetSource
 from cordee.data.images import Color, ImageSettings
 from cordee.data.samples import TARGET_NAMES
-from cordee.data.source import ArraySource, Source, Splits
+from cordee.data.source import ArraySource, Source, Splits, without_ignored
 
 DEFAULT_MEMORY_MB = 256
 # Fewer blocks than this in a window shuffle badly where neighbours in a file are alike.
@@ -153,6 +153,8 @@ def _classes(
         return sorted(found), settings.num_classes or len(found)
     if settings.num_classes is not None:
         return None, settings.num_classes
+    if ignored is not None and ignored >= 0 and columns.kind == "tokens":
+        ignored = None  # a word of the vocabulary all the same: inputs have it too
     bounds = [_label_bounds(table, columns, ignored) for table in tables]
     lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
     if lowest == 1 < highest and columns.types[settings.label].num_fields == 0:
@@ -166,13 +168,13 @@ def _classes(
 def _label_bounds(table: TableFiles, columns: Columns, ignored: int | None) -> tuple[int, int]:
     label = columns.settings.label
     known = table.bounds(label)
-    if known is not None and (ignored is None or known[0] >= 0):
+    if known is not None and ignored not in known:
         return known
-    lowest, highest = 1 << 62, -1  # an ignored label may be the smallest, so the others have to be looked at
+    lowest, highest = 1 << 62, -1  # the ignored label is the smallest or the largest: the others have to be looked at
     for block in table.sizes.nonzero()[:, 0].tolist():
         where, first_row = table.where(block)
         targets = columns.labels(table.table(block, [label]), where, first_row)
-        targets = targets if ignored is None else targets[targets != ignored]
+        targets = without_ignored(targets, ignored)
         if targets.numel():
             low, high = (int(bound) for bound in torch.aminmax(targets))
             lowest, highest = min(lowest, low), max(highest, high)

@@ -30,6 +30,7 @@ from cordee.data.source import (
     find_missing,
     source_of_arrays,
     source_of_trees,
+    without_ignored,
 )
 
 # Counting the classes of a Dataset that does not state them means reading it all.
@@ -166,12 +167,15 @@ def _num_classes(sources: list[Source], ignored: int | None, is_needed: bool) ->
         raise DataError("the targets of training and test set differ: whole numbers in one, fractions in the other")
     if kinds == {False}:
         return None
+    ignores_first = ignored == 0
+    if ignored is not None and ignored >= 0 and any(_has_tokens(source) for source in sources):
+        ignored = None  # a word of the vocabulary all the same: inputs have it too
     sets = zip(sources, ("the training set", "the test set"))
-    if not is_needed and any(_is_too_long(source) for source in sources):
+    if not is_needed and any(_is_too_long(source, ignored) for source in sources):
         return None
     counts, starts = zip(*[_count(source, what, ignored) for source, what in sets], strict=True)
     num_classes: int = max(counts)
-    if all(starts) and ignored != 0:
+    if all(starts) and not ignores_first:
         raise DataError(
             f"the labels are from 1 to {num_classes - 1}, and classes are counted from 0, so that class 0 would have "
             "no samples: subtract 1 from the labels. If there is a class 0, give the Dataset an attribute "
@@ -209,25 +213,34 @@ def _has_classes(source: Source) -> bool:
     return isinstance(targets, Tensor) and not targets.is_floating_point()
 
 
-def _is_too_long(source: Source) -> bool:
+def _has_tokens(source: Source) -> bool:
+    if isinstance(source, (DatasetSource, IterableSource)):
+        inputs = source.example.inputs
+    else:
+        inputs = source.gather(torch.tensor([0])).inputs
+    return isinstance(inputs, Tensor) and inputs.dtype is torch.int64
+
+
+def _is_too_long(source: Source, ignored: int | None) -> bool:
     """Whether a source's labels would all have to be read to count the classes, and are too many for that."""
-    if not isinstance(source, (DatasetSource, IterableSource)) or declared_classes(source.dataset) is not None:
+    if not isinstance(source, (DatasetSource, IterableSource)):
         return False
-    return isinstance(source, IterableSource) or (source.num_samples or 0) > LARGEST_COUNTED
+    is_long = isinstance(source, IterableSource) or (source.num_samples or 0) > LARGEST_COUNTED
+    return is_long and declared_classes(source.dataset, ignored) is None
 
 
 def _count(source: Source, what: str, ignored: int | None) -> tuple[int, bool]:
     """Return how many classes there are, and whether they were counted from labels that begin with 1."""
     if isinstance(source, ArraySource):
-        return count_classes(source.targets, what, ignored), _starts_at_one(source.targets)
+        return count_classes(source.targets, what, ignored), _starts_at_one(source.targets, ignored)
     if not isinstance(source, (DatasetSource, IterableSource)):
         raise DataError("a Source of your own does not state its classes: return cordee.data.Splits, which does")
-    declared = declared_classes(source.dataset)
+    declared = declared_classes(source.dataset, ignored)
     if declared is not None:
         targets = getattr(source.dataset, "targets", None)
         is_counted = not _declares_classes(source.dataset) and isinstance(targets, (list, Tensor))
-        return declared, is_counted and _starts_at_one(torch.as_tensor(targets))
-    if _is_too_long(source):
+        return declared, is_counted and _starts_at_one(torch.as_tensor(targets), ignored)
+    if _is_too_long(source, ignored):
         raise DataError(
             f"{source.what} does not state how many classes it has, and is too long to be read for it: "
             f"give the {type(source.dataset).__name__} an attribute num_classes"
@@ -236,18 +249,20 @@ def _count(source: Source, what: str, ignored: int | None) -> tuple[int, bool]:
     indices = torch.arange(source.num_samples or 0)
     if source.format.collate is None:
         labels = source.gather(indices).targets
-        return count_classes(labels, what, ignored), _starts_at_one(labels)
+        return count_classes(labels, what, ignored), _starts_at_one(labels, ignored)
     counts, starts = [], []
     for first in range(0, len(indices), _COLLATED_AT_ONCE):
         labels = source.gather(indices[first : first + _COLLATED_AT_ONCE]).targets
         counts.append(count_classes(labels, what, ignored))
-        starts.append(labels.dim() != 1 or int(labels.min()) >= 1)
+        counted = without_ignored(labels, ignored)
+        starts.append(labels.dim() != 1 or counted.numel() == 0 or int(counted.min()) >= 1)
     return max(counts), source.example.targets.dim() == 1 and all(starts) and max(counts) > 1
 
 
-def _starts_at_one(targets: Tensor) -> bool:
+def _starts_at_one(targets: Tensor, ignored: int | None) -> bool:
     """Whether labels are from 1 to something, where samples have one each: a vocabulary may begin with unused words."""
-    return targets.dim() == 1 and len(targets) > 0 and int(targets.min()) == 1 < int(targets.max())
+    counted = without_ignored(targets, ignored)
+    return targets.dim() == 1 and counted.numel() > 0 and int(counted.min()) == 1 < int(counted.max())
 
 
 def _declares_classes(dataset: Any) -> bool:
@@ -255,7 +270,7 @@ def _declares_classes(dataset: Any) -> bool:
     return has_number or isinstance(getattr(dataset, "classes", None), (list, tuple))
 
 
-def declared_classes(dataset: Any) -> int | None:
+def declared_classes(dataset: Any, ignored: int | None) -> int | None:
     """Return what a dataset says of its classes: `num_classes`, the length of `classes`, or its `targets`."""
     if isinstance(getattr(dataset, "num_classes", None), int):
         return int(dataset.num_classes)
@@ -264,8 +279,8 @@ def declared_classes(dataset: Any) -> int | None:
     if isinstance(getattr(dataset, "targets", None), (list, Tensor)) and len(dataset.targets) > 0:
         targets = torch.as_tensor(dataset.targets)
         if not targets.is_floating_point():
-            return count_classes(targets, "the attribute targets of the dataset")
-    return declared_classes(dataset.dataset) if isinstance(dataset, TorchSubset) else None
+            return count_classes(targets, "the attribute targets of the dataset", ignored)
+    return declared_classes(dataset.dataset, ignored) if isinstance(dataset, TorchSubset) else None
 
 
 def _check(splits: Splits, ignored: int | None) -> None:

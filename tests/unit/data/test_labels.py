@@ -80,6 +80,27 @@ def test_a_label_that_the_loss_ignores_is_no_class() -> None:
             load((X, targets), ignored)
 
 
+def test_an_ignored_label_above_the_classes_adds_none() -> None:
+    """As masks have it: 255 for what is not marked."""
+    labels = [0, 1, 2, 255, 0, 1]
+    for data in ((X, torch.tensor(labels)), Labelled(labels), Labelled(labels, targets=labels)):
+        assert load(data, ignored=255).num_classes == 3
+    # A word that the loss passes over is in the inputs as well.
+    tokens = torch.tensor([[1, 2, 3], [0, 3, 3]])
+    assert load((tokens, tokens), ignored=3).num_classes == 4
+
+
+def test_labels_from_one_are_refused_beside_ignored_ones() -> None:
+    labels = [1, 2, 3, -100, 2, 3]
+    for data in ((X, torch.tensor(labels)), Labelled(labels), Labelled(labels, targets=labels)):
+        with pytest.raises(DataError, match=r"the labels are from 1 to 3.*subtract 1"):
+            load(data, ignored=-100)
+
+
+def test_labels_that_are_all_ignored() -> None:
+    assert load((X, torch.tensor([-100] * 6)), ignored=-100).num_classes == 1
+
+
 def test_classes_without_samples_are_named() -> None:
     assert "no sample of class 1, 2" in load((X, torch.tensor([0, 3, 3, 0, 3, 3]))).warnings[0]
     folders = Labelled([0, 2] * 3, classes=["cat", "dog", "eel"], targets=[0, 2] * 3)

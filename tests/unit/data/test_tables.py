@@ -191,6 +191,9 @@ def test_a_label_that_the_loss_ignores(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", pa.table({"x": [1.0, 2.0, 3.0], "label": [0, -100, 1]}))
     splits = load_data(Data(use="parquet", args={"path": str(tmp_path)}), seed=0, ignored=-100)
     assert splits.num_classes == 2
+    write(tmp_path / "a.parquet", pa.table({"x": [1.0, 2.0, 3.0], "label": [0, 255, 1]}))
+    splits = load_data(Data(use="parquet", args={"path": str(tmp_path)}), seed=0, ignored=255)
+    assert splits.num_classes == 2, "the bounds in the footer say 255"
 
 
 # Files, folders, patterns, URLs
