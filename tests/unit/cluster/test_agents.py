@@ -94,6 +94,17 @@ def test_reports_of_what_an_agent_does_not_have_are_passed_over() -> None:
     assert agents.take(record, Exited(0, 1, 7, 3)) is None
 
 
+def test_signals_are_for_the_newest_process_of_an_index() -> None:
+    """The end of the one before is heard of later, where its host is frozen."""
+    agents = team("a", "b")
+    for incarnation in (1, 2):
+        agents.ask(spec(0, incarnation))
+        agents.place()
+    assert agents.holder(0) is agents.records[1]
+    agents.take(agents.records[0], Exited(0, 1, 7, -9))
+    assert agents.holder(0) is agents.records[1] and agents.holder(1) is None
+
+
 def test_the_processes_of_a_silent_agent_are_lost_with_it() -> None:
     agents = team("a", "b")
     agents.ask(spec(0))

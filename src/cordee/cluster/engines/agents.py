@@ -202,8 +202,9 @@ class Agents:
         return self._num_failures >= MOST_FAILURES and not self.present
 
     def holder(self, index: int) -> AgentRecord | None:
-        """Return the agent that has a process."""
-        return next((record for record in self.present if index in record.processes), None)
+        """Return the agent that has a process: the newest, while the end of an earlier one was not heard of yet."""
+        holders = [record for record in self.present if index in record.processes]
+        return max(holders, key=lambda record: record.processes[index].incarnation, default=None)
 
     def take(self, record: AgentRecord, report: Started | Exited | CannotStart) -> Report | None:
         """Take what an agent says of a process; return it unless the process is not the agent's any more."""
