@@ -365,20 +365,25 @@ class DeltaSender:
 
 
 class DeltaReceiver:
-    """The receiver's side of parameters."""
+    """The receiver's side of parameters. Keeps them: a worker that takes steps alone changes its own copy."""
 
     def __init__(self, codec: Codec, length: int) -> None:
         self._codec = codec
         self._length = length
+        self._known: Tensor | None = None
         self.stamp = 0
 
     def take(self, target: Tensor, received: Sequence[Tensor], stamp: int) -> None:
-        """Bring `target` up to date in place."""
+        """Make `target`, whatever it holds, what the sender has."""
         is_whole = len(received) == 1 and received[0].dtype == target.dtype and received[0].numel() == self._length
         if is_whole:
-            target.copy_(received[0].reshape(-1))
+            known = received[0].reshape(-1)
+            self._known = known.clone() if type(self._codec) is not Plain else None  # else all is always sent
+        elif self._known is None:
+            raise CommunicationError("a difference came, and the parameters that it is from have not come before")
         else:
-            target.add_(self._codec.decode(received))
+            known = self._known.add_(self._codec.decode(received))
+        target.copy_(known)
         self.stamp = stamp
 
 

@@ -75,6 +75,18 @@ def test_parameters_are_followed_and_lost_messages_noticed(kind: str) -> None:
     torch.testing.assert_close(copy, values, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "powersgd"])
+def test_parameters_come_as_they_are_also_to_a_copy_that_was_changed(kind: str) -> None:
+    """As that of a worker that takes steps alone between two pulls."""
+    values, copy = torch.linspace(-1, 1, LENGTH), torch.zeros(LENGTH)
+    sender, receiver = DeltaSender(codec(kind)), DeltaReceiver(codec(kind), LENGTH)
+    for _ in range(40):
+        receiver.take(copy, sender.compress(values, receiver.stamp), sender.stamp)
+        error = (copy - values).abs().max()
+        copy += 1.0
+    assert error < 1e-3
+
+
 @pytest.mark.parametrize(("kind", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_parameters_of_the_type_that_is_sent_are_no_differences(
     kind: Literal["fp16", "bf16"], dtype: torch.dtype
