@@ -434,16 +434,21 @@ class FederationServer:
         return Work(task, counted, own), self._parcel
 
     def _say_goodbye(self, stopped_by: str | None) -> None:
-        """Tell clients that the run is over. A client that does not ask is told by the end of its connection."""
+        """Tell clients that the run is over. A client that does not ask is told by the end of its connection.
+
+        All are waited for that were there: a client of which nothing was heard may have been heard by nobody, while
+        the server computed. A client that asks again has not got the answer.
+        """
         reason = "all rounds are done" if stopped_by is None else f"the server stopped ({stopped_by})"
-        deadline_s = time.monotonic() + (_GOODBYE_S if stopped_by != "interrupt" else _RETRY_S)
+        begun_s = time.monotonic()
+        deadline_s = begun_s + (_GOODBYE_S if stopped_by != "interrupt" else _RETRY_S)
         while time.monotonic() < deadline_s:
             for name, client in self._clients.items():
                 if client.poll is not None:
                     self._answer(client.poll, Finished(reason, self._learning.counted(name)))
                     client.poll, client.knows_end = None, True
-            present = {record.name for record in self._present()}
-            if all(self._clients[name].knows_end for name in present):
+            is_told = all(client.knows_end for client in self._clients.values() if client.is_ready)
+            if is_told and time.monotonic() > begun_s + _RETRY_S:
                 break
             turn = _Turn()
             received = self._channel.receive(0.05)
