@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
+from urllib.parse import parse_qs, urlsplit
 
 import psutil
 import pytest
@@ -48,3 +53,25 @@ def test_a_dry_run_checks_all_and_writes_nothing(workspace: Workspace) -> None:
     assert_refused(
         workspace.run("train", "job.toml", "--dry-run", "--set", "model.use=parts:TooNarrow"), 2, "TooNarrow"
     )
+
+
+def test_the_dashboard_listens_on_this_host_only_and_begins_with_a_run_of_its_folder(workspace: Workspace) -> None:
+    run = workspace.path / "elsewhere" / "first-run"
+    run.mkdir(parents=True)
+    (run / "job.toml").write_text('name = "x"\n')
+    command = [sys.executable, "-m", "cordee", "dashboard", "first", "--runs", "elsewhere", "--until-closed"]
+    with subprocess.Popen(
+        command, cwd=workspace.path, env=dict(os.environ), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        address = urlsplit(process.stdout.readline().strip())
+        assert (address.hostname, address.path) == ("127.0.0.1", "/run/first-run")
+        assert address.port is not None
+        (token,) = parse_qs(address.query)["token"]
+        assert len(token) >= 43  # 256 bits in 6 bits a character
+        socket.create_connection(("127.0.0.1", address.port), timeout=20).close()
+        with pytest.raises(ConnectionRefusedError):  # what listens at all addresses answers at this one too
+            socket.create_connection(("127.0.0.2", address.port), timeout=20)
+        process.stdin.close()
+        assert process.wait(60) == 0

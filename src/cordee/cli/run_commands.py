@@ -259,8 +259,11 @@ def dashboard(
     Reads run directories and nothing else, and changes nothing. Prints the address to open, which carries a token:
     whoever has it can read the runs. Ctrl-C ends it; runs are not affected.
     """
-    path = found(run) if run is not None else None
     from cordee.core.env import runs_folder
+    from cordee.monitoring import find_run
+
+    folder = folder or runs_folder()
+    path = find_run(run, folder) if run is not None else None
     from cordee.dashboard.server import serve
 
-    serve(folder or runs_folder(), path, (host, port), print_text, until_closed=until_closed)
+    serve(folder, path, (host, port), print_text, until_closed=until_closed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from pathlib import Path
@@ -35,16 +36,25 @@ class Curve:
 
     def __init__(self) -> None:
         self.values: list[float] = []
+        self.last: float | None = None  # also where it is none of those that are kept
         self._every, self._count = 1, 0
 
     def append(self, value: float | None) -> None:
         if value is None:
             return
+        self.last = value
         if self._count % self._every == 0:
             self.values.append(value)
             if len(self.values) > _MOST_POINTS:
                 self.values, self._every = self.values[::2], 2 * self._every
         self._count += 1
+
+
+def on_a_scale(values: list[float]) -> list[float]:
+    """Return values as bars show them: by their powers where the highest is far above the lowest."""
+    if values and min(values) > 0 and max(values) > 100 * min(values):
+        return [math.log10(value) for value in values]
+    return values
 
 
 class Watched:
@@ -209,15 +219,16 @@ class WatchApp(App[None]):
             facts.add_row(Text(label), Text(value))
         self.query_one("#facts", Static).update(facts)
         texts = {
-            "loss": f"training loss {number(watched.loss.values[-1])}" if watched.loss.values else "",
-            "accuracy": f"test accuracy {percent(watched.accuracy.values[-1])}" if watched.accuracy.values else "",
-            "rate": f"{quantity(watched.rate.values[-1])} samples/s" if watched.rate.values else "",
+            "loss": f"training loss {number(watched.loss.last)}" if watched.loss.values else "",
+            "accuracy": f"test accuracy {percent(watched.accuracy.last)}" if watched.accuracy.values else "",
+            "rate": f"{quantity(watched.rate.last)} samples/s" if watched.rate.last is not None else "",
         }
         for name, text in texts.items():
             self.query_one(f"#{name}-text", Static).update(text)
             self.query_one(f"#{name}-text", Static).display = bool(text)
             line = self.query_one(f"#{name}", Sparkline)
-            line.data = getattr(watched, name).values
+            values = getattr(watched, name).values
+            line.data = on_a_scale(values) if name == "loss" else values
             line.display = bool(text)
         log = self.query_one("#happened", RichLog)
         while watched.happened:

@@ -10,7 +10,7 @@ import pytest
 
 from cordee.core.errors import RunDirectoryError
 from cordee.monitoring import RunDirectory, events
-from cordee.tools.watch import Curve, WatchApp, Watched
+from cordee.tools.watch import Curve, WatchApp, Watched, on_a_scale
 
 
 def write(run: Path, *emitted: events.AnyEvent) -> None:
@@ -89,6 +89,17 @@ def test_a_run_that_is_damaged_or_not_there(tmp_path: Path, run: Path) -> None:
     watched = Watched(run)
     assert watched.read() is False
     assert ("unreadable", "1 line") in watched.rows()
+
+
+def test_the_last_value_is_known_where_it_is_not_kept_and_a_loss_is_shown_by_its_powers() -> None:
+    curve = Curve()
+    for value in range(1, 4004):
+        curve.append(float(value))
+    assert curve.values[-1] != 4003.0
+    assert curve.last == 4003.0
+    assert on_a_scale([10.0, 0.1, 0.01]) == pytest.approx([1.0, -1.0, -2.0])
+    assert on_a_scale([2.0, 1.0]) == [2.0, 1.0]
+    assert on_a_scale([2.0, 0.0]) == [2.0, 0.0]
 
 
 def test_curves_stay_small() -> None:

@@ -363,7 +363,7 @@ export function scatter(title, points, { line = [], xName = "", format = number,
   const bottom = height - BOTTOM, place = (x) => LEFT + (raw(x) - left) / (right - left) * (WIDTH - LEFT - RIGHT), y = (value) => TOP + (high - value) / (high - low) * (bottom - TOP);
   const svg = shape("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": `${title}; the table of trials has the values` });
   for (const value of ticks(low, high, 4)) {
-    svg.append(shape("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }), shape("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, number(value, 3)));
+    svg.append(shape("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }), shape("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, format(value, 3)));
   }
   const marks = names ?? (isLog ? ticks(Math.ceil(left), Math.floor(right), 4).map((power) => 10 ** Math.round(power)) : ticks(left, right, WIDTH > 600 ? 8 : 4));
   for (const x of new Set(marks)) if (place(x) <= WIDTH - RIGHT && place(x) >= LEFT) svg.append(shape("text", { x: place(x), y: height - 6, "text-anchor": "middle" }, names ? x : number(x, 3)));

@@ -1,12 +1,13 @@
 // The trials of a search in a page of its own, with the data inside of it.
 
 import { scatter, shape } from "./chart.js";
-import { duration, element, number, percent } from "./format.js";
+import { duration, element, number, percent, shortPercent } from "./format.js";
 
 const results = JSON.parse(document.getElementById("data").textContent);
 const page = document.getElementById("main");
 const STATE_SIGNS = { completed: "●", pruned: "✕", failed: "▼" };
 const show = (value) => (results.metric.endsWith("accuracy") ? percent(value) : number(value));
+const onAxis = results.metric.endsWith("accuracy") ? shortPercent : number;
 const keys = [...new Set(results.trials.flatMap((trial) => Object.keys(trial.point)))];
 const named = (trial) => keys.map((key) => `${key} = ${typeof trial.point[key] === "number" ? number(trial.point[key]) : trial.point[key]}`).join(", ");
 const completed = results.trials.filter((trial) => trial.state === "completed" && trial.value !== null);
@@ -21,9 +22,9 @@ page.append(element("h2", {}, "Result"), element("ul", {}, ...lines.map((line) =
 
 const points = (x) => results.trials.filter((trial) => trial.value !== null && x(trial) !== undefined)
   .map((trial) => ({ x: x(trial), y: trial.value, sign: STATE_SIGNS[trial.state], style: trial.state, text: `trial ${trial.number}, ${trial.state}: ${results.metric} ${show(trial.value)}, ${named(trial)}` }));
-const legend = element("p", { className: "soft" }, Object.entries(STATE_SIGNS).map(([state, sign]) => `${sign} ${state}`).join("   ") + "   line: the best so far");
+const legend = element("p", { className: "soft legend" }, ...Object.entries(STATE_SIGNS).map(([state, sign]) => element("span", {}, `${sign} ${state} `)), element("span", {}, "line: the best so far"));
 const best = results.trials.map((trial, place) => [trial.number, results.best[place]]).filter(([, value]) => value !== null);
-page.append(element("h2", {}, "History"), legend, scatter(`${results.metric} by trial`, points((trial) => trial.number), { line: best, xName: "trial", format: show }));
+page.append(element("h2", {}, "History"), legend, scatter(`${results.metric} by trial`, points((trial) => trial.number), { line: best, xName: "trial", format: onAxis }));
 
 page.append(element("h2", {}, "Importance"));
 const shares = Object.entries(results.importances);
@@ -38,7 +39,7 @@ if (shares.length) {
 } else page.append(element("p", { className: "soft" }, "Too few trials were completed to tell."));
 
 page.append(element("h2", {}, "Values"));
-for (const key of keys) page.append(scatter(`${results.metric} by ${key}`, points((trial) => trial.point[key]), { xName: key, format: show }));
+for (const key of keys) page.append(scatter(`${results.metric} by ${key}`, points((trial) => trial.point[key]), { xName: key, format: onAxis }));
 
 const heads = ["trial", "state", results.metric, ...keys, "evaluations", "time"];
 const cell = (value) => (typeof value === "number" ? number(value) : String(value ?? "–"));
