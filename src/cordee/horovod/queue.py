@@ -20,7 +20,7 @@ from torch import Tensor
 from cordee.core.errors import CommunicationError
 from cordee.horovod import execution, timeline
 from cordee.horovod.errors import HorovodInternalError
-from cordee.horovod.requests import Agreement, Proposal, Request, agree, digest
+from cordee.horovod.requests import Agreement, Proposal, Request, agree, agree_at_once, digest
 
 _decode = msgspec.msgpack.Decoder(Proposal).decode
 
@@ -158,7 +158,7 @@ class OperationQueue:
         everybody = torch.empty(self.size, 2, dtype=torch.int64)
         dist.all_gather_single(everybody.view(-1), own, group=self.group)
         if bool((everybody == own).all()):
-            return agree({self.own_rank: proposal}) if not proposal.has_joined else Agreement([], {}, self.ranks)
+            return agree_at_once(proposal, self.ranks)
         contents = gather_bytes(msgspec.msgpack.encode(proposal), self.group, self.size)
         return agree({rank: _decode(content) for rank, content in zip(self.ranks, contents, strict=True)})
 

@@ -73,6 +73,13 @@ def digest(proposal: Proposal) -> tuple[int, int]:
     return int.from_bytes(raw[:8], "big", signed=True), int.from_bytes(raw[8:], "big", signed=True)
 
 
+def agree_at_once(proposal: Proposal, ranks: Sequence[int]) -> Agreement:
+    """Return what `agree` decides where all ranks propose the same."""
+    if proposal.has_joined:
+        return Agreement([], {}, list(ranks))
+    return Agreement(sorted(proposal.requests, key=lambda request: request.name), {}, [])
+
+
 def agree(proposals: Mapping[int, Proposal]) -> Agreement:
     """Decide what is carried out, from the proposals of all ranks of a process set.
 

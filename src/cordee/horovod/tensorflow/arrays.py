@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cordee.core.errors import MissingExtraError
-from cordee.horovod.execution import ALIGNMENT_BYTES
+from cordee.horovod.buffers import ALIGNMENT_BYTES
 
 try:
     import tensorflow as tf

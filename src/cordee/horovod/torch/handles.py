@@ -5,6 +5,7 @@ A handle's operation is carried out when `synchronize` or `poll` is called for i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,14 +113,16 @@ def _grouped(
     """Queue tensors by their types: what is reduced in one buffer has one."""
     queue = process_set.queue()
     base = name if name is not None else queue.name(None, "grouped_allreduce")
+    inputs = [tensor.detach() for tensor in tensors]
+    targets = inputs if all(map(operator.is_, tensors, outputs)) else [output.detach() for output in outputs]
     handles = []
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         places = [place for place, tensor in enumerate(tensors) if tensor.dtype is dtype]
         operation = operations.allreduce(
-            [tensors[place].detach() for place in places],
+            [inputs[place] for place in places],
             op,
             name=f"{base}.{str(dtype).removeprefix('torch.')}",
-            outputs=[outputs[place].detach() for place in places],
+            outputs=[targets[place] for place in places],
             scaling=scaling,
             process_set=process_set,
         )
