@@ -64,7 +64,7 @@ class Commits:
         self.is_copying = not contents.optimizers
         self._is_stepped = False  # an optimizer has taken a step since the commit
         self._changes = 0
-        self._sample: list[Tensor] | None = None
+        self._sample: bytes | None = None
         self._progress: dict[str, Any] = {}
         self._random = torch.get_rng_state()
         self._copies, self._copy = Copies(), State({}, {})
@@ -113,7 +113,7 @@ class Commits:
         """Whether weights may be others than those that were committed."""
         if self._is_stepped or self._changes != self._contents.changes:
             return True
-        return self._sample is not None and not all(map(torch.equal, self._sample, self._contents.sample()))
+        return self._sample is not None and self._sample != self._contents.sample()
 
     def state(self) -> State:
         """Return the last commit that is still there: the last one, unless weights were changed and not copied.
@@ -132,7 +132,7 @@ class Commits:
 
     def _note(self) -> None:
         self._progress = self._read_progress()
-        self._random = torch.get_rng_state()
+        self._random = torch.default_generator.get_state()
         self._is_stepped, self._changes = False, self._contents.changes
         self._sample = None if self.is_copying else self._contents.sample()
 

@@ -6,7 +6,7 @@ import copy
 import secrets
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ RUN = "run"  # which run of the loop a state is of
 _FROZEN = "frozen"  # the names of parameters that are not trained
 _version = attrgetter("_version")
 _requires_grad = attrgetter("requires_grad")
+_address = methodcaller("data_ptr")
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -95,7 +96,8 @@ class LoopContents:
         self.begin_run()
         self._sampled = [p for p in self._parameters if p.dtype in _SAMPLED and p.layout is torch.strided and p.numel()]
         self._sampled_at: list[int] = []  # where the parameters were when `_samples` were made, which are views of them
-        self._samples: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self._samples: list[memoryview] = []
+        self._far_samples: list[Tensor] = []  # of parameters on other devices
         self._buffers = list(self._find_buffers())
         self._settings: dict[str, list[dict[str, Any]]] = {}
         self._is_trained: list[bool] = []  # of each parameter
@@ -213,14 +215,17 @@ class LoopContents:
         """A number that is another one when a parameter was changed in place, but through `.data`."""
         return sum(map(_version, self._parameters))
 
-    def sample(self) -> list[Tensor]:
+    def sample(self) -> bytes:
         """Return a few numbers of each parameter: other ones where all of one were changed, also through `.data`."""
-        places = [parameter.data_ptr() for parameter in self._sampled]
+        places = list(map(_address, self._sampled))
         if places != self._sampled_at:
-            self._sampled_at, self._samples = places, {}
-            for parameter in self._sampled:
-                self._samples.setdefault((parameter.dtype, parameter.device), []).append(_sample(parameter))
-        return [torch.cat(some).view(torch.uint8) for some in self._samples.values()]
+            samples = [_sample(parameter) for parameter in self._sampled]
+            self._sampled_at = places
+            self._samples = [memoryview(one.numpy()) for one in samples if one.is_cpu]  # type: ignore[arg-type]
+            self._far_samples = [one for one in samples if not one.is_cpu]
+        # Joining their memory takes a third of what `torch.cat` takes between two steps (12 µs for LeNet).
+        own = b"".join(self._samples)
+        return own + b"".join(one.cpu().numpy().tobytes() for one in self._far_samples) if self._far_samples else own
 
     # Whole states ---------------------------------------------------------------------------------------------
 
@@ -404,12 +409,12 @@ class _Joined:
 
 
 def _sample(parameter: Tensor) -> Tensor:
-    """Return a view of up to four numbers of a parameter that follow each other: five times as quick as others."""
+    """Return a view of the bytes of up to four numbers that follow each other: five times as quick as others."""
     flat = parameter.detach()
     first = flat.storage_offset()
     num_there = flat.untyped_storage().nbytes() // flat.itemsize - first  # less than all of one that was expanded
     count = min(4, flat.numel(), num_there)
-    return flat.as_strided((count,), (1,), first + min(flat.numel(), num_there) // 2 - count // 2)
+    return flat.as_strided((count,), (1,), first + min(flat.numel(), num_there) // 2 - count // 2).view(torch.uint8)
 
 
 def _fingerprint(value: Any) -> Tensor:
