@@ -9,8 +9,10 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,10 +90,9 @@ def address(tmp_path: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def serving(runs: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "cordee", "dashboard", "first", "--until-closed", "--runs", str(runs)]
-    environment = {**os.environ, "CORDEE_RUNS": str(runs)}
+    command = [sys.executable, "-m", "cordee", "dashboard", "first", "--until-closed", "--runs", runs.name]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=runs.parent
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -215,5 +216,50 @@ def test_predicted_and_measured_and_many_members(browser: Browser, tmp_path: Pat
         expect(page.locator("svg[aria-label='Members'] text").filter(has_text="worker 5")).to_have_count(0)
         expect(page.locator(".legend").filter(has_text="75 – 100 % busy")).to_be_visible()
         keep(page, "dashboard-many")
+        assert problems == []
+        page.context.close()
+
+
+def kill_a_worker(run: Path, process: subprocess.Popen[bytes]) -> None:
+    """Kill worker 1 of a run as soon as the run has evaluated."""
+    while process.poll() is None:
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            lines = [msgspec.json.decode(line) for line in (run / "events.jsonl").read_bytes().splitlines()]
+            if any(line["type"] == "evaluation" for line in lines):
+                started = [line for line in lines if line["type"] == "worker_started" and line["worker"] == 1]
+                os.kill(started[-1]["pid"], signal.SIGKILL)
+                return
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(400)
+def test_a_real_run_in_which_a_worker_was_killed(browser: Browser, tmp_path: Path) -> None:
+    """With CORDEE_PICTURES also makes the picture of the manual, docs/pictures/dashboard.png."""
+    run = tmp_path / "runs" / "first"
+    job = Path(__file__).parents[2] / "examples" / "digits.toml"
+    settings = ["--set", "training.epochs=100", "--set", "evaluation.every_epochs=4", "--workers", "2"]
+    command = [sys.executable, "-m", "cordee", "train", str(job), "--quiet", *settings, "--run-dir", str(run)]
+    with subprocess.Popen(command, cwd=tmp_path) as process:
+        kill_a_worker(run, process)
+        assert process.wait(300) == 0
+    with serving(tmp_path / "runs") as address:
+        page, problems = opened(browser, address)
+        expect(page.locator("h1")).to_contain_text("first completed")
+        expect(page.locator(".diagnosis")).to_contain_text("worker 1 was killed by SIGKILL")
+        lanes = page.locator("svg[aria-label='Members']")
+        assert lanes.locator("path.f1").count() == 2  # both have computed
+        assert lanes.locator("rect.loading").count() >= 2
+        assert lanes.locator("rect.lost").count() == 1
+        assert lanes.locator("text.sign.lost").count() == 1
+        for title in ("Training loss", "Test accuracy", "Samples per second", "Memory of each member, MB"):
+            assert page.locator(f"svg.chart[aria-label='{title}'] polyline.curve").count() > 0
+        if folder := os.environ.get("CORDEE_PICTURES"):
+            clip = {"x": 0, "y": 0, "width": 1200, "height": 1180}
+            page.screenshot(path=Path(folder) / "dashboard.png", full_page=True, clip=clip)  # type: ignore[arg-type]
+        page.get_by_text("Members as a table").click()
+        expect(page.get_by_role("cell", name=re.compile("recovered in .* redone"))).to_be_visible()
+        page.get_by_text("Logs of all members, by time").click()
+        expect(page.locator("ol.logs li.happened.lost")).to_contain_text("worker 1 was killed by SIGKILL")
+        assert page.locator("ol.logs li:not(.happened)").count() > 0
         assert problems == []
         page.context.close()

@@ -40,7 +40,7 @@ class SampledPasses:
             return None
         most = max(len(members) for members in self._steps.values())
         step = max(step for step, members in self._steps.items() if len(members) == most)
-        members = {name: rows for name, rows in sorted(self._steps[step].items()) if rows}
+        members = {name: rows for name, rows in sorted(self._steps[step].items(), key=_by_number) if rows}
         if not members:
             return None
         begin = min(row[3] for rows in members.values() for row in rows)
@@ -54,6 +54,11 @@ class SampledPasses:
             "num_members": len(members),
             "members": dict(list(members.items())[:_MOST_MEMBERS]),
         }
+
+
+def _by_number(item: tuple[str, list[Row]]) -> tuple[str, int]:
+    role, _, number = item[0].rpartition(" ")
+    return role, int(number) if number.isdecimal() else 0
 
 
 def _rows(passes: StepPasses, zero_us: int, place: Callable[[float], float]) -> list[Row]:
