@@ -105,7 +105,7 @@ def test_a_search_is_killed_and_continues(folder: Path) -> None:
 def test_hopeless_trials_are_pruned_and_ctrl_c_is_clean(folder: Path) -> None:
     study = folder / "runs" / "tune-small"
     environment = {**os.environ, "CORDEE_RUNS": str(folder / "runs")}
-    rest = ("--set", "training.epochs=12", "--trials", "9", "--at-once", "1")
+    rest = ("--set", "training.epochs=40", "--trials", "9", "--at-once", "1")
     process = subprocess.Popen(
         command("small.toml", *SEARCH, *rest), cwd=folder, env=environment, text=True, stdout=subprocess.PIPE
     )

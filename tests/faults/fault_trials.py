@@ -32,6 +32,7 @@ from cordee.tools.audit import audit_run
 from warm_launch import WarmProcess, WarmServer
 
 STEP_LIMIT_S = 20.0  # for what a scenario waits for; a fault may have made it impossible
+NOT_HAPPENED = "the fault did not happen"
 RUN_LIMIT_S = 90.0  # a run that has not ended by then hangs
 GONE_LIMIT_S = 10.0  # for the processes of a run that has ended
 NAP_S = 0.01
@@ -310,7 +311,7 @@ class Walker:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it hangs: {_describe(trial)}") from None
         code = trial.process.returncode
-        assert trial.has_happened(fault), f"the fault did not happen; exit code {code}: {stderr[-2000:]}"
+        assert trial.has_happened(fault), f"{NOT_HAPPENED}; exit code {code}: {stderr[-2000:]}"
         is_launcher_killed = fault.process == "launcher" and fault.action == "kill"
         for other in trial.others:
             if fault.action == "freeze":
