@@ -294,11 +294,12 @@ class Factors(Plain):
         if not bool(torch.isfinite(matrix).all()):
             return [matrix.new_full((num, self._rank), math.nan) for num in matrix.shape]
         generator = torch.Generator().manual_seed(matrix.shape[1])
-        right = torch.randn(matrix.shape[1], self._rank, generator=generator, dtype=torch.float64).to(matrix)
+        wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))  # of 16 bits there is no decomposition
+        right = torch.randn(matrix.shape[1], self._rank, generator=generator, dtype=torch.float64).to(wide)
         for _ in range(2):
-            left = torch.linalg.qr(matrix @ right).Q
-            right = matrix.T @ left
-        return [left, right]
+            left = torch.linalg.qr(wide @ right).Q
+            right = wide.T @ left
+        return [left.to(matrix.dtype), right.to(matrix.dtype)]
 
     def decode(self, received: Sequence[Tensor]) -> Tensor:
         (values,) = _parts(received, 1)

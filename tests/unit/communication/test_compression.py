@@ -147,6 +147,15 @@ def test_a_matrix_of_low_rank_arrives_whole() -> None:
     torch.testing.assert_close(powersgd.decode(powersgd.encode(values)), values, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_parameters_of_all_types_can_be_compressed(kind: str, dtype: torch.dtype) -> None:
+    feedback = ErrorFeedback(make_codec(kind, 0.1, 240, dtype, [(12, 20)], 2))  # type: ignore[arg-type]
+    gradient = torch.randn(240, generator=torch.Generator().manual_seed(0)).to(dtype)
+    arrived = sum(feedback.codec.decode(feedback.compress(gradient)).double() for _ in range(200))
+    assert float((arrived / 200 - gradient).abs().max()) < 0.1  # type: ignore[operator]
+
+
 def test_a_receiver_need_not_know_the_share() -> None:
     values = torch.randn(5000)
     sent = make_codec("topk_2bit", 0.03, 5000, torch.float32).encode(values)
