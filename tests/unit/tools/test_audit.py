@@ -208,6 +208,14 @@ def test_commits_without_what_others_have_are_found() -> None:
     assert problems([*sharded[:-2], generation(1), STARTED, commit(0), commit(0, 1)]) == {}
 
 
+def test_a_deeply_nested_line_is_named(tmp_path: Path) -> None:
+    lines = [json.dumps(event) for event in SOUND]
+    lines.insert(3, '{"type": "step", "step": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    (problem,) = [finding for finding in audit_run(tmp_path) if finding.state == "problem"]
+    assert problem.subject == "events" and "line 4" in problem.detail
+
+
 # Work -------------------------------------------------------------------------------------------------------
 
 
