@@ -57,6 +57,10 @@ class DatasetSource:
         blocks = getattr(self.dataset, "blocks", None)
         return blocks if isinstance(blocks, Blocks) and self._kept is None else None
 
+    def digest(self) -> str:
+        """Return a digest of the files whose rows these are; "" where rows would have to be read for it."""
+        return "" if self.blocks is None else self.blocks.reader.digest()
+
     def take(self, indices: Tensor) -> DatasetSource:
         kept = indices if self._kept is None else self._kept.index_select(0, indices)
         return self._over(self.dataset, kept)

@@ -22,6 +22,7 @@ from cordee.core.job import Job
 from cordee.core.settings import Data
 from cordee.data import ArraySource, Loader, Source, load_data
 from cordee.data.blocks import BlockSource
+from cordee.data.parquet import ParquetFiles
 from cordee.data.source import check_same, fingerprint
 
 
@@ -297,6 +298,18 @@ def test_a_test_set_of_its_own_has_the_same_columns(tmp_path: Path) -> None:
     refused(r"t.parquet has no column 'b', which .*a.parquet has", path=train, test=test)
     with pytest.raises(JobError, match=r"data.test_fraction = 0.1, but parquet has a test set"):
         load(path=train, test=train, test_fraction=0.1)
+
+
+def test_rows_need_not_be_read_to_compare_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every worker compares its data when it starts: 16 row groups, twice, may be gigabytes."""
+    path = large(tmp_path / "a.parquet", 60_000)
+    splits = load(path=path, transform=double, num_classes=3, memory_mb=1, test_fraction=0.01)
+
+    def read(*_: Any) -> None:
+        raise AssertionError("a row group was read")
+
+    monkeypatch.setattr(ParquetFiles, "table", read)
+    assert fingerprint(splits).count(f"({splits.train.digest()})") == 2  # type: ignore[attr-defined]
 
 
 def test_rows_by_a_transform_of_ones_own(tmp_path: Path) -> None:
