@@ -64,7 +64,7 @@ def fill(run: Path, num_steps: int = 400) -> None:
             spent=[10_000, 20_000 if not worker else 10_000],
         )  # fmt: skip
         states = [(0, "loading"), (600_000, "training")]
-        facts = {"origin_us": 10**9, "passes": [passes], "states": states}
+        facts = {"origin_us": 10**9, "passes": [passes], "states": states, "links": {"coordinator": 2_500_000}}
         line = Line(member=f"worker-{worker}", pid=1, host="h", **facts, **columns)  # type: ignore[arg-type]
         (run / "timeline" / f"worker-{worker}.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
     write(run, events.Warned(time=1042.0, message="<img src=x onerror=alert(1)> is text"))
@@ -138,6 +138,8 @@ def test_a_run_on_one_screen(browser: Browser, address: str, theme: str) -> None
     assert [row.split("\t")[0] for row in rows] == ["worker 0", "worker 1"]  # worker 1 waits for worker 0
     page.get_by_text("Staleness as a table").click()
     expect(page.get_by_role("cell", name="75.00 %")).to_be_visible()
+    page.get_by_text("Links as a table").click()
+    expect(page.get_by_role("row", name="worker 1 coordinator 2.5 MB")).to_be_visible()
     page.get_by_role("button", name="logs at 0:16").first.click()
     expect(page.locator("ol.logs li.happened.lost")).to_contain_text("worker 1 was killed by SIGKILL")
     expect(page.locator("ol.logs")).to_contain_text("hello")

@@ -320,8 +320,12 @@ def open_timeline(spec: MemberSpec, link: MemberLink) -> Timeline:
     run_dir = Path(spec.run_dir)
     if has_run_directory(run_dir, spec.run_id):
         folder = TimelineFolder(run_dir)
-        return Timeline(spec.name, lambda line: folder.write(spec.name, line), lambda: link.clock_offset_us, _sent)
-    return Timeline(spec.name, link.send_timeline, lambda: link.clock_offset_us, _sent)
+
+        def write(line: Line) -> None:
+            folder.write(spec.name, line)
+    else:
+        write = link.send_timeline
+    return Timeline(spec.name, write, lambda: link.clock_offset_us, _sent, take_links=SENT.take_links)
 
 
 def _sent() -> int:

@@ -184,7 +184,8 @@ class ServerChannel(Endpoint):
         Raises `CommunicationError` if the client is gone, or its queue is still full after `timeout_s`.
         """
         try:
-            sequence = self._transmit(peer.route, message, buffers, reply_to, timeout_s)
+            # Each channel of a caller has a name of its own, "worker-0/1b2c-3": the link is with the caller.
+            sequence = self._transmit(peer.name.partition("/")[0], peer.route, message, buffers, reply_to, timeout_s)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
@@ -277,6 +278,7 @@ class ClientChannel(Endpoint):
         """With `silence_s` a connection over which nothing comes back for so long counts as broken."""
         _check_keys(address, keys, curve)
         super().__init__(zmq.DEALER, address, speaker, codec, curve)
+        self._server = ""  # its name, when it has said anything
         self._aside: deque[Received] = deque()  # came in while a request waited for its reply
         self._monitor = SocketMonitor(self._socket)
         self._signals.register(descriptor(self._monitor.socket), select.POLLIN)
@@ -302,7 +304,7 @@ class ClientChannel(Endpoint):
         Raises `CommunicationError`, which says why, after that time; at once if the server refuses our key.
         What has been sent may still be lost with the connection: only a reply says that it arrived.
         """
-        sequence = self._transmit(None, message, buffers, 0, timeout_s)
+        sequence = self._transmit(self._server, None, message, buffers, 0, timeout_s)
         if sequence is None:
             raise CommunicationError(
                 f"nothing could be sent to {self.address} within {timeout_s:g} s: "
@@ -415,6 +417,7 @@ class ClientChannel(Endpoint):
         envelope = self._codec.decode_header(frames[0].buffer)
         if self._replay_filter.admit(envelope) is not Admission.ADMITTED:
             return None
+        self._server = envelope.sender
         return Received(Peer(b"", envelope.sender), envelope, *self._decode(envelope, frames[1:]))
 
     def _explain_blocked(self) -> None:

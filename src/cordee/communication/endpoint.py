@@ -138,7 +138,7 @@ class Endpoint:
             raise CommunicationError(f"the channel {self.address} was interrupted within a message: open a new one")
 
     def _transmit(
-        self, route: bytes | None, message: Message, arrays: Sequence[Any], reply_to: int, timeout_s: float
+        self, to: str, route: bytes | None, message: Message, arrays: Sequence[Any], reply_to: int, timeout_s: float
     ) -> int | None:
         """Hand a message to the transport; return its sequence, None if it took none before the deadline.
 
@@ -162,7 +162,7 @@ class Endpoint:
                     payload=payload,
                 )
                 try:
-                    return self._put(route, self._codec.encode_header(envelope), views)
+                    return self._put(to, route, self._codec.encode_header(envelope), views)
                 except zmq.Again:
                     self._explain_blocked()
                 finally:
@@ -174,7 +174,7 @@ class Endpoint:
             patience.register(self._descriptor, select.POLLIN)
             patience.poll(min(remaining_s, _RETRY_S) * 1000)
 
-    def _put(self, route: bytes | None, header: bytes, views: list[memoryview]) -> int:
+    def _put(self, to: str, route: bytes | None, header: bytes, views: list[memoryview]) -> int:
         self._is_torn = True
         # Only the first frame can find the queue full: libzmq takes the rest of a message it has begun.
         try:
@@ -187,7 +187,7 @@ class Endpoint:
         for left, view in zip(range(len(views) - 1, -1, -1), views):
             self._socket.send(view, _NOW_AND_MORE if left else _NOW)
         self._is_torn = False
-        SENT.add(len(route or b"") + len(header) + sum(view.nbytes for view in views))
+        SENT.add(len(route or b"") + len(header) + sum(view.nbytes for view in views), to)
         self._sequence += 1
         return self._sequence
 

@@ -32,7 +32,7 @@ from cordee.monitoring.files import open_regular
 from cordee.monitoring.merged_logs import Logs, printable
 from cordee.monitoring.overview import CHUNK_BYTES, OverviewBuilder, describe_overview
 from cordee.monitoring.run_directory import JOB_FILE
-from cordee.monitoring.timeline import Phase, follow_member, list_members
+from cordee.monitoring.timeline import Line, Phase, follow_member, list_members
 from cordee.monitoring.wording import plural
 
 _READING_S = 0.25  # for which one overview reads on; a page shows what there is, and asks again
@@ -40,6 +40,8 @@ _NUM_KEPT = 4  # runs whose curves stay in memory
 _MOST_MARKS = 2000  # the newest
 _MOST_ROUNDS = 1000  # of clients; the newest
 _MOST_MEMBERS = 1000  # whose timelines are read
+_MOST_LINKS = 10_000  # that are counted
+_MOST_SHOWN_LINKS = 100  # those over which most was sent
 _MOST_LOG_LINES = 2000
 _MOST_LOG_BYTES = 1 << 20  # of each member, the last
 _MOST_JOB_BYTES = 1 << 18
@@ -81,6 +83,7 @@ class RunReader:
         self._has_ended = False
         self.is_behind = False
         self.phases: dict[str, list[int]] = {}  # microseconds of each phase, by member
+        self.links: dict[tuple[str, str], int] = {}  # bytes over sockets, from which member to which
         self.lanes = Lanes()
         self.passes = SampledPasses()
         self.rounds: list[dict[str, Any]] = []  # of clients
@@ -128,8 +131,15 @@ class RunReader:
                     self.passes.take(name, lines, self.second_of)
                     for line in lines:
                         self._states(name).take(line, self.second_of)
+                        self._take_links(name, line)
                     offset = self._timeline_offsets[member] = end
         return True
+
+    def _take_links(self, name: str, line: Line) -> None:
+        for other, num_bytes in line.links.items():
+            link = (name, in_words(printable(other)))
+            if link in self.links or len(self.links) < _MOST_LINKS:
+                self.links[link] = self.links.get(link, 0) + num_bytes
 
     @property
     def first_step(self) -> float:
@@ -314,6 +324,7 @@ class Runs:
             "diagnosis": diagnose(reader, state),
             "phases": reader.phases,
             "staleness": reader.staleness,
+            "links": [[*link, sent] for link, sent in sorted(reader.links.items(), key=_by_bytes)[:_MOST_SHOWN_LINKS]],
             "rounds": reader.rounds,
             "first_step": reader.first_step,
             "workers": reader.workers,
@@ -405,6 +416,10 @@ def diagnose(reader: RunReader, state: str) -> str:
     if state == "running" and reader.end and not len(reader.curves["loss"]):
         return "Starting: no step has been taken yet."
     return "Nothing unusual."
+
+
+def _by_bytes(item: tuple[tuple[str, str], int]) -> tuple[int, tuple[str, str]]:
+    return -item[1], item[0]
 
 
 def _is_same(one: Path, other: Path) -> bool:

@@ -69,6 +69,11 @@ Ages = Annotated[dict[str, tuple[int, int, int]], Meta(max_length=4096)]
 """Of gradients by worker: how many there were, the sum of their ages, and the highest."""
 
 
+Links = Annotated[
+    dict[Annotated[str, Meta(max_length=128)], Annotated[int, Meta(ge=0, le=2**62)]], Meta(max_length=4096)
+]
+
+
 class Line(msgspec.Struct, frozen=True, kw_only=True):
     """What one process did in about a second."""
 
@@ -85,6 +90,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     until: Annotated[int, Meta(ge=0, le=2**62)] = 0  # when the three were read; counts from `origin_us`
     passes: Annotated[list[StepPasses], Meta(max_length=64)] = []  # of the steps that are sampled
     ages: Ages = {}  # of a parameter server: how many updates had overtaken the gradients since the line before
+    links: Links = {}  # bytes given to sockets since the line before, by the other end
     step: Column = []  # the last of the row
     steps: Column = []  # how many the row has
     at: Column = []  # when the row begins
@@ -119,10 +125,11 @@ class Timeline:
         clock_offset: Callable[[], tuple[int, int]] = lambda: (0, 0),
         sent_bytes: Callable[[], int] = lambda: 0,
         take_ages: Callable[[], Ages] = dict,
+        take_links: Callable[[], Links] = dict,
     ) -> None:
         """`clock_offset` returns the offset of this clock to the coordinator's and its error, in microseconds."""
         self._write, self._member, self._clock_offset, self._sent_bytes = write, member, clock_offset, sent_bytes
-        self._take_ages = take_ages
+        self._take_ages, self._take_links = take_ages, take_links
         # Once: where the system's clock is set during a run, rows stay one after the other.
         self._origin_ns = perf_counter_ns()
         self._origin_us = time.time_ns() // 1000
@@ -263,6 +270,7 @@ class Timeline:
             until=(now_ns - self._origin_ns) // 1000,
             passes=passes,
             ages=self._take_ages(),
+            links=self._take_links(),
             **{name: rows[place::width].tolist() for place, name in enumerate(_COLUMNS)},
         )
         assert self._write is not None

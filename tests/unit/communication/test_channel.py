@@ -19,6 +19,7 @@ from cordee.communication.channel import ClientChannel, Peer, Received, RefusedE
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import make_keys
 from cordee.communication.messages import COORDINATION, Accepted, Bye, Directive, Heartbeat, Refused
+from cordee.communication.traffic import SENT
 from cordee.communication.wire import PROTOCOL_VERSION, Codec, Envelope, Limits, WireError
 from cordee.core.errors import CommunicationError
 
@@ -481,3 +482,19 @@ def test_the_transport_itself_has_the_limits() -> None:
         assert server._socket.sndhwm == server._socket.rcvhwm == LIMITS.max_queued
         assert server._socket.get(zmq.ZAP_ENFORCE_DOMAIN) == 1
     assert Limits().max_frame_bytes == 1 << 20
+
+
+def test_what_is_sent_is_counted_by_the_name_of_the_other_end() -> None:
+    SENT.take_links()
+    server = open_server()
+    with serving(server, lambda received: server.reply(received, Accepted())):
+        client = open_client(server.address, "worker-3/9f-1")
+        client.request(Heartbeat(step=1), timeout_s=5.0)
+        first = SENT.take_links()
+        client.request(Heartbeat(step=2), [np.zeros(1000)], timeout_s=5.0)
+        second = SENT.take_links()
+        client.close()
+    server.close()
+    assert first.keys() == {"worker-3"}  # the client did not know its server's name before the answer
+    assert second.keys() == {"worker-3", "coordinator"}
+    assert 8000 < second["coordinator"] < 9000

@@ -275,3 +275,15 @@ def test_a_run_of_a_newer_version_is_shown_as_far_as_it_is_known(run: Path) -> N
     shown = Runs(run.parent).overview("one")
     assert (shown["step"], shown["state"]) == (33, "died")
     assert ["unreadable", "1 line"] in shown["rows"]
+
+
+def test_links_are_added_up_over_the_processes_of_a_member(run: Path) -> None:
+    folder = TimelineFolder(run)
+    for pid, links in ((1, {"coordinator": 10, "server-1": 500}), (1, {"server-1": 300}), (2, {"server-1": 1})):
+        folder.write("worker-0", Line(member="worker-0", pid=pid, host="h", origin_us=10**8, links=links))
+    folder.write("server-1", Line(member="server-1", pid=3, host="h", origin_us=10**8, links={"worker-0": 40}))
+    assert Runs(run.parent).overview("one")["links"] == [
+        ["worker 0", "server 1", 801],
+        ["server 1", "worker 0", 40],
+        ["worker 0", "coordinator", 10],
+    ]

@@ -35,6 +35,7 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock, self.rank = sock, rank
         self.descriptor = sock.fileno()
+        self._link = f"rank {rank} at {_host_of(sock)}" if rank >= 0 else ""
         self._sealer = None if keys is None else _Cipher(keys[0])
         self._opener = None if keys is None else _Cipher(keys[1])
 
@@ -71,7 +72,7 @@ class Connection:
             except BlockingIOError:
                 yield self.descriptor, select.POLLOUT
                 continue
-            SENT.add(count)
+            SENT.add(count, self._link)
             while views and count >= len(views[0]):
                 count -= len(views.pop(0))
             if count:
@@ -87,6 +88,13 @@ class Connection:
             if not count:
                 raise ConnectionResetError("the connection was closed")
             view = view[count:]
+
+
+def _host_of(sock: socket.socket) -> str:
+    try:
+        return str(sock.getpeername()[0])
+    except (OSError, IndexError):  # it is gone already, or no socket of a network
+        return "?"
 
 
 class _Cipher:

@@ -60,6 +60,21 @@ export function stalenessOf(ages) {
   return element("figure", {}, element("figcaption", {}, element("span", {}, title)), svg, folded("Staleness", table));
 }
 
+// Which member sent how much to which other, over sockets.
+export function linksOf(links) {
+  if (!links.length) return null;
+  const title = "Links: what each member sent to which other over sockets, the most first", few = links.slice(0, 12), side = WIDTH > 600 ? 230 : 150, most = links[0][2] || 1;
+  const megabytes = (sent) => `${number(sent / 1e6, 3)} MB`, height = 22 * few.length + 6;
+  const svg = shape("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": `${title}; the table has the values` });
+  few.forEach(([from, to, sent], place) => {
+    const width = Math.max(1, sent / most * (WIDTH - side - 100));
+    svg.append(shape("text", { x: side - 6, y: place * 22 + 17, "text-anchor": "end" }, `${from} → ${to}`), shape("rect", { class: "f0", x: side, y: place * 22 + 4, width, height: 18 }),
+      shape("text", { x: side + width + 6, y: place * 22 + 17 }, megabytes(sent)));
+  });
+  const table = tableOf("Links", ["from", "to", "sent"], links.map(([from, to, sent]) => [from, to, megabytes(sent)]));
+  return element("figure", {}, element("figcaption", {}, element("span", {}, title)), svg, folded("Links", table));
+}
+
 // Of each round of clients: how many took part, and how many did not.
 export function roundsOf(rounds) {
   if (!rounds.length) return null;

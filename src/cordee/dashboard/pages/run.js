@@ -1,7 +1,7 @@
 // One run on one screen, which follows the run as long as it lasts.
 
 import { COLUMNS, CurveChart, LaneChart, View } from "./chart.js";
-import { passesOf, predictionOf, roundsOf, sharesOf, stalenessOf } from "./breakdown.js";
+import { linksOf, passesOf, predictionOf, roundsOf, sharesOf, stalenessOf } from "./breakdown.js";
 import { ask, duration, element, shortPercent } from "./format.js";
 
 const MOST_LOG_LINES = 2000;  // of an answer
@@ -54,7 +54,7 @@ export async function showRun(main, name) {
     if (overview.workers && overview.state === "running") more.push(["workers", overview.workers[0] === overview.workers[1] ? String(overview.workers[0]) : `${overview.workers[0]} of ${overview.workers[1]} wanted`]);
     facts.replaceChildren(...more.concat(overview.rows).filter(([label, value]) => label !== "run" && (label !== "state" || value !== overview.state)).map(([label, value]) => element("div", {}, element("dt", {}, label), element("dd", {}, value))));
     // Not while a table of it is open: it would close.
-    if (!whole.querySelector("details[open]")) whole.replaceChildren(...[sharesOf(overview.phases), passesOf(overview.passes), stalenessOf(overview.staleness), roundsOf(overview.rounds), predictionOf(overview.facts, overview.predicted, overview.phases)].filter((each) => each));
+    if (!whole.querySelector("details[open]")) whole.replaceChildren(...[sharesOf(overview.phases), passesOf(overview.passes), stalenessOf(overview.staleness), roundsOf(overview.rounds), linksOf(overview.links), predictionOf(overview.facts, overview.predicted, overview.phases)].filter((each) => each));
     await drawCurves();
   };
   view.addEventListener("zoom", () => drawCurves());

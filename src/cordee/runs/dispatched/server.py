@@ -94,6 +94,7 @@ def _recording(spec: MemberSpec, service: ParameterService) -> Iterator[None]:
         lambda line: folder.write(spec.name, line),
         sent_bytes=lambda: SENT.num_bytes,
         take_ages=service.take_ages,
+        take_links=SENT.take_links,
     )
     has_ended = threading.Event()
 
