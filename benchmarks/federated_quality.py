@@ -1,10 +1,11 @@
 """What federated algorithms learn: unequal clients, wrong clients, slow clients. No times are measured.
 
-    python benchmarks/federated_quality.py OUTPUT.json [mnist|wrong|slow]…
+    python benchmarks/federated_quality.py OUTPUT.json [mnist|wrong|seeds|slow]…
 
 mnist: FedAvg, SCAFFOLD, FedProx and FedNova, 10 clients with shares of each class from Dir(0.5), batches of 64, the two
 convolutions of 6 and 16 filters that the published figures (50 rounds of 10 epochs) have, with average pooling.
 wrong: Fashion-MNIST, 10 equal clients, 2 of which send the opposite of their update, ten times as large.
+seeds: the same with other seeds, for the rules that hold.
 slow: FedBuff beside FedAvg where a fifth of 20 clients is 10 times slower; virtual time to the lower
 of both last accuracies.
 Each run is written as soon as it is done; runs that OUTPUT has already are not made again.
@@ -40,6 +41,10 @@ def runs() -> dict[str, dict[str, Any]]:
     found["wrong/fedavg"] = {"data": FASHION, "strategy": flipped}
     for rule in ("median", "trimmed_mean", "krum"):
         found[f"wrong/{rule}"] = {"data": FASHION, "strategy": {**flipped, "robust": {"use": rule, "wrong": 0.2}}}
+    for seed in (1, 2, 3, 4):
+        found[f"seeds/clean/{seed}"] = {**found["wrong/clean"], "seed": seed}
+        for rule in ("median", "trimmed_mean", "krum"):
+            found[f"seeds/{rule}/{seed}"] = {**found[f"wrong/{rule}"], "seed": seed}
     slow = {"partition": {"clients": 20}, "clock": {"stragglers": 0.2, "slowdown": 10.0}}
     found["slow/fedavg"] = {"data": FASHION, "strategy": {**slow, "rounds": 14}}
     buffered = {"use": "fedbuff", "concurrency": 20}

@@ -6,12 +6,12 @@ with the same bits, and the first report counts.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from cordee.core.shards import Block
 from cordee.runs.federated.messages import TaskKind
 from cordee.strategies.federated.aggregation import blocks_of
 from cordee.strategies.federated.schedule import Round, Schedule
@@ -49,8 +49,24 @@ class Board:
         self._begin()
 
     def _begin(self) -> None:
-        if self.round is not None and len(self.state.done) != self.round.num_places:
+        """Look at the places of the round once: each hand-out would take as long as there are clients."""
+        if self.round is None:
+            return
+        if len(self.state.done) != self.round.num_places:
             self.state.done, self.state.merged = bytes(self.round.num_places), []
+        self._tasks = {task.place: task for task in self.round.tasks}
+        self._order = list(self._tasks)  # of the places, as they are handed out
+        self._turns = {place: turn for turn, place in enumerate(self._order)}
+        self._next_turn = 0  # before it all places are done, or taken
+        self.blocks = list(blocks_of(self.round.num_places, BLOCK_PLACES))
+        self._num_open = [0] * len(self.blocks)  # places that are not done, by block
+        for place in self._order:
+            if not self.state.done[place]:
+                self._num_open[place // BLOCK_PLACES] += 1
+        self._num_waiting = sum(self._num_open)
+        # Blocks whose sum can be made, and is not.
+        merged = set(self.state.merged)
+        self._complete = [n for n, count in enumerate(self._num_open) if not count and n not in merged]
 
     @property
     def took_part(self) -> tuple[int, ...]:
@@ -72,11 +88,14 @@ class Board:
 
     def requeue(self, worker: str) -> TaskKey | None:
         """Take back what a worker had in hand; return it."""
-        return self.state.taken.pop(worker, None)
+        key = self.state.taken.pop(worker, None)
+        if key is not None and key.kind == "client" and key.round == self.state.round:
+            self._next_turn = min(self._next_turn, self._turns[key.place])
+        return key
 
     def finish(self, worker: str, key: TaskKey, *, is_refused: bool = False) -> bool:
         """Take the report that a task is done; return whether it is the first one."""
-        self.state.taken.pop(worker, None)
+        self.requeue(worker)
         state = self.state
         if key.kind == "prepare":
             if state.stage != "prepare":
@@ -91,11 +110,17 @@ class Board:
             marks = bytearray(state.done)
             marks[key.place] = 2 if is_refused else 1
             state.done = bytes(marks)
+            block = key.place // BLOCK_PLACES
+            self._num_waiting -= 1
+            self._num_open[block] -= 1
+            if not self._num_open[block]:
+                bisect.insort(self._complete, block)
             return True
         if key.kind == "merge":
             if key.place in state.merged:
                 return False
             state.merged.append(key.place)
+            self._complete.remove(key.place)
             return True
         return True
 
@@ -109,21 +134,15 @@ class Board:
     def end(self) -> None:
         self.state.stage = "over"
 
-    def task_of(self, index: int) -> tuple[int, int]:
+    def task_of(self, place: int) -> tuple[int, int]:
         """Return the client at a place, and from which round it begins."""
-        assert self.round is not None
-        task = next(task for task in self.round.tasks if task.place == index)
+        task = self._tasks[place]
         return task.client, task.base
 
     def places_of(self, block: int) -> tuple[int, ...]:
         """Return the places of a block that took part."""
         first, stop = self.blocks[block]
-        return tuple(place for place in self.took_part if first <= place < stop)
-
-    @property
-    def blocks(self) -> list[Block]:
-        assert self.round is not None
-        return list(blocks_of(self.round.num_places, BLOCK_PLACES))
+        return tuple(place for place in range(first, stop) if self.state.done[place] == 1)
 
     def _next(self) -> TaskKey | None:
         state, taken = self.state, set(self.state.taken.values())
@@ -132,19 +151,18 @@ class Board:
         if state.stage == "prepare":
             key = TaskKey("prepare", state.round)
             return None if key in taken else key
-        open_places = [task.place for task in self.round.tasks if not state.done[task.place]]
-        waiting = set(open_places)
         if self._merges:
-            for number, (first, stop) in enumerate(self.blocks):
-                key = TaskKey("merge", state.round, number)
-                is_open = number not in state.merged and key not in taken
-                if is_open and not any(first <= place < stop for place in waiting):
+            for block in self._complete:
+                key = TaskKey("merge", state.round, block)
+                if key not in taken:
                     return key
-        for place in open_places:
+        while self._next_turn < len(self._order):
+            place = self._order[self._next_turn]
             key = TaskKey("client", state.round, place)
-            if key not in taken:
+            if not state.done[place] and key not in taken:
                 return key
-        if waiting or (self._merges and len(state.merged) < len(self.blocks)):
+            self._next_turn += 1
+        if self._num_waiting or (self._merges and self._complete):
             return None
         key = TaskKey("finish", state.round)
         return None if key in taken else key

@@ -242,6 +242,8 @@ class ClientTrainer:
     @torch.no_grad()
     def _count_correct(self, source: Source, indices: Tensor) -> int:
         """Return how many of the samples the model as it is now is right about."""
+        if not len(indices):
+            return 0
         self._model.eval()
         num_correct = 0
         for start in range(0, len(indices), _TEST_BATCH):
