@@ -29,14 +29,14 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     values: bytes
 
 
-def share_state(state: State | None, source: int = 0) -> State:
-    """Give every member of the default group the state of the member `source`, and return it. Collective.
+def share_state(state: State | None, source: int = 0, group: dist.ProcessGroup | None = None) -> State:
+    """Give every member of a group, the default one unless given, the state of its member `source`. Collective.
 
     Only that member needs to have one. The tensors that the others get are their own.
     """
     reach("share.begun")
-    own = state if dist.get_rank() == source else None
-    move = functools.partial(dist.broadcast, src=source)
+    own = state if dist.get_rank(group) == source else None
+    move = functools.partial(dist.broadcast, group=group, group_src=source)
     header = _move_header(own, move)
     reach("share.described")
     tensors = _move_tensors(own, header, move)

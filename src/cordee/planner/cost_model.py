@@ -55,18 +55,21 @@ def _replicas(candidate: Candidate, work: Work) -> Prediction:
 
 
 def _windows(candidate: Candidate, work: Work) -> Prediction:
-    """Steps without an exchange, and one all-reduce of all parameters for every `sync_every` of them."""
+    """One all-reduce of all parameters for every `sync_every` steps, and in each step one in each group of workers."""
     members, hardware = range(candidate.workers), work.hardware
     steps = _shares(work, members)
     slowest = max(step.step_s for step in steps)
     num_bytes = work.profile.parameter_bytes
     sync_every = int(candidate.settings.get("sync_every", 1))
     exchange_s = max(summing_s(hardware, num_bytes, members), hardware.exchange_s("all_reduce", num_bytes, members))
-    exposed_s = exchange_s / sync_every
+    size = int(candidate.settings.get("workers_per_group", 1))
+    exposed_s = exchange_s / sync_every + (summing_s(hardware, num_bytes, range(size)) if size > 1 else 0.0)
     idle = _waiting([step.step_s for step in steps], slowest + exposed_s)
     memory = replica_bytes(candidate, work, flat_copies=2)  # what all began with, and what is on its way
-    traffic = ring_traffic(num_bytes, candidate.workers) / sync_every
+    traffic = ring_traffic(num_bytes, candidate.workers) / sync_every + ring_traffic(num_bytes, size)
     note = f"all-reduce of {in_bytes(num_bytes)} every {sync_every} steps; workers differ in between"
+    if size > 1:
+        note += f", but for those of a group of {size}, with an all-reduce in every step"
     return make_prediction(candidate, work, slowest + exposed_s, slowest, exposed_s, idle, memory, traffic, note)
 
 

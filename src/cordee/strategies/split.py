@@ -310,17 +310,17 @@ def form_axes(team: Team, mesh: Mesh) -> Axes:
             continue
         key = repr(rosters)
         if key not in known:
-            known[key] = _form(rosters, team.worker_index)
+            known[key] = form_groups(rosters, team.worker_index)
         formed[name] = known[key]
     return Axes(mesh, mesh.place_of(team.worker_index), **formed)
 
 
-def _form(rosters: list[list[int]], worker_index: int) -> dist.ProcessGroup:
-    """Form all groups, as torch wants everybody to, and return the own one."""
+def form_groups(rosters: Sequence[Sequence[int]], worker_index: int) -> dist.ProcessGroup:
+    """Form all groups, as torch wants everybody to, and return the own one. Collective over the team."""
     if len(rosters) == 1:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    groups = [dist.new_group(roster) for roster in rosters]
+    groups = [dist.new_group(list(roster)) for roster in rosters]
     own = next(number for number, roster in enumerate(rosters) if worker_index in roster)
     group: dist.ProcessGroup = groups[own]
     return group

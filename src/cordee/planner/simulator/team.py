@@ -70,6 +70,8 @@ def _orders(candidate: Candidate, work: Work, drawn: Callable[[float], float]) -
     elif cost_model == "windows":
         sync_every = int(candidate.settings.get("sync_every", 1))
         exchange_s = summing_s(hardware, profile.parameter_bytes, members) / sync_every
+        group = range(int(candidate.settings.get("workers_per_group", 1)))
+        exchange_s += summing_s(hardware, profile.parameter_bytes, group) if len(group) > 1 else 0.0
     elif cost_model == "servers":
         num_servers = int(candidate.settings.get("servers", 1))
         exchange_s = hardware.serve_s(candidate.strategy, profile.parameter_bytes, members, num_servers)

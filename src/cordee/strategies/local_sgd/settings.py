@@ -23,9 +23,10 @@ class LocalSgdSettings(Section, frozen=True, kw_only=True):
     compress: str | dict[str, Any] = "none"
     fragments: int = 1  # parts of the model, of which one is agreed on at a time
     delay: int = 0  # steps that workers train on while what they agree on is on its way
+    workers_per_group: int = 1  # workers, neighbours in number, that exchange gradients in every step
 
     def __post_init__(self) -> None:
-        for key in ("sync_every", "fragments"):
+        for key in ("sync_every", "fragments", "workers_per_group"):
             if (value := getattr(self, key)) < 1:
                 raise JobError(f"strategy.{key} = {value} must be at least 1")
         if self.sync_every % self.fragments:

@@ -24,6 +24,7 @@ from cordee.core.errors import JobError
 from cordee.core.fault_points import reach
 from cordee.strategies.buffers import SharedBuffers, SyncedBatchNorm, buffers_of
 from cordee.strategies.local_sgd.differences import DifferenceExchange, Sent, common_dtype, cut_fragments
+from cordee.strategies.local_sgd.group import Group, check_groups
 from cordee.strategies.local_sgd.settings import LocalSgdSettings
 from cordee.strategies.outer import OuterStep
 from cordee.strategies.single import Replica
@@ -70,9 +71,13 @@ class LocalSgd(Replica, TrainsAlone):
 
     def __init__(self, job: Job, settings: LocalSgdSettings, computation: Computation) -> None:
         super().__init__(job.training.clip_norm)
+        # Of the job, not of a team: after a loss groups may be smaller, and of different sizes.
+        if reason := check_groups(job.strategy.workers, settings.workers_per_group):
+            raise JobError(f"strategy.workers_per_group = {settings.workers_per_group} is {reason}")
         self.sync_every = settings.steps_alone
         self._settings = settings
         self._computation = computation
+        self._batch_size = job.training.batch_size
         self._nominal_count = float(job.training.batch_size * settings.sync_every)
         self._python_path = job.python_path
         self._team = Team()
@@ -140,6 +145,9 @@ class LocalSgd(Replica, TrainsAlone):
         self._turn = 0  # how often members have agreed: which fragment is next
         self._pending = Pending()
         self._begin_apart()
+        self._group: Group | None = None
+        if self._settings.workers_per_group > 1 and team.num_workers > 1:
+            self._group = Group(team, self._settings.workers_per_group, model, self._optimizer, self._batch_size)
 
     def _begin_apart(self) -> None:
         """Begin as the others do: with what all agreed on, and nothing of one's own."""
@@ -157,16 +165,27 @@ class LocalSgd(Replica, TrainsAlone):
         self._put_back()
         if not self.has_window:
             self._buffers.begin()
+        loss, count = self._compute(microbatches, measure)
+        self._window.add(loss)
+        self._is_apart = True
+        self._lr = (super().update(step) if count else super().skip(step)).lr
+        self._counts = [before + loss.count for before in self._counts]
+        if self._settings.delay and self._window.num_steps == self.sync_every - self._settings.delay:
+            self._flight = self._send(self._turn % len(self._fragments), keep=True)
+
+    def _compute(self, microbatches: Sequence[Batch], measure: bool) -> tuple[Loss, float]:
+        """Compute the gradient of a step; return the loss of this worker's share, and the items of the gradient."""
+        group = self._group
+        if group is not None and group.is_whole:
+            loss = self._computation.forward_backward(
+                self.model, microbatches, total_count=group.nominal_count, measure=measure
+            )
+            return loss, group.sum_gradients(loss.count)
         count = sum(self._computation.loss.count_batch(part) for part in microbatches)
         loss = self._computation.forward_backward(
             self.model, microbatches, total_count=count, measure=measure, is_share=True
         )
-        self._window.add(loss)
-        self._is_apart = True
-        self._lr = (super().update(step) if loss.count else super().skip(step)).lr
-        self._counts = [before + loss.count for before in self._counts]
-        if self._settings.delay and self._window.num_steps == self.sync_every - self._settings.delay:
-            self._flight = self._send(self._turn % len(self._fragments), keep=True)
+        return loss, loss.count
 
     def _send(self, fragment: int, *, keep: bool) -> Sent:
         count = self._counts[fragment]
