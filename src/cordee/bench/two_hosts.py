@@ -6,20 +6,30 @@ import contextlib
 import ctypes
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
+
+import psutil
 
 from cordee.core import env
 from cordee.core.errors import JobError
 
 DEVICE = "cordee-bench"
+_PREFIX = "cordee-bench-"
 _CLONE_NEWNET = 0x40000000
 
 
 @contextlib.contextmanager
 def two_hosts(rate: float) -> Iterator[list[str]]:
-    """Inside, there are two network namespaces with a cable of so many bits a second between them."""
-    names = [f"cordee-bench-{os.getpid()}-{side}" for side in "ab"]
+    """Inside, there are two network namespaces with a cable of so many bits a second between them.
+
+    SIGTERM ends the process as Ctrl-C does, so that they are removed. What a process that was killed has left is
+    removed by the next one.
+    """
+    _remove_left_over()
+    names = [f"{_PREFIX}{os.getpid()}-{side}" for side in "ab"]
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
         for name in names:
             _call("ip", "netns", "add", name)
@@ -36,6 +46,21 @@ def two_hosts(rate: float) -> Iterator[list[str]]:
     finally:
         for name in names:
             with contextlib.suppress(JobError):
+                _call("ip", "netns", "delete", name)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _remove_left_over() -> None:
+    """Remove the namespaces of processes that are gone."""
+    with contextlib.suppress(JobError):
+        for line in _call("ip", "netns", "list").splitlines():
+            name = line.partition(" ")[0]
+            pid = name.removeprefix(_PREFIX).partition("-")[0]
+            if name.startswith(_PREFIX) and pid.isdecimal() and not psutil.pid_exists(int(pid)):
                 _call("ip", "netns", "delete", name)
 
 
