@@ -171,7 +171,7 @@ class ClientTrainer:
         place = (self._job.seed, "client", client, "round", round_number)
         for number, batch in enumerate(self._batches(source, indices, place)):
             torch.default_generator.manual_seed(derive_seed(*place, "step", number))
-            flat.gradients.zero_()
+            flat.clear_gradients()
             parts = [part for part in split_batch(batch, training.accumulate) if part.num_samples]
             total = sum(self._computation.loss.count_batch(part) for part in parts)
             loss = self._computation.forward_backward(self._model, parts, total_count=total, measure=False)
@@ -183,6 +183,8 @@ class ClientTrainer:
             num_trained += loss.num_samples
             if not loss.count:  # every label is ignored: no step, as everywhere; optimizers would decay weights
                 continue
+            if self._algorithm.correct is None:  # what corrects gradients has one of every parameter
+                flat.drop_unused()
             if training.clip_norm:
                 clip_gradients(self._model.parameters(), training.clip_norm)
             if self._algorithm.correct is not None:

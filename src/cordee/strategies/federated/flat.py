@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +32,37 @@ class FlatModel:
         self.num_shared = sum(p.numel() for _, p in shared)
         self.values = torch.cat([p.detach().reshape(-1) for _, p in [*shared, *personal]])
         self.gradients = torch.zeros_like(self.values)
+        self._parameters = [parameter for _, parameter in [*shared, *personal]]
+        self._views: list[Tensor] = []  # of the gradients
+        self._used: set[int] = set()  # places of the parameters that a backward pass has added to
         start = 0
-        for _, parameter in [*shared, *personal]:
+        for place, parameter in enumerate(self._parameters):
             stop = start + parameter.numel()
             parameter.data = self.values[start:stop].view_as(parameter)
-            parameter.grad = self.gradients[start:stop].view_as(parameter)
+            self._views.append(self.gradients[start:stop].view_as(parameter))
+            parameter.register_post_accumulate_grad_hook(partial(self._note, place))  # type: ignore[no-untyped-call]
             start = stop
+        self.clear_gradients()
         kept = set(model.state_dict())
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
         self._shared_buffers = [name for name in self._buffers if not is_personal(name)]
         self._personal_buffers = [name for name in self._buffers if is_personal(name)]
+
+    def _note(self, place: int, _: Tensor) -> None:
+        self._used.add(place)
+
+    def clear_gradients(self) -> None:
+        """Begin a step: gradients are zero, and views of the vector."""
+        self._used.clear()
+        self.gradients.zero_()
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.grad = view
+
+    def drop_unused(self) -> None:
+        """Leave parameters that this step has not used without a gradient: optimizers leave those alone."""
+        for place, parameter in enumerate(self._parameters):
+            if place not in self._used:
+                parameter.grad = None
 
     @property
     def shared(self) -> Tensor:

@@ -36,6 +36,14 @@ class Net(nn.Module):
         return self.head(self.body(x.double()))
 
 
+class Spare(Net):
+    """Has a layer that no sample passes through."""
+
+    def __init__(self, input_shape: Any, num_classes: int) -> None:
+        super().__init__(input_shape, num_classes)
+        self.spare = nn.Linear(3, 3).double()
+
+
 SIZES = (7, 20, 33, 30)
 
 
@@ -47,9 +55,10 @@ class Simulation:
         batch_size = strategy.pop("batch_size", sum(SIZES))
         loss = strategy.pop("loss", {"use": "cross_entropy"})
         schedule = strategy.pop("schedule", {"use": "constant"})
+        model = strategy.pop("model", Net)
         self.job = Job.from_dict(
             {
-                "model": {"use": Net},
+                "model": {"use": model},
                 "data": {"use": "synthetic", "shape": [6], "size": sum(SIZES), "test_size": 16, "num_classes": 3},
                 "loss": loss,
                 "optimizer": optimizer,
@@ -115,6 +124,17 @@ def test_one_full_batch_step_of_unequal_clients_is_centralised_sgd() -> None:
     for _ in range(5):
         found = simulation.round([0, 1, 2, 3])
     assert (found - centralised(5)).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_parameters_without_a_gradient_are_left_alone_as_in_plain_training(name: str) -> None:
+    """Weight decay would change them."""
+    simulation = Simulation(model=Spare, optimizer={"use": name, "lr": 0.1, "weight_decay": 0.5}, local_steps=3)
+    before = {name: value.clone() for name, value in simulation.components.model.state_dict().items()}
+    simulation.train(1)
+    after = simulation.components.model.state_dict()
+    assert {name.partition(".")[0] for name in before if torch.equal(before[name], after[name])} == {"spare"}
+    assert not torch.equal(before["body.0.weight"], after["body.0.weight"])
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
