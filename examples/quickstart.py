@@ -1,6 +1,6 @@
 """A first look, in about a minute: three strategies with two workers each, one worker killed and back, one report.
 
-python examples/quickstart.py [FOLDER]      make quickstart runs it with the folder runs/quickstart
+python examples/quickstart.py [FOLDER]      without a folder, as make quickstart: a new one in runs/
 """
 
 from __future__ import annotations
@@ -72,14 +72,17 @@ def main() -> None:
     print("\n=== the three runs beside each other ===", flush=True)
     subprocess.run([*CORDEE, "runs", str(folder)], check=True)
     subprocess.run([*CORDEE, "compare", *runs, "-o", str(report), "--png", str(picture)], check=True)
-    print(f"""
-that took {time.monotonic() - begun_s:.0f} s
-next
-  open {report.absolute()} in a browser, or {picture}
-  cordee show {folder / KILLED}                    what happened when the worker was killed
-  cordee dashboard --runs {folder}     the same runs in a web page (extra dashboard)
-  cordee plan {os.path.relpath(JOB)}        which strategy is the fastest here, and why
-  cordee new my-job                     a job file of your own to change""")
+    then = {
+        f"cordee show {folder / KILLED}": "what happened when the worker was killed",
+        f"cordee dashboard --runs {folder}": "the same runs in a web page (extra dashboard)",
+        f"cordee plan {os.path.relpath(JOB)}": "which strategy is the fastest here, and why",
+        "cordee new my-job": "a job file of your own to change",
+    }
+    width = max(map(len, then))
+    print(f"\nthat took {time.monotonic() - begun_s:.0f} s\nnext")
+    print(f"  open {report.absolute()} in a browser, or {picture}")
+    for command, what in then.items():
+        print(f"  {command:{width}}  {what}")
 
 
 if __name__ == "__main__":

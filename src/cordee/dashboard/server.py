@@ -288,9 +288,10 @@ def configure(app: ASGIApp) -> uvicorn.Config:
     """Return how the server runs: without an access log, without WebSockets, with a limit of connections."""
     return uvicorn.Config(
         app,
-        log_level="warning",
+        log_level="error",  # whoever reaches the port could fill the terminal with warnings of bad requests
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=3,
         limit_concurrency=_MOST_CONNECTIONS,
         ws="none",

@@ -1,7 +1,7 @@
 // What belongs to a whole run, not to a moment of it: where members spent their time, staleness, prediction.
 
 import { PHASES, shape, WIDTH } from "./chart.js";
-import { duration, element, number, percent } from "./format.js";
+import { bytes, duration, element, number, percent } from "./format.js";
 
 const SIDE = 90, MANY = 50;
 
@@ -63,15 +63,15 @@ export function stalenessOf(ages) {
 // Which member sent how much to which other, over sockets.
 export function linksOf(links) {
   if (!links.length) return null;
-  const title = "Links: what each member sent to which other over sockets, the most first", few = links.slice(0, 12), side = WIDTH > 600 ? 230 : 150, most = links[0][2] || 1;
-  const megabytes = (sent) => `${number(sent / 1e6, 3)} MB`, height = 22 * few.length + 6;
+  const title = "Links: what each member sent to which other over sockets, the most first (shared memory is not counted)", few = links.slice(0, 12), side = WIDTH > 600 ? 230 : 150, most = links[0][2] || 1;
+  const height = 22 * few.length + 6;
   const svg = shape("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": `${title}; the table has the values` });
   few.forEach(([from, to, sent], place) => {
     const width = Math.max(1, sent / most * (WIDTH - side - 100));
     svg.append(shape("text", { x: side - 6, y: place * 22 + 17, "text-anchor": "end" }, `${from} → ${to}`), shape("rect", { class: "f0", x: side, y: place * 22 + 4, width, height: 18 }),
-      shape("text", { x: side + width + 6, y: place * 22 + 17 }, megabytes(sent)));
+      shape("text", { x: side + width + 6, y: place * 22 + 17 }, bytes(sent)));
   });
-  const table = tableOf("Links", ["from", "to", "sent"], links.map(([from, to, sent]) => [from, to, megabytes(sent)]));
+  const table = tableOf("Links", ["from", "to", "sent"], links.map(([from, to, sent]) => [from, to, bytes(sent)]));
   return element("figure", {}, element("figcaption", {}, element("span", {}, title)), svg, folded("Links", table));
 }
 
@@ -95,7 +95,7 @@ export function roundsOf(rounds) {
   const legend = element("p", { className: "soft legend" }, ...kinds.map((name, kind) => element("span", {}, element("i", { className: `key k${styles[kind]}` }), ` ${name} `)));
   const last = rounds.at(-1), spent = last.epsilon === null ? [] : [element("p", {}, `ε ${number(last.epsilon)} spent after round ${last.round}.`)];
   const table = tableOf("Rounds", ["round", "asked", ...kinds, "ε", "time", "sent by clients"], rounds.slice(-200).map((round, place) => [String(round.round), String(round.num_asked),
-    ...counts.slice(-200)[place].map(String), number(round.epsilon), duration(round.seconds), round.bytes_sent === null ? "–" : `${number(round.bytes_sent / 1e6, 3)} MB`]));
+    ...counts.slice(-200)[place].map(String), number(round.epsilon), duration(round.seconds), bytes(round.bytes_sent)]));
   return element("figure", {}, element("figcaption", {}, element("span", {}, title)), svg, legend, ...spent, folded("Rounds", table));
 }
 

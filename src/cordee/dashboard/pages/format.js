@@ -17,6 +17,12 @@ export function number(value, digits = 4) {
   return Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(digits)));
 }
 
+export function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  const power = Math.min(4, Math.floor(Math.log10(Math.max(value, 1)) / 3));
+  return `${Number((value / 1000 ** power).toPrecision(3))} ${["B", "kB", "MB", "GB", "TB"][power]}`;
+}
+
 export function percent(value) {
   return value === null || value === undefined ? "–" : `${(100 * value).toFixed(2)} %`;
 }

@@ -1,7 +1,7 @@
 // A comparison of runs in a page of its own, with the data inside of it.
 
 import { CurveChart, View } from "./chart.js";
-import { duration, element, number, percent, shortPercent } from "./format.js";
+import { bytes, duration, element, number, percent, shortPercent } from "./format.js";
 
 const STROKES = ["solid", "dashed", "dotted", "dash-dot", "fine dots", "long dashes"];
 const comparison = JSON.parse(document.getElementById("data").textContent);
@@ -14,8 +14,8 @@ const known = [
   ["time", (run) => duration(run.seconds)], ["step", (run) => (run.step_seconds ? `${number(1000 * run.step_seconds, 3)} ms` : "–")],
   ["predicted", (run) => (run.predicted_step_seconds ? `${number(1000 * run.predicted_step_seconds, 3)} ms` : "–")],
   ["waiting", (run) => shortPercent(run.idle_share, 2)], ["exchange", (run) => shortPercent(run.exchange_share, 2)],
-  ["sent", (run) => (run.bytes_sent === null ? "–" : `${number(run.bytes_sent / 1e6, 3)} MB`)],
-  ["memory", (run) => (run.peak_memory_bytes ? `${number(run.peak_memory_bytes / 1e6, 3)} MB` : "–")],
+  ["sent", (run) => bytes(run.bytes_sent)],
+  ["memory", (run) => bytes(run.peak_memory_bytes)],
   ["recoveries", (run) => run.recoveries],
 ];
 const columns = known.filter(([, cell]) => comparison.runs.some((run) => cell(run) !== "–"));  // what no run has is left out
