@@ -1,21 +1,24 @@
 """Horovod's API on two workers: LeNet beside DDP on gloo, and TensorFlow's all-reduce beside the same through gloo.
 
-Horovod itself does not build here; on CPUs its users have gloo.
+Horovod itself does not build here; on CPUs its users have gloo. TensorFlow's users have `tf.distribute` as well.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cordee.bench.harness import Clock, Contestant, Loop, Place, compete, goal_outcome, median_ratio
+from cordee.bench.harness import Clock, Contestant, Loop, Place, compete, free_port, goal_outcome, median_ratio
 from cordee.bench.loops import LEARNING_RATE, build, image_data, torch_loop, train_by_hand
+from cordee.core import env
 from cordee.core.errors import MissingExtraError
 from cordee.core.settings import Data
 
@@ -34,7 +37,13 @@ SETTINGS = {
 
 
 LENET, EAGER, GRAPH = "horovod/lenet", "horovod/tensorflow eagerly", "horovod/tensorflow in a graph"
-GOALS = {LENET: ("ddp on gloo", 1.3), EAGER: ("gloo", 5.0), GRAPH: ("gloo", 2.5)}  # how many times as fast as whom
+MIRRORED = "MultiWorkerMirroredStrategy"
+# How many times as fast as whom; None beside whom there is no goal.
+GOALS: dict[str, dict[str, float | None]] = {
+    LENET: {"ddp on gloo": 1.3},
+    EAGER: {"gloo": 5.0, MIRRORED: None},
+    GRAPH: {"gloo": 2.5, MIRRORED: None},
+}
 
 
 def measures(rounds: int, say: Callable[[str], None]) -> dict[str, Callable[[], dict[str, list[float]]]]:
@@ -48,9 +57,9 @@ def measures(rounds: int, say: Callable[[str], None]) -> dict[str, Callable[[], 
 
 def rows(raw: Mapping[str, list[float]]) -> Iterator[dict[str, Any]]:
     """Yield what a person reads of the figures that are there: how many times as fast as the peer."""
-    for case, (peer, goal) in GOALS.items():
+    for case, peer, goal in ((case, peer, goal) for case, goals in GOALS.items() for peer, goal in goals.items()):
         ours, theirs = raw.get(f"{case}: cordee"), raw.get(f"{case}: {peer}")
-        if ours and theirs:
+        if ours and theirs and len(ours) == len(theirs):
             ratio = median_ratio(ours, theirs)
             yield {
                 "case": case,
@@ -59,7 +68,7 @@ def rows(raw: Mapping[str, list[float]]) -> Iterator[dict[str, Any]]:
                 "median": ratio,
                 "worst": min(a / b for a, b in zip(ours, theirs, strict=True)),
                 "goal": goal,
-                "outcome": goal_outcome(ratio >= goal),
+                "outcome": "" if goal is None else goal_outcome(ratio >= goal),
             }
 
 
@@ -75,10 +84,11 @@ def measure_tensorflow(is_graph: bool, rounds: int, say: Callable[[str], None]) 
     """Return all-reduces of 4 MB per second and worker, of a TensorFlow tensor, eagerly or in a `tf.function`."""
     if importlib.util.find_spec("tensorflow") is None:
         raise MissingExtraError("the case 'horovod/tensorflow' of the benchmark 'frameworks'", "tensorflow")
-    contestants = {
-        name: Contestant(partial(_tensorflow_loop, backend=name, is_graph=is_graph), NUM_WORKERS, REDUCTIONS, 1)
-        for name in ("cordee", "gloo")
+    loops: dict[str, Loop] = {
+        name: partial(_tensorflow_loop, backend=name, is_graph=is_graph) for name in ("cordee", "gloo")
     }
+    loops[MIRRORED] = partial(_mirrored_loop, is_graph=is_graph)
+    contestants = {name: Contestant(loop, NUM_WORKERS, REDUCTIONS, 1) for name, loop in loops.items()}
     return compete(contestants, rounds, say)[0]
 
 
@@ -123,3 +133,32 @@ def _tensorflow_loop(place: Place, clock: Clock, *, backend: str, is_graph: bool
     while True:
         clock.tick()
         step(value)
+
+
+def _mirrored_loop(place: Place, clock: Clock, *, is_graph: bool) -> None:
+    """TensorFlow's own all-reduce between processes, on its own connections."""
+    folder = Path(place.folder)
+    own = folder / f"port-{place.rank}"
+    own.with_suffix(".new").write_text(str(free_port()))
+    own.with_suffix(".new").rename(own)
+    files = [folder / f"port-{rank}" for rank in range(place.size)]
+    for file in files:
+        clock.wait_for(file)
+    cluster = {"worker": [f"127.0.0.1:{file.read_text()}" for file in files]}
+    env.adopt({"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": place.rank}})})
+    from cordee.horovod.tensorflow.arrays import tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    assert strategy.num_replicas_in_sync == place.size
+    value = tf.fill([FLOATS], float(place.rank))
+
+    def reduce() -> Any:
+        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, value)
+
+    def run() -> Any:
+        return strategy.run(reduce)
+
+    step = tf.function(run) if is_graph else run
+    while True:
+        clock.tick()
+        step()
