@@ -39,6 +39,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     test_accuracy: float | None
     test_loss: float | None
     seconds_to_target: float | None  # of training, from its first step to the evaluation that reached the target
+    is_first_evaluation: bool  # that which reached the target: the run may have been there earlier
     peak_memory_bytes: int | None
     bytes_sent: int | None  # over sockets, by all members
     exchange_share: float | None  # of the time of all workers' steps
@@ -99,6 +100,11 @@ def conclude(runs: Sequence[Compared], target: float | None) -> list[str]:
         if _is_whole(run):
             groups.setdefault(run.group, []).append(run)
     said += _ranking(groups, "seconds_to_target", f"to {percent(target)} test accuracy" if target else "", is_time=True)
+    if early := [run.run for runs in groups.values() for run in runs if run.is_first_evaluation]:
+        said.append(
+            f"{', '.join(early)} reached it by the first evaluation, and may have been there earlier: evaluate more "
+            "often to compare times (evaluation.every_epochs)."
+        )
     said += _ranking(groups, "samples_per_second", "in samples per second", is_time=False)
     hashes = {run.weights_sha256 for group in groups.values() for run in group}
     if len(groups) > 1 and len(hashes) == 1 and None not in hashes:
@@ -139,6 +145,7 @@ def _is_whole(run: Compared) -> bool:
 
 
 def _compared(name: str, group: str, summary: Summary, reader: RunReader, target: float | None) -> Compared:
+    reached = _reach(reader, target)
     stall, wall = summary.checkpoint_stall_seconds, summary.wall_seconds
     return Compared(
         run=name,
@@ -151,7 +158,8 @@ def _compared(name: str, group: str, summary: Summary, reader: RunReader, target
         samples_per_second=summary.samples_per_second,
         test_accuracy=summary.test_accuracy,
         test_loss=summary.test_loss,
-        seconds_to_target=_seconds_to(reader, target),
+        seconds_to_target=reached[0] if reached else None,
+        is_first_evaluation=reached is not None and reached[1],
         peak_memory_bytes=summary.peak_memory_bytes,
         bytes_sent=reader.lanes.bytes_sent() if reader.phases else summary.bytes_sent,
         exchange_share=_share_of(reader, Phase.EXCHANGE),
@@ -165,12 +173,13 @@ def _compared(name: str, group: str, summary: Summary, reader: RunReader, target
     )
 
 
-def _seconds_to(reader: RunReader, target: float | None) -> float | None:
-    if target is None:
+def _reach(reader: RunReader, target: float | None) -> tuple[float, bool] | None:
+    """Return when a run reached the target, in seconds since its first step, and whether by its first evaluation."""
+    if target is None or not len(reader.curves["loss"]):
         return None
     tested = reader.curves["accuracy"].part(0, math.inf, 1 << 30)
     reached = [at for at, value in zip(tested.x, tested.high, strict=True) if value >= target - 1e-6]
-    return reached[0] - reader.first_step if reached and len(reader.curves["loss"]) else None
+    return (reached[0] - reader.first_step, reached[0] == tested.x[0]) if reached else None
 
 
 def _share_of(reader: RunReader, phase: Phase) -> float | None:

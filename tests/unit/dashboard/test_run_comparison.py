@@ -72,6 +72,14 @@ def test_a_run_that_missed_the_target_and_a_run_that_failed_are_said(tmp_path: P
     assert not any("Fastest" in line for line in failed.verdict)
 
 
+def test_a_time_that_the_first_evaluation_ended_is_said_to_be_one(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "seldom", seconds=20, rate=5, best=0.9), make_run(tmp_path / "b", seconds=9, rate=5)]
+    found = compare_runs(runs, 0.45)
+    assert [run.is_first_evaluation for run in found.runs] == [True, True]
+    assert any(line.startswith("seldom, b reached it by the first evaluation") for line in found.verdict)
+    assert not any("first evaluation" in line for line in compare_runs(runs, 0.8).verdict)
+
+
 def test_what_workers_wait_exchange_and_send_is_compared(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, seconds=10, rate=5) for name in "ab"]
     for number, (member, wait) in enumerate((("worker-0", 100), ("worker-1", 300), ("server-0", 0))):
