@@ -25,6 +25,7 @@ from cordee.core.errors import DataError, JobError, TrainingError
 from cordee.core.seeds import derive_seed
 from cordee.data import ArraySource, Source
 from cordee.data.augment import Augmentation
+from cordee.data.datasets import DatasetSource
 from cordee.strategies.federated.algorithms import Algorithm, LocalTraining, Vectors
 from cordee.strategies.federated.flat import FlatModel
 from cordee.strategies.federated.privacy import add_noise, clip
@@ -211,17 +212,19 @@ class ClientTrainer:
                     return
                 left -= 1
                 chosen = order[start : start + size]
-                if augmentation is None:
-                    yield source.gather(chosen)
-                    continue
                 positions = torch.arange(start, start + len(chosen))
                 seed = derive_seed(*place, "augment", epoch)
-                if isinstance(source, ArraySource):
+                if augmentation is not None and isinstance(source, ArraySource):
                     raw, targets = source.rows(chosen)
                     yield Batch(source.finish(augmentation.apply(raw, positions, seed)), targets)
+                    continue
+                if isinstance(source, DatasetSource):  # its random transforms draw anew in each epoch
+                    batch = source.read(chosen, positions, derive_seed(*place, "transform", epoch))
                 else:
-                    inputs, targets = source.gather(chosen)
-                    yield Batch(augmentation.apply(inputs, positions, seed), targets)
+                    batch = source.gather(chosen)
+                if augmentation is not None:
+                    batch = Batch(augmentation.apply(batch.inputs, positions, seed), batch.targets)
+                yield batch
 
     def _encode(self, difference: Tensor, state: Vectors, kept: Vectors, sent: Sent, client: str) -> list[Tensor]:
         """Return the difference as it is sent; what compression leaves out is added to what the client keeps."""

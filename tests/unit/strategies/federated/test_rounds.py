@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from cordee.cluster import Team
 from cordee.core import Job
@@ -47,6 +48,18 @@ class Spare(Net):
 SIZES = (7, 20, 33, 30)
 
 
+class Jittered(Dataset[tuple[Tensor, int]]):
+    """Draws noise for each sample that is read, as random transforms of images do."""
+
+    num_classes = 3
+
+    def __len__(self) -> int:
+        return sum(SIZES)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.cat([torch.tensor([float(index)]), torch.rand(5)]), index % 3
+
+
 class Simulation:
     """The rounds of a job in this process."""
 
@@ -56,10 +69,11 @@ class Simulation:
         loss = strategy.pop("loss", {"use": "cross_entropy"})
         schedule = strategy.pop("schedule", {"use": "constant"})
         model = strategy.pop("model", Net)
+        synthetic = {"use": "synthetic", "shape": [6], "size": sum(SIZES), "test_size": 16, "num_classes": 3}
         self.job = Job.from_dict(
             {
                 "model": {"use": model},
-                "data": {"use": "synthetic", "shape": [6], "size": sum(SIZES), "test_size": 16, "num_classes": 3},
+                "data": strategy.pop("data", synthetic),
                 "loss": loss,
                 "optimizer": optimizer,
                 "schedule": schedule,
@@ -124,6 +138,21 @@ def test_one_full_batch_step_of_unequal_clients_is_centralised_sgd() -> None:
     for _ in range(5):
         found = simulation.round([0, 1, 2, 3])
     assert (found - centralised(5)).abs().max() <= 1e-12
+
+
+def test_random_transforms_draw_anew_in_each_epoch_and_round() -> None:
+    simulation = Simulation(data={"use": Jittered()}, local_epochs=2, batch_size=4)
+    source, samples = simulation.components.splits.train, simulation.partition.of(0)
+
+    def drawn(number: int) -> list[Tensor]:
+        """Return the noise of sample 3 in each of the epochs of a round."""
+        batches = simulation.trainer._batches(source, samples, (0, "client", "0", "round", number))
+        rows = torch.cat([batch.inputs for batch in batches])
+        return list(rows[rows[:, 0] == 3][:, 1:])
+
+    first, again, second = drawn(0), drawn(0), drawn(1)
+    assert torch.equal(torch.stack(first), torch.stack(again))
+    assert len({tuple(row.tolist()) for row in [*first, *second]}) == 4
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
