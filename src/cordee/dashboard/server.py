@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, urlencode
@@ -300,11 +301,16 @@ def configure(app: ASGIApp) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """Has streams end before it waits for them."""
+    """Reads in few threads; has streams end before it waits for them."""
 
     def __init__(self, config: uvicorn.Config, is_closing: threading.Event) -> None:
         super().__init__(config)
         self._is_closing = is_closing
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # One reads runs, which only one may at a time, another looks at locks: each thread keeps memory of its own.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._is_closing.set()
