@@ -17,7 +17,7 @@ import torch
 from federation_sites import Federation, reference, wait_for
 
 import cordee
-from cordee.checkpoint import weights_sha256
+from cordee.checkpoint import load_newest, weights_sha256
 from cordee.cluster import Team
 from cordee.cluster.engines.agent_messages import Versions
 from cordee.communication.channel import ClientChannel, RefusedError
@@ -144,6 +144,53 @@ def test_a_server_killed_at_any_stage(federations: MakeFederation, settings: str
     if point == "federation.stage_ended" and settings != SECURE:
         pytest.skip("a plain round has one stage")
     kill_and_continue(federations(settings), point, visit)
+
+
+FEDBUFF = 'algorithm = "fedbuff"\nclients_per_round = {}'
+
+
+def test_asynchronous_sites_that_are_all_waited_for_are_synchronous(federations: MakeFederation) -> None:
+    """Each update of the server takes all sites, so each begins from the newest parameters. The order is another."""
+    federation = federations(FEDBUFF.format(3))
+    run_all(federation)
+    _, server = reference(federation.job_file, SITES)
+    loaded = load_newest(federation.run_dir / "checkpoints")
+    assert loaded is not None
+    weights = loaded.state.part("model").tensors
+    flat = FlatModel(assemble(Job.load(federation.job_file), Team()).model)
+    shared = torch.cat([weights[name].reshape(-1) for name in flat.names])
+    torch.testing.assert_close(shared, server.parameters, rtol=0, atol=1e-6)
+    assert [event["num_took_part"] for event in federation.events("round")] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "point, visit",
+    [
+        ("federation.asked", 4),
+        pytest.param("federation.result_written", 3, marks=pytest.mark.long),
+        pytest.param("federation.saved", 2, marks=pytest.mark.long),
+        pytest.param("federation.round_ended", 1, marks=pytest.mark.long),
+    ],
+)
+def test_a_killed_server_of_asynchronous_sites_continues(federations: MakeFederation, point: str, visit: int) -> None:
+    """Each update of the server takes the first two of three sites. No update counts twice, and none is made twice."""
+    federation = federations(FEDBUFF.format(2), rounds=4)
+    faults = federation.folder / "faults"
+    environment = ask_for(faults, [Fault(point, "federation-server", "kill", visit)])
+    server = federation.serve("--listen", "127.0.0.1", "--clients", "3", environment=environment)
+    address = federation.address
+    clients = [federation.join(name, n, token=federation.invite(name)) for n, name in enumerate(SITES)]
+    assert server.wait(timeout=120) == -signal.SIGKILL, federation.log("server")
+    assert happened(faults)
+    server = federation.serve("--listen", address, "--clients", "3", "--resume")
+    assert server.wait(timeout=120) == 0, federation.log("server")
+    for name, client in zip(SITES, clients, strict=True):
+        assert client.wait(timeout=30) == 0, federation.log(name)
+    rounds = federation.events("round")
+    assert [event["round"] for event in rounds] == [1, 2, 3, 4]
+    assert all(event["num_took_part"] == 2 and event["late"] == [] for event in rounds), rounds
+    losses = [event["loss"] for event in rounds]
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.long

@@ -180,6 +180,7 @@ POINTS: dict[str, str] = {
     "storage.fetch": "launcher: about to bring a file of a checkpoint from the storage",
     "storage.fetched": "launcher: has brought a checkpoint into the run directory, nobody knows yet",
     # federated learning between sites (runs/federation)
+    "federation.asked": "federation server: the task of a client is written down, the client was not answered",
     "federation.round_begun": "federation server: who is asked is written down, nobody was asked",
     "federation.result": "federation server: about to write results",
     "federation.result_written": "federation server: results are written, not acknowledged",

@@ -19,6 +19,7 @@ from cordee.core.errors import CheckpointError, JobError, TrainingError
 from cordee.monitoring import Monitor, events
 from cordee.runs.federated.worker import describe_tests
 from cordee.runs.federation.rounds import (
+    BufferedRound,
     MaskedRound,
     ModelShape,
     PlainRound,
@@ -162,11 +163,17 @@ class FederationLearning:
         pool = list(everybody) if self.is_population_fixed else list(present)
         # Clients know the seed of the job. Where sampling is counted as privacy, nobody may know who is asked.
         key = self.parts.job.seed if self._tables.privacy is None else self._noise_seed
+        if self._algorithm.discount is not None:
+            return [], ""  # whoever has nothing to do is asked
         drawn = draw_clients(self.settings, len(pool), key, self.num_rounds)
         asked = [pool[number] for number in drawn]
         if self._tables.secure is not None and len(asked) < 2:
             return [], f"waiting for clients: a secure round needs at least 2, and {len(asked)} would be asked"
         return asked, ""
+
+    def num_wanted(self, num_present: int) -> int:
+        """Return how many updates of clients an asynchronous round takes; 0 where rounds are synchronous."""
+        return 0 if self._algorithm.discount is None else self.settings.num_asked(num_present)
 
     def _least_secure(self, num_clients: int) -> int:
         return least_threshold(num_clients) if self._tables.secure is not None else 1
@@ -175,6 +182,9 @@ class FederationLearning:
         self._round_s = time.perf_counter()
         if self._tables.secure is None:
             model = ModelShape(self._server.parameters, self._server.buffers, self._flat.shapes, self._summed)
+            algorithm = self._algorithm
+            if algorithm.discount is not None:
+                return BufferedRound(record, self.settings, model, algorithm.discount, algorithm.concurrency)
             return PlainRound(record, self.settings, model)
         num = len(record.asked)
         plan = plan_secure(self.settings, self._tables.secure, self.num_values, num)
@@ -194,7 +204,7 @@ class FederationLearning:
                 "(strategy.max_norm)"
             )
         for name in current.took_part:
-            self._counted[name] = current.record.round
+            self._counted[name] = current.base_of(name)
         if self._accountant is not None:
             self.epsilon = self._accountant.epsilon(self.num_rounds)
         self._show()
@@ -331,10 +341,10 @@ def layout_of(flat: FlatModel) -> str:
 def check_deployable(settings: FederatedSettings, model: nn.Module) -> None:
     """Raise JobError for what works in a simulation, and not between sites in this version."""
     algorithm, parts = make_algorithm(settings.use), settings.parts
-    if algorithm.discount is not None:
+    if algorithm.discount is not None and settings.deadline != "":
         raise JobError(
-            f"strategy.algorithm = '{settings.use.use}' is asynchronous, which a federation is not in this version: "
-            "use another algorithm, or simulate it with `cordee train`"
+            f"strategy.deadline = {settings.deadline!r}: the rounds of '{settings.use.use}' wait for nobody in "
+            "particular, and what comes late counts less. Between sites leave strategy.deadline out"
         )
     if parts.secure is None:
         return

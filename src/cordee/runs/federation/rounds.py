@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -99,6 +100,23 @@ class Round(abc.ABC):
     def task(self) -> Task:
         return Task(self.record.round, self.record.attempt, self.stage)
 
+    def is_of(self, client: str, task: Task) -> bool:
+        """Whether a client was given this task, at whatever stage, in this attempt."""
+        return (task.round, task.attempt) == (self.record.round, self.record.attempt)
+
+    def is_stage_over(self, *, is_late: bool, present: Collection[str]) -> bool:
+        """Whether nobody is waited for at this stage: `is_late` says that the deadline has passed."""
+        return is_late or not self.missing
+
+    @property
+    def late(self) -> list[str]:
+        """Who has not answered, where the round ends without them."""
+        return sorted(self.missing)
+
+    def base_of(self, client: str) -> int:
+        """Return how many updates the server had made before a client was asked."""
+        return self.record.round
+
     def fail(self, client: str, reason: str, *, is_refused: bool = False) -> None:
         """Continue without a client: it was lost, or what it sent was refused."""
         self.failed[client] = reason
@@ -131,7 +149,7 @@ class PlainRound(Round):
         return frozenset(self.told)
 
     def take(self, client: str, result: Result, arrays: Sequence[Tensor]) -> bool:
-        if result.task != self.task() or client not in self.missing:
+        if not self.is_of(client, result.task) or client not in self.missing:
             return False
         update = _read_update(result, arrays, client)
         difference = self._decode(update, client)
@@ -148,8 +166,8 @@ class PlainRound(Round):
         for vector in (difference * max(1.0, abs(update.scale)), *update.summed.values()):
             _refuse_huge(vector, self._model.parameters, client)
         bounded = difference.clone()
-        contribution, norm = contribute(self._settings, update, bounded)
-        place = self._places[client]
+        contribution, norm = contribute(self._settings, update, bounded, self._discount(client))
+        place = self._place_of(client)
         if self._parts.robust is not None:
             self._robust[place] = bounded
         assert self._tree is not None
@@ -177,6 +195,12 @@ class PlainRound(Round):
         rows = torch.stack([self._robust[place] for place in sorted(self._robust)])
         return total, aggregate(self._parts.robust, lambda start, stop: rows[:, start:stop], *rows.shape)
 
+    def _place_of(self, client: str) -> int:
+        return self._places[client]
+
+    def _discount(self, client: str) -> float:
+        return 1.0
+
     def _decode(self, update: Update, client: str) -> Tensor:
         compress, like = self._parts.compress, self._model.parameters
         codec: Codec = make_codec(
@@ -186,6 +210,87 @@ class PlainRound(Round):
             return codec.decode(update.payload)
         except CordeeError as error:
             raise DataError(f"client {client} has another model: {error}") from None
+
+
+class BufferedRound(PlainRound):
+    """One update of the server of an asynchronous federation: it takes the next so many updates of clients.
+
+    Clients train at their own pace. The update of a client that was asked before earlier updates of the server counts
+    less. In one round a client is counted once: from the same parameters it would send the same again. Updates are
+    summed in the order in which they came, which is the order of the results on the disk.
+    """
+
+    def __init__(
+        self,
+        record: RoundRecord,
+        settings: FederatedSettings,
+        model: ModelShape,
+        discount: Callable[[int], float],
+        concurrency: int,
+    ) -> None:
+        """At most `concurrency` clients train at the same time; 0 is twice as many as the round takes."""
+        super().__init__(record, settings, model)
+        self._tree = SumTree(record.num_wanted)
+        self._discount_of = discount
+        self._concurrency = concurrency or 2 * record.num_wanted
+        self._places = {}
+
+    @property
+    def missing(self) -> frozenset[str]:
+        return frozenset(self.record.requests) - self.told.keys() - self.failed.keys()
+
+    @property
+    def late(self) -> list[str]:
+        return []  # who has not answered counts in a later round
+
+    @property
+    def outstanding(self) -> dict[str, tuple[int, int]]:
+        """The tasks of clients that have not answered, for the round after this one."""
+        return {client: self.record.requests[client] for client in sorted(self.missing)}
+
+    def is_of(self, client: str, task: Task) -> bool:
+        return self.record.requests.get(client) == (task.round, task.attempt)
+
+    def is_stage_over(self, *, is_late: bool, present: Collection[str]) -> bool:
+        """Whether enough updates came, or no more can come: all who are here have been counted, or have failed."""
+        if len(self.told) >= self.record.num_wanted:
+            return True
+        return not self.missing and not any(self.may_ask(client) for client in present)
+
+    def may_ask(self, client: str) -> bool:
+        """Whether a client that has nothing to do is given a task. One that has forgotten its task gets another."""
+        if client in self.told or client in self.failed or len(self.told) >= self.record.num_wanted:
+            return False
+        return len(self.missing - {client}) < self._concurrency
+
+    def ask(self, client: str, attempt: int) -> Task:
+        """Give a client a task, from the parameters as they are. `record` must be written down before it is sent."""
+        requests = {**self.record.requests, client: (self.record.round, attempt)}
+        asked = (*self.record.asked, *([] if client in self.record.asked else [client]))
+        self.record = msgspec.structs.replace(self.record, requests=requests, asked=asked)
+        return Task(self.record.round, attempt, self.stage)
+
+    def base_of(self, client: str) -> int:
+        return self.record.requests[client][0]
+
+    def end_stage(self) -> bool:
+        if not self.told:
+            reasons = "; ".join(f"{name}: {why}" for name, why in sorted(self.failed.items()))
+            raise DataError("no client sent an update" + (f" ({reasons})" if reasons else ""))
+        return True
+
+    def result(self) -> tuple[Contribution | None, Tensor | None]:
+        assert self._tree is not None
+        for place in range(len(self.told), self.record.num_wanted):
+            self._tree.take(place, None)
+        return super().result()
+
+    def _place_of(self, client: str) -> int:
+        place = self._places[client] = len(self.told)
+        return place
+
+    def _discount(self, client: str) -> float:
+        return self._discount_of(self.record.round - self.base_of(client))
 
 
 class SecurePlan(NamedTuple):

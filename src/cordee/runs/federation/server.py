@@ -22,7 +22,7 @@ from torch import Tensor
 from cordee.cluster.engines.agent_messages import Versions
 from cordee.communication.channel import Peer, Received, ServerChannel
 from cordee.communication.messages import Accepted, Message, Refused
-from cordee.communication.wire import Buffer, BufferSpec, Parcel, outgoing
+from cordee.communication.wire import Buffer, Parcel, outgoing
 from cordee.core.errors import CommunicationError, CordeeError, StorageError, TrainingError
 from cordee.core.fault_points import reach
 from cordee.runs.federation.learning import FederationLearning
@@ -42,16 +42,18 @@ from cordee.runs.federation.messages import (
     Ready,
     Result,
     Taken,
+    Task,
     Wait,
     Work,
 )
-from cordee.runs.federation.rounds import MaskedRound, Round
+from cordee.runs.federation.rounds import BufferedRound, MaskedRound, Round
 from cordee.runs.federation.store import (
     ClientRecord,
     FederationStore,
     ResultRecord,
     RoundRecord,
     pack_buffers,
+    unpack_buffers,
 )
 
 log = logging.getLogger("cordee.federation")
@@ -114,6 +116,7 @@ class FederationServer:
         self._stage_s = 0.0  # when the stage began
         self._next_try_s = 0.0
         self._num_failures = 0  # of attempts in a row, by errors of clients
+        self._requests: dict[str, tuple[int, int]] = {}  # tasks of an asynchronous round before, still under way
         self._said = ""
         self._parcel: Parcel | None = None
 
@@ -177,7 +180,7 @@ class FederationServer:
                 client.poll, client.poll_s = received, client.heard_s
             case Failed():
                 self._answer(received, Accepted())
-                self._fail(client.record.name, message.task.round, message.task.attempt, message.error)
+                self._fail(client.record.name, message.task, message.error)
             case Result():
                 self._hear_result(client, received, message, turn)
             case _:
@@ -233,7 +236,8 @@ class FederationServer:
 
     def _hear_result(self, client: _Client, received: Received, message: Result, turn: _Turn) -> None:
         name, current = client.record.name, self._round
-        if current is None or message.task != current.task():
+        task = message.task
+        if current is None or task.stage != current.stage or not current.is_of(name, task):
             self._answer(received, Refused(LATE, f"the server is beyond round {message.task.round + 1}"))
             return
         stored = ResultRecord(name, message.task.stage, msgspec.msgpack.encode(message), pack_buffers(received.buffers))
@@ -241,7 +245,7 @@ class FederationServer:
             counts = current.take(name, message, _tensors(received.buffers))
         except CordeeError as error:
             self._answer(received, Refused(WRONG_UPDATE, str(error)))
-            self._fail(name, message.task.round, message.task.attempt, str(error))
+            self._fail(name, message.task, str(error))
             return
         if counts:
             turn.results.append(stored)
@@ -268,6 +272,8 @@ class FederationServer:
         if record is None:
             return
         if record.round != self._learning.num_rounds:  # its sum is in the checkpoint already
+            answered = {stored.client for stored in self._store.results(record.round, record.attempt)}
+            self._requests = {name: one for name, one in record.requests.items() if name not in answered}
             self._store.end_round()
             return
         self._open(record)
@@ -282,11 +288,11 @@ class FederationServer:
             for stored in by_stage.get(stage, []):
                 if closed is None or stored.client in closed:
                     message = msgspec.msgpack.decode(stored.header, type=Result)
-                    self._round.take(stored.client, message, _stored_tensors(stored.buffers))
+                    self._round.take(stored.client, message, unpack_buffers(stored.buffers))
             if closed is not None:
                 self._round.end_stage()
         now_s = time.monotonic()
-        for name in record.asked:  # they have time to come back
+        for name in {*record.asked, *record.requests}:  # they have time to come back
             known = next((one for one in self._records.values() if one.name == name and not one.is_revoked), None)
             if known is not None:
                 self._clients[name] = _Client(known, now_s)
@@ -327,14 +333,24 @@ class FederationServer:
                 self._say(waits_for)
             return False
         number = self._learning.num_rounds
-        # Never used again, so that clients cannot take one attempt for another.
-        attempt = int(self._store.fact("num_attempts") or 0)
-        self._store.set_fact("num_attempts", str(attempt + 1))
-        record = RoundRecord(round=number, attempt=attempt, asked=tuple(asked), started=time.time())
+        record = RoundRecord(
+            round=number,
+            attempt=self._new_attempt(),
+            asked=tuple(asked),
+            started=time.time(),
+            num_wanted=self._learning.num_wanted(len(present)),
+            requests=self._requests,
+        )
         self._store.write_round(record)
         reach("federation.round_begun")
         self._open(record)
         return True
+
+    def _new_attempt(self) -> int:
+        """Return a number that is never used again, so that clients cannot take one attempt for another."""
+        attempt = int(self._store.fact("num_attempts") or 0)
+        self._store.set_fact("num_attempts", str(attempt + 1))
+        return attempt
 
     def _is_stage_over(self) -> bool:
         assert self._round is not None
@@ -344,13 +360,15 @@ class FederationServer:
             if client is None or client.heard_s < limit_s:
                 self._lose(name, f"nothing was heard of it for {self._failure_timeout_s:g} s")
         is_late = time.monotonic() - self._stage_s > self._learning.settings.deadline_s
-        return not self._round.missing or is_late
+        return self._round.is_stage_over(is_late=is_late, present=[record.name for record in self._present()])
 
     def _end_stage(self) -> None:
         """End a stage of the round, and the round with its last. Too few clients end the attempt."""
         current = self._round
         assert current is not None
-        stage, late = current.stage, sorted(current.missing)
+        stage, late = current.stage, current.late
+        if isinstance(current, BufferedRound):
+            self._requests = current.outstanding
         heard = tuple(sorted(current.heard)) if isinstance(current, MaskedRound) else ()
         try:
             is_complete = current.end_stage()
@@ -384,13 +402,11 @@ class FederationServer:
         reach("federation.round_ended")
         self._round = None
 
-    def _fail(self, name: str, round_number: int, attempt: int, reason: str) -> None:
+    def _fail(self, name: str, task: Task, reason: str) -> None:
         current = self._round
-        if current is None or (current.record.round, current.record.attempt) != (round_number, attempt):
-            return
-        if name in current.missing:
+        if current is not None and current.is_of(name, task) and name in current.missing:
             current.fail(name, reason, is_refused=True)
-            self._learning.warn(f"client {name} takes no part in round {round_number + 1}: {reason}")
+            self._learning.warn(f"client {name} takes no part in round {current.record.round + 1}: {reason}")
 
     def _lose(self, name: str, reason: str) -> None:
         if self._round is not None and name in self._round.missing:
@@ -401,21 +417,33 @@ class FederationServer:
 
     def _answer_polls(self) -> None:
         now_s = time.monotonic()
-        for name, client in self._clients.items():
+        for name, client in sorted(self._clients.items(), key=lambda one: one[1].poll_s):
             if client.poll is None:
                 continue
-            if self._round is not None and name in self._round.missing:
-                work, buffers = self._work_for(name)
+            if (task := self._task_for(name)) is not None:
+                work, buffers = self._work_for(name, task)
                 self._answer(client.poll, work, buffers)
                 client.poll = None
             elif now_s - client.poll_s > self._heartbeat_s:
                 self._answer(client.poll, Wait(self._said if self._round is None else ""))
                 client.poll = None
 
-    def _work_for(self, name: str) -> tuple[Work, Sequence[Any]]:
+    def _task_for(self, name: str) -> Task | None:
+        """Return what a client that asks has to do; None while there is nothing."""
+        current = self._round
+        if not isinstance(current, BufferedRound):
+            return current.task() if current is not None and name in current.missing else None
+        if not current.may_ask(name):
+            return None
+        task = current.ask(name, self._new_attempt())
+        self._store.write_round(current.record)
+        reach("federation.asked")
+        return task
+
+    def _work_for(self, name: str, task: Task) -> tuple[Work, Sequence[Any]]:
         current = self._round
         assert current is not None
-        task, counted = current.task(), self._learning.counted(name)
+        counted = self._learning.counted(name)
         sent = self._learning.sent()
         own = tuple(sorted(sent.own))
         if isinstance(current, MaskedRound) and task.stage != "masked":
@@ -434,15 +462,15 @@ class FederationServer:
         return Work(task, counted, own), self._parcel
 
     def _say_goodbye(self, stopped_by: str | None) -> None:
-        """Tell clients that the run is over. A client that does not ask is told by the end of its connection.
+        """Tell clients that the run is over. Asked to stop, the server waits for a moment only.
 
         All are waited for that were there: a client of which nothing was heard may have been heard by nobody, while
-        the server computed. A client that asks again has not got the answer.
+        the server computed; one that trains would look for the server for an hour. One that asks again was not told.
         """
         reason = "all rounds are done" if stopped_by is None else f"the server stopped ({stopped_by})"
         begun_s = time.monotonic()
         deadline_s = begun_s + (_GOODBYE_S if stopped_by != "interrupt" else _RETRY_S)
-        while time.monotonic() < deadline_s:
+        while True:
             for name, client in self._clients.items():
                 if client.poll is not None:
                     self._answer(client.poll, Finished(reason, self._learning.counted(name)))
@@ -450,10 +478,15 @@ class FederationServer:
             is_told = all(client.knows_end for client in self._clients.values() if client.is_ready)
             if is_told and time.monotonic() > begun_s + _RETRY_S:
                 break
-            turn = _Turn()
-            received = self._channel.receive(0.05)
-            if received is not None:
-                self._hear(received, turn)
+            if time.monotonic() >= deadline_s:
+                training = [record.name for record in self._present() if not self._clients[record.name].knows_end]
+                if not training or self._should_stop():
+                    break
+                if (waits := f"{reason}; {', '.join(training)} must be told (Ctrl-C does not wait)") != self._said:
+                    self._said = waits
+                    self._say(waits)
+            if (received := self._channel.receive(0.05)) is not None:
+                self._hear(received, turn := _Turn())
                 self._keep(turn)
 
     def _answer(self, received: Received, message: Message, buffers: Sequence[Any] = ()) -> None:
@@ -465,12 +498,3 @@ class FederationServer:
 
 def _tensors(buffers: Sequence[Buffer]) -> list[Tensor]:
     return [buffer.torch() for buffer in buffers]
-
-
-def _stored_tensors(packed: bytes) -> list[Tensor]:
-    """Return the tensors of a result from the disk."""
-    found = msgspec.msgpack.decode(packed, type=list[tuple[str, tuple[int, ...], bytes]])
-    return [
-        Buffer(BufferSpec(dtype, shape), memoryview(bytearray(content))).torch()  # type: ignore[arg-type]
-        for dtype, shape, content in found
-    ]

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from torch import Tensor
 
+from cordee.communication.wire import Buffer, BufferSpec
 from cordee.core.errors import JobError, RunDirectoryError, StorageError
 from cordee.core.fault_points import reach
 
@@ -45,6 +47,9 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True):
     asked: tuple[str, ...]  # in the order of their places
     started: float  # unix seconds
     closed: dict[str, tuple[str, ...]] = {}  # of a secure round: who was heard, by stages that are over
+    num_wanted: int = 0  # of an asynchronous round: updates of clients that it takes
+    # Of an asynchronous round: which task each client was given, as (updates of the server before it, attempt).
+    requests: dict[str, tuple[int, int]] = {}
 
 
 class ResultRecord(NamedTuple):
@@ -218,6 +223,15 @@ class FederationStore:
 def pack_buffers(buffers: Sequence[Any]) -> bytes:
     """Return received buffers as bytes for the disk."""
     return msgspec.msgpack.encode([(b.spec.dtype, b.spec.shape, bytes(b.data)) for b in buffers])
+
+
+def unpack_buffers(packed: bytes) -> list[Tensor]:
+    """Return the tensors of a result from the disk."""
+    found = msgspec.msgpack.decode(packed, type=list[tuple[str, tuple[int, ...], bytes]])
+    return [
+        Buffer(BufferSpec(dtype, shape), memoryview(bytearray(content))).torch()  # type: ignore[arg-type]
+        for dtype, shape, content in found
+    ]
 
 
 def _hash(ticket: str) -> str:

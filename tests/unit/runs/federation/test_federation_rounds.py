@@ -12,7 +12,14 @@ from torch import Tensor
 from cordee.core.errors import CordeeError, DataError, JobError, TrainingError
 from cordee.runs.federation.learning import check_deployable
 from cordee.runs.federation.messages import Result, Task
-from cordee.runs.federation.rounds import MaskedRound, ModelShape, PlainRound, plan_secure, secure_threshold
+from cordee.runs.federation.rounds import (
+    BufferedRound,
+    MaskedRound,
+    ModelShape,
+    PlainRound,
+    plan_secure,
+    secure_threshold,
+)
 from cordee.runs.federation.store import RoundRecord
 from cordee.strategies.federated.secure import SecureClient, SecureRound
 from cordee.strategies.federated.settings import FederatedSettings, SecureSettings
@@ -173,7 +180,7 @@ def test_a_bounded_norm_keeps_updates_in_the_range() -> None:
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (FederatedSettings(algorithm="fedbuff", clients_per_round=2), "asynchronous"),
+        (FederatedSettings(algorithm="fedbuff", clients_per_round=2, deadline=5.0), "what comes late counts less"),
         (FederatedSettings(secure=True), "strategy.most_samples"),
         (FederatedSettings(secure=True, weights="equal", algorithm="fednova"), "sum of the updates"),
     ],
@@ -201,3 +208,93 @@ def test_the_share_of_the_job_and_half_of_the_clients_are_both_minimums() -> Non
     assert secure_threshold(SecureSettings(threshold=1.0), 3) == 3
     with pytest.raises(CordeeError, match="fewer than the threshold"):
         secure_threshold(SecureSettings(), 1)
+
+
+def buffered(
+    requests: dict[str, tuple[int, int]] | None = None, *, num_wanted: int = 2, concurrency: int = 0
+) -> BufferedRound:
+    record = RoundRecord(
+        round=2, attempt=5, asked=(), started=0.0, num_wanted=num_wanted, requests={} if requests is None else requests
+    )
+    model = ModelShape(torch.ones(LENGTH), torch.zeros(0, dtype=torch.float64), [(LENGTH,)])
+    return BufferedRound(record, FederatedSettings(), model, lambda staleness: (1 + staleness) ** -0.5, concurrency)
+
+
+def test_an_asynchronous_round_takes_the_next_updates_and_late_ones_count_less() -> None:
+    one = buffered({"slow": (0, 1)})
+    task = one.ask("quick", 7)
+    assert task == Task(2, 7, "train") and one.record.asked == ("quick",)
+    assert not one.is_stage_over(is_late=True, present=["slow", "quick"])
+    assert one.take("slow", result(task=Task(0, 1, "train")), vectors(1.0))
+    assert one.base_of("slow") == 0
+    assert not one.take("slow", result(task=Task(0, 1, "train")), vectors(1.0)), "an update counts once"
+    assert not one.may_ask("slow"), "it was counted in this round"
+    assert one.take("quick", result(task=task), vectors(3.0))
+    assert one.is_stage_over(is_late=False, present=["slow", "quick"]) and one.end_stage()
+    total, _ = one.result()
+    discount = 3**-0.5
+    assert total is not None and total.weight == 10 * discount + 10
+    expected = torch.full((LENGTH,), 10 * discount * 1.0 + 10 * 3.0, dtype=torch.float64)
+    torch.testing.assert_close(total.difference, expected, rtol=0, atol=1e-12)
+
+
+def test_a_client_cannot_say_by_itself_from_which_parameters_it_began() -> None:
+    one = buffered({"slow": (0, 1)})
+    for task in (Task(2, 1, "train"), Task(0, 5, "train"), Task(2, 5, "train")):
+        assert not one.is_of("slow", task) and not one.take("slow", result(task=task), vectors())
+    assert not one.is_of("stranger", Task(2, 5, "train"))
+
+
+def test_who_is_under_way_goes_on_into_the_next_asynchronous_round() -> None:
+    one = buffered({"a": (1, 1), "b": (1, 2), "c": (2, 3)}, num_wanted=1)
+    one.fail("c", "it was lost")
+    assert one.take("a", result(task=Task(1, 1, "train")), vectors())
+    assert one.is_stage_over(is_late=False, present=["a", "b"])
+    assert one.outstanding == {"b": (1, 2)} and one.late == []
+    after = buffered(one.outstanding)
+    assert after.may_ask("b"), "one that asks has forgotten its task"
+    after.ask("b", 9)
+    assert not after.take("b", result(task=Task(1, 2, "train")), vectors())
+    assert after.take("b", result(task=Task(2, 9, "train")), vectors())
+
+
+def test_an_asynchronous_round_does_not_wait_for_more_clients_than_there_are() -> None:
+    one = buffered(num_wanted=3)
+    assert not one.is_stage_over(is_late=False, present=["a"])
+    task = one.ask("a", 1)
+    assert not one.is_stage_over(is_late=False, present=["a"])
+    assert one.take("a", result(task=task), vectors())
+    assert not one.is_stage_over(is_late=False, present=["a", "b"]), "another can still be asked"
+    assert one.is_stage_over(is_late=False, present=["a"])
+    total, _ = one.result()
+    assert total is not None and total.num_clients == 1
+    nobody = buffered()
+    nobody.ask("a", 1)
+    nobody.fail("a", "its loss is nan")
+    assert nobody.is_stage_over(is_late=False, present=["a"])
+    with pytest.raises(DataError, match="a: its loss is nan"):
+        nobody.end_stage()
+
+
+def test_only_so_many_clients_train_at_once() -> None:
+    one = buffered(num_wanted=3, concurrency=2)
+    one.ask("a", 1)
+    assert one.may_ask("b") and one.may_ask("a")
+    one.ask("b", 2)
+    assert not one.may_ask("c") and one.may_ask("b")
+
+
+def test_the_results_on_the_disk_give_an_asynchronous_round_the_same_bits() -> None:
+    generator = torch.Generator().manual_seed(3)
+    updates = {name: torch.randn(LENGTH, generator=generator) for name in NAMES}
+    requests = {"a": (0, 1), "b": (2, 2), "c": (1, 3)}
+    sums = []
+    for _ in range(2):
+        one = buffered(requests, num_wanted=3)
+        for name in ("c", "a", "b"):
+            task = Task(*requests[name], "train")
+            assert one.take(name, result(task=task), [updates[name].clone(), torch.zeros(0, dtype=torch.float64)])
+        total, _ = one.result()
+        assert total is not None
+        sums.append(total.difference)
+    assert torch.equal(*sums)
