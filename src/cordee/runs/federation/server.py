@@ -292,10 +292,9 @@ class FederationServer:
             if closed is not None:
                 self._round.end_stage()
         now_s = time.monotonic()
-        for name in {*record.asked, *record.requests}:  # they have time to come back
-            known = next((one for one in self._records.values() if one.name == name and not one.is_revoked), None)
-            if known is not None:
-                self._clients[name] = _Client(known, now_s)
+        for known in self._records.values():  # they have time to come back
+            if not known.is_revoked:
+                self._clients[known.name] = _Client(known, now_s)
         self._learning.warn(
             f"the server was started again in round {record.round + 1}: {len(record.asked)} clients were asked, and "
             f"{len(by_stage.get(self._round.stage, []))} have answered"
@@ -360,7 +359,8 @@ class FederationServer:
             if client is None or client.heard_s < limit_s:
                 self._lose(name, f"nothing was heard of it for {self._failure_timeout_s:g} s")
         is_late = time.monotonic() - self._stage_s > self._learning.settings.deadline_s
-        return self._round.is_stage_over(is_late=is_late, present=[record.name for record in self._present()])
+        here = [name for name, client in self._clients.items() if client.heard_s >= limit_s]
+        return self._round.is_stage_over(is_late=is_late, present=here)
 
     def _end_stage(self) -> None:
         """End a stage of the round, and the round with its last. Too few clients end the attempt."""
