@@ -84,6 +84,8 @@ def main(output: Path, wanted: list[str]) -> None:
     for name, tables in sorted(runs().items(), key=lambda one: one[0], reverse=True):
         if name not in found and (not wanted or name.partition("/")[0] in wanted):
             found[name] = run(tables)
+            if found[name]["status"] == "interrupted":  # Ctrl-C, or a limit of time: it is made again
+                raise SystemExit(f"{name} was interrupted")
             output.write_text(json.dumps(found, indent=1) + "\n")
             print(f"{name}: {found[name]['test_accuracy']:.4f} {found[name]['status']}", flush=True)
     if "slow/fedavg" in found and "slow/fedbuff" in found:
