@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cordee.planner.hardware import DescribedCluster, Device, Link
-from cordee.planner.simulator.scenario import Scenario
+from cordee.planner.simulator.scenario import ALONE, WINDOWS, Scenario
 
 
 class ClusterOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +44,11 @@ def _simulate_one(scenario: Scenario, workers: int) -> ClusterOutcome:
     if workers == 1:
         busy_s = float(times.mean())
         step_s, idle, behind, apart, sent = busy_s, 0.0, 0.0, 0, 0.0
+    elif scenario.strategy in ALONE:
+        alone = _agree_apart if scenario.strategy in WINDOWS else _take_rounds
+        step_s, idle, behind, apart = *alone(scenario, times), 0.0, 0
+        ways = 2 * (workers - 1) / workers if scenario.strategy in WINDOWS else 1.0
+        sent = ways * scenario.gradient_bytes / scenario.sync_every
     elif not scenario.has_servers:
         step_s, idle, behind, apart = *_all_reduce(scenario, times), 0.0, 0
         sent = 2 * (workers - 1) / workers * scenario.gradient_bytes
@@ -69,10 +74,49 @@ def _simulate_one(scenario: Scenario, workers: int) -> ClusterOutcome:
 def _draw(random: np.random.Generator, scenario: Scenario, workers: int) -> NDArray[np.float64]:
     """Return how long each step takes each worker: log-normal, so that slow ones are further off than fast ones."""
     shape = (scenario.steps, workers)
-    if not scenario.spread:
-        return np.full(shape, scenario.step_s)
-    sigma = math.sqrt(math.log(1 + scenario.spread**2))
-    return scenario.step_s * random.lognormal(-(sigma**2) / 2, sigma, shape)
+    times = np.full(shape, scenario.step_s)
+    if scenario.spread:
+        sigma = math.sqrt(math.log(1 + scenario.spread**2))
+        times = scenario.step_s * random.lognormal(-(sigma**2) / 2, sigma, shape)
+    if num_slow := round(scenario.stragglers * workers):  # which ones they are makes no difference
+        times[:, -num_slow:] *= scenario.straggler_slowdown
+    return times
+
+
+def _agree_apart(scenario: Scenario, times: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the mean step and the idle share of workers that take steps alone, and then exchange what they learnt."""
+    windows = _windows(scenario, times)
+    slowest = windows.max(axis=1)
+    exchange_s = _ring(scenario, times.shape[1]).exchange_s(
+        "all_reduce", scenario.gradient_bytes, range(times.shape[1])
+    )
+    total_s = float((slowest + exchange_s).sum())
+    return total_s / len(times), float((slowest[:, None] - windows).mean(axis=1).sum()) / total_s
+
+
+def _take_rounds(scenario: Scenario, times: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the mean step and the idle share of clients of rounds: they get the model, take steps and send it back.
+
+    The server's link is busy with one client after the other, in both directions. The round ends with the answer that
+    makes the quorum.
+    """
+    windows, workers = _windows(scenario, times), times.shape[1]
+    own_s = scenario.latency_s + scenario.gradient_bytes / scenario.bytes_per_s
+    each_s = scenario.gradient_bytes / scenario.server_bytes_per_s
+    has_model_s = np.maximum(own_s, scenario.latency_s + each_s * np.arange(1, workers + 1))
+    answered = np.sort(has_model_s + windows + own_s, axis=1)
+    # In a queue the k-th is done when the one before it is, or when it comes, and then takes its time.
+    places = np.arange(workers)
+    done = np.maximum.accumulate(answered - each_s * places, axis=1) + each_s * places
+    ends = done[:, max(1, math.ceil(scenario.quorum * workers - 1e-9)) - 1]
+    total_s = float(ends.sum())
+    waiting = np.maximum(0.0, ends[:, None] - (has_model_s + windows + own_s)).mean(axis=1)
+    return total_s / len(times), float(waiting.sum()) / total_s
+
+
+def _windows(scenario: Scenario, times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return how long each worker computes between two exchanges; the last time may be shorter."""
+    return np.add.reduceat(times, np.arange(0, len(times), scenario.sync_every), axis=0)
 
 
 def _all_reduce(scenario: Scenario, times: NDArray[np.float64]) -> tuple[float, float]:
@@ -194,8 +238,11 @@ NUM_FAILURES = 4000  # that are drawn: the share is then known to about 2 % of w
 def effective_share(scenario: Scenario, workers: int) -> float:
     """Return useful time over all time: without saving, starting again, and what was lost since the last checkpoint.
 
-    Workers fail independently and at any time, also while all start again; one failure stops all.
+    Workers fail independently and at any time, also while all start again; one failure stops all. Where workers take
+    steps alone, the others continue, and what the lost one did since the last exchange is lost.
     """
+    if scenario.strategy in ALONE:
+        return _share_of_survivors(scenario, workers)
     every_s, saving_s, restart_s = scenario.checkpoint_every_s, scenario.checkpoint_time_s, scenario.restart_s
     if not scenario.mtbf_s:
         return every_s / (every_s + saving_s)
@@ -204,3 +251,12 @@ def effective_share(scenario: Scenario, workers: int) -> float:
     # A gap first goes into starting, then into whole rounds of training and saving; the broken round is lost.
     rounds = np.floor(np.maximum(gaps - restart_s, 0.0) / (every_s + saving_s))
     return float(rounds.sum() * every_s / gaps.sum())
+
+
+def _share_of_survivors(scenario: Scenario, workers: int) -> float:
+    """Return the share of the workers' time that counts, where a lost one costs the others nothing."""
+    answers = math.ceil(scenario.quorum * workers - 1e-9) / workers
+    if not scenario.mtbf_s:
+        return answers
+    away_s = scenario.restart_s + scenario.sync_every * scenario.step_s / 2  # half a window is lost on average
+    return answers * scenario.mtbf_s / (scenario.mtbf_s + away_s)

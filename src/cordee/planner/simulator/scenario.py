@@ -24,6 +24,10 @@ MOST_STEPS = 20_000_000  # of all workers together: so many are held in 160 MB
 
 
 ALL_REDUCE = "all_reduce"
+WINDOWS = strategies_where(lambda entry: entry.cost_model == "windows")
+ROUNDS = strategies_where(lambda entry: entry.cost_model == "clients")
+SERVER = "10 Gbit/s"
+ALONE = (*WINDOWS, *ROUNDS)  # whose workers take steps without a word to the others
 WITH_SERVERS = tuple(strategies_where(lambda entry: entry.cost_model == "servers"))
 
 
@@ -52,6 +56,11 @@ class Scenario(Section, frozen=True, kw_only=True):
     gradients: str | float  # bytes that are exchanged in a step
     name: str = ""
     strategy: str = ALL_REDUCE  # or one with servers
+    sync_every: int = 1  # steps that a worker takes alone, with local_sgd or as a client of a round
+    quorum: float = 1.0  # federated: the share of the clients that a round waits for; what the others did is lost
+    server_bandwidth: str | float = SERVER  # federated: of the server, which all clients share
+    stragglers: float = 0.0  # share of the workers that are slow all the time
+    straggler_slowdown: float = 1.0  # how many times as long as others they take
     spread: float = 0.0  # deviation of a worker's step from one to the next, as a share of it
     backward: float = 0.67  # share of the step that is the backward pass
     overlap: bool = True  # exchange gradients while the backward pass continues
@@ -76,6 +85,7 @@ class Scenario(Section, frozen=True, kw_only=True):
     gradient_bytes = _Amount("gradients", parse_size)
     bucket_bytes = _Amount("bucket", parse_size)
     bytes_per_s = _Amount("bandwidth", parse_rate)
+    server_bytes_per_s = _Amount("server_bandwidth", parse_rate)
     inside_bytes_per_s = _Amount("inside_bandwidth", parse_rate)
     latency_s = _Amount("latency", parse_latency)
     mtbf_s = _Amount("mtbf", _seconds)
@@ -89,7 +99,14 @@ class Scenario(Section, frozen=True, kw_only=True):
         for count in self.workers:
             if not 1 <= count <= MOST_WORKERS:
                 raise JobError(f"workers = {list(self.workers)}: {count} must be from 1 to {MOST_WORKERS:,}")
-        for key, lowest in (("per_host", 1), ("steps", 1), ("layers", 1), ("servers", 0), ("seed", 0)):
+        for key, lowest in (
+            ("per_host", 1),
+            ("steps", 1),
+            ("sync_every", 1),
+            ("layers", 1),
+            ("servers", 0),
+            ("seed", 0),
+        ):
             if getattr(self, key) < lowest:
                 raise JobError(f"{key} = {getattr(self, key)} must be at least {lowest}")
         if self.layers > MOST_LAYERS:
@@ -103,6 +120,13 @@ class Scenario(Section, frozen=True, kw_only=True):
             raise JobError(f"staleness = {self.staleness} must be at least 0, or 'unbounded'")
         if not 0.0 <= self.spread < 2.0:
             raise JobError(f"spread = {self.spread} must be at least 0 and below 2 (0.1 is 10 % of a step)")
+        if not 0.0 <= self.stragglers <= 1.0 or not 1.0 <= self.straggler_slowdown < math.inf:
+            raise JobError(
+                f"stragglers = {self.stragglers} must be from 0 to 1, and straggler_slowdown = "
+                f"{self.straggler_slowdown} at least 1 (2 is twice as slow)"
+            )
+        if not 0.0 < self.quorum <= 1.0:
+            raise JobError(f"quorum = {self.quorum} must be above 0 and at most 1, a share of the clients")
         if not 0.0 <= self.backward <= 1.0:
             raise JobError(f"backward = {self.backward} must be from 0 to 1, a share of the step")
         _check_order(self.order)
@@ -111,8 +135,8 @@ class Scenario(Section, frozen=True, kw_only=True):
                 raise JobError(f"{key} must be longer than nothing")
         for key in ("mtbf_s", "restart_s", "checkpoint_time_s", "latency_s"):
             getattr(self, key)  # raises where it is not an amount
-        if self.strategy not in (ALL_REDUCE, *WITH_SERVERS):
-            known = [ALL_REDUCE, *WITH_SERVERS]
+        known = [ALL_REDUCE, *ALONE, *WITH_SERVERS]
+        if self.strategy not in known:
             raise JobError(
                 f"strategy = {self.strategy!r} is not simulated{nearest(self.strategy, known)}: write "
                 f"{quote_names(known)}"
@@ -122,12 +146,29 @@ class Scenario(Section, frozen=True, kw_only=True):
                 f"staleness and servers belong to strategy = {quote_names(WITH_SERVERS)}; the scenario has "
                 f"'{self.strategy}'"
             )
-        if min(self.gradient_bytes, self.bucket_bytes, self.bytes_per_s, self.inside_bytes_per_s) <= 0:
+        self._check_alone()
+        rates = (self.server_bytes_per_s, self.bytes_per_s, self.inside_bytes_per_s)
+        if min(self.gradient_bytes, self.bucket_bytes, *rates) <= 0:
             raise JobError("gradients, bucket and bandwidths must be above 0")
+
+    def _check_alone(self) -> None:
+        if self.sync_every > 1 and self.strategy not in ALONE:
+            raise JobError(f"sync_every belongs to strategy = {quote_names(ALONE)}; the scenario has '{self.strategy}'")
+        if self.sync_every > self.steps:
+            raise JobError(f"sync_every = {self.sync_every} is more than steps = {self.steps}: simulate more steps")
+        if self.strategy not in ROUNDS and (self.quorum != 1.0 or self.server_bandwidth != SERVER):
+            raise JobError(
+                f"quorum and server_bandwidth belong to strategy = {quote_names(ROUNDS)}; the scenario has "
+                f"'{self.strategy}'"
+            )
 
     def describe(self) -> str:
         """Return the scenario in a sentence."""
         how = self.strategy.replace("_", "-")
+        if self.strategy in ALONE:
+            how += f" after every {plural(self.sync_every, 'step')}"
+        if self.quorum < 1:
+            how += f", waiting for {self.quorum:.0%} of the clients"
         if self.has_servers:
             how += f" with staleness {self.staleness}"
         text = (
@@ -135,6 +176,8 @@ class Scenario(Section, frozen=True, kw_only=True):
             f"{in_bytes(self.gradient_bytes)} of gradients, {in_bytes(self.bytes_per_s)}/s between hosts of "
             f"{plural(self.per_host, 'worker')}"
         )
+        if self.stragglers:
+            text += f"; {self.stragglers:.0%} of the workers take {self.straggler_slowdown:g} times as long"
         if self.mtbf_s:
             days = self.mtbf_s / 86400
             text += f"; each worker fails every {f'{days:.3g} days' if days > 2 else format_duration(self.mtbf_s)}"
