@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cordee.communication.compression import ErrorFeedback
-from cordee.communication.exchange import GradientExchange
+from cordee.communication.exchange import GradientExchange, settle
 
 # Of the gradients in each flat tensor, their shapes and their type, to what compresses that tensor.
 MakeFeedback: TypeAlias = Callable[[Sequence[Sequence[torch.Size]], Sequence[torch.dtype]], list[ErrorFeedback]]
@@ -83,6 +83,8 @@ class CompressedExchange(GradientExchange):
         shapes = [[p.shape for p in self._parameters if p.dtype is body.dtype] for body in self._bodies]
         num_members = dist.get_world_size()
         feedback = make(shapes, [body.dtype for body in self._bodies])
+        for one, body in zip(feedback, self._bodies, strict=True):
+            one.move_to(body.device)
         self._sums = [CompressedSum(one, num_members) for one in feedback]
         self._weights = [1.0] * num_members
 
@@ -102,6 +104,7 @@ class CompressedExchange(GradientExchange):
         total_count = nominal_count if count_at is None else totals[count_at]
         if total_count:
             self._sum_bodies(nominal_count / total_count)
+            settle(tail.device)
         self._give(users)
         return totals
 

@@ -199,7 +199,7 @@ class Largest(Plain):
         places = where.reshape(-1).long()
         if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < self._length):
             raise CommunicationError(f"a compressed vector of {self._length} numbers names places outside of it")
-        whole = torch.zeros(self._length, dtype=self._dtype)
+        whole = torch.zeros(self._length, dtype=self._dtype, device=values.device)
         whole[places] = values.reshape(-1)
         return whole
 
@@ -323,10 +323,16 @@ class ErrorFeedback:
     def __init__(self, codec: Codec) -> None:
         self.codec = codec  # may be replaced: what was left out so far is added all the same
         self.left: Tensor | None = None
+        self._device = torch.device("cpu")
+
+    def move_to(self, device: torch.device) -> None:
+        """Compress vectors of this device from now on."""
+        self._device = device
+        self.left = None if self.left is None else self.left.to(device)
 
     def zeros(self) -> Tensor:
         """Return a vector of zeros as the codec takes them."""
-        return self.codec.zeros()
+        return self.codec.zeros().to(self._device)
 
     def compress(self, gradient: Tensor) -> list[Tensor]:
         """Return what to send. What is not finite is sent, for a server to refuse, and not kept."""

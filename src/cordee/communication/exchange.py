@@ -104,8 +104,20 @@ class GradientExchange:
         with BLOCKED:
             for flat in self._summed:
                 dist.all_reduce(flat, group=self._group)
-        summed = tail.tolist()
+            settle(tail.device, self._group)
+            summed = tail.tolist()
         return summed[: len(flags)], summed[len(flags) :]
+
+
+def settle(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Make sure of what was exchanged on GPUs, before it is used. Collective there; nothing on CPUs, where calls wait.
+
+    On a GPU an exchange with a member that is lost may end with anything in its tensors, and without an error. So it is
+    waited for, and then the members meet on their CPUs, where a lost one is an error.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        dist.all_reduce(torch.zeros(1), group=group)
 
 
 _MAX_SEGMENTS = 8  # each costs a hand-over to a thread and a way through the network

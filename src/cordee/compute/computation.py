@@ -145,12 +145,19 @@ class Computation:
         parts alone, as a mean over their own items. Empty parts are passed over. Models that communicate inside
         need as many passes on every worker: `join` makes one for an empty part.
         """
-        weighted_sum, count, num_correct, num_items, num_samples = 0.0, 0.0, 0, 0, 0
+        count, num_items, num_samples = 0.0, 0, 0
+        losses: list[Tensor] = []
+        part_counts: list[float] = []
+        right: list[Tensor] = []
         for part in parts:
             if not part.num_samples:
                 if join is not None:
                     join()
                 continue
+            # Before it is moved: what is asked of a GPU is waited for.
+            part_count = self.loss.count_batch(part)
+            if is_measured := measure and self.counts_classes and part_count != 0:
+                num_items += self.loss.num_items(part.targets)
             part = self.to_device(part)
             targets = part.targets
             num_samples += part.num_samples
@@ -158,7 +165,6 @@ class Computation:
             with self.autocast():
                 outputs = self.outputs(run, part)
                 loss = self.loss.of(outputs, targets)
-                part_count = self.loss.count_batch(part)
                 if is_share or part_count != total_count:
                     require_even_parts(self.loss, outputs, targets)
             if part_count == 0:
@@ -167,13 +173,16 @@ class Computation:
                 continue
             share = loss if part_count == total_count else loss * (part_count / total_count)
             (share if self.scale is None else share * self.scale.factor).backward()  # type: ignore[no-untyped-call]
-            weighted_sum += loss.item() * part_count
+            losses.append(loss.detach())
+            part_counts.append(part_count)
             count += part_count
-            if measure and self.counts_classes:
-                num_correct += self.count_right(outputs, targets)
-                num_items += self.loss.num_items(targets)
-        mean = weighted_sum / count if count else 0.0
-        measured = num_correct if measure and self.counts_classes else None
+            if is_measured:
+                right.append(find_correct(*self.compared(outputs, targets), ignored=self.loss.ignored))
+        means, sums = read_numbers([losses, right], self.device)
+        mean = (
+            sum(one * part_count for one, part_count in zip(means, part_counts, strict=True)) / count if count else 0.0
+        )
+        measured = int(sum(sums)) if measure and self.counts_classes else None
         return Loss(mean, count, measured, num_samples, num_items=num_items)
 
 
@@ -218,15 +227,30 @@ def find_unsound(batch: Batch | Pieces) -> tuple[int, str] | None:
     return min(found, default=None)
 
 
+def read_numbers(scalars: Sequence[Sequence[Tensor]], device: torch.device) -> list[list[float]]:
+    """Return the values of tensors of one number each. A GPU is waited for once, not for each of them."""
+    if device.type == "cpu":
+        return [[scalar.item() for scalar in row] for row in scalars]
+    if not any(scalars):
+        return [[] for _ in scalars]
+    values = iter(torch.stack([scalar.double() for row in scalars for scalar in row]).cpu().tolist())
+    return [[next(values) for _ in row] for row in scalars]
+
+
 def count_correct(outputs: Tensor, targets: Tensor, top: int = 1, ignored: int | None = None) -> int:
     """Return for how many targets, but those of the class `ignored`, the right class is among the `top` highest."""
+    return int(find_correct(outputs, targets, top, ignored))
+
+
+def find_correct(outputs: Tensor, targets: Tensor, top: int = 1, ignored: int | None = None) -> Tensor:
+    """Return the same as a tensor, so that a GPU need not be waited for."""
     with torch.no_grad():
         if top == 1:
             is_right = outputs.argmax(dim=-1) == targets
         else:
             best = outputs.topk(min(top, outputs.shape[-1]), dim=-1).indices
             is_right = (best == targets.unsqueeze(-1)).any(dim=-1)
-        return int((is_right if ignored is None else is_right & (targets != ignored)).sum())
+        return (is_right if ignored is None else is_right & (targets != ignored)).sum()
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], clip_norm: float) -> float:

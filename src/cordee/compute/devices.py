@@ -10,16 +10,19 @@ from pathlib import Path
 import psutil
 import torch
 
+from cordee.compute.gpus import num_gpus
 from cordee.core.errors import JobError
 
 
 def choose_device(setting: str, local_rank: int = 0) -> torch.device:
     """Return the device for `training.device`; `auto` takes a GPU where there is one."""
-    if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
+    if setting == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise JobError("training.device = 'cuda', but this torch sees no GPU: set training.device to 'auto' or 'cpu'")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    if found := num_gpus():
+        return torch.device("cuda", local_rank % found)
+    if setting == "auto":
+        return torch.device("cpu")
+    raise JobError("training.device = 'cuda', but this torch sees no GPU: set training.device to 'auto' or 'cpu'")
 
 
 def usable_cores() -> int:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from cordee.communication.exchange import settle
+
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -78,10 +80,10 @@ class _Normalise(torch.autograd.Function):
         channels, count = inputs.shape[1], inputs.numel() // max(1, inputs.shape[1])
         presence = 0.0 if is_absent else 1.0
         # Two rounds, mean then squares about it: the one-round formula loses digits where mean >> deviation.
-        sums = torch.cat([inputs.sum(dims, dtype=dtype), inputs.new_tensor([count], dtype=dtype)]) * presence
+        sums = torch.cat([inputs.sum(dims, dtype=dtype), inputs.new_full((1,), count, dtype=dtype)]) * presence
         dist.all_reduce(sums)
         total_count = sums[-1]
-        if total_count == 1:  # as torch's own refuses it; all members see the same count
+        if float(total_count) == 1:  # as torch's own refuses it; all members see the same count
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {inputs.shape}")
         divisor = total_count.clamp(min=1.0)  # nobody may have a sample of a late part of a small batch
         rough_mean = sums[:-1] / divisor
@@ -233,6 +235,7 @@ class SharedBuffers:
         # In double precision, so that the mean of equal numbers is that number.
         flat = torch.cat([self._contribution(buffers[i]) for i in changed])
         dist.all_reduce(flat, group=self._group)
+        settle(flat.device, self._group)
         for i, part in zip(changed, torch.split(flat, [_as_real(buffers[i]).numel() for i in changed]), strict=True):
             buffer = buffers[i]
             mean = part / num_present if self._is_averaged(buffer) else part

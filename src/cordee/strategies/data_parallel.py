@@ -171,7 +171,7 @@ class DataParallel(Replica):
         for number, feedback in enumerate(self._residuals):
             # Of another strategy, or of another number of parameters: what it left out is not known by this order.
             if (total := saved.get(f"sum.{number}")) is not None and total.shape == feedback.zeros().shape:
-                feedback.left = total.to(feedback.zeros().dtype) / dist.get_world_size()  # gradients are added up
+                feedback.left = total.to(feedback.zeros()) / dist.get_world_size()  # gradients are added up
 
     def _share_weights(self) -> None:
         """Give every member the first one's weights, in place. Collective."""

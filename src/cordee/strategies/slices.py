@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from cordee.checkpoint import State
+from cordee.communication.exchange import settle
 
 
 @dataclass(eq=False)
@@ -310,3 +311,5 @@ class Shares:
         for one in self.held:
             if one.local.requires_grad:
                 one.publish()
+        if self.held:
+            settle(self.held[0].local.device, self._group)

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,10 @@ from torch.optim import Optimizer
 from cordee.checkpoint import State, load_model_state, load_optimizer_state, model_state, optimizer_state
 from cordee.cluster import Team
 from cordee.communication.exchange import GradientExchange, broadcast
+from cordee.communication.shared_memory.gpus import PlainNccl, uses_nccl
 from cordee.compute import Computation, Loss, OptimizerRecipe, Votes, hooked_parameters
 from cordee.compute.averaging import swap_averages
+from cordee.compute.gpus import synchronize
 from cordee.compute.loss_scale import unscale
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, ModelError, TrainingError
@@ -119,6 +122,8 @@ class SplitModel(ABC):
         own_square = square_norm(self._held) if self._clip_norm and not has_overflown else 0.0
         report = local.summands()
         own_report = report if self._is_speaker else [0.0] * len(report)
+        # What GPUs exchange is done before anybody votes: a step with a member that was lost on the way does not count.
+        synchronize(self._computation.device)
         square, num_overflown, *totals = self._team.sum([own_square, has_overflown, *own_report, *vote()])
         self._is_sound = num_overflown == 0
         loss = Loss.from_totals(totals, has_accuracy=measure and self._computation.counts_classes)
@@ -321,6 +326,23 @@ def form_groups(rosters: Sequence[Sequence[int]], worker_index: int) -> dist.Pro
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     groups = [dist.new_group(list(roster)) for roster in rosters]
+    return _own_of(groups, rosters, worker_index)
+
+
+def form_gpu_pipelines(team: Team, mesh: Mesh) -> PlainNccl | None:
+    """Form groups for what stages on GPUs send to each other; None where NCCL does not do it. Collective over the team.
+
+    Stages send and receive at once. NCCL waits for the one before the other, unless torch puts both into one call, and
+    it does so only in a group that is NCCL's alone.
+    """
+    if not uses_nccl(dist.group.WORLD):
+        return None
+    rosters = mesh.rosters(["pipeline"])
+    groups = [dist.new_group(roster, backend="nccl") for roster in rosters]
+    return PlainNccl(_own_of(groups, rosters, team.worker_index))
+
+
+def _own_of(groups: Sequence[Any], rosters: Sequence[Sequence[int]], worker_index: int) -> dist.ProcessGroup:
     own = next(number for number, roster in enumerate(rosters) if worker_index in roster)
     group: dist.ProcessGroup = groups[own]
     return group

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from cordee.cluster import Team
 from cordee.compute import Computation, Loss, OptimizerRecipe
+from cordee.compute.gpus import generator_of
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, ModelError
 from cordee.core.mesh import Mesh
@@ -195,11 +196,7 @@ class SliceStreams:
 
     def __init__(self, model: nn.Module, plan: Mapping[str, Style], slice_index: int, device: torch.device) -> None:
         self._slice_index = slice_index
-        self._generator = (
-            torch.cuda.default_generators[torch.cuda.current_device()]
-            if device.type == "cuda"
-            else torch.default_generator
-        )
+        self._generator = generator_of(device)
         self._common: Tensor | None = None  # the state of everybody's stream, while the worker's own is in use
         model.register_forward_pre_hook(lambda *_: self.begin())
         for name, style in plan.items():

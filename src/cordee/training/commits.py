@@ -22,6 +22,7 @@ from torch import Tensor
 from cordee.checkpoint import Copies, State
 from cordee.checkpoint.layout import memory_of
 from cordee.cluster import Team
+from cordee.compute.gpus import random_state
 from cordee.core.errors import JobError, TrainingError
 from cordee.training.loop_state import LoopContents
 
@@ -66,7 +67,7 @@ class Commits:
         self._changes = 0
         self._sample: bytes | None = None
         self._progress: dict[str, Any] = {}
-        self._random = torch.get_rng_state()
+        self._random = random_state()
         self._copies, self._copy = Copies(), State({}, {})
         # Where tensors are at the same places as at the last copy, only they are copied, in one call.
         self._sources: list[Tensor] | None = None
@@ -124,7 +125,7 @@ class Commits:
             return self._as_state()
         return self._as_state(self._copy) if self._is_copy_recorded else self._copy
 
-    def random_state(self) -> Tensor:
+    def random_state(self) -> list[Tensor]:
         """Return the state of torch's random numbers at the commit that `state` returns."""
         if self._copied_step != self.step and not self.is_changed:
             return self._random
@@ -132,7 +133,7 @@ class Commits:
 
     def _note(self) -> None:
         self._progress = self._read_progress()
-        self._random = torch.default_generator.get_state()
+        self._random = random_state()
         self._is_stepped, self._changes = False, self._contents.changes
         self._sample = None if self.is_copying else self._contents.sample()
 

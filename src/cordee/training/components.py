@@ -9,7 +9,7 @@ import contextlib
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from cordee.compute import (
 )
 from cordee.compute.compiling import Compiler
 from cordee.compute.devices import keep_freed
+from cordee.compute.gpus import seed_generators, use_device
 from cordee.compute.job_metrics import NamedMetric
 from cordee.compute.loss_scale import LossScale
 from cordee.compute.parameter_groups import freeze_parameters
@@ -85,6 +86,9 @@ class Components:
 
     def setup(self) -> None:
         """Hand the model over to the strategy. Collective: the team's group must be there."""
+        use_device(self.computation.device)
+        if self.team.num_workers > 1:
+            require_one_kind(self.team.gather(self.computation.device.type == "cuda"), self.team.numbers)
         self.strategy.setup(self.model, self.recipe, self.team, self.example)
 
     @property
@@ -102,9 +106,7 @@ class Components:
         # In reproducible mode shards derive their own streams from this one (strategies/shards.py).
         place = () if self.job.training.reproducible else (self.shards.first,)
         seed = derive_seed(self.job.seed, "step", step, *place)
-        torch.default_generator.manual_seed(seed)
-        if self.computation.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        seed_generators(seed, self.computation.device)
 
     def open_stream(self, place: Place) -> OnlineStream:
         """Return this worker's batches of a growing training set, from `place` on."""
@@ -178,6 +180,16 @@ class Components:
             schema_version=SCHEMA_VERSION,
             cordee_version=__version__,
             torch_version=str(torch.__version__),
+        )
+
+
+def require_one_kind(has_gpu: Sequence[int], numbers: Sequence[int]) -> None:
+    """Raise JobError where some workers compute on GPUs and some do not: what they exchange would not meet."""
+    if len(set(has_gpu)) > 1:
+        on_cpu = [f"worker {number}" for number, gpu in zip(numbers, has_gpu, strict=True) if not gpu]
+        raise JobError(
+            f"{', '.join(on_cpu)} found no GPU, and the other workers compute on theirs: set training.device = 'cpu', "
+            "or start workers only where GPUs are"
         )
 
 

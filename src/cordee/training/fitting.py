@@ -101,7 +101,8 @@ def _check_fit(job: Job, splits: Splits, model: nn.Module, computation: Computat
     model.eval()
     try:
         with torch.no_grad():
-            outputs = computation.outputs(model, computation.to_device(batch))
+            # The model is where it was built: strategies move it to its device.
+            outputs = computation.outputs(model, replace(computation, device=_device_of(model)).to_device(batch))
     except Exception as error:
         contiguous = replace(computation, memory_format="contiguous")
         if computation.memory_format != "contiguous" and _computes(model, contiguous, batch):
@@ -189,8 +190,12 @@ def _shape_of(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else describe(value)
 
 
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 def _on_device_of(model: nn.Module, batch: Batch) -> Batch:
-    device = next((p.device for p in model.parameters()), "cpu")
+    device = _device_of(model)
     return batch.map(lambda tensor: tensor.to(device))
 
 

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 from cordee.communication.shared_memory.collectives import Host
 from cordee.communication.shared_memory.execution import CollectiveExecutor
 from cordee.communication.shared_memory.gloo_sockets import recording_gloo_sockets
+from cordee.communication.shared_memory.gpus import NCCL, choose_backend, form_nccl, own_gpu
 from cordee.communication.shared_memory.handshake import LinkSettings
 from cordee.communication.shared_memory.links import Links
 from cordee.communication.shared_memory.liveness import FAILED, HEARTBEAT, Identity, PeerWatch, counter
@@ -67,7 +68,9 @@ def create_group(options: Any, settings: BackendSettings | None) -> CordeeProces
     num_cores = len(os.sched_getaffinity(0))
     host_id, name = own_host_id(settings, identity.rank), socket.gethostname()
     has_memory = settings.shared_memory and can_share_memory()
-    record = MemberRecord(host_id, identity, settings.slot_bytes, num_cores, has_memory, settings.encrypt, name)
+    record = MemberRecord(
+        host_id, identity, settings.slot_bytes, num_cores, has_memory, settings.encrypt, name, own_gpu()
+    )
     if settings.encrypt and not has_memory:
         raise CommunicationError("encrypt = True works on Linux on x86-64 only: elsewhere gloo is used, in plain text")
     records = exchange_records(store, rank, size, record)
@@ -86,8 +89,17 @@ def create_group(options: Any, settings: BackendSettings | None) -> CordeeProces
             return _form_wide(gloo_store, rank, size, timeout, settings)
         return _form_near(gloo_store, rank, size, timeout)
 
+    def for_gpus(asked: str) -> Any:
+        chosen = choose_backend([(other.host_id, other.gpu) for other in records], asked)
+        if chosen == NCCL and is_wide and settings.encrypt:
+            raise CommunicationError(
+                "NCCL, which exchanges CUDA tensors, does not encrypt what goes between hosts, and the group is "
+                "encrypted: compute on CPUs, or set encrypt = False (cluster.encrypt = false)"
+            )
+        return form_nccl(store, rank, size, timeout, job_ranks, options.group_id) if chosen == NCCL else None
+
     if not has_memory:
-        return CordeeProcessGroup(rank, size, gloo)
+        return CordeeProcessGroup(rank, size, gloo, form_for_gpus=for_gpus)
 
     ranks = next(ranks for ranks in hosts if rank in ranks)
     team = form_host_team(store, rank, ranks, records, settings)
@@ -99,7 +111,7 @@ def create_group(options: Any, settings: BackendSettings | None) -> CordeeProces
     if links is not None:
         operations = TwoLevel(team.host, hosts, rank, job_ranks, links, mailbox, timeout_s)
         executor.on_failure = operations.fail
-    return CordeeProcessGroup(rank, size, gloo, Membership(team, executor, mailbox, operations, links))
+    return CordeeProcessGroup(rank, size, gloo, Membership(team, executor, mailbox, operations, links), for_gpus)
 
 
 def _connect(
@@ -178,6 +190,7 @@ class MemberRecord:
     shared_memory: bool = True
     encrypt: bool = False
     host: str = ""  # its name, for messages
+    gpu: str = ""  # that it computes on; no other GPU of the host has this id
 
 
 def group_by_host(host_ids: Sequence[str]) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """The `torch.distributed` process group of the `cordee` backend.
 
 Operations of members that share a host go through shared memory, between hosts over connections of the group's own.
-What is not done here — other devices, sparse tensors, element types without a meaning for the operation — goes to a
-gloo group of the same members, which is formed when it is first needed.
+What is not done here — sparse tensors, element types without a meaning for the operation — goes to a gloo group of the
+same members, which is formed when it is first needed. CUDA tensors go to NCCL or gloo (gpus.py).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from cordee.communication.shared_memory.collectives import (
     write_back,
 )
 from cordee.communication.shared_memory.execution import CollectiveExecutor, CordeeWork
+from cordee.communication.shared_memory.gpus import GLOO, GpuOperations, asked_backend
 from cordee.communication.shared_memory.links import Links
 from cordee.communication.shared_memory.mailbox import Mailbox
 from cordee.communication.shared_memory.rounds import Steps
@@ -74,12 +75,19 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         size: int,
         form_gloo: Callable[[], ProcessGroupGloo],
         membership: Membership | None = None,
+        form_for_gpus: Callable[[str], Any] | None = None,
     ) -> None:
-        """Without a membership everything is left to gloo."""
+        """Without a membership everything is left to gloo.
+
+        `form_for_gpus` is given what the program named for CUDA tensors, or "", and returns the backend for them, or
+        None where gloo is to do them.
+        """
         super().__init__(rank, size)
         self._form_gloo = form_gloo
         self._forming_gloo = threading.RLock()
         self._formed_gloo: ProcessGroupGloo | None = None
+        self._form_for_gpus = form_for_gpus
+        self.gpu_operations = GpuOperations(self._form_gpus)
         self._name = self._description = ""
         self._num_ranks = size
         self._own_rank = rank
@@ -111,6 +119,16 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
                 super()._set_group_desc(self._description)
             return cast(ProcessGroup, self._formed_gloo)
 
+    def _form_gpus(self) -> Any:
+        asked = asked_backend(self)
+        return self._form_for_gpus(asked) if self._form_for_gpus is not None and asked != GLOO else None
+
+    def _other(self, *groups: Sequence[Tensor]) -> ProcessGroup:
+        """What does an operation on these tensors that is not done here. Collective, as the operation is."""
+        is_on_gpu = any(tensor.is_cuda for group in groups for tensor in group)
+        backend: ProcessGroup | None = self.gpu_operations.get() if is_on_gpu else None  # has the same operations
+        return self._gloo if backend is None else backend
+
     # Torch keeps these in the backend of a device, which there may be none of.
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -135,12 +153,21 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> Any:
+        if device.type == "cuda" and (backend := self.gpu_operations.get()) is not None:
+            return backend
         self._gloo  # noqa: B018 - collective, as what torch does with the backend
         return super()._get_backend(device)
 
     def _start_coalescing(self, device: torch.device) -> None:
+        if device.type == "cuda" and (backend := self.gpu_operations.get()) is not None:
+            backend._start_coalescing()
+            return
         self._gloo  # noqa: B018
         super()._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        backend = self.gpu_operations.get() if device.type == "cuda" else None
+        return super()._end_coalescing(device) if backend is None else backend._end_coalescing()
 
     def getGroupName(self) -> str:  # noqa: N802 - torch calls it so
         return self._name
@@ -157,11 +184,11 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
             return self._allreduce_other(tensors, opts, timeout)
         tensor = tensors[0]
         if not (tensor.layout is torch.strided and tensor.is_cpu):
-            return self._gloo.allreduce(tensors, opts)
+            return self._other(tensors).allreduce(tensors, opts)
         key = (opts.reduceOp.op.value, tensor.dtype, tensor.numel())
         plan = self._plans[key] if key in self._plans else self._plan(key)
         if plan is None:
-            return self._gloo.allreduce(tensors, opts)
+            return self._other(tensors).allreduce(tensors, opts)
         after = None
         flat = tensor
         # Most calls are with a flat bucket, and each attribute of a tensor costs 0.1 µs.
@@ -183,7 +210,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         reduction = self._reduction(opts, tensors)
         operations = self._operations
         if operations is None or reduction is None:
-            return self._gloo.allreduce_coalesced(tensors, opts)
+            return self._other(tensors).allreduce_coalesced(tensors, opts)
         flats = [flatten(tensor) for tensor in tensors]
 
         def steps() -> Steps:
@@ -197,7 +224,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
             tensors, opts = [tensors], _options(c10d.BroadcastOptions, timeout, rootRank=opts or 0)
         opts = c10d.BroadcastOptions() if opts is None else opts
         if self._operations is None or len(tensors) != 1 or not is_plain(tensors[0]):
-            return self._gloo.broadcast(tensors, opts)
+            return self._other(tensors).broadcast(tensors, opts)
         data = as_bytes(tensors[0])
         steps = self._operations.broadcast(data, opts.rootRank)
         return self._submit(steps, tensors, opts, write_back(tensors, (data,)))
@@ -205,7 +232,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
         reduction = self._reduction(opts, tensors)
         if self._operations is None or reduction is None or len(tensors) != 1:
-            return self._gloo.reduce(tensors, opts)
+            return self._other(tensors).reduce(tensors, opts)
         flat = flatten(tensors[0])
         after = write_back(tensors, (flat,)) if opts.rootRank == self._own_rank else None
         return self._submit(self._operations.reduce(flat, reduction, opts.rootRank), tensors, opts, after)
@@ -213,7 +240,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         opts = c10d.AllgatherOptions() if opts is None else opts
         if self._operations is None or len(inputs) != 1 or not _all_plain(outputs[0], inputs):
-            return self._gloo.allgather(outputs, inputs, opts)
+            return self._other(inputs).allgather(outputs, inputs, opts)
         flats = [as_bytes(output) for output in outputs[0]]
         _check_sizes("all_gather", [inputs[0].nbytes], [flats[self._own_rank]])
         steps = self._operations.all_gather(flats, as_bytes(inputs[0]))
@@ -226,9 +253,8 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         opts = c10d.AllgatherOptions() if opts is None else opts
         operations, num_ranks = self._operations, self._num_ranks
         if operations is None or not _all_plain(outputs, inputs):
-            return _combine(
-                [self._gloo._allgather_base(out, data, opts) for out, data in zip(outputs, inputs, strict=True)]
-            )
+            other = self._other(inputs)
+            return _combine([other._allgather_base(out, data, opts) for out, data in zip(outputs, inputs, strict=True)])
         flats = [flatten(output) for output in outputs]
         _check_sizes("all_gather", [data.numel() * num_ranks for data in inputs], flats)
         pairs = [(flat.view(torch.uint8), as_bytes(data)) for flat, data in zip(flats, inputs, strict=True)]
@@ -242,12 +268,12 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         # Torch gives the outputs by rank or by tensor, with the latter documented: left to gloo.
-        return self._gloo.allgather_coalesced(outputs, inputs, opts)
+        return self._other(inputs).allgather_coalesced(outputs, inputs, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         is_root = opts.rootRank == self._own_rank
         if self._operations is None or len(inputs) != 1 or not _all_plain(inputs, outputs[0] if is_root else ()):
-            return self._gloo.gather(outputs, inputs, opts)
+            return self._other(inputs).gather(outputs, inputs, opts)
         targets = outputs[0] if is_root else []
         flats = [as_bytes(target) for target in targets]
         _check_sizes("gather", [inputs[0].nbytes] * len(flats), flats)
@@ -257,7 +283,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         is_root = opts.rootRank == self._own_rank
         if self._operations is None or len(outputs) != 1 or not _all_plain(outputs, inputs[0] if is_root else ()):
-            return self._gloo.scatter(outputs, inputs, opts)
+            return self._other(outputs).scatter(outputs, inputs, opts)
         parts = [as_bytes(part) for part in inputs[0]] if is_root else []
         output = as_bytes(outputs[0])
         _check_sizes("scatter", [output.numel()] * len(parts), parts)
@@ -267,7 +293,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         reduction = self._reduction(opts, outputs)
         if self._operations is None or reduction is None or len(outputs) != 1 or not _all_plain(inputs[0]):
-            return self._gloo.reduce_scatter(outputs, inputs, opts)
+            return self._other(outputs).reduce_scatter(outputs, inputs, opts)
         output = flatten(outputs[0])
         parts = [flatten(part) for part in inputs[0]]
         _check_sizes("reduce_scatter", [output.numel()], [parts[self._own_rank]])
@@ -282,8 +308,9 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         reduction = self._reduction(opts, outputs)
         operations = self._operations
         if operations is None or reduction is None or not _all_plain(inputs):
+            other = self._other(inputs)
             return _combine(
-                [self._gloo._reduce_scatter_base(out, data, opts) for out, data in zip(outputs, inputs, strict=True)]
+                [other._reduce_scatter_base(out, data, opts) for out, data in zip(outputs, inputs, strict=True)]
             )
         flats = [flatten(output) for output in outputs]
         split = [flatten(data).chunk(self._num_ranks) for data in inputs]
@@ -301,7 +328,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         opts = c10d.AllToAllOptions() if opts is None else opts
         if self._operations is None or not _all_plain(outputs, inputs):
-            return self._gloo.alltoall(outputs, inputs, opts)
+            return self._other(outputs).alltoall(outputs, inputs, opts)
         flats = [as_bytes(output) for output in outputs]
         steps = self._operations.all_to_all(flats, [as_bytes(data) for data in inputs])
         return self._submit(steps, outputs, opts, write_back(outputs, flats))
@@ -311,7 +338,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
     ) -> Work:
         opts = c10d.AllToAllOptions() if opts is None else opts
         if self._operations is None or not _all_plain((output, data)):
-            return self._gloo.alltoall_base(output, data, output_splits, input_splits, opts)
+            return self._other([output]).alltoall_base(output, data, output_splits, input_splits, opts)
         flat = flatten(output)
         parts = [as_bytes(part) for part in _split_rows(flatten(data), data, input_splits, self._num_ranks)]
         targets = [as_bytes(part) for part in _split_rows(flat, output, output_splits, self._num_ranks)]
@@ -329,14 +356,15 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         gloo.monitored_barrier(timeout, wait_all_ranks)
 
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> Work:
-        if self._mailbox is None:
-            return self._gloo.send(tensors, target, tag)
+        if self._mailbox is None or tensors[0].is_cuda:
+            return self._other(tensors).send(tensors, target, tag)
         _refuse_to_send(tensors[0])
         return self._mailbox.send(as_bytes(tensors[0]), target, tag, tensors)
 
     def recv(self, tensors: list[Tensor], source: int | None, tag: int = 0) -> Work:
-        if self._mailbox is None:
-            return self._gloo.recv_anysource(tensors, tag) if source is None else self._gloo.recv(tensors, source, tag)
+        if self._mailbox is None or tensors[0].is_cuda:
+            other = self._other(tensors)
+            return other.recv_anysource(tensors, tag) if source is None else other.recv(tensors, source, tag)
         _refuse_to_send(tensors[0])
         data = as_bytes(tensors[0])
         return self._mailbox.receive(data, source, tag, tensors, write_back(tensors, (data,)))
@@ -353,6 +381,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the group: local; peers that still wait for this rank get an error that names it."""
+        self.gpu_operations.close()
         if (own := self._membership) is not None:
             if own.links is not None:
                 own.links.abandon("the process group was destroyed before the operation was done")
@@ -375,7 +404,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
             return self.allreduce(tensors, opts)
         reduction = self._reduction(opts, tensors)
         if self._operations is None or reduction is None or len(tensors) != 1:
-            return self._gloo.allreduce(tensors, opts)
+            return self._other(tensors).allreduce(tensors, opts)
         flat = flatten(tensors[0])
         return self._submit(self._operations.all_reduce(flat, reduction), tensors, opts, write_back(tensors, (flat,)))
 
@@ -430,7 +459,7 @@ def _all_plain(*groups: Sequence[Tensor]) -> bool:
 
 def _refuse_to_send(tensor: Tensor) -> None:
     if not is_plain(tensor):  # gloo cannot either, and forming it here would need those who have no part in this
-        raise ValueError(f"only dense CPU tensors are sent and received, not {tensor.layout} on {tensor.device}")
+        raise ValueError(f"only dense tensors are sent and received, not {tensor.layout} on {tensor.device}")
 
 
 def _check_sizes(name: str, expected: Sequence[int], tensors: Sequence[Tensor]) -> None:

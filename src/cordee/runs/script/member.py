@@ -24,6 +24,7 @@ from cordee.cluster.member_link import MemberSpec
 from cordee.cluster.messages import FirstStep, WorkerSummary
 from cordee.communication.exchange import find_differences, find_lost_peer
 from cordee.compute.devices import MemoryWatch
+from cordee.compute.gpus import set_random_state
 from cordee.core.errors import CommunicationError, JobError, StorageError, TrainingError
 from cordee.core.fault_points import reach
 from cordee.core.settings import Checkpoint
@@ -133,7 +134,7 @@ class ElasticLoop:
         self._group = contextlib.ExitStack()
         # Between two generations `_held` is what this worker has; in one, the models have it and `_is_live` is set.
         self._held: State | None = None
-        self._random: Tensor | None = None  # torch's random numbers at that commit, if it is this worker's own
+        self._random: list[Tensor] | None = None  # torch's random numbers at that commit, if it is this worker's own
         self._asked_step = -1  # of the last checkpoint that the script asked for
         self._is_live = False
         self._is_untrained = True
@@ -255,7 +256,7 @@ class ElasticLoop:
         if own_step != progress["step"]:
             self._random = None
         elif self._random is not None:
-            torch.set_rng_state(self._random)
+            set_random_state(self._random)
         self._commits.begin(progress["step"])
         self._is_begun, self._is_new_team, self._link.step = False, True, progress["step"]
         reach("enter.resumed")

@@ -23,6 +23,7 @@ from cordee.communication.keys import ClientKeys
 from cordee.communication.shared_memory.gloo_sockets import shut_gloo_sockets
 from cordee.communication.shared_memory.liveness import abandon_groups
 from cordee.compute.devices import MemoryWatch
+from cordee.compute.gpus import claim_gpu, use_device
 from cordee.core import fault_points
 from cordee.core.errors import CommunicationError
 from cordee.data.source import check_same
@@ -128,9 +129,12 @@ class _Member:
         """Train until the run is over for this worker: at its end, or because it is let go."""
         spec, link = self._spec, self._link
         index = min(spec.index, spec.num_local - 1)
-        places = Team(index, spec.num_local, num_local_workers=spec.num_local, local_rank=index)
+        job = spec.load_job()
+        local_rank = index if job.training.device == "cpu" else claim_gpu(spec.index)
+        places = Team(index, spec.num_local, num_local_workers=spec.num_local, local_rank=local_rank)
         self._timeline.enter("loading")
-        parts = assemble(spec.load_job(), places)
+        parts = assemble(job, places)
+        use_device(parts.computation.device)  # groups find out which GPU it is when they are formed
         if spec.data:
             check_same(spec.data, parts.splits)
         sink = LinkSink(link, spec.index)

@@ -14,6 +14,7 @@ from torch import Tensor
 from cordee.cluster import Team
 from cordee.communication.compressed_sum import CompressedSum, Gathering
 from cordee.communication.compression import ErrorFeedback
+from cordee.communication.exchange import settle
 from cordee.core.errors import JobError
 
 
@@ -78,8 +79,10 @@ class DifferenceExchange:
         if sent.gathering is not None:
             assert self._compressed is not None
             room = self._compressed.finish(sent.gathering, [count / total if total else 0.0 for count in counts])
+            settle(room.device)
         elif sent.work is not None:
             sent.work.wait()
+            settle(room.device)
             room.mul_(self._nominal_count / total) if total else room.zero_()
         pieces = torch.split(room, [shape.numel() for shape in self._shapes.values()])
         return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}

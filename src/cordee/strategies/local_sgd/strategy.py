@@ -133,6 +133,9 @@ class LocalSgd(Replica, TrainsAlone):
             self._feedback = [
                 None if is_plain else compression.feedback([*own.values()], self._dtype) for own in shapes
             ]
+        for feedback in self._feedback:
+            if feedback is not None:
+                feedback.move_to(self._computation.device)
         self._exchanges = [
             DifferenceExchange(own, team, self._nominal_count, feedback)
             for own, feedback in zip(shapes, self._feedback, strict=True)
@@ -332,7 +335,8 @@ class LocalSgd(Replica, TrainsAlone):
         """Have each worker begin with the mean, which adds up to the same whatever their number."""
         for names, feedback in zip(self._fragments, self._feedback, strict=True):
             if feedback is not None and all(name in saved for name in names):
-                feedback.left = torch.cat([saved[name].reshape(-1) for name in names]).to(self._dtype)
+                left = torch.cat([saved[name].reshape(-1) for name in names])
+                feedback.left = left.to(self._computation.device, self._dtype)
 
     def _carry(self) -> None:
         """Take what this worker did alone out of the model, which is about to be overwritten. Local."""

@@ -91,8 +91,8 @@ class Runner:
         for count, size in split_evenly(batch.num_samples, num_microbatches):
             end = start + count * size
             schedule = self._schedule_for(count, size)
-            inputs = (batch.inputs[start:end].to(self._device),) if self._is_first else ()
-            targets = batch.targets[start:end].to(self._device) if self.is_last else None
+            inputs = (batch.inputs[start:end].to(self._device, non_blocking=True),) if self._is_first else ()
+            targets = batch.targets[start:end].to(self._device, non_blocking=True) if self.is_last else None
             if problem := _step(schedule, inputs, targets):
                 raise problem
             start = end

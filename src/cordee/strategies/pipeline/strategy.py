@@ -16,7 +16,8 @@ from cordee.checkpoint import State, optimizer_state
 from cordee.cluster import Team
 from cordee.communication.exchange import broadcast
 from cordee.compute import Computation, Loss, OptimizerRecipe
-from cordee.compute.computation import count_correct
+from cordee.compute.computation import find_correct, read_numbers
+from cordee.compute.gpus import seed_generators
 from cordee.compute.losses import require_even_parts
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, ModelError
@@ -45,6 +46,7 @@ from cordee.strategies.split import (
     WholeModel,
     cut_weights,
     form_axes,
+    form_gpu_pipelines,
     gather_weights,
     require_elementwise,
 )
@@ -159,6 +161,7 @@ class Pipeline(SplitModel):
         device = self._computation.device
         model = self._recall(model)
         self._axes = axes = form_axes(team, self._mesh)
+        self._gpu_group = form_gpu_pipelines(team, self._mesh) if device.type == "cuda" else None
         inputs = example.inputs.to(device)
         if self._chain is None:
             self.check(model, recipe, Batch(inputs, example.targets))
@@ -195,7 +198,7 @@ class Pipeline(SplitModel):
             modules,
             num_stages=len(stages),
             schedule=self._settings.schedule,
-            group=axes.pipeline,
+            group=axes.pipeline if self._gpu_group is None else self._gpu_group.group,
             device=device,
             loss=self._loss_of,
         )
@@ -236,15 +239,19 @@ class Pipeline(SplitModel):
         self._sum_tied()
         if self._shares is not None:
             self._shares.reduce()
-        mean = self._loss_sum / own_count if own_count else 0.0
-        right = self._num_correct if measure else None
-        return Loss(mean, own_count, right, num_samples, num_items=self._num_items)
+        means, right = read_numbers([[loss for loss, _ in self._losses], self._right], self._computation.device)
+        loss_sum = sum(one * count for one, (_, count) in zip(means, self._losses, strict=True))
+        mean = loss_sum / own_count if own_count else 0.0
+        num_correct = int(sum(right)) if measure else None
+        return Loss(mean, own_count, num_correct, num_samples, num_items=self._num_items)
 
     def _begin(self, divisor: float, measure: bool) -> None:
         self._loss_divisor, self._measures = divisor, measure and self._computation.counts_classes
-        self._loss_sum, self._num_correct, self._num_items = 0.0, 0, 0
+        self._losses: list[tuple[Tensor, float]] = []  # of each micro-batch, with what it counts
+        self._right: list[Tensor] = []
+        self._num_items = 0
         # All workers of a pipeline were given one seed, of which each of them makes a stream of its own.
-        torch.default_generator.manual_seed(derive_seed(torch.initial_seed(), "part", self._axes.place.pipeline))
+        seed_generators(derive_seed(torch.initial_seed(), "part", self._axes.place.pipeline), self._computation.device)
 
     def _loss_of(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the share of a micro-batch in the loss of the whole batch. Called by torch on the last stage."""
@@ -255,9 +262,9 @@ class Pipeline(SplitModel):
             loss = self._computation.loss.mean(outputs, targets)
             if count != self._loss_divisor:
                 require_even_parts(self._computation.loss, outputs, targets)
-        self._loss_sum += loss.item() * count
+        self._losses.append((loss.detach(), count))
         if self._measures:
-            self._num_correct += count_correct(outputs, targets, ignored=self._computation.loss.ignored)
+            self._right.append(find_correct(outputs, targets, ignored=self._computation.loss.ignored))
             self._num_items += self._computation.loss.num_items(targets)
         scale = self._computation.scale
         return loss * (count / self._loss_divisor * (1.0 if scale is None else scale.factor))
