@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cordee.cli.output import print_json, print_text
+from cordee.cli.output import print_json, print_note, print_text
 from cordee.cli.run_commands import found
 from cordee.core.interrupts import INTERRUPTED
 
@@ -148,19 +148,32 @@ def doctor(
             "--run", metavar="RUN", help="Check this run's events instead of the machine.", show_default=False
         ),
     ] = None,
+    gpus: Annotated[
+        bool, typer.Option("--gpus", help="Train on this machine's GPUs, and compare with the CPU and with DDP.")
+    ] = False,
+    report: Annotated[
+        Path, typer.Option("--report", help="With --gpus: where the report is written.", metavar="FILE")
+    ] = Path("cordee-gpus.json"),
 ) -> None:
     """Check this machine: Python, torch, devices, cores, memory, disk, ports, data; say what to fix.
 
     With --run, check a run from its own events: every sample counted once per epoch, generations that do not
     overlap, steps that only grow, members that agree on the weights. With --engine, check a cluster before a run;
-    `env` is checked in all processes of a launch, for example `srun cordee doctor --engine env`. Exit code 1 if
-    something is wrong.
+    `env` is checked in all processes of a launch, for example `srun cordee doctor --engine env`. With --gpus, train
+    with every strategy on the GPUs, in a few minutes, and write a report. Exit code 1 if something is wrong, or if
+    there is no GPU.
     """
     from cordee.tools.doctor import can_train, examine, examine_engine, render_findings
 
-    if run is not None and engine is not None:
-        raise typer.BadParameter("--run and --engine are two different checks: give one of them")
-    if engine is not None:
+    if sum([run is not None, engine is not None, gpus]) > 1:
+        raise typer.BadParameter("--run, --engine and --gpus are different checks: give one of them")
+    if gpus:
+        from cordee.bench.gpu_check import CONCLUSIONS as OF_GPUS
+        from cordee.bench.gpu_check import examine_gpus
+
+        findings = examine_gpus(report, print_note)
+        print_text(render_findings(findings, as_json=as_json, conclusions=OF_GPUS))
+    elif engine is not None:
         findings = examine_engine(engine)
         print_text(render_findings(findings, as_json=as_json))
     elif run is not None:
