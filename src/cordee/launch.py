@@ -31,7 +31,7 @@ from cordee.core.fault_points import identify, reach
 from cordee.core.importing import refuse_what_workers_miss, stop_import
 from cordee.core.interrupts import INTERRUPTED, InterruptFlag
 from cordee.core.module_changes import refuse_changed_modules
-from cordee.core.references import LIVE_PREFIX, Use
+from cordee.core.references import LIVE_PREFIX, Use, program_folders
 from cordee.data.dataframes import SOURCE, data_of_frame, is_dataframe
 from cordee.monitoring import (
     JsonlSink,
@@ -398,14 +398,7 @@ def _as_job(job: Job | Mapping[str, Any] | str | Path, overrides: Iterable[str])
     job = Job.coerce(job, overrides)
     if is_file:
         return job  # which knows its own folder
-    return msgspec.structs.replace(job, python_path=tuple(dict.fromkeys([*job.python_path, *_program_folders()])))
-
-
-def _program_folders() -> list[str]:
-    """Return where this program finds its own modules, so that the job it writes finds them from elsewhere."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    folders = [Path(script).parent, Path.cwd()] if script else [Path.cwd()]
-    return [str(folder.resolve()) for folder in folders]
+    return msgspec.structs.replace(job, python_path=tuple(dict.fromkeys([*job.python_path, *program_folders()])))
 
 
 @contextlib.contextmanager

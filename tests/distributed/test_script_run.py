@@ -12,7 +12,7 @@ import pytest
 from launching import run, run_python, started, wait_until
 
 from cordee.cluster.engine import Exited
-from cordee.tools.script_launcher import CONSEQUENCE, find_cause
+from cordee.runs.script.processes import CONSEQUENCE, find_cause
 
 pytestmark = pytest.mark.timeout(200)
 EXAMPLES = Path(__file__).parents[2] / "examples"

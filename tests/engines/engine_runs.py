@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+import pytest
 
 from cordee.bench.clusters import Cluster
 from cordee.strategies.table import STRATEGIES
@@ -284,3 +285,43 @@ def kill_in_midrun(
     after_s = sorted(at for at in times_s if at > killed_s)
     pauses = [(later - earlier, later) for earlier, later in zip([before_s, *after_s], after_s, strict=False)]
     return outcome, max(pauses)[1] - killed_s
+
+
+# Functions as ranks: what `horovod_driver.py` says, line by line.
+
+Said = dict[str, Any]
+
+
+def drive_horovod(engine: str, cluster: Cluster, environment: dict[str, str]) -> list[Said]:
+    """Run the driver on a cluster; return what it has said."""
+    here = Path(__file__).parent
+    ended = subprocess.run(
+        [sys.executable, str(here / "horovod_driver.py"), engine, cluster.connect],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYSPARK_PYTHON": sys.executable, **environment},
+        cwd=here,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+
+
+def assert_horovod_holds(said: list[Said]) -> None:
+    """Check the first eight answers, which are the same on Ray and Spark."""
+    expected = said[0]["alone"]
+    for one in said[1:3]:
+        results = one["result"]
+        assert [each["rank"] for each in results] == [0, 1] and {each["size"] for each in results} == {2}
+        assert [each["local"] for each in results] == [[0, 2], [1, 2]]  # the nodes are processes of this host
+        assert {each["told"] for each in results} == {"so"} and len({each["pid"] for each in results}) == 2
+        for each in results:
+            # Means of halves, added in another order.
+            assert each["weights"] == pytest.approx(expected, rel=1e-12)
+    for failed in said[3:5]:
+        assert failed["kind"] == "TrainingError", failed
+        assert "rank 1 failed: ValueError: no luck" in failed["error"] and "horovod_driver.py" in failed["error"]
+    assert said[5]["result"] == ["2", "2"]  # variables of earlier calls are gone
+    assert said[6]["kind"] == "TrainingError"
+    (single,) = said[7]["result"]
+    assert single["size"] == 1 and single["weights"] == pytest.approx(expected, rel=1e-12)

@@ -170,6 +170,11 @@ def master_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     return address, int(port)
 
 
+def has_kept_store(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether whoever started this process keeps the store of its launch, as torchrun and `cordee run` do."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def launch_name(task: LaunchedTask, environ: Mapping[str, str] = os.environ) -> str:
     """Return a name that all processes of this start have, and those of other starts have not; "" if there is none."""
     return f"{task.launch_id}/{environ.get('SLURM_STEP_ID', '')}" if task.launch_id else ""
@@ -207,12 +212,13 @@ def listening_port(environ: Mapping[str, str] = os.environ) -> int:
     return int(text)
 
 
-def script_environment(place: Place, master_port: int) -> dict[str, str]:
+def script_environment(place: Place, master_port: int, master_address: str = "127.0.0.1") -> dict[str, str]:
     """Return what `cordee run` gives each script, in the words of torchrun, so that torch finds the others.
 
     The launcher keeps the store, which torch takes for that of torchrun's agent.
     """
-    return {**torchrun_environment(place, master_port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    found = {**torchrun_environment(place, master_port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {**found, "MASTER_ADDR": master_address}
 
 
 def is_horovod_alias_wanted(environ: Mapping[str, str] = os.environ) -> bool:
@@ -248,6 +254,18 @@ def torchrun_environment(place: Place, master_port: int) -> dict[str, str]:
 def adopt(variables: Mapping[str, str]) -> None:
     """Set variables of this process, as if it had been started with them."""
     os.environ.update(variables)
+
+
+@contextlib.contextmanager
+def adopted(variables: Mapping[str, str]) -> Iterator[None]:
+    """Inside, these variables of this process are set; afterwards its environment is what it was."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def keep_compiled(environ: MutableMapping[str, str] = os.environ) -> None:

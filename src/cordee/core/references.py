@@ -86,6 +86,13 @@ def name_of(live: Any) -> str:
     return f"{LIVE_PREFIX}{module or ''}.{qualname}" if qualname else f"{LIVE_PREFIX}{type(live).__qualname__}"
 
 
+def program_folders() -> list[str]:
+    """Return where this program finds its own modules, so that others find them from elsewhere."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    folders = [Path(script).parent, Path.cwd()] if script else [Path.cwd()]
+    return [str(folder.resolve()) for folder in folders]
+
+
 def _is_found_at(live: Any, module: str, qualname: str) -> bool:
     """Return whether the name leads to this very object; it does not for local ones and methods of an instance."""
     found: Any = sys.modules.get(module)

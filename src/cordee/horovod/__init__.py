@@ -2,3 +2,7 @@
 
 `cordee run --as-horovod` and `python -m cordee.horovod script.py` run scripts that import `horovod` unchanged.
 """
+
+from cordee.horovod.running import run
+
+__all__ = ["run"]

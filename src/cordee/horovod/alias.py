@@ -36,13 +36,20 @@ MODULES = {
     "horovod.keras": "cordee.horovod.keras",
     "horovod.keras.elastic": "cordee.horovod.keras.elastic",
     "horovod.keras.callbacks": "cordee.horovod.keras.callbacks",
+    "horovod.runner": "cordee.horovod.running",
+    "horovod.spark": "cordee.horovod.spark",
+    "horovod.spark.runner": "cordee.horovod.spark",
+    "horovod.ray": "cordee.horovod.ray",
+    "horovod.ray.runner": "cordee.horovod.ray",
 }
 # What Horovod has and Cordée does in another way.
 ELSEWHERE = {
-    "horovod.run": "start the script with `cordee run -n N`",
-    "horovod.runner": "start the script with `cordee run -n N`",
-    "horovod.spark": "use `cordee train JOB --engine spark`",
-    "horovod.ray": "use `cordee train JOB --engine ray`",
+    "horovod.runner.launch": "start the script with `cordee run -n N`",
+    "horovod.spark.keras": "train a job on a DataFrame with `cordee train JOB --engine spark`",
+    "horovod.spark.torch": "train a job on a DataFrame with `cordee train JOB --engine spark`",
+    "horovod.spark.lightning": "train a job on a DataFrame with `cordee train JOB --engine spark`",
+    "horovod.spark.common": "train a job on a DataFrame with `cordee train JOB --engine spark`",
+    "horovod.ray.elastic": "train a job with `cordee train JOB --engine ray`, which continues without lost workers",
     "horovod.mxnet": "there is no MXNet here",
 }
 
@@ -55,9 +62,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != "horovod" and not name.startswith("horovod."):
             return None
-        parent = ".".join(name.split(".")[:2])
-        if parent in ELSEWHERE:
-            raise ModuleNotFoundError(f"{name} is not part of cordee.horovod: {ELSEWHERE[parent]}", name=name)
+        for known, advice in ELSEWHERE.items():
+            if f"{name}.".startswith(f"{known}."):
+                raise ModuleNotFoundError(f"{name} is not part of cordee.horovod: {advice}", name=name)
         if name not in MODULES:
             raise ModuleNotFoundError(f"cordee.horovod has no {name}; it has {', '.join(sorted(MODULES))}", name=name)
         return importlib.util.spec_from_loader(name, self, is_package=True)
@@ -82,8 +89,13 @@ def install() -> None:
 
     Raises JobError if Horovod itself has been imported.
     """
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if is_installed():
         return
     if "horovod" in sys.modules:
         raise JobError("--as-horovod: this process has imported Horovod itself already")
     sys.meta_path.insert(0, _Finder())
+
+
+def is_installed() -> bool:
+    """Return whether `import horovod` in this process imports Cordée's modules."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import re
+import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,10 +20,12 @@ from cordee.communication.shared_memory import BACKEND_NAME, BackendSettings, re
 from cordee.communication.this_host import own_host_id
 from cordee.compute import share_threads
 from cordee.core import env
-from cordee.core.errors import CordeeError, JobError
+from cordee.core.errors import CommunicationError, CordeeError, JobError
 from cordee.horovod.errors import HorovodInternalError
 from cordee.horovod.queue import OperationQueue
 from cordee.runs.script.member import ScriptMember, present_member
+
+CONNECT_S = 10.0  # for a connection to a store that is known to be there
 
 
 class _Place(NamedTuple):
@@ -113,13 +116,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     group: dist.ProcessGroup | None = None
     if task is not None and size > 1:
         if not dist.is_initialized():
-            register()
-            share_threads(0, task.local_world_size)
-            store = _open_store(task)
-            if store is None:
-                dist.init_process_group(BACKEND_NAME)
-            else:
-                dist.init_process_group(BACKEND_NAME, store=store, rank=task.rank, world_size=size)
+            _form_world(task)
             _owns_group = True
         if dist.get_world_size() != size or dist.get_rank() != task.rank:
             raise JobError(
@@ -307,6 +304,37 @@ def _find_place(task: env.Place, group: dist.ProcessGroup | None) -> _Place:
 
 
 # Where the processes of one launch connect to each other, whatever launched them.
+
+
+def _form_world(task: env.Place) -> None:
+    """Form the group of all ranks. Collective. Raises CommunicationError if the launch has ended already."""
+    register()
+    share_threads(0, task.local_world_size)
+    store = _open_store(task)
+    try:
+        if store is None:
+            _find_kept_store()
+            dist.init_process_group(BACKEND_NAME)
+        else:
+            dist.init_process_group(BACKEND_NAME, store=store, rank=task.rank, world_size=task.world_size)
+    except BaseException:
+        # Groups are numbered by attempts, and members look for each other by the number. A process that goes on to
+        # other launches, as those of Spark, would not be found by one that has not made this attempt.
+        dist.distributed_c10d._world.group_count = 0
+        raise
+
+
+def _find_kept_store() -> None:
+    """Raise CommunicationError if the store of the launch is gone. torch would look for it for half an hour."""
+    if env.has_kept_store():
+        address, port = env.master_address()
+        try:
+            socket.create_connection((address, port), timeout=CONNECT_S).close()
+        except OSError as error:
+            raise CommunicationError(
+                f"hvd.init: the store of this launch, {address}:{port}, has ended ({error}): another rank has failed "
+                "before, or the launcher is gone"
+            ) from None
 
 
 def _launched_place() -> env.Place | None:

@@ -1,27 +1,15 @@
-"""`cordee run`: the user's own script on N local workers, seen from the launcher and in a worker.
-
-Does without torch until the fork server has begun to import it: both take seconds, and so run side by side.
-"""
+"""`cordee run`: the user's own script on N local workers, seen from the launcher and in a worker."""
 
 from __future__ import annotations
 
-import socket
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cordee.cluster.engine import AgentLost, CannotStart, Engine, Exited, ProcessSpec
-from cordee.cluster.engines import open_engine
-from cordee.core.env import Place, is_horovod_alias_wanted, script_environment
-from cordee.core.errors import JobError, TrainingError
-from cordee.core.interrupts import InterruptFlag
+from cordee.core.env import is_horovod_alias_wanted
+from cordee.core.errors import JobError
 from cordee.core.temporary import temporary_folder
-
-INTERRUPT_GRACE_S = 3.0  # for a script to end by itself after Ctrl-C
-CONSEQUENCE = 86  # exit code of a script that only lost a peer
-CAUSE_WAIT_S = 5.0  # for the cause to be known when its consequence was noticed first
+from cordee.runs.script.processes import attempt, run_workers
 
 
 def run_script(script: Path, args: list[str], num_workers: int, extra: Mapping[str, str] | None = None) -> bool:
@@ -36,104 +24,24 @@ def run_script(script: Path, args: list[str], num_workers: int, extra: Mapping[s
         raise JobError(f"no script {str(script)!r}")
     if num_workers < 1:
         raise JobError(f"-n {num_workers} must be at least 1")
-    flag = InterruptFlag(lambda: None)
-    with temporary_folder() as folder, open_engine(["cordee.loop"]) as engine, flag:
-        import torch.distributed as dist
-
-        # The launcher keeps the rendezvous store, on a port of the system's choice, so that none can be taken. Left to
-        # itself the store would listen on all interfaces.
-        with socket.create_server(("127.0.0.1", 0), backlog=max(128, num_workers)) as listener:
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                "127.0.0.1",
-                listener.getsockname()[1],
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
-        failure_files = [Path(folder) / f"worker-{rank}" for rank in range(num_workers)]
-        for rank, file in enumerate(failure_files):
-            own_place = Place(rank, num_workers, rank, num_workers)
-            environment = {**script_environment(own_place, store.port), **(extra or {})}
-            job = {"script": str(script), "args": args, "num_local_workers": num_workers, "failure_file": str(file)}
-            spec = ProcessSpec.new(rank, "cordee.tools.script_launcher:main", job, environment=environment)
-            engine.start(spec)
-        ended = _await_workers(engine, num_workers, flag)
-        if flag():
-            return False
-        if (failure := find_cause(ended)) is not None:
-            file = failure_files[failure.index]
-            text = file.read_text() if file.exists() else ""
-            if failure.status != CONSEQUENCE:
-                sys.stderr.write(text)
-            raise TrainingError(_describe(failure, text.strip()))
-        return True
-
-
-def _await_workers(engine: Engine, num_workers: int, was_interrupted: Callable[[], bool]) -> list[Exited]:
-    """Wait for the workers, or for the first failure; return those that ended, in the order they did."""
-    ended: list[Exited] = []
-    failed_s = interrupted_s = float("inf")
-    while len(ended) < num_workers:
-        for report in engine.reports(timeout_s=0.05):
-            if isinstance(report, AgentLost):
-                sys.stderr.write(f"warning: {report.how} (pid {report.pid})\n")
-            elif isinstance(report, CannotStart):
-                raise TrainingError(f"worker {report.index} cannot be started: {report.reason}")
-            elif isinstance(report, Exited):
-                ended.append(report)
-                if report.status and failed_s == float("inf"):
-                    failed_s = time.monotonic()
-        now_s = time.monotonic()
-        if was_interrupted():
-            if interrupted_s == float("inf"):
-                interrupted_s = now_s
-                for index in range(num_workers):
-                    engine.signal(index, "interrupt")
-            if now_s - interrupted_s > INTERRUPT_GRACE_S:
-                break
-        elif any(r.status not in (0, CONSEQUENCE) for r in ended) or now_s - failed_s > CAUSE_WAIT_S:
-            break
-    return ended
-
-
-def find_cause(ended: Sequence[Exited]) -> Exited | None:
-    """Return the exit to report of those given in their order: a failure before the loss of a peer."""
-    failures = [report for report in ended if report.status]
-    causes = [report for report in failures if report.status != CONSEQUENCE]
-    # With nothing but losses, one that came to its end while the others needed it is to blame.
-    leavers = [report for report in ended if not report.status] if failures else []
-    return next(iter(causes or leavers or failures), None)
-
-
-def _describe(failure: Exited, text: str) -> str:
-    if failure.status == CONSEQUENCE:
-        return f"worker {failure.index} lost the others: {text}; all were ended"
-    if failure.status == 0:
-        return f"worker {failure.index} came to its end while the others still needed it; they were ended"
-    return f"worker {failure.index} {failure.describe()}; the others were ended"
+    with temporary_folder() as folder:
+        job = {"script": str(script), "args": args}
+        main = "cordee.tools.script_launcher:main"
+        return run_workers(main, job, num_workers, Path(folder), preload="cordee.loop", environment=extra)
 
 
 def main(job: dict[str, Any]) -> int:
     """Run the script as a worker, in a fresh fork of the fork server, and say how it failed."""
-    from cordee.communication.exchange import find_lost_peer
     from cordee.communication.shared_memory import register
     from cordee.compute import share_threads
-    from cordee.runs.script.program import execute, format_error
+    from cordee.runs.script.program import execute
 
     if is_horovod_alias_wanted():
         from cordee.horovod.alias import install
 
         install()
     register()  # the fork server has imported torch before the environment of this script was known
-    script, failure_file = str(job["script"]), Path(job["failure_file"])
-    share_threads(0, int(job["num_local_workers"]))
-    try:
-        execute(Path(script), job["args"], Path(script).read_bytes())
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:  # noqa: BLE001 - whatever the script raises is reported
-        # The launcher prints one traceback: N of the same failure, or of its consequences, would hide it.
-        lost = find_lost_peer(error)
-        failure_file.write_text(format_error(error, script) if lost is None else str(lost))
-        return 1 if lost is None else CONSEQUENCE
-    return 0
+    script = str(job["script"])
+    share_threads(0, int(job["num_workers"]))
+    source = Path(script).read_bytes()
+    return attempt(lambda: execute(Path(script), job["args"], source), Path(job["failure_file"]), script)

@@ -99,6 +99,6 @@ def test_how_an_agent_of_spark_ended_is_said_in_words() -> None:
     ],
 )
 def test_what_spark_says_is_cut_to_one_line(text: str, reason: str) -> None:
-    said = spark._reason(ValueError(text))
+    said = spark.reason_of(ValueError(text))
     assert reason in said
     assert "\n" not in said

@@ -42,8 +42,8 @@ def make_source(request: EngineRequest) -> RaySource:
     """
     address = request.job.cluster.connect or env.ray_address()
     _refuse_client(address)
-    ray = _import_ray()
-    is_ours, is_new = _connect(ray, address)
+    ray = import_ray()
+    is_ours, is_new = connect(ray, address)
     # Ray hides the GPUs of a node from actors that have asked for none.
     num_gpus = 1 if request.job.training.device == "cuda" else 0
     return RaySource(ray, num_gpus=num_gpus, is_ours=is_ours, is_new=is_new)
@@ -54,8 +54,8 @@ def check() -> Iterable[Finding]:
     address = env.ray_address()
     try:
         _refuse_client(address)
-        ray = _import_ray()
-        is_ours, _ = _connect(ray, address, may_start=False)
+        ray = import_ray()
+        is_ours, _ = connect(ray, address, may_start=False)
     except CordeeError as error:
         yield Finding("Ray", "problem", str(error))
         return
@@ -278,7 +278,7 @@ class RaySource(AgentSource):
             self._ray.kill(actor.handle, no_restart=True)
 
 
-def _import_ray() -> Any:
+def import_ray() -> Any:
     try:
         import ray
     except ImportError:
@@ -295,7 +295,7 @@ def _refuse_client(address: str) -> None:
         )
 
 
-def _connect(ray: Any, address: str, *, may_start: bool = True) -> tuple[bool, bool]:
+def connect(ray: Any, address: str, *, may_start: bool = True) -> tuple[bool, bool]:
     """Connect this process to Ray; return whether it was not connected before, and whether that Ray was started here.
 
     Raises JobError.

@@ -48,7 +48,7 @@ def make_source(request: EngineRequest) -> SparkSource:
     context, is_ours = open_context(connect, f"cordee {request.job.name}")
     source = SparkSource(context, is_ours=is_ours)
     try:
-        _refuse_speculation(context)
+        refuse_speculation(context)
         source.await_slots(request.num_slots)
     except BaseException:
         source.close()
@@ -66,7 +66,7 @@ def check() -> Iterable[Finding]:
         return
     source = SparkSource(context, is_ours=is_ours)
     try:
-        _refuse_speculation(context)
+        refuse_speculation(context)
         source.await_slots(1)
         capacity = source.capacity()
         if capacity.num_slots == 0 and not capacity.may_grow:
@@ -74,7 +74,7 @@ def check() -> Iterable[Finding]:
             return
         growing = ", and dynamic allocation" if capacity.may_grow else ""
         yield Finding("Spark", "ok", f"{source.describe()}; {capacity.num_slots} free{growing}")
-        here = _setting(context, "spark.driver.host")
+        here = setting_of(context, "spark.driver.host")
         with socket.create_server((here, 0)) as listener:
             port = listener.getsockname()[1]
             tasks = context.parallelize(range(capacity.num_slots), max(1, capacity.num_slots))
@@ -82,7 +82,7 @@ def check() -> Iterable[Finding]:
     except CordeeError as error:
         yield Finding("Spark", "problem", str(error))
     except Exception as error:  # noqa: BLE001 - Py4J passes on whatever the JVM throws
-        yield Finding("Spark", "problem", _reason(error))
+        yield Finding("Spark", "problem", reason_of(error))
     finally:
         source.close()
 
@@ -144,8 +144,8 @@ class SparkSource(AgentSource):
         executors = _executors(self._context)
         for executor in executors:
             slots[executor.host] = slots.get(executor.host, 0) + executor.num_slots - executor.num_running
-        may_grow = _setting(self._context, "spark.dynamicAllocation.enabled") == "true"
-        here = _setting(self._context, "spark.driver.host")
+        may_grow = setting_of(self._context, "spark.dynamicAllocation.enabled") == "true"
+        here = setting_of(self._context, "spark.driver.host")
         is_alone = not may_grow and all(
             executor.host == here or executor.host.startswith("127.") for executor in executors
         )
@@ -215,7 +215,7 @@ class SparkSource(AgentSource):
             (status,) = context.parallelize([0], 1).mapPartitions(partial(run_agent_task, order.to_text())).collect()
             task.how = _describe(status)
         except Exception as error:  # noqa: BLE001 - Py4J passes on whatever the JVM throws
-            task.how = _reason(error)
+            task.how = reason_of(error)
 
     def _find_losses(self) -> None:
         """Notice tasks that were lost and have no slot for their second attempt."""
@@ -279,7 +279,7 @@ def open_context(connect: str, name: str) -> tuple[Any, bool]:
             context = builder.getOrCreate().sparkContext
         except Exception as error:  # noqa: BLE001 - Py4J passes on whatever the JVM throws
             raise JobError(
-                f"cannot open a Spark session{f' at {connect}' if connect else ''}: {_reason(error)}"
+                f"cannot open a Spark session{f' at {connect}' if connect else ''}: {reason_of(error)}"
             ) from None
     context.setLogLevel("ERROR")
     _refuse_shared_threads(context)
@@ -301,10 +301,10 @@ def _refuse_shared_threads(context: Any) -> None:
         raise JobError("PYSPARK_PIN_THREAD=false mixes the job groups of agents: remove it from the environment")
 
 
-def _refuse_speculation(context: Any) -> None:
+def refuse_speculation(context: Any) -> None:
     """Spark may start a copy of a task that takes long, and ends the first when the copy ends."""
-    limit = _setting(context, "spark.speculation.task.duration.threshold")
-    if _setting(context, "spark.speculation") == "true" and limit:
+    limit = setting_of(context, "spark.speculation.task.duration.threshold")
+    if setting_of(context, "spark.speculation") == "true" and limit:
         raise JobError(
             f"spark.speculation.task.duration.threshold = {limit} with spark.speculation = true starts every agent a "
             "second time: remove one of them from the Spark configuration"
@@ -328,7 +328,7 @@ def _executors(context: Any) -> list[_Executor]:
     ]
 
 
-def _setting(context: Any, key: str) -> str:
+def setting_of(context: Any, key: str) -> str:
     return str(context.getConf().get(key) or "")
 
 
@@ -347,7 +347,7 @@ def _join(tasks: Iterable[_Task], deadline_s: float) -> None:
         task.thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Return what went wrong, in one line: Py4J's text holds the traces of both languages."""
     text = str(error)
     if "ExecutorLostFailure" in text:
