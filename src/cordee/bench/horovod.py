@@ -145,9 +145,11 @@ def _mirrored_loop(place: Place, clock: Clock, *, is_graph: bool) -> None:
     for file in files:
         clock.wait_for(file)
     cluster = {"worker": [f"127.0.0.1:{file.read_text()}" for file in files]}
-    env.adopt({"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": place.rank}})})
+    task = {"type": "worker", "index": place.rank}
+    env.adopt({"TF_CONFIG": json.dumps({"cluster": cluster, "task": task}), "TF_CPP_MIN_LOG_LEVEL": "3"})
     from cordee.horovod.tensorflow.arrays import tf
 
+    tf.get_logger().setLevel("ERROR")  # eagerly it advises at every step to use a graph
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     assert strategy.num_replicas_in_sync == place.size
     value = tf.fill([FLOATS], float(place.rank))
