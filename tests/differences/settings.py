@@ -245,6 +245,7 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "local_sgd.compress": Changes("int8", weights),
     "local_sgd.fragments": Elsewhere("distributed/test_local_sgd.py"),
     "local_sgd.delay": Elsewhere("distributed/test_local_sgd.py"),
+    "local_sgd.workers_per_group": Elsewhere("distributed/test_local_groups.py"),
     "sharded.unit_bytes": Elsewhere("unit/strategies/test_sharded.py"),
     "sharded.keep_gathered": Elsewhere("distributed/test_sharded_training.py"),
     "sharded.offload": Changes(True, exit_code),
