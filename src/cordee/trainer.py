@@ -28,7 +28,7 @@ from cordee.training.checkpointer import Checkpointer, require_finite
 from cordee.training.clock import TrainingClock
 from cordee.training.comparing import StateComparison
 from cordee.training.components import Components
-from cordee.training.measuring import WithoutValue, consolidated, make_policy, measure, take_up
+from cordee.training.measuring import WithoutValue, finish, make_policy, measure, ready, take_up
 from cordee.training.online_data import NextAction, await_data
 from cordee.training.progress import Outcome, Progress, add_progress, read_newest
 from cordee.training.shares import Balance, cut
@@ -180,8 +180,8 @@ class Trainer:
                     stopped_by = "interrupt"
             if not (is_saved := self._saver.step == progress.step):
                 self._save(at_once=True)
-            if not self._parts.is_whole or (is_saved and self._alone is not None):
-                self._parts.strategy.consolidate()  # weights are in parts; or workers have what each of them did alone
+            is_apart = not self._parts.is_whole or (is_saved and self._alone is not None)  # what all have learnt
+            weights_sha256 = finish(self._parts, self._callbacks) if is_apart else None
             with self._clock.away(), self._monitor.timeline.inside(Phase.SAVE):
                 self.wait_for_checkpoint()
             if self._saver.problem is not None:
@@ -191,7 +191,7 @@ class Trainer:
             self._clock.end()
         trained = progress.samples - self._start_samples
         speed = trained / self._clock.training_s if trained else None
-        outcome = Outcome(stopped_by, progress.metrics, speed, self._saver.stall_s)
+        outcome = Outcome(stopped_by, progress.metrics, speed, self._saver.stall_s, weights_sha256)
         self._callbacks.tell_of_checkpoints(self._parts, self._progress.step)
         self._callbacks.notify("on_end", outcome, self._parts, progress.step)
         return outcome
@@ -431,8 +431,8 @@ class Trainer:
         if test is None or progress.evaluated_at == progress.step:
             return None
         reach("evaluate.begun")
-        with self._clock.away(), self._monitor.timeline.inside(Phase.EVALUATE), consolidated(parts):
-            metrics = measure(parts, parts.strategy.model, test, self._agree_to_stop)
+        with self._clock.away(), self._monitor.timeline.inside(Phase.EVALUATE), ready(parts, self._callbacks) as tried:
+            metrics = measure(parts, tried.model, test, self._agree_to_stop, tried.take_part)
         reach("evaluate.done")
         if metrics is None:
             return None

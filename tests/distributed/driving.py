@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from process_pool import ProcessPool
 
+from cordee.checkpoint import weights_sha256
 from cordee.cluster import Team
 from cordee.core import Job
 from cordee.monitoring import AnyEvent, Monitor, Summary
@@ -86,7 +87,10 @@ def train(
     finally:
         torch.set_num_threads(num_threads)
         torch.set_rng_state(random_state)
+    if not parts.is_whole:
+        parts.strategy.consolidate()  # the run itself puts together only what somebody looks at
     state = parts.strategy.model.state_dict()
+    assert weights_sha256(state) == summary.weights_sha256
     weights = {name: value.detach().double().numpy() for name, value in state.items()}
     return Outcome(weights, events, summary)
 

@@ -321,3 +321,30 @@ class TiedLate(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.output(torch.relu(self.early(torch.relu(self.late(inputs)))))
+
+
+class Odd(nn.Module):
+    """Tied and frozen weights, buffers, and weights that a constructor computes from others."""
+
+    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        (width,) = input_shape
+        self.one, self.two = nn.Linear(width, width), nn.Linear(width, width)
+        self.two.weight = self.one.weight
+        self.fixed = nn.Linear(width, width).requires_grad_(False)
+        nn.init.orthogonal_(self.fixed.weight)
+        self.derived = nn.Parameter(self.one.weight.detach().T @ self.fixed.weight)
+        self.register_buffer("scale", self.derived.detach().abs().amax(0))
+        self.norm = nn.BatchNorm1d(width, momentum=0.0)
+        self.factor = float(self.derived.detach().sum().sigmoid())
+        self.output = nn.Linear(width, num_classes)
+        self.apply(self._draw_again)
+
+    def _draw_again(self, module: nn.Module) -> None:
+        if module is self.one:
+            nn.init.trunc_normal_(self.one.weight, std=self.factor)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.relu(self.two(torch.relu(self.one(inputs))))
+        hidden = self.norm(self.fixed(hidden) @ self.derived / (1.0 + self.scale))
+        return self.output(hidden * self.factor)

@@ -24,11 +24,20 @@ from cordee.checkpoint.sharing import (
     receive_state,
     send_state,
     share_bytes,
+    share_kinds,
     share_state,
     share_value,
 )
 from cordee.checkpoint.slices import SharedDraft, Slice, Slices, find_missing, plan_files, write_slices
-from cordee.checkpoint.state import State, buffer_names, load_model_state, model_state, require_fit, weights_sha256
+from cordee.checkpoint.state import (
+    State,
+    WeightsDigest,
+    buffer_names,
+    load_model_state,
+    model_state,
+    require_fit,
+    weights_sha256,
+)
 from cordee.checkpoint.writing import (
     CheckpointWriter,
     Copies,
@@ -59,6 +68,7 @@ __all__ = [
     "State",
     "Store",
     "Verified",
+    "WeightsDigest",
     "buffer_names",
     "digest_state",
     "export",
@@ -86,6 +96,7 @@ __all__ = [
     "save",
     "send_state",
     "share_bytes",
+    "share_kinds",
     "share_state",
     "share_value",
     "unpack_values",

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from cordee.checkpoint.state import State, shortened
 from cordee.core.errors import CheckpointError
+from cordee.core.file_memory import give_back
 
 # How the arithmetic is carried out on this machine's device, not what it computes: the optimizer at hand decides.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable", "param_names")
@@ -211,7 +212,13 @@ def unpack_values(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 def _copied(value: Any) -> Any:
     """Return `value` with tensors of its own: the optimizer changes them in place."""
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+    return tree_map(lambda leaf: _copied_tensor(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _copied_tensor(tensor: Tensor) -> Tensor:
+    copied = tensor.clone()
+    give_back([tensor])
+    return copied
 
 
 def _is_same(one: Any, other: Any) -> bool:

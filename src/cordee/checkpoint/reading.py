@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from cordee.checkpoint.layout import (
@@ -30,6 +29,7 @@ from cordee.checkpoint.layout import (
 )
 from cordee.checkpoint.state import CHUNK_BYTES, State
 from cordee.core.errors import CheckpointError
+from cordee.core.file_memory import map_file
 
 
 class Loaded(NamedTuple):
@@ -111,11 +111,10 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def _map_tensors(path: Path, num_bytes: int) -> dict[str, Tensor]:
-    with _opened(path) as (_, size):
+    with _opened(path) as (descriptor, size):
         if size != num_bytes:  # what is read beyond the end of a mapped file ends the process
             raise CheckpointError(f"{path} has {size} bytes instead of {num_bytes}")
-        # A mapping of its own: changes would stay in this process.
-        flat = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        flat = map_file(descriptor, size)
     try:
         return parse_mapped(flat)
     except CheckpointError as error:

@@ -44,6 +44,21 @@ def share_state(state: State | None, source: int = 0, group: dist.ProcessGroup |
     return State(tensors, decode_values(header.values))
 
 
+def share_kinds(state: State | None, source: int) -> State:
+    """Give every member of the default group the state of the member `source`, but no tensor's values. Collective.
+
+    What the others get has tensors on the meta device.
+    """
+    own = state if dist.get_rank() == source else None
+    header = _move_header(own, functools.partial(dist.broadcast, src=source))
+    if own is not None:
+        return own
+    tensors = {
+        name: torch.empty(shape, dtype=_type(name, dtype), device="meta") for name, dtype, shape in header.tensors
+    }
+    return State(tensors, decode_values(header.values))
+
+
 def share_value(key: str, state: State, source: int) -> State:
     """Return `state` with the value `key` of the member `source`'s state. Collective; every member has a state."""
     content = encode_values({key: state.values[key]}) if dist.get_rank() == source else None
@@ -93,15 +108,19 @@ def _move_bytes(content: bytes | None, move: _Move) -> bytes:
 def _move_tensors(own: State | None, header: _Header, move: _Move) -> dict[str, Tensor]:
     tensors = {}
     for name, dtype, shape in header.tensors:
-        if dtype not in _DTYPES:
-            raise CheckpointError(f"'{name}' has the unknown type {dtype!r}")
-        tensor = torch.empty(shape, dtype=_DTYPES[dtype]) if own is None else own.tensors[name]
+        tensor = torch.empty(shape, dtype=_type(name, dtype)) if own is None else own.tensors[name]
         if tensor.numel():
             # As bytes: not every dtype can be sent as it is.
             flat = tensor.detach().contiguous().reshape(-1)
             move((flat if own is None else flat.cpu()).view(torch.uint8))
         tensors[name] = tensor
     return tensors
+
+
+def _type(name: str, dtype: str) -> torch.dtype:
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"'{name}' has the unknown type {dtype!r}")
+    return _DTYPES[dtype]
 
 
 # Members that should have the same are compared: by a short digest of each part, at commits and every so often.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from cordee.core.errors import CheckpointError
+from cordee.core.file_memory import give_back
 
 
 class State(NamedTuple):
@@ -46,11 +47,25 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
     Names, shapes and dtypes are not hashed, only the bytes in row-major order; a weight that is known by two
     names counts twice. Equal digests of one model's weights mean equal weights, bit for bit.
     """
-    digest = hashlib.sha256()
+    digest = WeightsDigest()
     for name in sorted(tensors):
-        for chunk in chunks_of(name, tensors[name]):
-            digest.update(chunk)
+        digest.add(name, tensors[name])
     return digest.hexdigest()
+
+
+class WeightsDigest:
+    """The same, of tensors that are added one by one, in sorted order of their names."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        for chunk in chunks_of(name, tensor):
+            self._digest.update(chunk)
+        give_back([tensor])
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
 
 
 # Small enough to stay in the cache between hashing and writing; on a 2-core host writing and hashing

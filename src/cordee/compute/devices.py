@@ -43,11 +43,14 @@ def share_threads(setting: int, num_local_workers: int = 1) -> int:
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of mallopt's settings in glibc's malloc.h
 LARGEST_KEPT = 256 << 20  # bytes; what is larger is taken from the system and given back, as ever
+# The same where units of a model are gathered and freed all the time, between slices of gradients and of optimizer
+# state that stay: what is kept of units fits for no other. A step of `sharded` took 2.3 times a worker's share.
+LARGEST_KEPT_BESIDE_SLICES = 1 << 20
 _NEVER = (1 << 31) - 1
 
 
-def keep_freed() -> None:
-    """Keep memory that is freed for what is taken next: every step takes and frees the same.
+def keep_freed(largest: int = LARGEST_KEPT) -> None:
+    """Keep memory of at most `largest` bytes that is freed for what is taken next: every step takes and frees the same.
 
     Left to itself, glibc gives activations and gradients back to the system after each step, and the next one gets
     them again page by page, which took up to a quarter of a step's time (docs/benchmarks.md). Other C libraries are
@@ -55,7 +58,7 @@ def keep_freed() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):
         library = ctypes.CDLL(None)
-        library.mallopt(_MMAP_THRESHOLD, LARGEST_KEPT)
+        library.mallopt(_MMAP_THRESHOLD, largest)
         library.mallopt(_TRIM_THRESHOLD, _NEVER)
 
 

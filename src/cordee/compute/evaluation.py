@@ -62,6 +62,7 @@ def evaluate(
     num_parts: int = 1,
     combine: Callable[[Sequence[float]], list[float]] = list,
     share_rows: Callable[[Rows], list[Rows]] = lambda own: [own],
+    take_part: Callable[[], object] = lambda: None,
 ) -> Metrics | None:
     """Return the metrics over all `batches`, or None if `should_stop` said so before the end.
 
@@ -69,6 +70,7 @@ def evaluate(
     the batches; `combine` sums over the members and `should_stop` agrees with them, both collective. Each batch
     is computed in `num_parts` parts, and `combine` is given the sums of the first parts, then of the second ones.
     `share_rows` returns the rows of all members in their order; it is called where a metric needs them, and collective.
+    `take_part` is called in place of the model where this member has no sample of a part.
     """
     started = time.perf_counter()
     was_training = model.training
@@ -97,6 +99,8 @@ def evaluate(
                         for metric, total in zip(summed, totals, strict=True):
                             total += metric.measure(outputs, targets)
                         kept = (outputs, targets)
+                    else:
+                        take_part()
                     if of_rows:
                         rows.append((_on_host(kept[0]), kept[1].cpu()))
     finally:

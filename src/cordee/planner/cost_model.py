@@ -350,7 +350,7 @@ def sharded_bytes(candidate: Candidate, work: Work, units: Sequence[int]) -> flo
     # The next unit is gathered while one is computed, and its gradient is whole until it is scattered.
     gathered = 3 * max(units, default=0)
     computing = gathered + _computing(work, math.ceil(work.batch_size / workers))
-    return _base(candidate, work) + profile.buffer_bytes + own + computing + _whole(work)
+    return _base(candidate, work) + profile.buffer_bytes + own + computing + _built(work)
 
 
 def part_bytes(
@@ -378,8 +378,8 @@ def part_bytes(
         kept_bytes = sum(_kept_bytes(block, num_slices) for block in blocks)
         worst = max(worst, own + kept_bytes * samples * beyond)
     reading = profile.input_bytes * work.batch_size / num_data
-    # A sliced model is a copy, made before it is sliced; stages are the model's own layers.
-    whole = _whole(work) - (0 if num_slices > 1 or num_sharded > 1 else profile.parameter_bytes)
+    # Stages are saved by those who have them.
+    whole = _whole(work) if num_slices > 1 or num_sharded > 1 else _built(work)
     return _base(candidate, work) + worst + whole + profile.buffer_bytes + profile.fixed_bytes + reading
 
 
@@ -400,6 +400,14 @@ def _computing(work: Work, samples: float) -> float:
     """Return what the passes over `samples` take at their worst, and the input."""
     part = math.ceil(samples / work.accumulate)
     return part * work.profile.peak_bytes + work.profile.fixed_bytes + samples * work.profile.input_bytes
+
+
+_RECENT_BYTES = 16 << 20  # as in core/file_memory.py, which imports torch
+
+
+def _built(work: Work) -> float:
+    """Return what a worker has in memory of the whole model while it is built, and tried, in files."""
+    return min(work.profile.parameter_bytes, _RECENT_BYTES)
 
 
 def _whole(work: Work) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,11 +15,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Placement
 from torch.optim import Optimizer
 
-from cordee.checkpoint import Kind, Slice, Slices, State, load_optimizer_state, optimizer_state, require_fit
+from cordee.checkpoint import (
+    Kind,
+    Slice,
+    Slices,
+    State,
+    WeightsDigest,
+    load_optimizer_state,
+    optimizer_state,
+    require_fit,
+    share_bytes,
+)
 from cordee.cluster import Team
 from cordee.compute import Computation, Loss, OptimizerRecipe
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, ModelError
+from cordee.core.file_memory import give_back
 from cordee.core.mesh import AXES, Mesh
 from cordee.core.settings import Section
 from cordee.models.slicing import choose_slicing
@@ -28,11 +40,20 @@ from cordee.strategies.slices import Held, Holdings, SlicedParameter
 from cordee.strategies.split import (
     SplitModel,
     WholeModel,
+    aliases_of,
     form_axes,
+    has_own_way,
     refuse_hooks,
     require_elementwise,
 )
-from cordee.strategies.strategy import Requirements, SavesSlices, require_plain, require_samples
+from cordee.strategies.strategy import (
+    Evaluated,
+    EvaluatesTogether,
+    Requirements,
+    SavesSlices,
+    require_plain,
+    require_samples,
+)
 from cordee.strategies.tensor import SliceStreams, TensorSettings, check_plan, check_same, slice_model, working_copy
 
 
@@ -50,7 +71,7 @@ class ShardedSettings(Section, frozen=True, kw_only=True):
             raise JobError(f"strategy.unit_bytes = {self.unit_bytes} must be at least 1")
 
 
-class Sharded(SplitModel, SavesSlices):
+class Sharded(SplitModel, SavesSlices, EvaluatesTogether):
     """Every worker computes its share of each batch and keeps a slice of each parameter, gathered on use.
 
     With several replicas (HSDP) the workers of one replica share the parameters out, and gradients are summed over all.
@@ -107,6 +128,7 @@ class Sharded(SplitModel, SavesSlices):
             _gather_once(self._working)
         held = Holdings([self._hold(name, parameter) for name, parameter in self._working.named_parameters()])
         self._adopt(WholeModel(model), held, recipe, None, team)  # FSDP itself sums over replicas as well
+        self._example = example
         self._join = EmptyShardPass(self._working, self._working, self._computation, example)
         self._is_speaker = self._axes.place.tensor == 0
         is_local = self._settings.batch_norm == "local"
@@ -118,10 +140,12 @@ class Sharded(SplitModel, SavesSlices):
         )
 
     def slices(self) -> Slices | None:
-        if self._mesh.num_workers != self._mesh.sharded or any(one.start is None for one in self._held):
-            return None  # some of it is held by several workers
+        if self._mesh.tensor > 1 or any(one.start is None for one in self._held):
+            return None  # rows of it do not follow each other
         assert self._optimizer is not None
-        return _slices_of(self.model, self._working, self._held, self._optimizer, is_first=self._team.is_first)
+        slices = _slices_of(self.model, self._working, self._held, self._optimizer, is_first=self._team.is_first)
+        # Of those who hold the same, the first saves it.
+        return slices if slices is None or self._axes.place.data == 0 else slices._replace(own={})
 
     @torch.no_grad()
     def load_state_dict(self, state: State) -> None:
@@ -135,12 +159,46 @@ class Sharded(SplitModel, SavesSlices):
         require_fit(own, weights, type(self.model).__name__)
         self._whole.release()
         for one in self._held:
-            one.local.copy_(one.cut(weights[one.name]))
+            one.local.copy_(own_rows := one.cut(weights[one.name]))
+            give_back([own_rows])
         for name, buffer in self._working.named_buffers():
             if name in own:
                 buffer.copy_(weights[name])
         assert self._optimizer is not None
         load_optimizer_state(self._optimizer, self._held, self._held.cut(state.part("optimizer")))
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[Evaluated | None]:
+        if self._mesh.tensor > 1:  # workers along it would have to compute the same samples
+            yield None
+            return
+        sample = self._computation.to_device(self._example.rows(0, 1))
+        self._put_apart()
+        try:
+            yield Evaluated(self._working, lambda: self._computation.outputs(self._working, sample))
+        finally:
+            self._put_apart()
+
+    def _put_apart(self) -> None:
+        """Forget what is gathered: it would not follow weights that change otherwise than by a step. Local."""
+        for module in self._working.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @torch.no_grad()
+    def weights_sha256(self) -> str | None:
+        places = _places(self.model, self._held)
+        buffers = dict(self._working.named_buffers(remove_duplicate=False))
+        names = self.model.state_dict().keys()
+        if has_own_way(self.model) or names - places.keys() - buffers.keys():
+            return None
+        digest = WeightsDigest()
+        for name in sorted(names):
+            one = places.get(name)
+            tensor = buffers[name] if one is None else one.gather(one.local.detach())
+            if self._team.is_first:
+                digest.add(name, tensor)
+        return share_bytes(digest.hexdigest().encode()).decode()
 
     def _compute(self, parts: Sequence[Batch], *, measure: bool) -> Loss:
         self._working.train(self.model.training)
@@ -191,7 +249,9 @@ class Sharded(SplitModel, SavesSlices):
         refuse_repeated_recomputation(model, units)
         for unit in units:
             unit.register_forward_hook(_own_memory)  # before FSDP's own, which sees what this returns
+            whole = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
             fully_shard(unit, **options)
+            give_back(whole)
         return model
 
 
@@ -221,23 +281,17 @@ def _slices_of(
     `model` gives the names; its memory is not looked at. What is the same everywhere is the first worker's to save.
     """
     kinds: dict[str, Kind] = {}
-    aliases: dict[str, str] = {}
     own: dict[str, Slice] = {}
     common: dict[str, Tensor] = {}
-    parameters = {one.name: one for one in held}
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(parameter), []).append(name)
+    places, others = _places(model, held), aliases_of(model)
     buffers = dict(working.named_buffers(remove_duplicate=False))
-    for names in names_of.values():
-        one = next(parameters[name] for name in names if name in parameters)
-        first, *others = sorted(names)
-        _add(f"model.{first}", one, one.local.detach(), kinds, own)
-        aliases |= {f"model.{name}": f"model.{first}" for name in others}
-    known = {name for names in names_of.values() for name in names}
+    for name, one in places.items():
+        if name not in others:
+            _add(f"model.{name}", one, one.local.detach(), kinds, own)
+    aliases = {f"model.{name}": f"model.{first}" for name, first in others.items()}
+    known = places.keys()
     saved = model.state_dict().keys()
-    has_own_way = any(module._state_dict_hooks or module._load_state_dict_pre_hooks for module in model.modules())
-    if has_own_way or known - saved or saved - known - buffers.keys():
+    if has_own_way(model) or known - saved or saved - known - buffers.keys():
         return None
     for name in saved - known:
         common[f"model.{name}"] = buffers[name].detach()
@@ -253,6 +307,13 @@ def _slices_of(
         if is_first:
             own[name] = Slice(0, tensor)
     return Slices(kinds, aliases, own, {"optimizer": described.values}, common)
+
+
+def _places(model: nn.Module, held: Holdings) -> dict[str, Held]:
+    """Return where each parameter is, by all its names. `model` gives the names; its memory is not looked at."""
+    firsts = {name: name for name, _ in model.named_parameters(remove_duplicate=False)} | aliases_of(model)
+    by_first = {firsts[one.name]: one for one in held}
+    return {name: by_first[first] for name, first in firsts.items()}
 
 
 def _add(name: str, one: Held, tensor: Tensor, kinds: dict[str, Kind], own: dict[str, Slice]) -> None:

@@ -70,11 +70,12 @@ class SlicedParameter(Held):
     @property
     def start(self) -> int | None:
         of = self._parameter
-        if tuple(of.placements) != (Shard(0),):
+        axes = [axis for axis, placement in enumerate(of.placements) if not placement.is_replicate()]
+        if len(axes) != 1 or of.placements[axes[0]] != Shard(0):
             return None
         num_rows, *others = (int(size) for size in of.shape)
-        each = -(-num_rows // int(of.device_mesh.size()))  # as torch cuts: the last ones may have fewer, or none
-        return min(each * int(of.device_mesh.get_local_rank()), num_rows) * math.prod(others)
+        each = -(-num_rows // int(of.device_mesh.size(axes[0])))  # as torch cuts: the last ones may have fewer, or none
+        return min(each * int(of.device_mesh.get_local_rank(axes[0])), num_rows) * math.prod(others)
 
     def take_gradient(self) -> None:
         gradient = self._parameter.grad

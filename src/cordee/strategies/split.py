@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from cordee.checkpoint import State, load_model_state, load_optimizer_state, model_state, optimizer_state
 from cordee.cluster import Team
@@ -23,6 +24,7 @@ from cordee.compute.gpus import synchronize
 from cordee.compute.loss_scale import unscale
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, ModelError, TrainingError
+from cordee.core.file_memory import FileMemory, Paging, give_back, is_large, take_out, zeros_strided
 from cordee.core.mesh import Mesh
 from cordee.strategies.buffers import SharedBuffers
 from cordee.strategies.slices import Holdings, square_norm
@@ -63,7 +65,9 @@ class SplitModel(ABC):
             self._whole.restore()
         model.zero_grad()  # of a step that was dropped
         model = model.to(self._computation.device)
-        broadcast([*model.parameters(), *model.buffers()])
+        for tensor in (*model.parameters(), *model.buffers()):
+            broadcast([tensor])
+            give_back([tensor])
         return model
 
     def _adopt(
@@ -98,6 +102,7 @@ class SplitModel(ABC):
         self._whole.restore()
         gather_weights(self._held, self.model)
         _copy_buffers(self._working, self.model)
+        self._whole.page()
 
     def _spread(self) -> None:
         """Copy what is held, and all buffers, out of the whole model, which is here. Local."""
@@ -174,7 +179,8 @@ class SplitModel(ABC):
 
     def load_state_dict(self, state: State) -> None:
         self._whole.restore()
-        load_model_state(self.model, state.part("model").tensors)
+        with Paging():
+            load_model_state(self.model, state.part("model").tensors)
         self._spread()
         if self._optimizer is not None:
             load_optimizer_state(self._optimizer, self._held, self._held.cut(state.part("optimizer")))
@@ -195,6 +201,7 @@ def gather_weights(held: Holdings, model: nn.Module) -> None:
     for one in held:
         if one.local is not targets[one.name]:
             targets[one.name].copy_(one.gather(one.local.detach()))
+            give_back([targets[one.name]])
 
 
 @torch.no_grad()
@@ -204,6 +211,7 @@ def cut_weights(held: Holdings, model: nn.Module) -> None:
     for one in held:
         if one.local is not sources[one.name]:
             one.local.copy_(one.cut(sources[one.name]))
+            give_back([sources[one.name]])
 
 
 @torch.no_grad()
@@ -218,18 +226,36 @@ def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
 
 
 class WholeModel:
-    """Gives the memory of a model back while it is not needed; names, modules and tensor objects stay. Local."""
+    """Gives the memory of a model back while it is not needed; names, modules and tensor objects stay. Local.
+
+    While it is here, its large tensors lie in temporary files.
+    """
 
     def __init__(self, model: nn.Module, kept: Iterable[Tensor] = ()) -> None:
         """`kept` are tensors of the model that stay: those this worker trains."""
         self.model = model
+        kept = list(kept)
+        take_out(kept)
         kept_ids = {id(tensor) for tensor in kept}
         others = [t for t in [*model.parameters(), *model.buffers()] if id(t) not in kept_ids]
         self._others = [(tensor, tensor.shape, tensor.stride()) for tensor in others]
         self._is_here = True
+        self._hooks: list[RemovableHandle] = []
+
+    def page(self) -> None:
+        """Let the model, which is here, be computed with few of its pages in memory."""
+        self._stop_paging()
+        for module in self.model.modules():
+            if any(is_large(tensor) for tensor in module.parameters(recurse=False)):
+                self._hooks.append(module.register_forward_hook(_give_back))
+
+    def _stop_paging(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def release(self) -> None:
         """Give back the memory of all but the kept tensors; their values are lost."""
+        self._stop_paging()
         if self._is_here:
             self._is_here = False
             for tensor, _, _ in self._others:
@@ -238,10 +264,29 @@ class WholeModel:
 
     def restore(self) -> None:
         """Take the memory again; what was away is zero until it is copied in."""
+        self._stop_paging()
         if not self._is_here:
             self._is_here = True
+            memory = FileMemory()
             for tensor, shape, stride in self._others:
-                tensor.data = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).zero_()
+                tensor.data = zeros_strided(shape, stride, tensor, memory)
+
+
+def _give_back(module: nn.Module, inputs: object, output: object) -> None:
+    give_back(module.parameters(recurse=False))
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Return the other names of tied parameters, with the one under which they are saved: the first in the alphabet."""
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    return {name: min(names) for names in names_of.values() for name in names if name != min(names)}
+
+
+def has_own_way(model: nn.Module) -> bool:
+    """Whether a module has its own way of saving."""
+    return any(module._state_dict_hooks or module._load_state_dict_pre_hooks for module in model.modules())
 
 
 # Optimizers that update each element by itself, and so work on slices of parameters as on the whole.

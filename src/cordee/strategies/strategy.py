@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -193,7 +194,29 @@ class SavesSlices(ABC):
 
     @abstractmethod
     def slices(self) -> Slices | None:
-        """Return what this worker has of the state; None where it has to be put together. Local.
+        """Return what this worker has of the state; None where it has to be put together. Collective.
 
         Says None on every member, or on none.
         """
+
+
+class Evaluated(NamedTuple):
+    """A model that members compute with together: every member has as many passes, each of samples of its own."""
+
+    model: nn.Module
+    take_part: Callable[[], object]  # in a pass for which this member has no sample
+
+
+class EvaluatesTogether(ABC):
+    """What a strategy has beside the above whose model can be measured without putting it together."""
+
+    @abstractmethod
+    def evaluation(self) -> AbstractContextManager[Evaluated | None]:
+        """Inside, the model is as it is to be measured; None where it has to be put together. Collective.
+
+        Says None on every member, or on none.
+        """
+
+    @abstractmethod
+    def weights_sha256(self) -> str | None:
+        """Return `checkpoint.weights_sha256` of the whole model; None as above. Collective."""

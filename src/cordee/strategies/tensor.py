@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -20,6 +20,7 @@ from cordee.compute import Computation, Loss, OptimizerRecipe
 from cordee.compute.gpus import generator_of
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, ModelError
+from cordee.core.file_memory import Paging
 from cordee.core.mesh import Mesh
 from cordee.core.seeds import derive_seed
 from cordee.core.settings import Section
@@ -130,6 +131,9 @@ def slice_model(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style]) -
     for style in styles.values():
         style.src_data_rank = None  # everybody has the whole: nothing is sent
     parallelize_module(model, mesh, styles, src_data_rank=None)
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):  # rows that follow each other are a view of the whole, which would stay
+            parameter._local_tensor = parameter._local_tensor.detach().clone()
     for first, *others in ties:
         kept = model.get_parameter(first)
         for other in others:
@@ -140,7 +144,8 @@ def slice_model(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style]) -
 
 def check_same(model: nn.Module, sliced: nn.Module, inputs: Tensor, computation: Computation) -> None:
     """Raise JobError unless the sliced model computes what the whole one does. Collective."""
-    expected = compute_whole(model, inputs, computation)
+    with Paging():
+        expected = compute_whole(model, inputs, computation)
     try:
         found = compute_whole(sliced, inputs, computation)
     except Exception as error:  # shapes that do not fit: everybody has the same

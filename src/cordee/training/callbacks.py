@@ -228,6 +228,10 @@ class RunCallbacks:
     def __bool__(self) -> bool:
         return bool(self._callbacks)
 
+    def has(self, method: str) -> bool:
+        """Whether any of them wants to be called."""
+        return self._callbacks.has(method)
+
     @property
     def on_written(self) -> Callable[[events.Checkpoint], None] | None:
         """What takes the event of a checkpoint that was written, from any thread; None if nobody wants it."""

@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,14 @@ from cordee.compute import (
     share_threads,
 )
 from cordee.compute.compiling import Compiler
-from cordee.compute.devices import keep_freed
+from cordee.compute.devices import LARGEST_KEPT, LARGEST_KEPT_BESIDE_SLICES, keep_freed
 from cordee.compute.gpus import seed_generators, use_device
 from cordee.compute.job_metrics import NamedMetric
 from cordee.compute.loss_scale import LossScale
 from cordee.compute.parameter_groups import freeze_parameters
 from cordee.core import Batch, Job
 from cordee.core.errors import CordeeError, JobError, ModelError
+from cordee.core.file_memory import give_back
 from cordee.core.references import bind, resolve
 from cordee.core.seeds import derive_seed
 from cordee.core.shards import Shards, shard_part, share_shards
@@ -52,6 +54,7 @@ from cordee.monitoring.events import SCHEMA_VERSION, RunStarted
 from cordee.strategies.choice import entry_of, make_strategy
 from cordee.strategies.strategy import Requirements, Strategy, TrainsAlone
 from cordee.strategies.table import elastic_teams, quote_names, strategies_where
+from cordee.training.building import Built, build_in_files, compute_in_files
 from cordee.training.callbacks import NamedCallback, find_callbacks
 from cordee.training.evaluation_checks import check_metrics, check_stop_settings
 from cordee.training.fitting import example_of, fit, model_name, require_targets
@@ -227,7 +230,6 @@ def assemble(job: Job, team: Team) -> Components:
         ignored=loss.ignored,
         counts_classes=not loss.takes_outputs,
     )
-    keep_freed()  # from here on: what loading took need not be kept
     check_stop_settings(job, splits)
     computation = Computation(
         loss=loss,
@@ -240,6 +242,8 @@ def assemble(job: Job, team: Team) -> Components:
     )
     strategy = make_strategy(job, computation)
     needs = strategy.requirements(job)
+    has_slices = entry_of(job).mesh(job.strategy.workers, job.strategy.settings).sharded > 1
+    keep_freed(LARGEST_KEPT_BESIDE_SLICES if has_slices else LARGEST_KEPT)  # what loading took need not be kept
     _check_autoscale(job)
     check_balance(job, splits)
     _check_address(job)
@@ -254,11 +258,15 @@ def assemble(job: Job, team: Team) -> Components:
     train, test = _loaders(job, splits, shards, test_shards)
     total_steps = _total_steps(job, train) if needs.num_steps is None else needs.num_steps
     require_targets(job, splits, loss)
-    model = build_model(job, splits)
+    # Of a model that is split nobody needs the whole in memory, also not to try it; on a GPU it is there once.
+    is_split = entry_of(job).splits_model and device.type == "cpu"
+    build = partial(build_model, job, splits)
+    built = build_in_files(build) if is_split else Built(build())
+    model = built.model
     freeze_parameters(model, job.training.freeze)
     if job.training.recompute and entry_of(job).mesh(job.strategy.workers, job.strategy.settings).pipeline == 1:
         recompute_blocks(model)  # stages of a pipeline are computed again as a whole
-    computation, tried, warning = fit(job, splits, model, computation, needs)
+    computation, tried, warning = compute_in_files(is_split, partial(fit, job, splits, model, computation, needs))
     strategy = make_strategy(job, computation)  # with what is known of the model now
     strategy.requirements(job)
     measured = check_metrics(job, splits, computation.loss, *tried)
@@ -276,8 +284,9 @@ def assemble(job: Job, team: Team) -> Components:
         python_path=job.python_path,
         average_decay=job.training.ema,
     ).fit(model)  # what it refuses is said now; it holds no memory before the first step
-    strategy.check(model, recipe, example_of(splits))
-    of_model = check_model(job, model, computation, example_of(splits), needs)
+    strategy.check(model, recipe, example_of(splits))  # which may trace the model: not under a mode
+    give_back(model.parameters())
+    of_model = compute_in_files(is_split, partial(check_model, job, model, computation, example_of(splits), needs))
     return Components(
         job=job,
         team=team,
@@ -297,7 +306,7 @@ def assemble(job: Job, team: Team) -> Components:
         metrics=measured.metrics,
         callbacks=find_callbacks(job.callbacks, job.python_path),
         lower_is_better=measured.lower_is_better,
-        warnings=(*splits.warnings, *filter(None, [warning]), *of_model, *measured.warnings),
+        warnings=(*splits.warnings, *filter(None, [built.warning, warning]), *of_model, *measured.warnings),
     )
 
 

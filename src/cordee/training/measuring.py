@@ -20,6 +20,8 @@ from cordee.core.errors import TrainingError
 from cordee.core.shards import sum_shards
 from cordee.core.stopping import StopPolicy
 from cordee.data import Loader
+from cordee.strategies.strategy import Evaluated, EvaluatesTogether, Strategy
+from cordee.training.callbacks import RunCallbacks
 from cordee.training.components import Components
 from cordee.training.progress import Progress
 
@@ -42,7 +44,11 @@ def take_up(components: Components, progress: Progress) -> None:
 
 
 def measure(
-    components: Components, model: nn.Module, test: Loader, should_stop: Callable[[], bool] = lambda: False
+    components: Components,
+    model: nn.Module,
+    test: Loader,
+    should_stop: Callable[[], bool] = lambda: False,
+    take_part: Callable[[], object] = lambda: None,
 ) -> Metrics | None:
     """Return what the model does on the test set; None if `should_stop` said so before the end.
 
@@ -60,6 +66,7 @@ def measure(
             num_parts=shards.num_held,
             combine=lambda values: sum_shards(values, shards, team.sum),
             share_rows=lambda own: _share_rows(own, team),
+            take_part=take_part,
         )
     if metrics is None or not metrics.named or team.num_workers == 1:
         return metrics
@@ -67,23 +74,48 @@ def measure(
 
 
 @contextlib.contextmanager
-def consolidated(components: Components) -> Iterator[None]:
+def ready(components: Components, callbacks: RunCallbacks) -> Iterator[Evaluated]:
     """Inside, the strategy's model is what is to be measured: with `training.ema`, the average. Collective.
 
-    Whatever fails inside, this worker has its weights back afterwards.
+    It is there as a whole where callbacks may look at it. Whatever fails inside, this worker has its weights back
+    afterwards.
     """
-    strategy = components.strategy
+    strategy, is_whole = components.strategy, callbacks.has("on_evaluation")
     if not components.job.training.ema:
-        strategy.consolidate()
-        yield
+        with _evaluated(strategy, is_whole) as evaluated:
+            yield evaluated
         return
     strategy.swap_averages()
     try:
-        strategy.consolidate()
-        yield
+        with _evaluated(strategy, is_whole) as evaluated:
+            yield evaluated
     finally:
         strategy.swap_averages()
-    strategy.consolidate()  # a stage may compute with the parameters of the model itself
+    if is_whole or not isinstance(strategy, EvaluatesTogether):
+        strategy.consolidate()  # a stage may compute with the parameters of the model itself
+
+
+@contextlib.contextmanager
+def _evaluated(strategy: Strategy, is_whole: bool) -> Iterator[Evaluated]:
+    with contextlib.ExitStack() as stack:
+        evaluated = None
+        if isinstance(strategy, EvaluatesTogether) and not is_whole:
+            evaluated = stack.enter_context(strategy.evaluation())
+        if evaluated is None:
+            strategy.consolidate()
+            evaluated = Evaluated(strategy.model, lambda: None)
+        yield evaluated
+
+
+def finish(components: Components, callbacks: RunCallbacks) -> str | None:
+    """Make the model what the team has learnt, or return the hash of its weights if nobody looks at it. Collective."""
+    strategy = components.strategy
+    if isinstance(strategy, EvaluatesTogether) and not callbacks.has("on_end"):
+        weights_sha256 = strategy.weights_sha256()
+        if weights_sha256 is not None:
+            return weights_sha256
+    strategy.consolidate()
+    return None
 
 
 def _share_rows(own: Rows, team: Team) -> list[Rows]:

@@ -122,6 +122,7 @@ class Outcome:
     metrics: Metrics | None
     samples_per_second: float | None  # None: no step was left to take
     stall_s: float  # that training stood still for checkpoints
+    weights_sha256: str | None = None  # where the model was not put together
 
 
 def summarise(

@@ -203,12 +203,15 @@ class Session:
             num_batches=self._parts.train.num_batches,
             error=error,
         )
-        weights = self._parts.strategy.model.state_dict() if self._outcome is not None else None
+        weights_sha256 = None
+        if self._outcome is not None:
+            weights_sha256 = self._outcome.weights_sha256
+            weights_sha256 = weights_sha256 or checkpoint.weights_sha256(self._parts.strategy.model.state_dict())
         return msgspec.structs.replace(
             summary,
             peak_memory_bytes=self._memory.peak_bytes() or None,
             bytes_sent=SENT.num_bytes,
-            weights_sha256=None if weights is None else checkpoint.weights_sha256(weights),
+            weights_sha256=weights_sha256,
         )
 
     def _load(self) -> State | None:

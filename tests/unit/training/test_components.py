@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ import torch
 from small_jobs import small_job
 from torch import Tensor, nn
 
+from cordee.checkpoint import weights_sha256
 from cordee.cluster import Team
-from cordee.core import Job, Use
+from cordee.core import Job, Use, file_memory
 from cordee.core.errors import CordeeError, DataError, JobError, ModelError
 from cordee.training.components import assemble
 
@@ -358,3 +361,56 @@ def test_a_parameter_that_a_forward_pass_changes_is_refused_with_workers() -> No
     assert assembled(small_job(model=Use(CountsPasses))).model.passes == 0, "it was tried without a trace"
     with pytest.raises(JobError, match="changes its parameter 'passes', and every worker would have its own"):
         assemble(small_job(model=Use(CountsPasses), strategy={"name": "data_parallel", "workers": 2}), Team(0, 2))
+
+
+class TestModelsThatAreSplit:
+    """They are built in files, of which nothing can be seen but the memory that is not taken."""
+
+    @pytest.fixture(autouse=True)
+    def _everything_is_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(file_memory, "SMALLEST_BYTES", 1)
+
+    def test_the_weights_are_those_of_a_model_in_memory(self) -> None:
+        for name in ("sharded", "pipeline"):
+            split = assemble(small_job(strategy={"name": name, "workers": 2}), Team(0, 2))
+            alone = assemble(small_job(), Team())
+            assert all(file_memory.lies_in_file(parameter) for parameter in split.model.parameters())
+            assert not any(file_memory.lies_in_file(parameter) for parameter in alone.model.parameters())
+            assert weights_sha256(split.model.state_dict()) == weights_sha256(alone.model.state_dict())
+            assert split.warnings == ()
+
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EOPNOTSUPP])
+    def test_without_room_for_files_they_are_built_in_memory_with_a_warning(
+        self, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        def refuse(*_: Any) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        parts = assemble(small_job(strategy={"name": "sharded", "workers": 2}), Team(0, 2))
+        assert not any(file_memory.lies_in_file(parameter) for parameter in parts.model.parameters())
+        assert parts.warnings == (
+            "each worker has the whole model in memory until it has its part: it cannot lie in a file "
+            f"([Errno {number}] {os.strerror(number)})",
+        )
+
+    def test_a_model_that_fails_in_files_is_built_in_memory(self) -> None:
+        parts = assemble(small_job(model=Use(Grown), strategy={"name": "sharded", "workers": 2}), Team(0, 2))
+        assert "it cannot lie in a file" in parts.warnings[0] and parts.model(torch.ones(2, 6)).shape == (2, 3)
+
+    def test_what_is_wrong_with_a_model_is_said_as_ever(self) -> None:
+        with pytest.raises(ModelError, match=r"building the model .* raised ValueError: no"):
+            assemble(small_job(model=Use(Refusing), strategy={"name": "sharded", "workers": 2}), Team(0, 2))
+
+
+class Grown(nn.Linear):
+    """Changes the size of a tensor's memory, which a file has no room for."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        torch.ones(4).resize_(1000)
+
+
+class Refusing(nn.Linear):
+    def __init__(self) -> None:
+        raise ValueError("no")

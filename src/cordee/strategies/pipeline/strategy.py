@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cordee.checkpoint import State, optimizer_state
+from cordee.checkpoint import Slices, State, optimizer_state
 from cordee.cluster import Team
 from cordee.communication.exchange import broadcast
 from cordee.compute import Computation, Loss, OptimizerRecipe
@@ -21,6 +21,7 @@ from cordee.compute.gpus import seed_generators
 from cordee.compute.losses import require_even_parts
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, ModelError
+from cordee.core.file_memory import give_back
 from cordee.core.mesh import Mesh
 from cordee.core.seeds import derive_seed
 from cordee.core.settings import Section
@@ -28,6 +29,7 @@ from cordee.models.cutting import CUT_ADVICE, Chain, cut_by_hand, cut_by_time, l
 from cordee.models.effects import unchanged
 from cordee.models.slicing import check_called, choose_slicing, keep_pairs
 from cordee.strategies.buffers import SharedBuffers
+from cordee.strategies.pipeline.saving import slices_of_stages
 from cordee.strategies.pipeline.stages import (
     Ownership,
     Runner,
@@ -44,13 +46,15 @@ from cordee.strategies.split import (
     Axes,
     SplitModel,
     WholeModel,
+    aliases_of,
     cut_weights,
     form_axes,
     form_gpu_pipelines,
     gather_weights,
+    has_own_way,
     require_elementwise,
 )
-from cordee.strategies.strategy import Requirements, Update, require_plain, require_samples
+from cordee.strategies.strategy import Requirements, SavesSlices, Update, require_plain, require_samples
 from cordee.strategies.tensor import SliceStreams, TensorSettings, check_plan, check_same, slice_model, working_copy
 
 log = logging.getLogger("cordee.pipeline")
@@ -73,7 +77,7 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
                 raise JobError(f"strategy.{key} = {getattr(self, key)} must be at least 0")
 
 
-class Pipeline(SplitModel):
+class Pipeline(SplitModel, SavesSlices):
     """Every worker has some layers of the model and passes activations on, micro-batch after micro-batch.
 
     With several replicas, each of them is a pipeline over its own share of the batch. With a tensor axis the layers of
@@ -221,6 +225,30 @@ class Pipeline(SplitModel):
                 tensors[name].copy_(buffer)
             for name, tensor in tensors.items():
                 dist.broadcast(tensor, group=self._axes.pipeline, group_src=owners[name][0])
+                give_back([tensor])
+        self._whole.page()
+
+    def slices(self) -> Slices | None:
+        mesh, place = self._mesh, self._axes.place
+        if mesh.tensor > 1 or mesh.sharded > 1 or has_own_way(self.model):
+            return None  # a stage is spread over several workers
+        aliases = aliases_of(self.model)
+        held = {one.name: one.local.detach() for one in self._held}
+        mine = {
+            aliases.get(name, name): held[name]
+            for name, parts in self._ownership.parameters.items()
+            if place.pipeline == parts[0]
+        }
+        names = self.model.state_dict().keys()
+        owned = self._ownership.buffers
+        mine |= {
+            name: buffer
+            for name, buffer in self._own_buffers().items()
+            if name in names and place.pipeline == owned[name][0]
+        }
+        own = State({}, {}) if self._optimizer is None else optimizer_state(self._optimizer, self._held)
+        sources = [mesh.worker_at(replace(place, data=0, pipeline=part)) for part in range(mesh.pipeline)]
+        return slices_of_stages(mine, own, aliases, names, sources=sources)
 
     def update(self, step: int) -> Update:
         done = super().update(step)
