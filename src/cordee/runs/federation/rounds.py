@@ -109,6 +109,11 @@ class Round(abc.ABC):
         return is_late or not self.missing
 
     @property
+    def is_full(self) -> bool:
+        """Whether it can take no more results, and what comes next is for another round."""
+        return False
+
+    @property
     def late(self) -> list[str]:
         """Who has not answered, where the round ends without them."""
         return sorted(self.missing)
@@ -240,6 +245,10 @@ class BufferedRound(PlainRound):
         return frozenset(self.record.requests) - self.told.keys() - self.failed.keys()
 
     @property
+    def is_full(self) -> bool:
+        return len(self.told) >= self.record.num_wanted
+
+    @property
     def late(self) -> list[str]:
         return []  # who has not answered counts in a later round
 
@@ -253,13 +262,13 @@ class BufferedRound(PlainRound):
 
     def is_stage_over(self, *, is_late: bool, present: Collection[str]) -> bool:
         """Whether enough updates came, or no more can come: all who are here have been counted, or have failed."""
-        if len(self.told) >= self.record.num_wanted:
+        if self.is_full:
             return True
         return not self.missing and not any(self.may_ask(client) for client in present)
 
     def may_ask(self, client: str) -> bool:
         """Whether a client that has nothing to do is given a task. One that has forgotten its task gets another."""
-        if client in self.told or client in self.failed or len(self.told) >= self.record.num_wanted:
+        if client in self.told or client in self.failed or self.is_full:
             return False
         return len(self.missing - {client}) < self._concurrency
 

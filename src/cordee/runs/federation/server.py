@@ -141,7 +141,7 @@ class FederationServer:
             if received is None:
                 break
             self._hear(received, turn)
-            received = self._channel.receive(0.0)
+            received = None if self._round is not None and self._round.is_full else self._channel.receive(0.0)
         self._keep(turn)
         self._continue()
 

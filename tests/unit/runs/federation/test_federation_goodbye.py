@@ -75,3 +75,20 @@ def test_a_server_that_is_asked_to_stop_waits_for_nobody() -> None:
     scripted.is_stopping = True
     scripted.server._say_goodbye("interrupt")
     assert not scripted.told and scripted.num_looks <= 1
+
+
+def test_results_after_the_last_that_a_round_takes_are_heard_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An asynchronous round is over with its last update; others may have come in the same moment."""
+    server, messages, heard = Scripted(asks_after=None).server, list(range(3)), []
+    monkeypatch.setattr(server, "_channel", SimpleNamespace(receive=lambda timeout_s: messages.pop(0)))
+    monkeypatch.setattr(server, "_round", SimpleNamespace(is_full=False))
+    monkeypatch.setattr(server, "_wait_s", lambda: 0.0)
+    monkeypatch.setattr(server, "_continue", lambda: None)
+
+    def hear(received: Any, turn: Any) -> None:
+        heard.append(received)
+        server._round.is_full = len(heard) == 2  # type: ignore[union-attr,misc]
+
+    monkeypatch.setattr(server, "_hear", hear)
+    server._turn()
+    assert heard == [0, 1] and messages == [2]
