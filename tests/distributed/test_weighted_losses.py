@@ -31,7 +31,7 @@ LOSSES: dict[str, Table] = {
 def weighted_job(loss: Table, **training: object) -> Table:
     return job(
         data={"use": "odd_data:uneven"},
-        model={"use": "mlp", "hidden": [16]},
+        model={"use": "mlp", "hidden": [16], "num_classes": 4},  # the ignored label is no class by itself
         loss=loss,
         optimizer={"use": "sgd", "lr": 0.1},
         training={"batch_size": 9, "steps": 30, **training},
