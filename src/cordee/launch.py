@@ -54,7 +54,7 @@ from cordee.planner.kernels import Choice, choose_kernels
 from cordee.planner.prediction import Prediction
 from cordee.run import Run
 from cordee.runs import PROCESS_MODULES
-from cordee.runs.kind import KINDS, describe_own_processes, kind_of, lead_run, needs_engine
+from cordee.runs.kind import KINDS, describe_without_slot, kind_of, lead_run, needs_engine
 from cordee.runs.resuming import (
     compare_data,
     continuing_with,
@@ -173,8 +173,8 @@ def _train(
             _log_decision(asked, decision)
             with Monitor(_sinks(job, directory, quiet), member="launcher") as monitor:
                 if opened and (description := opened[0].describe()):
-                    if own := describe_own_processes(job):
-                        description += f"; {own} on this host, without a slot"
+                    if others := describe_without_slot(job):
+                        description += f"; {others}"
                     monitor.emit(events.EngineOpened(engine=job.cluster.engine, description=description))
                 if kernels.text:
                     monitor.emit(_describe_kernels(parts.job, kernels.text))

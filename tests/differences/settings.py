@@ -270,6 +270,7 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "parameter_server.weight_decay": Changes(0.5, weights),
     "parameter_server.clip_norm": Changes(0.01, weights),
     "parameter_server.replicas": Changes(2, processes),
+    "parameter_server.servers_on": Elsewhere("faults/test_agents_on_hosts.py"),
     "parameter_server.drop_late": Elsewhere("unit/runs/dispatched/test_dispatcher.py"),
     # Arguments of the built-in parts.
     "optimizer.lr": Changes(0.01, rates),

@@ -144,6 +144,57 @@ def test_a_host_that_is_lost_costs_a_step(wires: Wires, job: Path, weights: str,
         assert summary["recoveries"] == 1
 
 
+def servers_on_slots(**more: object) -> list[str]:
+    settings = {"name": '"parameter_server"', "servers_on": '"slots"', **more}
+    return [f"strategy.{key}={value}" for key, value in settings.items()]
+
+
+@pytest.mark.timeout(480)  # two runs, of six processes each, with two agents
+def test_servers_and_evaluator_run_beside_workers_without_the_run_directory(
+    wires: Wires, job: Path, weights: str, tmp_path: Path
+) -> None:
+    """All agents are on the other host and do not see the run directory: checkpoints go over the network, both ways."""
+    folder = tmp_path / "led"
+    folder.mkdir()
+    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {folder} && exec "$@"', "sh"]
+
+    def train(steps: int, *, resume: bool) -> AgentRun:
+        return AgentRun(
+            job,
+            folder / "run",
+            *servers_on_slots(servers=2),
+            f"stop.steps={steps}",
+            address=wires.addresses[0],
+            inside=lambda agent: wires.inside(1, *hidden),
+            launcher_inside=tuple(wires.inside(0)),
+            resume=resume,
+        )
+
+    for steps, resume in ((100, False), (STEPS, True)):
+        with contextlib.closing(train(steps, resume=resume)) as run:
+            summary = run.finish(200)
+            assert summary["steps"] == steps and summary["recoveries"] == 0, run.describe()
+            assert "2 servers and 1 evaluator beside workers" in " ".join(" ".join(run.printed + run.errors).split())
+    assert summary["weights_sha256"] == weights
+    assert run.events("run_started")[-1]["start_step"] == 100
+    for name in ("server-0", "server-1", "evaluator"):
+        assert "the run directory is out of reach" in (run.run_dir / "logs" / f"{name}.log").read_text()
+    timelines = {path.stem for path in (run.run_dir / "timeline").iterdir()}
+    assert {"server-0", "server-1"} <= timelines, timelines
+
+
+@pytest.mark.timeout(420)  # a run of eight processes, some of which are lost
+def test_replicas_of_servers_are_on_different_hosts(wires: Wires, job: Path, weights: str, tmp_path: Path) -> None:
+    """A host is lost with whatever it has of two servers: no update is lost."""
+    with on_two_hosts(wires, job, tmp_path / "run", *servers_on_slots(servers=2, replicas=2)) as run:
+        run.await_step(30)
+        kill_host(wires, 1)
+        summary = run.finish(200)
+        assert summary["weights_sha256"] == weights, run.describe()
+        assert {event["role"] for event in run.events("worker_lost")} >= {"server", "worker"}
+        assert not run.events("updates_lost")
+
+
 @pytest.mark.long
 def test_the_host_of_the_run_is_lost_and_the_run_resumes_elsewhere(
     wires: Wires, job: Path, weights: str, tmp_path: Path

@@ -89,9 +89,10 @@ class MemberStarter:
         addresses: Addresses,
         fence: Callable[[str, int], None],
         package: str,
+        others_place: Place = "launcher",
     ) -> None:
         """`fence` has the channel refuse what an incarnation of a member still says. `package` has a module with a
-        function `main` for each role.
+        function `main` for each role. `others_place` is where those run that are not workers.
         """
         self.run_dir = Path(spec.run_dir)
         self._spec = spec
@@ -101,6 +102,7 @@ class MemberStarter:
         self._addresses = addresses
         self._fence = fence
         self._package = package
+        self._others_place = others_place
         self._text = job.to_toml()
         self.data = ""  # what is known of the run's data
         self.prints = False  # whether what workers print goes to the launcher's terminal, and not into their logs
@@ -112,8 +114,10 @@ class MemberStarter:
         record = self._expect(MemberRecord(role=role, index=index, replica=replica, number=members.num_started))
         argument = msgspec.to_builtins(self._make_spec(record, extra))
         log = None if self.prints else str(self.log_file(record))
-        place: Place = "slot" if role == "worker" else "launcher"  # others use the run directory
-        process = ProcessSpec.new(record.number, f"{self._package}.{role}:main", argument, log=log, place=place)
+        place: Place = "slot" if role == "worker" else self._others_place
+        target = f"{self._package}.{role}:main"
+        # The replicas of a server are not to be lost with one host.
+        process = ProcessSpec.new(record.number, target, argument, log=log, place=place, apart=f"{role} {index}")
         self._launcher.start(process)
         record.started = process.incarnation
         return record

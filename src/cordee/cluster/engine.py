@@ -27,7 +27,8 @@ SIGNALS: Mapping[Action, signals.Signals] = {
 
 
 # Where a process runs. launcher: on the launcher's host, beside the run directory. slot: where there is room.
-Place = Literal["launcher", "slot"]
+# beside: on a host that has slots, without one of its own.
+Place = Literal["launcher", "slot", "beside"]
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -40,6 +41,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     environment: dict[str, str] = {}  # beside the one that the engine was opened in
     log: str | None = None  # file for its output; None keeps the launcher's terminal
     place: Place = "slot"
+    apart: str = ""  # processes with the same text are kept on different hosts, if there are several; for `beside`
 
     @classmethod
     def new(cls, index: int, target: str, argument: dict[str, Any], **more: Any) -> ProcessSpec:
@@ -64,6 +66,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     pid: int
     status: int  # as a shell shows it: the exit code, or minus the signal
     reason: str = ""  # where the engine knows more
+    lost_with: str = ""  # what it was lost with: the same text for all processes of one loss
 
     def describe(self) -> str:
         """Return how it ended, in words."""

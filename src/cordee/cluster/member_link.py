@@ -13,6 +13,7 @@ import threading
 import time
 import tomllib
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -43,7 +44,7 @@ from cordee.communication.wire import Codec
 from cordee.core import Job, env
 from cordee.core.errors import CommunicationError
 from cordee.monitoring.events import AnyEvent
-from cordee.monitoring.timeline import Line, Timeline, TimelineFolder
+from cordee.monitoring.timeline import Ages, Line, Timeline, TimelineFolder
 
 log = logging.getLogger("cordee.link")
 
@@ -315,7 +316,7 @@ def measure_offset(sent_s: float, there_s: float, received_s: float) -> tuple[in
     return round((there_s - (sent_s + received_s) / 2) * 1e6), math.ceil((received_s - sent_s) / 2 * 1e6)
 
 
-def open_timeline(spec: MemberSpec, link: MemberLink) -> Timeline:
+def open_timeline(spec: MemberSpec, link: MemberLink, take_ages: Callable[[], Ages] = dict) -> Timeline:
     """Return what records the phases of this process: in the run directory, or through the coordinator."""
     run_dir = Path(spec.run_dir)
     if has_run_directory(run_dir, spec.run_id):
@@ -325,7 +326,7 @@ def open_timeline(spec: MemberSpec, link: MemberLink) -> Timeline:
             folder.write(spec.name, line)
     else:
         write = link.send_timeline
-    return Timeline(spec.name, write, lambda: link.clock_offset_us, _sent, take_links=SENT.take_links)
+    return Timeline(spec.name, write, lambda: link.clock_offset_us, _sent, take_ages, SENT.take_links)
 
 
 def _sent() -> int:

@@ -70,7 +70,7 @@ class TimelineReport(Message, frozen=True):
     line: Line
 
 
-# Checkpoints of a worker that has no access to the run directory. Requests may be made again, and count once.
+# Checkpoints of a member that has no access to the run directory. Requests may be made again, and count once.
 
 PIECE_BYTES = 1 << 19  # of a checkpoint, in one message
 
@@ -80,9 +80,9 @@ class CheckpointPiece(Message, frozen=True):
 
     is_generational = False
 
-    worker: Count
-    incarnation: Count  # of the worker: the coordinator takes nothing of one that was given up
-    number: Count  # of the checkpoint, among those of the worker
+    member: Name
+    incarnation: Count  # of the member: the coordinator takes nothing of one that was given up
+    number: Count  # of the checkpoint, among those of the member
     index: Count  # of the piece
     step: Count
     file: Name
@@ -94,7 +94,7 @@ class CheckpointEnd(Message, frozen=True):
 
     is_generational = False
 
-    worker: Count
+    member: Name
     incarnation: Count
     number: Count
     index: Count  # how many pieces there were
@@ -153,7 +153,10 @@ CheckpointRequest: TypeAlias = CheckpointPiece | CheckpointEnd | AskCheckpoints 
 Numbered: TypeAlias = Event | FirstStep | WorkerSummary | Failure | Bye
 TeamReport: TypeAlias = FirstStep | WorkerSummary | StepTime | StepReached
 COMMON: tuple[type[Message], ...] = (*MEMBERSHIP, Event, TimelineReport)
+CHECKPOINTS: tuple[type[Message], ...] = (
+    CheckpointPiece, CheckpointEnd, CheckpointTaken, AskCheckpoints, CheckpointNames, ReadPiece, FilePiece,
+)  # fmt: skip
 TEAM: tuple[type[Message], ...] = (
     *COORDINATION, Event, FirstStep, WorkerSummary, StepTime, StepReached, TimelineReport,
-    CheckpointPiece, CheckpointEnd, CheckpointTaken, AskCheckpoints, CheckpointNames, ReadPiece, FilePiece,
+    *CHECKPOINTS,
 )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from cordee.cluster.coordinator import CoordinatorSpec, Leader, run_coordinator
-from cordee.cluster.engine import Engine
+from cordee.cluster.engine import Engine, Place
 from cordee.cluster.engines import is_of_this_host
 from cordee.cluster.launcher_link import LauncherLink
 from cordee.cluster.member_link import MemberSpec
@@ -33,10 +33,11 @@ from cordee.training.components import Components
 
 
 class Role(NamedTuple):
-    """What processes of a run do, and how many there are at its start."""
+    """What processes of a run do, how many there are at its start, and where."""
 
     name: str
     num_processes: int
+    place: Place = "slot"
 
 
 class RunKind(Protocol):
@@ -94,7 +95,8 @@ class _Dispatched:
     def roles(self, job: Job) -> Sequence[Role]:
         settings = settings_of(job)
         num_servers = settings.servers * settings.replicas
-        return [Role("worker", job.strategy.workers), Role("server", num_servers), Role("evaluator", 1)]
+        others = [Role("server", num_servers, settings.place), Role("evaluator", 1, settings.place)]
+        return [Role("worker", job.strategy.workers), *others]
 
     def facts(self, components: Components) -> dict[str, Any]:
         facts: dict[str, Any] = msgspec.to_builtins(RunFacts.of(components))
@@ -117,7 +119,7 @@ class _Federated:
         check_federated(components)
 
     def roles(self, job: Job) -> Sequence[Role]:
-        return [Role("coordinator", 1), Role("worker", job.strategy.workers)]
+        return [Role("coordinator", 1, "launcher"), Role("worker", job.strategy.workers)]
 
     def facts(self, components: Components) -> dict[str, Any]:
         facts: dict[str, Any] = msgspec.to_builtins(FederatedFacts.of(components))
@@ -156,13 +158,16 @@ def needs_engine(job: Job) -> bool:
     return has_others or not is_of_this_host(job.cluster.engine)
 
 
-def describe_own_processes(job: Job) -> str:
-    """Return which processes of the run are on the launcher's host, whatever the engine; empty if its workers do all.
-
-    They use the run directory (`MemberStarter.start`).
-    """
-    others = [role for role in KINDS[kind_of(job)].roles(job) if role.name not in ("worker", "coordinator")]
-    return " and ".join(f"{role.num_processes} {role.name}{'s' * (role.num_processes > 1)}" for role in others)
+def describe_without_slot(job: Job) -> str:
+    """Return which processes of the run need no slot, and where they are; empty if it has none but its coordinator."""
+    roles = KINDS[kind_of(job)].roles(job)
+    found = []
+    for place, where in (("launcher", "on this host"), ("beside", "beside workers")):
+        others = [role for role in roles if role.place == place and role.name != "coordinator"]
+        names = " and ".join(f"{role.num_processes} {role.name}{'s' * (role.num_processes > 1)}" for role in others)
+        if names:
+            found.append(f"{names} {where}, without a slot")
+    return "; ".join(found)
 
 
 def lead_run(

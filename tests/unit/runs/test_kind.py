@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cordee.core import Job
-from cordee.runs.kind import KINDS, describe_own_processes, kind_of, needs_engine
+from cordee.runs.kind import KINDS, describe_without_slot, kind_of, needs_engine
 
 
 def job(name: str, workers: int, **settings: int) -> Job:
@@ -40,5 +40,10 @@ def test_roles(job: Job, kind: str, roles: dict[str, int], is_engine_needed: boo
 
 
 def test_what_takes_no_slot_is_said() -> None:
-    assert describe_own_processes(job("data_parallel", 3)) == describe_own_processes(job("federated", 2)) == ""
-    assert describe_own_processes(job("parameter_server", 1, servers=2)) == "2 servers and 1 evaluator"
+    assert describe_without_slot(job("data_parallel", 3)) == describe_without_slot(job("federated", 2)) == ""
+    assert describe_without_slot(job("parameter_server", 1, servers=2)) == (
+        "2 servers and 1 evaluator on this host, without a slot"
+    )
+    assert describe_without_slot(job("parameter_server", 1, servers_on="slots")) == (
+        "1 server and 1 evaluator beside workers, without a slot"
+    )

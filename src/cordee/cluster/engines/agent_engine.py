@@ -139,8 +139,8 @@ class AgentEngine:
             return
         with self._lock:
             if (spec.index, spec.incarnation) not in self._agents.specs:
-                self._agents.ask(spec)
-                self._place()
+                self._agents.ask(spec, time.monotonic())
+                self._place(time.monotonic())
 
     def signal(self, index: int, action: Action) -> None:
         with self._lock:
@@ -215,7 +215,7 @@ class AgentEngine:
         for record in agents.present:
             if record.undone and now_s - record.sent_s > RESEND_S:
                 self._send_undone(record)
-        self._place()
+        self._place(now_s)
         for _ in range(agents.find_lacking(now_s)):
             self._ask_for_agent()
         if agents.is_hopeless:
@@ -253,8 +253,8 @@ class AgentEngine:
             what = "its processes are lost" if was_there else "it did not come"
             self._report(AgentLost(record.pid, f"{how}: {what}", keeps_processes=False))
 
-    def _place(self) -> None:
-        for record, spec in self._agents.place():
+    def _place(self, now_s: float) -> None:
+        for record, spec in self._agents.place(now_s):
             self._send(record, spec)
 
     def _send(self, record: AgentRecord, command: Command) -> None:

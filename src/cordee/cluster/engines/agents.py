@@ -10,7 +10,7 @@ import abc
 import hmac
 import math
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import msgspec
@@ -34,6 +34,7 @@ from cordee.communication.keys import ServerKeys, make_keys
 from cordee.core import Job
 
 MOST_FAILURES, LONGEST_WAIT_S = 3, 30.0  # agents in a row that do not come; between asking for two of them
+APART_S = 2.0  # that a process waits for a host without its like, before it goes where there is one
 SIGKILL = -9
 
 
@@ -125,6 +126,8 @@ class Agents:
         self.records: dict[int, AgentRecord] = {}
         self.queue: dict[int, ProcessSpec] = {}  # by index: no slot yet
         self.specs: dict[tuple[int, int], ProcessSpec] = {}  # all that were ever asked for
+        self._asked_s: dict[int, float] = {}  # by index: since when it waits
+        self._gathered_s = math.inf  # when the first agents had their time to come
         self._num_failures = 0  # agents in a row that did not come
         self._next_ask_s = -math.inf
 
@@ -149,12 +152,14 @@ class Agents:
         record.key, record.host, record.host_id, record.pid = key, enrol.host, enrol.host_id, enrol.pid
         record.heard_s = now_s
         self._num_failures = 0
+        self._gathered_s = min(self._gathered_s, now_s + self.failure_timeout_s)
         return ""
 
-    def ask(self, spec: ProcessSpec) -> None:
+    def ask(self, spec: ProcessSpec, now_s: float) -> None:
         """Have a process wait for a slot. The end of an earlier one of its index is not for the new one."""
         self.specs[spec.index, spec.incarnation] = spec
         self.queue[spec.index] = spec
+        self._asked_s[spec.index] = now_s
 
     def of_key(self, key: str) -> AgentRecord | None:
         return next((record for record in self.records.values() if record.key == key), None)
@@ -169,32 +174,66 @@ class Agents:
         return sum(not record.fate for record in self.records.values())
 
     def find_slot(self) -> AgentRecord | None:
-        """Return the agent for the next process: one without any; on the host that has the most such agents."""
-        free = [record for record in self.present if not record.processes]
+        """Return the agent for the next process: one whose slot is free; on the host that has the most such agents."""
+        free = [record for record in self.present if not any(s.place == "slot" for s in self._specs_of(record))]
         by_host: dict[str, int] = {}
         for record in free:
             by_host[record.host_id] = by_host.get(record.host_id, 0) + 1
         return min(free, key=lambda r: (-by_host[r.host_id], r.order.number), default=None)
 
-    def place(self) -> list[tuple[AgentRecord, ProcessSpec]]:
+    def find_beside(self, spec: ProcessSpec, now_s: float) -> AgentRecord | None:
+        """Return the agent for a process without a slot: on the host with the fewest of its like, then of them all.
+
+        None before the agents of the start are there, so that the first host is not given everything; and while a host
+        without its like may still come.
+        """
+        if self._num_coming and now_s < self._gathered_s:
+            return None
+        like, all_of = Counter[str](), Counter[str]()
+        for record in self.present:
+            beside = [other for other in self._specs_of(record) if other.place == "beside"]
+            all_of[record.host_id] += len(beside)
+            like[record.host_id] += sum(other.apart == spec.apart for other in beside if spec.apart)
+        found = min(
+            self.present,
+            key=lambda r: (like[r.host_id], all_of[r.host_id], len(r.processes), r.order.number),
+            default=None,
+        )
+        may_come = self._num_coming > 0 or now_s - self._asked_s[spec.index] < APART_S
+        return None if found is not None and like[found.host_id] and may_come else found
+
+    def place(self, now_s: float) -> list[tuple[AgentRecord, ProcessSpec]]:
         """Return which of the processes that wait go where. They wait no longer."""
         placed = []
         for index, spec in list(self.queue.items()):
-            if (record := self.find_slot()) is None:
-                break
+            record = self.find_beside(spec, now_s) if spec.place == "beside" else self.find_slot()
+            if record is None:
+                continue
             del self.queue[index]
             record.processes[index] = Started(index, spec.incarnation, 0, record.host_id)
             placed.append((record, spec))
         return placed
 
     def find_lacking(self, now_s: float) -> int:
-        """Return how many agents to ask for: one for each process that waits, and for which none is on its way.
+        """Return how many agents to ask for: one for each process that waits for a slot, and has none on its way.
 
-        After agents that did not come nobody is asked for a while, the longer the more there were.
+        Processes without a slot need one agent in all. After agents that did not come nobody is asked for a while, the
+        longer the more there were.
         """
-        coming = sum(not record.fate and not record.key for record in self.records.values())
-        lacking = len(self.queue) - coming
+        wanted = sum(spec.place == "slot" for spec in self.queue.values())
+        if self.queue and not self.present:
+            wanted = max(wanted, 1)
+        lacking = wanted - self._num_coming
         return lacking if lacking > 0 and now_s >= self._next_ask_s else 0
+
+    @property
+    def _num_coming(self) -> int:
+        """Agents that are on their way."""
+        return sum(not record.fate and not record.key for record in self.records.values())
+
+    def _specs_of(self, record: AgentRecord) -> list[ProcessSpec]:
+        """Return the orders of the processes that an agent has."""
+        return [self.specs[started.index, started.incarnation] for started in record.processes.values()]
 
     @property
     def is_hopeless(self) -> bool:
@@ -238,7 +277,8 @@ class Agents:
         for known in list(record.processes.values()):
             self._forget(record, known)
             reason = f"was lost with its agent: {how}"
-            ends.append(Exited(known.index, known.incarnation, known.pid, SIGKILL, reason))
+            lost_with = f"agent {record.order.number}"
+            ends.append(Exited(known.index, known.incarnation, known.pid, SIGKILL, reason, lost_with))
         return ends
 
     def silent(self, now_s: float) -> list[AgentRecord]:

@@ -20,6 +20,7 @@ from cordee.core.fault_points import reach
 from cordee.data import Ledger
 from cordee.monitoring import Summary
 from cordee.monitoring.timeline import TimelineFolder
+from cordee.runs.checkpoints import CheckpointReceiver
 from cordee.runs.dispatched.dispatcher import Dispatcher
 from cordee.runs.dispatched.facts import RunFacts
 from cordee.runs.dispatched.losses import Losses
@@ -79,6 +80,7 @@ class DispatchedLeader(OnDemandLeader):
                 samples_before=progress.samples,
                 members=Members(failure_timeout_s=job.cluster.failure_timeout_s),
             )
+        self._checkpoints = CheckpointReceiver(self._run_dir / "checkpoints", self._state.members)
         self._plan = self._make_plan()
         self._summariser = Summariser(
             self._run_dir, self._plan, facts, self._progress, self._state, self._launcher.emit
@@ -96,7 +98,14 @@ class DispatchedLeader(OnDemandLeader):
         dispatcher = self._dispatcher = self._make_dispatcher(channel, self._plan)
         dispatcher.keep_timeline = TimelineFolder(self._run_dir).write
         starter = self._starter = ProcessStarter(
-            self._spec, self._job, launcher, state.members, state.addresses, channel.fence, "cordee.runs.dispatched"
+            self._spec,
+            self._job,
+            launcher,
+            state.members,
+            state.addresses,
+            channel.fence,
+            "cordee.runs.dispatched",
+            self._settings.place,
         )
         starter.data = self._facts.data
         self._losses = Losses(cluster, launcher, dispatcher, starter, self._servers, state.losses)
@@ -109,6 +118,10 @@ class DispatchedLeader(OnDemandLeader):
         self._starter.start("evaluator", 0)
         for index in range(self._job.strategy.workers):
             self._starter.start("worker", index)
+
+    def resend_directives(self) -> None:
+        self._checkpoints.remove_unfinished()
+        super().resend_directives()
 
     def _look_after_members(self) -> None:
         dispatcher, losses = self._dispatcher, self._losses
@@ -129,6 +142,7 @@ class DispatchedLeader(OnDemandLeader):
         for record in self._state.members.started:
             if record.role == "server":
                 self._launcher.signal(record.number, "end")
+        self._checkpoints.close()
         reach("dispatch.shut_down_done")
         return False
 
@@ -167,6 +181,7 @@ class DispatchedLeader(OnDemandLeader):
             show=self._launcher.progress,
             elapsed_s=self._elapsed_s,
             rate=self._rate,
+            checkpoints=self._checkpoints,
             restored=self._state.dispatcher,
         )
 

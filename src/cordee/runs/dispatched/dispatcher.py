@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cordee.cluster.members import MemberRecord
+from cordee.cluster.messages import CheckpointRequest
 from cordee.cluster.policies import Stragglers
 from cordee.communication.channel import Received
 from cordee.communication.messages import Accepted, Join, Message, Refused
@@ -22,6 +23,7 @@ from cordee.data import Ledger, Unit
 from cordee.monitoring import events
 from cordee.parameters.messages import FollowerLost
 from cordee.parameters.server_slots import ServerSlot, ServerSlots
+from cordee.runs.checkpoints import CheckpointReceiver
 from cordee.runs.dispatched.messages import (
     AskEvaluatorTask,
     AskServers,
@@ -51,6 +53,7 @@ class Dispatcher(OnDemandDispatcher):
     show: Callable[[int, float], None]  # step and loss for the progress bar
     elapsed_s: Callable[[], float]
     rate: Callable[[int], float]
+    checkpoints: CheckpointReceiver  # of members that do not have the run directory
     restored: DispatcherState | None = None  # of the coordinator before this one
 
     def __post_init__(self) -> None:
@@ -173,6 +176,12 @@ class Dispatcher(OnDemandDispatcher):
                 self._reply(received, Accepted())
             case other:
                 self._reply(received, Refused("unexpected", type(other).__name__))
+
+    def _handle_unknown(self, received: Received) -> None:
+        if isinstance(received.message, CheckpointRequest):
+            self._reply_unwritten(received, self.checkpoints.handle(received.message))
+        else:
+            super()._handle_unknown(received)
 
     def _take_join(self, record: MemberRecord, join: Join) -> None:
         if record.role == "server":

@@ -15,18 +15,20 @@ import msgspec
 import torch
 
 from cordee import checkpoint
-from cordee.checkpoint import State, model_state
+from cordee.checkpoint import State, Store, model_state
 from cordee.checkpoint.layout import decode_values, encode_values
 from cordee.checkpoint.optimizer import find_in_state
 from cordee.cluster import Team
 from cordee.cluster.member_link import MemberSpec
 from cordee.compute import Metrics, averaging, number_groups
+from cordee.core import env
 from cordee.core.errors import StorageError, TrainingError
 from cordee.core.fault_points import identify, reach
 from cordee.data.source import check_same
 from cordee.monitoring import events, setup_logging
 from cordee.parameters.calls import ServerCalls
 from cordee.parameters.placement import make_layout
+from cordee.runs.checkpoints import open_store
 from cordee.runs.dispatched.link import DispatchLink
 from cordee.runs.dispatched.messages import AskEvaluatorTask, EvaluatorTask, EvaluatorTaskDone, Leave, SnapshotTaken
 from cordee.strategies.parameter_server.client import ParameterClient
@@ -47,10 +49,11 @@ def main(argument: dict[str, Any]) -> int:
     identify("evaluator")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     run_dir = Path(spec.run_dir)
-    with setup_logging(run_dir / "logs" / "evaluator.log"), DispatchLink(spec) as link:
+    log_file = env.log_file() or run_dir / "logs" / "evaluator.log"
+    with setup_logging(log_file), DispatchLink(spec) as link, open_store(spec, link) as store:
         try:
             parts = assemble(spec.load_job(), Team(num_workers=1, num_local_workers=spec.num_local))
-            evaluator = Evaluator(parts, link, run_dir / "checkpoints", patience_s=6 * spec.failure_timeout_s)
+            evaluator = Evaluator(parts, link, store, patience_s=6 * spec.failure_timeout_s)
             link.join()  # a failure before is not heard
             if spec.data:
                 check_same(spec.data, parts.splits)
@@ -74,10 +77,10 @@ def main(argument: dict[str, Any]) -> int:
 class Evaluator:
     """Reads snapshots, measures them, saves them."""
 
-    def __init__(self, parts: Components, link: DispatchLink, checkpoints: Path, patience_s: float) -> None:
+    def __init__(self, parts: Components, link: DispatchLink, store: Store, patience_s: float) -> None:
         self._parts = parts
         self._link = link
-        self._checkpoints = checkpoints
+        self._store = store
         settings = settings_of(parts.job)
         self._layout = make_layout(parts.model, settings.servers, can_split=can_split(parts.job))
         self._client = ParameterClient(self._layout, settings, ServerCalls(link.connect, patience_s))
@@ -160,7 +163,7 @@ class Evaluator:
     def _save(self, progress: Progress, state: State) -> str:
         settings = self._parts.job.checkpoint
         protected = (progress.best_step,) if settings.keep_best else ()
-        return str(checkpoint.save(self._checkpoints, progress.step, state, keep=settings.keep, protected=protected))
+        return str(self._store.save(progress.step, state, keep=settings.keep, protected=protected))
 
     def _read(self, task: EvaluatorTask) -> State:
         """Bring the model to the servers' state, and return that of their optimizers."""

@@ -78,7 +78,7 @@ class Losses(OnDemandLosses):
                 f"{name} {how} (in step {step + 1}), and {limit} processes were replaced already "
                 f"(cluster.max_restarts); its log is {self._starter.log_file(record)}"
             )
-        state.num_replaced += 1
+        self._count_replaced()
         self._begin_recovery(role, name)
         if role == "worker":
             successor = self._starter.start_worker()

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from cordee.cluster.messages import COMMON
+from cordee.cluster.messages import CHECKPOINTS, COMMON
 from cordee.communication.messages import Count, Message, Name, Text
 from cordee.communication.wire import Limits
 from cordee.core.errors import CommunicationError
@@ -141,6 +141,6 @@ class EvaluatorTaskDone(Message, frozen=True):
 
 DISPATCHED: tuple[type[Message], ...] = (
     *COMMON, AskServers, Servers, FollowerLost, HandOver, TakeWork, Work, Leave, AskEvaluatorTask, EvaluatorTask,
-    SnapshotTaken, EvaluatorTaskDone,
+    SnapshotTaken, EvaluatorTaskDone, *CHECKPOINTS,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=1 << 20)

@@ -53,6 +53,7 @@ class OnDemandLosses(ABC):
         self._starter = starter
         self._state = state
         self._processors = ProcessorWatch()
+        self._lost_with = ""  # what else was lost with the process whose loss is handled
 
     @abstractmethod
     def replace(self, record: MemberRecord, how: str, status: int) -> None:
@@ -68,8 +69,17 @@ class OnDemandLosses(ABC):
 
     @property
     def can_replace(self) -> bool:
-        """Whether there is a replacement left."""
-        return self._state.num_replaced < self._cluster.max_restarts
+        """Whether there is a replacement left. Processes that were lost together are one loss."""
+        return self._is_counted or self._state.num_replaced < self._cluster.max_restarts
+
+    @property
+    def _is_counted(self) -> bool:
+        return self._lost_with != "" and self._lost_with == self._state.counted
+
+    def _count_replaced(self) -> None:
+        if not self._is_counted:
+            self._state.num_replaced += 1
+            self._state.counted = self._lost_with
 
     @property
     def _members(self) -> Members:
@@ -80,7 +90,9 @@ class OnDemandLosses(ABC):
         for report in self._launcher.reports():
             ended = self._members.take(report, now_s)
             if ended is not None and isinstance(report, Exited) and ended.is_active and not self._queue.is_over:
+                self._lost_with = report.lost_with
                 self.replace(ended, report.describe(), report.status)
+        self._lost_with = ""  # what follows was not lost with anything
         for ended in self._members.take_ended(is_alive):
             if ended.is_active:
                 self.give_up(ended, "ended without notice")

@@ -9,27 +9,25 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
 from cordee import checkpoint
+from cordee.checkpoint import Store
 from cordee.cluster import Team
-from cordee.cluster.control import has_run_directory
-from cordee.cluster.member_link import MemberSpec
+from cordee.cluster.member_link import MemberSpec, open_timeline
 from cordee.communication.calls import CallServer
 from cordee.communication.channel import RefusedError
 from cordee.communication.endpoint import Speaker
 from cordee.communication.keys import ServerKeys
 from cordee.communication.this_host import Listening
-from cordee.communication.traffic import SENT
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import identify
 from cordee.monitoring import setup_logging
-from cordee.monitoring.timeline import Timeline, TimelineFolder
 from cordee.parameters.placement import Piece, make_layout
+from cordee.runs.checkpoints import open_store
 from cordee.runs.dispatched.link import END_SIGNAL, DispatchLink
 from cordee.runs.dispatched.messages import HandOver, Leave
 from cordee.strategies.parameter_server.messages import LIMITS, PARAMETERS, ApplyPending
@@ -52,10 +50,10 @@ def main(argument: dict[str, Any]) -> int:
     is_over, leave_asked = threading.Event(), threading.Event()
     signal.signal(END_SIGNAL, lambda number, frame: is_over.set())
     signal.signal(signal.SIGTERM, lambda number, frame: leave_asked.set())  # a spot instance, Slurm, Kubernetes
-    run_dir = Path(spec.run_dir)
     with setup_logging(spec.log_file), DispatchLink(spec) as link:
         try:
-            service = _make_service(spec, run_dir)
+            with open_store(spec, link) as store:
+                service = _make_service(spec, store)
             speaker = Speaker(run=spec.run_id, name=spec.name, incarnation=time.time_ns())
             keys = ServerKeys.from_text(spec.server_keys)
             public = Listening(spec.host_address, 0).address if spec.host_address else ""
@@ -72,7 +70,7 @@ def main(argument: dict[str, Any]) -> int:
                     target=_leave_when_asked, args=(leave_asked, is_over, link, server, service), daemon=True
                 )
                 leaving.start()
-                with _recording(spec, service):
+                with _recording(spec, link, service):
                     server.run(is_over.is_set)
         except Exception as error:
             log.exception("%s cannot continue", spec.name)
@@ -82,20 +80,9 @@ def main(argument: dict[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def _recording(spec: MemberSpec, service: ParameterService) -> Iterator[None]:
-    """Inside, what this process uses and how old gradients are is recorded, where the run directory is."""
-    run_dir = Path(spec.run_dir)
-    if not has_run_directory(run_dir, spec.run_id):
-        yield
-        return
-    folder = TimelineFolder(run_dir)
-    timeline = Timeline(
-        spec.name,
-        lambda line: folder.write(spec.name, line),
-        sent_bytes=lambda: SENT.num_bytes,
-        take_ages=service.take_ages,
-        take_links=SENT.take_links,
-    )
+def _recording(spec: MemberSpec, link: DispatchLink, service: ParameterService) -> Iterator[None]:
+    """Inside, what this process uses and how old gradients are is recorded."""
+    timeline = open_timeline(spec, link, service.take_ages)
     has_ended = threading.Event()
 
     def record() -> None:
@@ -139,14 +126,14 @@ def _leave_when_asked(
         is_over.wait(_LEAVING_S)
 
 
-def _make_service(spec: MemberSpec, run_dir: Path) -> ParameterService:
+def _make_service(spec: MemberSpec, store: Store) -> ParameterService:
     job = spec.load_job()
     parts = assemble(job, Team(num_workers=job.strategy.workers, num_local_workers=spec.num_local))
     if not job.training.reproducible:  # there it is what the job says: sums must be those of `single`
         torch.set_num_threads(1)
     settings = settings_of(job)
     layout = make_layout(parts.model, settings.servers, can_split=can_split(job))
-    saved = checkpoint.load_newest(run_dir / "checkpoints") if spec.resume else None
+    saved = store.load_newest() if spec.resume else None
     if saved is not None:
         checkpoint.load_model_state(parts.model, saved.state.part("model").tensors)
     flat = flatten_parameters(parts.model, layout)

@@ -97,6 +97,7 @@ class LossState(msgspec.Struct, kw_only=True):
     """What was lost, and what is done about it."""
 
     num_replaced: int = 0
+    counted: str = ""  # what was lost with the last of them (`Exited.lost_with`)
     num_lost_over: dict[str, int] = {}  # workers lost over each piece of work, by its description
     last: str = ""  # the last loss of a worker, in words
     num_recoveries: int = 0

@@ -46,7 +46,7 @@ class WorkerLosses(OnDemandLosses):
             note = f"no replacement is left (cluster.max_restarts = {limit}), {task} to others"
             self._launcher.emit(events.Warned(message=f"{record.name} {how}: {note}"))
             return
-        state.num_replaced += 1
+        self._count_replaced()
         state.num_recoveries += 1
         successor = self._starter.start_worker()
         message = f"{record.name} {how}: {task} to others, {successor.name} takes its place"

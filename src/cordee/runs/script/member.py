@@ -30,9 +30,10 @@ from cordee.core.fault_points import reach
 from cordee.core.settings import Checkpoint
 from cordee.monitoring import Monitor, Summary, events
 from cordee.monitoring.events import SCHEMA_VERSION
+from cordee.runs.checkpoints import open_store
 from cordee.runs.script.program import SCRIPT
 from cordee.runs.team.link import Answer, TeamLink
-from cordee.runs.team.worker import LinkSink, form_group, open_store
+from cordee.runs.team.worker import LinkSink, form_group
 from cordee.training.checkpointer import Checkpointer
 from cordee.training.commits import Commits
 from cordee.training.hand_over import load_together, nothing_left, share_furthest

@@ -19,7 +19,7 @@ from cordee.core import Job
 from cordee.core.errors import TrainingError
 from cordee.monitoring import AnyEvent, Summary, events
 from cordee.monitoring.timeline import TimelineFolder
-from cordee.runs.team.checkpoints import CheckpointReceiver
+from cordee.runs.checkpoints import CheckpointReceiver
 from cordee.runs.team.generations import Generations
 from cordee.runs.team.losses import Losses
 from cordee.runs.team.member_channel import TeamChannel

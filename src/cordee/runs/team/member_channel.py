@@ -27,7 +27,7 @@ from cordee.communication.messages import (
 from cordee.core.errors import CommunicationError
 from cordee.core.fault_points import reach
 from cordee.monitoring.events import Warned
-from cordee.runs.team.checkpoints import CheckpointReceiver
+from cordee.runs.checkpoints import CheckpointReceiver
 from cordee.runs.team.membership import Membership
 
 

@@ -11,9 +11,7 @@ from typing import Any, SupportsFloat
 
 import msgspec
 
-from cordee.checkpoint import Folder, Store
 from cordee.cluster import Team
-from cordee.cluster.control import has_run_directory
 from cordee.cluster.member_link import MemberSpec, open_timeline
 from cordee.cluster.members import WORKER_PREFIX
 from cordee.cluster.messages import StepReached, WorkerSummary
@@ -29,7 +27,7 @@ from cordee.core.errors import CommunicationError
 from cordee.data.source import check_same
 from cordee.monitoring import AnyEvent, Monitor, events, setup_logging
 from cordee.monitoring.timeline import Timeline
-from cordee.runs.team.checkpoints import RemoteCheckpoints
+from cordee.runs.checkpoints import open_store
 from cordee.runs.team.link import Answer, TeamLink
 from cordee.training.components import assemble
 from cordee.training.session import Session
@@ -207,18 +205,6 @@ class _Member:
             return False
         self._answer = None
         return True
-
-
-@contextlib.contextmanager
-def open_store(spec: MemberSpec, link: TeamLink) -> Iterator[Store]:
-    """Inside, the checkpoints of the run can be written and read: in its directory, or through the coordinator."""
-    run_dir = Path(spec.run_dir)
-    if has_run_directory(run_dir, spec.run_id):
-        yield Folder(run_dir / "checkpoints")
-        return
-    log.info("the run directory is out of reach: the coordinator writes and reads checkpoints")
-    with contextlib.closing(RemoteCheckpoints(spec, link)) as store:
-        yield store
 
 
 @contextlib.contextmanager

@@ -28,13 +28,14 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
     weight_decay: float = 0.0  # added to the gradients on the servers
     clip_norm: float = 0.0  # largest norm of a gradient on the servers; 0 leaves it alone
     replicas: Literal[1, 2] = 1  # 2: every server has a follower that can take its place at once
+    servers_on: Literal["launcher", "slots"] = "launcher"  # slots: servers and the evaluator run beside workers
     drop_late: float = 0.0  # seconds after which a unit is given to another worker; 0: when its worker is lost
 
     def __post_init__(self) -> None:
         _check(self.servers >= 1, f"strategy.servers = {self.servers} must be at least 1")
         _check(
             self.servers <= MAX_SERVERS,
-            f"strategy.servers = {self.servers} must be at most {MAX_SERVERS}: they are processes of this host",
+            f"strategy.servers = {self.servers} must be at most {MAX_SERVERS}: each is a process of its own",
         )
         if isinstance(self.staleness, int):
             _check(self.staleness >= 0, f"strategy.staleness = {self.staleness} must be at least 0, or 'unbounded'")
@@ -72,6 +73,11 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
         _check(self.weight_decay >= 0, f"strategy.weight_decay = {self.weight_decay} must be at least 0")
         _check(self.clip_norm >= 0, f"strategy.clip_norm = {self.clip_norm} must be at least 0")
         _check(self.drop_late >= 0, f"strategy.drop_late = {self.drop_late} must be at least 0")
+
+    @property
+    def place(self) -> Literal["launcher", "beside"]:
+        """Where the engine is to start servers and the evaluator."""
+        return "beside" if self.servers_on == "slots" else "launcher"
 
     @property
     def is_synchronous(self) -> bool:

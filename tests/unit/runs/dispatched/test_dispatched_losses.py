@@ -213,6 +213,42 @@ def test_a_worker_that_is_silent_and_idle_is_killed_and_then_replaced(monkeypatc
     assert scene.launcher.started == ["worker-1"]
 
 
+def lose_two(scene: Scene, *lost_with: str) -> None:
+    """Lose the worker, then the evaluator."""
+    scene.take(number=9)
+    evaluator = scene.members.records["evaluator-0"]
+    evaluator.number, evaluator.started = 10, 1
+    scene.launcher.news = [
+        Exited(number, 1, 77, -9, "was lost with its agent", what)
+        for number, what in zip((9, 10), lost_with, strict=True)
+    ]
+    scene.losses.check_members(scene.now_s)
+
+
+def test_what_is_lost_with_one_agent_takes_one_replacement() -> None:
+    scene = Scene(max_restarts=1)
+    lose_two(scene, "agent 0", "agent 0")
+    assert scene.launcher.started == ["worker-1", "evaluator-0"]
+    with pytest.raises(TrainingError, match="1 processes were replaced already"):
+        lose_two(scene := Scene(max_restarts=1), "agent 0", "agent 1")
+    assert scene.launcher.started == ["worker-1"]
+    with pytest.raises(TrainingError, match="were replaced already"):
+        lose_two(scene := Scene(max_restarts=0), "agent 0", "agent 0")
+    assert scene.launcher.started == [], "nothing of it was counted"
+
+
+def test_who_freezes_after_an_agent_was_lost_was_not_lost_with_it() -> None:
+    scene = Scene(max_restarts=1)
+    process = scene.take(number=9)
+    evaluator = scene.members.records["evaluator-0"]
+    evaluator.number, evaluator.started = 10, 1
+    scene.launcher.news = [Exited(10, 1, 77, -9, "was lost with its agent", "agent 0")]
+    scene.losses.check_members(scene.now_s)
+    assert scene.launcher.started == ["evaluator-0"] and not scene.losses.can_replace
+    scene.losses.check_members(scene.now_s + 2 * TIMEOUT_S)
+    assert process.is_away and scene.launcher.killed == [], "nobody is left to take its place"
+
+
 def test_a_frozen_worker_without_replacement_may_come_back_and_its_end_is_no_loss() -> None:
     scene = Scene(max_restarts=0)
     process = scene.take(number=9)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from scripted_channel import ScriptedChannel
 
 from cordee.cluster.members import MemberRecord, Members
-from cordee.cluster.messages import Event, TimelineReport
+from cordee.cluster.messages import AskCheckpoints, CheckpointNames, Event, TimelineReport
 from cordee.communication.messages import Acknowledged, Heartbeat, Join, Joined, Message, Refused
 from cordee.communication.this_host import host_id
 from cordee.core import Job
@@ -18,6 +19,7 @@ from cordee.core.stopping import StopPolicy
 from cordee.data import Ledger
 from cordee.monitoring import AnyEvent, events
 from cordee.monitoring.timeline import Line
+from cordee.runs.checkpoints import CheckpointReceiver
 from cordee.runs.dispatched.dispatcher import Dispatcher
 from cordee.runs.dispatched.messages import (
     AskEvaluatorTask,
@@ -59,6 +61,7 @@ class Play:
             show=lambda step, loss: None,
             elapsed_s=lambda: 0.0,
             rate=lambda step: 0.1,
+            checkpoints=CheckpointReceiver(Path("not there"), self.members),
         )
         for role in ("server", "evaluator"):
             self.join(MemberRecord(role=role, index=0, number=0), "address")
@@ -262,3 +265,11 @@ def test_a_unit_that_is_late_goes_to_another(monkeypatch: pytest.MonkeyPatch) ->
     assert work_of(play.say("evaluator-0", AskEvaluatorTask())).unit == late.unit
     (warning,) = [event.message for event in play.events if isinstance(event, events.Warned)]
     assert warning == "worker-0 is late with its part of step 1 (6.0 s): another does it"
+
+
+def test_members_without_the_run_directory_ask_for_checkpoints_on_a_channel_of_their_own() -> None:
+    play = Play()
+    (answer,) = play.say("checkpoints-server-0", AskCheckpoints())
+    assert answer == ("checkpoints-server-0", CheckpointNames(()))
+    (answer,) = play.say("stranger", TakeWork())
+    assert isinstance(answer[1], Refused)

@@ -30,7 +30,7 @@ from cordee.communication.wire import Codec
 from cordee.core.errors import CommunicationError
 from cordee.monitoring import AnyEvent, Summary
 from cordee.monitoring.events import Commit, Step, Warned
-from cordee.runs.team.checkpoints import CheckpointReceiver
+from cordee.runs.checkpoints import CheckpointReceiver
 from cordee.runs.team.link import Answer, TeamLink
 from cordee.runs.team.member_channel import TeamChannel
 from cordee.runs.team.membership import Membership

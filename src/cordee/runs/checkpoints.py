@@ -1,7 +1,7 @@
-"""Checkpoints of a worker that has no access to the run directory: the coordinator writes and reads them for it.
+"""Checkpoints of a member that has no access to the run directory: the coordinator writes and reads them for it.
 
 A checkpoint is sent in pieces. A coordinator that dies on the way forgets what it has, removes it when it is back, and
-is sent everything again. What it has saved is as whole as what a worker saves by itself: it is the same code.
+is sent everything again. What it has saved is as whole as what a member saves by itself: it is the same code.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cordee import checkpoint
-from cordee.checkpoint import Draft, Loaded, State
+from cordee.checkpoint import Draft, Folder, Loaded, State, Store
 from cordee.checkpoint.layout import VALUES, encode_files, part_of
+from cordee.cluster.control import has_run_directory
 from cordee.cluster.member_link import AGAIN_S, LONGEST_REQUEST_S, MemberLink, MemberSpec
-from cordee.cluster.members import NOT_JOINED, WORKER_PREFIX, Members
+from cordee.cluster.members import NOT_JOINED, Members
 from cordee.cluster.messages import (
+    CHECKPOINTS,
     PIECE_BYTES,
-    TEAM,
     AskCheckpoints,
     CheckpointEnd,
     CheckpointNames,
@@ -45,20 +46,34 @@ log = logging.getLogger("cordee.checkpoints")
 SYNC_BYTES = 16 << 20  # written between two waits for the disk: the coordinator answers nobody while it waits
 
 
-class RemoteCheckpoints:
-    """The `checkpoint.Store` of a worker without the run directory. Any thread may use it; one saves at a time.
+@contextlib.contextmanager
+def open_store(spec: MemberSpec, link: MemberLink) -> Iterator[Store]:
+    """Inside, the checkpoints of the run can be written and read: in its directory, or through the coordinator."""
+    run_dir = Path(spec.run_dir)
+    if has_run_directory(run_dir, spec.run_id):
+        yield Folder(run_dir / "checkpoints")
+        return
+    log.info("the run directory is out of reach: the coordinator writes and reads checkpoints")
+    with contextlib.closing(RemoteCheckpoints(spec, link)) as store:
+        yield store
 
-    A coordinator that is killed is asked again when it is back. Raises CommunicationError if it refuses this worker,
+
+class RemoteCheckpoints:
+    """The `checkpoint.Store` of a member without the run directory. Any thread may use it; one saves at a time.
+
+    A coordinator that is killed is asked again when it is back. Raises CommunicationError if it refuses this member,
     which was given up, and when the store is closed.
     """
 
     def __init__(self, spec: MemberSpec, link: MemberLink) -> None:
         self._link = link
-        self._worker = spec.index
-        speaker = Speaker(run=spec.run_id, name=f"checkpoints-{spec.index}", incarnation=time.time_ns())
+        self._member = spec.name
+        speaker = Speaker(run=spec.run_id, name=f"checkpoints-{spec.name}", incarnation=time.time_ns())
         keys = ClientKeys.from_text(spec.client_keys)
         # A connection of its own: what is large does not hold up heartbeats.
-        self._channel = ClientChannel(spec.coordinator_address, speaker, Codec(TEAM), keys, silence_s=spec.silence_s)
+        self._channel = ClientChannel(
+            spec.coordinator_address, speaker, Codec(CHECKPOINTS), keys, silence_s=spec.silence_s
+        )
         self._asking = threading.Lock()
         self._is_closed = False
         self._num_saves = 0
@@ -71,7 +86,7 @@ class RemoteCheckpoints:
         incarnation = self._link.incarnation
         while True:
             self._num_saves += 1
-            sender = (self._worker, incarnation, self._num_saves)
+            sender = (self._member, incarnation, self._num_saves)
             if (taken := self._send(sender, step, state, keep, protected)) is not None:
                 return Path(taken.path)
             log.warning("another coordinator leads the run: sending the checkpoint of step %d again", step)
@@ -92,7 +107,7 @@ class RemoteCheckpoints:
         self._channel.close()
 
     def _send(
-        self, sender: tuple[int, int, int], step: int, state: State, keep: int, protected: Collection[int]
+        self, sender: tuple[str, int, int], step: int, state: State, keep: int, protected: Collection[int]
     ) -> CheckpointTaken | None:
         """Return what became of the checkpoint; None if the coordinator has not heard of its first pieces."""
         files: dict[str, tuple[int, str]] = {}
@@ -150,9 +165,9 @@ class RemoteCheckpoints:
 
 @dataclass
 class _Incoming:
-    """A checkpoint that a worker sends."""
+    """A checkpoint that a member sends."""
 
-    sender: tuple[int, int, int]
+    sender: tuple[str, int, int]
     draft: Draft
     num_pieces: int = 0  # that are written
     num_unsynced: int = 0  # bytes
@@ -160,15 +175,15 @@ class _Incoming:
 
 
 class CheckpointReceiver:
-    """The coordinator's side: saves in `root` what workers send, and reads there what they ask for."""
+    """The coordinator's side: saves in `root` what members send, and reads there what they ask for."""
 
     def __init__(self, root: Path, members: Members) -> None:
         self._root = root
         self._members = members
-        self._incoming: dict[int, _Incoming] = {}  # by the worker's number
+        self._incoming: dict[str, _Incoming] = {}  # by the member's name
 
     def remove_unfinished(self) -> None:
-        """Remove what a coordinator that died was writing: workers send it again."""
+        """Remove what a coordinator that died was writing: members send it again."""
         with contextlib.suppress(OSError):  # the next checkpoint tries again
             checkpoint.remove_stale(self._root)
 
@@ -178,7 +193,7 @@ class CheckpointReceiver:
             incoming.draft.discard()
 
     def handle(self, request: CheckpointRequest) -> Message:
-        """Do what a worker asks for; return the answer. A request that comes again has no other effect."""
+        """Do what a member asks for; return the answer. A request that comes again has no other effect."""
         match request:
             case AskCheckpoints():
                 try:
@@ -190,8 +205,8 @@ class CheckpointReceiver:
                     return FilePiece(*checkpoint.read_piece(self._root, name, file, offset, PIECE_BYTES))
                 except CheckpointError as error:
                     return FilePiece(b"", 0, str(error))
-            case _ if not self._may_save(request.worker, request.incarnation):
-                return Refused(NOT_JOINED, f"worker {request.worker} was given up")
+            case _ if not self._may_save(request.member, request.incarnation):
+                return Refused(NOT_JOINED, f"{request.member} was given up")
             case CheckpointPiece(file=file) if file != VALUES and part_of(file) is None:
                 return Refused("malformed", f"{file!r} is no file of a checkpoint")
             case CheckpointPiece():
@@ -199,8 +214,8 @@ class CheckpointReceiver:
             case CheckpointEnd():
                 return self._finish(request)
 
-    def _may_save(self, worker: int, incarnation: int) -> bool:
-        record = self._members.records.get(f"{WORKER_PREFIX}{worker}")
+    def _may_save(self, member: str, incarnation: int) -> bool:
+        record = self._members.records.get(member)
         return record is not None and record.may_send and record.incarnation == incarnation
 
     def _write(self, piece: CheckpointPiece) -> CheckpointTaken:
@@ -216,7 +231,7 @@ class CheckpointReceiver:
                     incoming.draft.sync()
                     incoming.num_unsynced = 0
         except StorageError as error:
-            self._incoming.pop(piece.worker, None)
+            self._incoming.pop(piece.member, None)
             return CheckpointTaken(problem=str(error))
         reach("remote_save.written")
         return CheckpointTaken()
@@ -233,7 +248,7 @@ class CheckpointReceiver:
                     path = draft.finish(keep=end.keep, protected=end.protected)
                     incoming.taken = CheckpointTaken(path=str(path))
                 else:
-                    problem = f"the checkpoint that worker {end.worker} sent has arrived damaged"
+                    problem = f"the checkpoint that {end.member} sent has arrived damaged"
                     incoming.taken = CheckpointTaken(problem=problem)
             except (StorageError, CheckpointError) as error:
                 incoming.taken = CheckpointTaken(problem=str(error))
@@ -246,20 +261,20 @@ class CheckpointReceiver:
         """Begin a checkpoint, unless its first piece has come again. What is given up is removed."""
         if (known := self._find(piece)) is not None:
             return known
-        for worker, incoming in list(self._incoming.items()):
-            if worker == piece.worker or not self._may_save(*incoming.sender[:2]):
+        for member, incoming in list(self._incoming.items()):
+            if member == piece.member or not self._may_save(*incoming.sender[:2]):
                 incoming.draft.discard()
-                del self._incoming[worker]
-        begun = self._incoming[piece.worker] = _Incoming(_sender_of(piece), Draft(self._root, piece.step))
+                del self._incoming[member]
+        begun = self._incoming[piece.member] = _Incoming(_sender_of(piece), Draft(self._root, piece.step))
         return begun
 
     def _find(self, message: CheckpointPiece | CheckpointEnd) -> _Incoming | None:
-        known = self._incoming.get(message.worker)
+        known = self._incoming.get(message.member)
         return known if known is not None and known.sender == _sender_of(message) else None
 
 
-def _sender_of(message: CheckpointPiece | CheckpointEnd) -> tuple[int, int, int]:
-    return message.worker, message.incarnation, message.number
+def _sender_of(message: CheckpointPiece | CheckpointEnd) -> tuple[str, int, int]:
+    return message.member, message.incarnation, message.number
 
 
 def _cut(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:

@@ -27,7 +27,7 @@ from cordee.communication.messages import Refused
 from cordee.communication.this_host import host_id
 from cordee.communication.wire import Codec
 from cordee.core.errors import CheckpointError, CommunicationError, StorageError
-from cordee.runs.team.checkpoints import CheckpointReceiver, RemoteCheckpoints
+from cordee.runs.checkpoints import CheckpointReceiver, RemoteCheckpoints
 from cordee.runs.team.link import TeamLink
 from cordee.runs.team.member_channel import TeamChannel
 from cordee.runs.team.membership import Membership
@@ -201,13 +201,15 @@ def receiver(tmp_path: Path) -> CheckpointReceiver:
     return CheckpointReceiver(tmp_path, membership)
 
 
-def piece(index: int, content: bytes, *, worker: int = 0, incarnation: int = 7, number: int = 1) -> CheckpointPiece:
-    return CheckpointPiece(worker, incarnation, number, index, 4, "values.json", content)
+def piece(
+    index: int, content: bytes, *, member: str = "worker-0", incarnation: int = 7, number: int = 1
+) -> CheckpointPiece:
+    return CheckpointPiece(member, incarnation, number, index, 4, "values.json", content)
 
 
 def end(num_pieces: int, content: bytes, *, number: int = 1) -> CheckpointEnd:
     files = {"values.json": (len(content), hashlib.sha256(content).hexdigest())}
-    return CheckpointEnd(0, 7, number, num_pieces, files, 1, ())
+    return CheckpointEnd("worker-0", 7, number, num_pieces, files, 1, ())
 
 
 def test_what_comes_again_counts_once(receiver: CheckpointReceiver, tmp_path: Path) -> None:
@@ -237,9 +239,9 @@ def test_what_arrives_damaged_is_not_saved(receiver: CheckpointReceiver, tmp_pat
 
 
 def test_what_a_lost_worker_began_is_removed_when_another_begins(receiver: CheckpointReceiver, tmp_path: Path) -> None:
-    receiver.handle(piece(0, b"{}", worker=1))
+    receiver.handle(piece(0, b"{}", member="worker-1"))
     receiver._members.lose(receiver._members.records["worker-1"])
-    assert isinstance(receiver.handle(piece(1, b"{}", worker=1)), Refused)
+    assert isinstance(receiver.handle(piece(1, b"{}", member="worker-1")), Refused)
     receiver.handle(piece(0, b"{}"))
     assert len(list(tmp_path.iterdir())) == 1
     receiver.handle(piece(0, b"{}", number=2))
@@ -248,7 +250,7 @@ def test_what_a_lost_worker_began_is_removed_when_another_begins(receiver: Check
 
 @pytest.mark.parametrize("file", ["../x.safetensors", "manifest.json", "x", "/etc/passwd", ".safetensors"])
 def test_other_files_are_not_written(receiver: CheckpointReceiver, tmp_path: Path, file: str) -> None:
-    answer = receiver.handle(CheckpointPiece(0, 7, 1, 0, 4, file, b"x"))
+    answer = receiver.handle(CheckpointPiece("worker-0", 7, 1, 0, 4, file, b"x"))
     assert isinstance(answer, Refused) and not list(tmp_path.iterdir())
 
 
