@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import platform
 import statistics
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cordee.core import Job
+from cordee.core.env import child_environment, place
 from cordee.core.errors import CordeeError, TrainingError
 from cordee.core.findings import Finding
 from cordee.monitoring.run_directory import SUMMARY_FILE
@@ -143,7 +143,7 @@ def _compare_speed(num_gpus: int, runs: Path, figures: dict[str, Any]) -> Findin
                 capture_output=True,
                 text=True,
                 timeout=RUN_TIMEOUT_S,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env=child_environment({"OMP_NUM_THREADS": "1"}),
             )
         except subprocess.TimeoutExpired:
             return Finding("speed", "note", f"DDP on NCCL did not end within {RUN_TIMEOUT_S:g} s", ADVICE)
@@ -186,20 +186,22 @@ def _machine(torch: Any, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def run_ddp(num_steps: int, batch_size: int) -> float:
-    """Train the same model with torch's DDP on NCCL, as a member of a torchrun; return all members' samples/s."""
+def run_ddp(num_steps: int, batch_size: int) -> None:
+    """Train the same model with DDP on NCCL, as a member of a torchrun; the first prints the samples/s of all."""
     import torch
     import torch.distributed as dist
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
-    index = int(os.environ["LOCAL_RANK"])
+    member = place()
+    assert member is not None
+    index = member.local_rank
     torch.cuda.set_device(index)
     dist.init_process_group("nccl")
     sizes = [784, 1024, 1024, 10]
     layers: list[nn.Module] = [nn.Flatten()]
-    for place, (given, made) in enumerate(itertools.pairwise(sizes)):
-        layers += [nn.Linear(given, made), *([nn.ReLU()] if place < 2 else [])]
+    for number, (given, made) in enumerate(itertools.pairwise(sizes)):
+        layers += [nn.Linear(given, made), *([nn.ReLU()] if number < 2 else [])]
     model = DistributedDataParallel(nn.Sequential(*layers).cuda(), device_ids=[index])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     inputs, targets = torch.randn(20_000, 1, 28, 28), torch.randint(10, (20_000,))
@@ -215,12 +217,11 @@ def run_ddp(num_steps: int, batch_size: int) -> float:
         optimizer.step()
         loss.item()  # as a loop that records its loss does
     torch.cuda.synchronize()
-    rate = num_steps * batch_size * dist.get_world_size() / (time.perf_counter() - started)
+    rate = num_steps * batch_size * member.world_size / (time.perf_counter() - started)
     dist.destroy_process_group()
-    return rate
+    if member.rank == 0:
+        sys.stdout.write(f"samples/s {rate}\n")
 
 
 if __name__ == "__main__":
-    found = run_ddp(int(sys.argv[1]), int(sys.argv[2]))
-    if os.environ["RANK"] == "0":
-        sys.stdout.write(f"samples/s {found}\n")
+    run_ddp(int(sys.argv[1]), int(sys.argv[2]))
