@@ -77,7 +77,10 @@ def read_mesh(sizes: Mapping[str, int], workers: int) -> Mesh:
     """Return the mesh; raises JobError where it cannot be, or does not multiply to the workers."""
     shown = show_mesh(sizes)
     if not sizes:
-        raise JobError("strategy 'hybrid' needs strategy.mesh, for example {data = 2, pipeline = 2}")
+        of_four = "{data = 2, pipeline = 2} with strategy.workers = 4"
+        few = f"{{pipeline = {workers}}}" if workers > 1 else of_four
+        example = f"{{data = {workers // 2}, pipeline = 2}}" if workers >= 4 and workers % 2 == 0 else few
+        raise JobError(f"strategy 'hybrid' needs strategy.mesh, for example {example}")
     for axis, size in sizes.items():
         if axis not in AXES:
             raise JobError(f"strategy.mesh has no axis '{axis}'{nearest(axis, AXES)} (axes: {', '.join(AXES)})")

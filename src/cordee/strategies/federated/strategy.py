@@ -37,7 +37,8 @@ class Federated:
                 raise JobError(
                     f"training.{key} = {getattr(training, key)}: a job of strategy 'federated' is as long as "
                     f"strategy.rounds = {self.settings.rounds}, and a client trains for strategy.local_epochs or "
-                    f"local_steps. Remove training.{key}"
+                    f"local_steps. Remove training.{key} from the job file (cordee new --template federated writes one "
+                    "without it)"
                 )
         if training.ema:
             raise JobError("training.ema is not for strategy 'federated': clients begin every round from new weights")
