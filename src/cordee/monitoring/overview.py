@@ -73,6 +73,8 @@ class OverviewBuilder:
     def build(self, info: RunInfo) -> Overview:
         """Return what the events so far say of the run."""
         started, step = self._started, self._step
+        now = step.samples_per_second if step else None
+        is_under_way = info.state in ("running", "died")  # an ended run has the speed of all its steps
         return Overview(
             run=info,
             model=started.model if started else "",
@@ -82,7 +84,7 @@ class OverviewBuilder:
             epochs=started.epochs if started else None,
             loss=step.loss if step else None,
             test_loss=self._tested.test_loss if self._tested else None,
-            samples_per_second=step.samples_per_second if step else None,
+            samples_per_second=now if is_under_way else info.samples_per_second or now,
             checkpoints=self._saved[0],
             last_checkpoint=self._saved[1] if self._saved[0] else None,
             losses=dict(self._losses),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cordee.core.errors import RunDirectoryError
-from cordee.monitoring import JsonlSink, Monitor, RunDirectory, events
+from cordee.monitoring import JsonlSink, Monitor, RunDirectory, Summary, events
 from cordee.monitoring.overview import describe_overview, next_commands, read_overview
 
 
@@ -44,6 +44,15 @@ def test_what_events_say_of_a_run_under_way(tmp_path: Path) -> None:
     }
     assert next_commands(overview.run) == ["cordee logs run -f", "cordee stop run"]
     assert next_commands(read_overview(run.path).run) == ["cordee resume run", "cordee logs run"]  # it died
+
+
+def test_the_speed_of_an_ended_run_is_that_of_its_summary(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", 'name = "iris"\n') as run:
+        with Monitor([JsonlSink(run.events_file)]) as monitor:
+            monitor.emit(events.RunStarted(strategy="x", workers=1, start_step=0))
+            monitor.emit(events.Step(step=9, epoch=1, loss=0.25, samples_per_second=10.0))
+        run.write_summary(Summary(status="completed", samples_per_second=4000.0))
+    assert dict(describe_overview(read_overview(run.path)))["speed"] == "4.00k samples/s"
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
