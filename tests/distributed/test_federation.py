@@ -103,8 +103,8 @@ def test_other_settings_give_the_same_bits(federations: MakeFederation, settings
     assert federation.weights() == reference(federation.job_file, SITES)[0]
 
 
-def kill_and_continue(federation: Federation, point: str, visit: int) -> None:
-    """Kill the server at a point, start it again, and compare with the run that nothing happened to."""
+def kill_and_serve_again(federation: Federation, point: str, visit: int) -> None:
+    """Kill the server at a point, and start it again: it and all sites end well."""
     faults = federation.folder / "faults"
     environment = ask_for(faults, [Fault(point, "federation-server", "kill", visit)])
     server = federation.serve("--listen", "127.0.0.1", "--clients", "3", environment=environment)
@@ -116,6 +116,11 @@ def kill_and_continue(federation: Federation, point: str, visit: int) -> None:
     assert server.wait(timeout=120) == 0, federation.log("server")
     for name, client in zip(SITES, clients, strict=True):
         assert client.wait(timeout=30) == 0, federation.log(name)
+
+
+def kill_and_continue(federation: Federation, point: str, visit: int) -> None:
+    """Kill the server at a point, start it again, and compare with the run that nothing happened to."""
+    kill_and_serve_again(federation, point, visit)
     assert federation.weights() == reference(federation.job_file, SITES)[0]
     assert [event["round"] for event in federation.events("round")] == [1, 2, 3]
     assert sum(event["num_took_part"] for event in federation.events("round")) == 9
@@ -175,17 +180,7 @@ def test_asynchronous_sites_that_are_all_waited_for_are_synchronous(federations:
 def test_a_killed_server_of_asynchronous_sites_continues(federations: MakeFederation, point: str, visit: int) -> None:
     """Each update of the server takes the first two of three sites. No update counts twice, and none is made twice."""
     federation = federations(FEDBUFF.format(2), rounds=4)
-    faults = federation.folder / "faults"
-    environment = ask_for(faults, [Fault(point, "federation-server", "kill", visit)])
-    server = federation.serve("--listen", "127.0.0.1", "--clients", "3", environment=environment)
-    address = federation.address
-    clients = [federation.join(name, n, token=federation.invite(name)) for n, name in enumerate(SITES)]
-    assert server.wait(timeout=120) == -signal.SIGKILL, federation.log("server")
-    assert happened(faults)
-    server = federation.serve("--listen", address, "--clients", "3", "--resume")
-    assert server.wait(timeout=120) == 0, federation.log("server")
-    for name, client in zip(SITES, clients, strict=True):
-        assert client.wait(timeout=30) == 0, federation.log(name)
+    kill_and_serve_again(federation, point, visit)
     rounds = federation.events("round")
     assert [event["round"] for event in rounds] == [1, 2, 3, 4]
     assert all(event["num_took_part"] == 2 and event["late"] == [] for event in rounds), rounds
