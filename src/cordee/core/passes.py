@@ -54,3 +54,10 @@ def is_sampled(step: int) -> bool:
     """
     magnitude: int = 10 ** (len(str(step)) - 1)
     return step % magnitude == 0
+
+
+def sampled_around(step: int) -> tuple[int, int]:
+    """Return the last step that is sampled up to a step, from 1 on, and the first after it. Pure."""
+    magnitude: int = 10 ** (len(str(step)) - 1)
+    last = step - step % magnitude
+    return last, last + magnitude

@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from cordee.core.blocked_time import BLOCKED, WAITED
 from cordee.core.errors import RunDirectoryError, StorageError
-from cordee.core.passes import PASSES, is_sampled
+from cordee.core.passes import PASSES, is_sampled, sampled_around
 from cordee.monitoring.files import open_regular, reason, to_json
 
 log = logging.getLogger("cordee.timeline")
@@ -84,6 +84,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     offset_us: Micros = 0  # to be added to the member's clock for the coordinator's
     offset_error_us: Micros = 0  # at most
     states: Annotated[list[tuple[Micros, State]], Meta(max_length=1024)] = []  # since when, in which state
+    cores: Annotated[int, Meta(ge=0, le=2**31)] = 0  # that the process may run on; 0: not known
     cpu_us: Annotated[int, Meta(ge=0, le=2**62)] = 0  # processor time of the process since it was started
     memory_bytes: Annotated[int, Meta(ge=0, le=2**62)] = 0  # of the process, at the end of the line
     sent_bytes: Annotated[int, Meta(ge=0, le=2**62)] = 0  # given to sockets since the process was started
@@ -113,6 +114,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _COLUMNS = ("step", "steps", "at", *(phase.name.lower() for phase in Phase))
+# A member of an enumeration takes Python 3.11 0.06 µs to look up, which a step of 0.25 ms notices.
+_COMPUTE, _FIRST_APART = Phase.COMPUTE, int(Phase.EVALUATE)
 
 
 class Timeline:
@@ -133,10 +136,12 @@ class Timeline:
         # Once: where the system's clock is set during a run, rows stay one after the other.
         self._origin_ns = perf_counter_ns()
         self._origin_us = time.time_ns() // 1000
+        self._num_cores = len(os.sched_getaffinity(0))
         self._rows = array("q")
         self._states: list[tuple[int, State]] = []
         self._passes: list[StepPasses] = []
         self._next_write_ns = self._origin_ns + WRITE_EVERY_NS
+        self._last_sampled = self._next_sampled = 0  # no step is between them
         self._phase: Phase | None = None
         self._begin_row(self._origin_ns)
         self._take_counts(self._origin_ns)
@@ -153,29 +158,39 @@ class Timeline:
     def switch(self, phase: Phase) -> Phase | None:
         """Begin a phase; return the one that ended. Communication inside phases other than EVALUATE and SAVE is apart.
 
-        Takes 1.4 µs, `end_step` 2.1 µs, on a busy host of 2 cores.
+        Two calls and one of `end_step`, as in a step, take 0.7 µs of processor time on a busy host of 2 cores.
         """
         if self._write is None:
             return None
-        now_ns, row, before = perf_counter_ns(), self._row, self._phase
-        spent_ns = now_ns - self._since_ns
+        now_ns, before = perf_counter_ns(), self._phase
         if before is None:
             self._begin_row(now_ns)
-        elif before >= Phase.EVALUATE:
-            row[before] += spent_ns
+        elif before >= _FIRST_APART:
+            self._row[before] += now_ns - self._since_ns
             if phase != before:
                 self._end_row(now_ns)
         else:
-            blocked_ns = min(BLOCKED.ns - self._blocked_ns, spent_ns)
-            waited_ns = min(WAITED.ns - self._waited_ns, blocked_ns)
-            row[before] += spent_ns - blocked_ns
-            row[Phase.EXCHANGE] += blocked_ns - waited_ns
-            row[Phase.WAIT] += waited_ns
-            if phase >= Phase.EVALUATE and self._num_steps:
+            if BLOCKED.ns == self._blocked_ns and WAITED.ns == self._waited_ns:  # nothing was communicated
+                self._row[before] += now_ns - self._since_ns
+                self._since_ns = now_ns
+                if phase < _FIRST_APART:
+                    self._phase = phase
+                    return before
+            else:
+                self._divide(before, now_ns - self._since_ns)
+            if phase >= _FIRST_APART and self._num_steps:
                 self._end_row(now_ns)
         self._phase = phase
         self._take_counts(now_ns)
         return before
+
+    def _divide(self, phase: Phase, spent_ns: int) -> None:
+        """Add the time since the last switch to a phase, but for what was communicated in it."""
+        blocked_ns = min(BLOCKED.ns - self._blocked_ns, spent_ns)
+        waited_ns = min(WAITED.ns - self._waited_ns, blocked_ns)
+        self._row[phase] += spent_ns - blocked_ns
+        self._row[Phase.EXCHANGE] += blocked_ns - waited_ns
+        self._row[Phase.WAIT] += waited_ns
 
     @contextlib.contextmanager
     def inside(self, phase: Phase) -> Iterator[None]:
@@ -191,15 +206,23 @@ class Timeline:
         """`step` steps are taken."""
         if self._write is None:
             return
-        self.switch(Phase.COMPUTE)
+        self.switch(_COMPUTE)
         now_ns = self._since_ns
-        self._step, self._num_steps = step, self._num_steps + 1
+        self._step = step
+        self._num_steps += 1
         if PASSES.is_on:
             self._keep_passes(step)
-        if is_sampled(step + 1):
-            PASSES.begin()
-        if now_ns - self._row_ns >= max(_SHORTEST_ROW_NS, (now_ns - self._origin_ns) // _ROWS_OF_A_RUN):
+        if not self._last_sampled <= step < self._next_sampled - 1:
+            self._sample(step + 1)
+        length_ns = now_ns - self._row_ns
+        if length_ns >= _SHORTEST_ROW_NS and length_ns * _ROWS_OF_A_RUN >= now_ns - self._origin_ns:
             self._end_row(now_ns)
+
+    def _sample(self, step: int) -> None:
+        """Record the passes of a step that is sampled; remember which steps are not, so that they are not looked at."""
+        if is_sampled(step):
+            PASSES.begin()
+        self._last_sampled, self._next_sampled = sampled_around(step)
 
     def _keep_passes(self, step: int) -> None:
         rows = PASSES.take()
@@ -264,6 +287,7 @@ class Timeline:
             offset_us=offset_us,
             offset_error_us=error_us,
             states=states,
+            cores=self._num_cores,
             cpu_us=time.process_time_ns() // 1000,
             memory_bytes=_resident_bytes(),
             sent_bytes=self._sent_bytes(),
