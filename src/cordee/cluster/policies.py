@@ -119,7 +119,7 @@ class Straggler:
 
     def describe(self) -> str:
         return (
-            f"{self.worker} is slow: step {self.step} took it {self.seconds:.2g} s, "
+            f"{self.worker.replace('-', ' ')} is slow: step {self.step} took it {self.seconds:.2g} s, "
             f"{self.seconds / self.median_s:.1f} times the median of the others"
         )
 

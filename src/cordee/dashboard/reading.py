@@ -27,13 +27,13 @@ from cordee.dashboard.series import Curve, Sparklines
 from cordee.dashboard.states import MemberStates
 from cordee.monitoring import RunInfo, follow, inspect_run, list_runs
 from cordee.monitoring import events as kinds
-from cordee.monitoring.diagnosis import add_up, diagnose_phases, in_words
+from cordee.monitoring.diagnosis import add_up, diagnose_phases, find_crowd, in_words
 from cordee.monitoring.files import open_regular
+from cordee.monitoring.happened import describe, frozen_s
 from cordee.monitoring.merged_logs import Logs, printable
 from cordee.monitoring.overview import CHUNK_BYTES, OverviewBuilder, describe_overview
 from cordee.monitoring.run_directory import JOB_FILE
 from cordee.monitoring.timeline import Line, Phase, follow_member, list_members
-from cordee.monitoring.wording import plural
 
 _READING_S = 0.25  # for which one overview reads on; a page shows what there is, and asks again
 _NUM_KEPT = 4  # runs whose curves stay in memory
@@ -45,6 +45,7 @@ _MOST_SHOWN_LINKS = 100  # those over which most was sent
 _MOST_LOG_LINES = 2000
 _MOST_LOG_BYTES = 1 << 20  # of each member, the last
 _MOST_JOB_BYTES = 1 << 18
+_RECENT = 0.9  # of the steps so far: a worker that was slow before is not what holds others up now
 _MEASURED = (  # of a summary, with what was predicted beside it
     "step_seconds",
     "predicted_step_seconds",
@@ -84,6 +85,7 @@ class RunReader:
         self.is_behind = False
         self.phases: dict[str, list[int]] = {}  # microseconds of each phase, by member
         self.links: dict[tuple[str, str], int] = {}  # bytes over sockets, from which member to which
+        self.places: dict[str, tuple[str, int]] = {}  # of the workers: the host, and how many cores it has
         self.lanes = Lanes()
         self.passes = SampledPasses()
         self.rounds: list[dict[str, Any]] = []  # of clients
@@ -93,6 +95,7 @@ class RunReader:
         self.staleness: dict[str, int] = {}  # gradients by how many updates had overtaken them
         self.measured: dict[str, Any] = {}  # beside what the planner predicted, when the run has ended
         self.predicted: kinds.Predicted | None = None
+        self.slow: kinds.Straggler | None = None  # the last worker that was much slower than the others
 
     def update(self, budget_s: float = math.inf) -> None:
         """Read what the run has written since, for about `budget_s`; `is_behind` says whether there is more.
@@ -130,6 +133,8 @@ class RunReader:
                     self.lanes.take(name, lines, self.second_of)
                     self.passes.take(name, lines, self.second_of)
                     for line in lines:
+                        if name.startswith("worker "):
+                            self.places[name] = printable(line.host), line.cores
                         self._states(name).take(line, self.second_of)
                         self._take_links(name, line)
                     offset = self._timeline_offsets[member] = end
@@ -191,9 +196,11 @@ class RunReader:
             case kinds.WorkerStarted():
                 has_rejoined = self._states(f"{event.role} {event.worker}").start(at)
             case kinds.WorkerLost():
-                self._states(f"{event.role} {event.worker}").lose(at, event.reason)
+                self._states(f"{event.role} {event.worker}").lose(at, frozen_s(event))
             case kinds.WorkerLeft():
                 self._states(f"{event.role} {event.worker}").end(at)
+            case kinds.Straggler():
+                self.slow = event
             case kinds.Predicted():
                 self.predicted = event
             case kinds.Staleness():
@@ -203,7 +210,8 @@ class RunReader:
                 self.measured = {key: getattr(event, key) for key in _MEASURED}
                 for states in self.members.values():
                     states.end(at)
-        marks = [Mark(at, kind, printable(text), step) for kind, text, step in describe(event)]
+        happened = describe(event)
+        marks = [Mark(at, happened.kind, printable(happened.text), happened.step)] if happened else []
         if has_rejoined and isinstance(event, kinds.WorkerStarted):
             text = f"{event.role} {event.worker} rejoined as process {event.pid} on {event.host}"
             marks.append(Mark(at, "rejoined", printable(text)))
@@ -213,39 +221,6 @@ class RunReader:
 
     def _states(self, member: str) -> MemberStates:
         return self.members.setdefault(member, MemberStates())
-
-
-def describe(event: kinds.AnyEvent) -> list[tuple[str, str, int | None]]:
-    """Return kind, text and step of what is worth a mark in an event."""
-    match event:
-        case kinds.WorkerLost():
-            return [("lost", f"{event.role} {event.worker} {event.reason}", event.step)]
-        case kinds.WorkerLeft():
-            return [("left", f"{event.role} {event.worker} left", event.step)]
-        case kinds.Recovery():
-            redone = plural(event.steps_redone, "step")
-            return [("recovery", f"recovered in {event.seconds:.2f} s, {redone} redone", event.step)]
-        case kinds.Fault():
-            return [("fault", f"cordee chaos: {event.fault} {event.target}".rstrip(), None)]
-        case kinds.Generation():
-            return [("generation", f"generation {event.generation}: {len(event.members)} workers", event.step)]
-        case kinds.Scale():
-            return [("scale", f"{event.before} to {event.workers} workers", event.step)]
-        case kinds.Checkpoint():
-            return [("checkpoint", f"checkpoint of step {event.step} in {event.seconds:.2f} s", event.step)]
-        case kinds.Warned():
-            return [("warning", event.message, None)]
-        case kinds.Straggler():
-            return [("warning", f"worker {event.worker} takes {event.seconds:.3g} s a step", event.step)]
-        case kinds.CoordinatorLost() | kinds.ForkServerLost():
-            return [("lost", f"{event.member or 'a process'}: {event.reason}", None)]
-        case kinds.UpdatesLost():
-            return [("lost", f"server {event.server}: {event.updates} updates lost", event.step)]
-        case kinds.RunStarted() if event.start_step:
-            return [("resumed", f"resumed after step {event.start_step}", event.start_step)]
-        case kinds.RunEnded():
-            return [("end", f"{event.status}{f': {event.error}' if event.error else ''}", event.steps)]
-    return []
 
 
 class Runs:
@@ -405,11 +380,13 @@ def diagnose(reader: RunReader, state: str) -> str:
     down = [member for member, states in reader.members.items() if states.is_down]
     if state == "running" and down:
         return f"{', '.join(down)} is down and being replaced; the others continue."
-    slow = [mark.text for mark in reader.marks if mark.kind == "warning" and "s a step" in mark.text]
-    if state == "running" and slow:
-        return f"A slow worker holds the others up: {slow[-1]}."
+    slow = reader.slow
+    if state == "running" and slow is not None and slow.step >= _RECENT * reader.step:
+        took, usual = f"{slow.seconds:.2g} s for step {slow.step:,}", f"{slow.median_seconds:.2g} s"
+        return f"A slow worker holds the others up: worker {slow.worker} took {took}, the others {usual}."
     lost = f"{len(losses)} {'loss' if len(losses) == 1 else 'losses'}; the last: {losses[-1].text}." if losses else ""
-    if phases := diagnose_phases(reader.phases, has_stages=reader.passes.has_any):
+    crowd = find_crowd(reader.places)
+    if phases := diagnose_phases(reader.phases, has_stages=reader.passes.has_any, crowd=crowd):
         return f"{phases[0].upper()}{phases[1:]}. {lost}".rstrip()
     if lost:
         return lost

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import msgspec
 
 from cordee.monitoring.timeline import Line
 
-_SILENCE = re.compile(r"is frozen: no sign of life for (\d+\.?\d*) s")
 _PREPARING = ("starting", "loading", "joining")
 _MOST_SPANS = 2000  # of a member; the newest
 
@@ -45,12 +43,11 @@ class MemberStates:
         self._change("up", at)
         return has_returned
 
-    def lose(self, at: float, reason: str) -> None:
-        """The member is lost from now on; one that was frozen has been frozen since it was heard last."""
+    def lose(self, at: float, frozen_s: float = 0.0) -> None:
+        """The member is lost from now on, and was frozen for `frozen_s` before."""
         self.num_losses += 1
-        if found := _SILENCE.search(reason):
-            since = max(at - float(found[1]), self._known[-1].begin if self._known else 0.0)
-            self._change("frozen", since)
+        if frozen_s:
+            self._change("frozen", max(at - frozen_s, self._known[-1].begin if self._known else 0.0))
         self._change("lost", at)
 
     def end(self, at: float) -> None:

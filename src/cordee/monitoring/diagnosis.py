@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from cordee.monitoring.timeline import Line, Phase
+from cordee.monitoring.wording import plural
 
 _MUCH = 0.20  # of the time: less is not worth a change
 _FEW_ROWS_US = 2_000_000  # of recorded time before anything is said: the first steps are no measure
@@ -19,7 +22,26 @@ def add_up(lines: Iterable[Line]) -> list[int]:
     return totals
 
 
-def diagnose_phases(totals: Mapping[str, list[int]], *, has_stages: bool = False) -> str:
+class Crowd(NamedTuple):
+    """A host that has more workers than cores: they wait for each other however equal their steps are."""
+
+    host: str
+    workers: int
+    cores: int
+
+
+def find_crowd(places: Mapping[str, tuple[str, int]]) -> Crowd | None:
+    """Return the host with the fewest cores for each of its workers, if these are more than its cores. Pure.
+
+    `places` are host and cores of each worker; 0 cores are not known.
+    """
+    cores = dict(places.values())
+    workers = Counter(host for host, _ in places.values())
+    crowds = [Crowd(host, workers[host], cores[host]) for host in workers if 0 < cores[host] < workers[host]]
+    return min(crowds, key=lambda crowd: crowd.cores / crowd.workers, default=None)
+
+
+def diagnose_phases(totals: Mapping[str, list[int]], *, has_stages: bool = False, crowd: Crowd | None = None) -> str:
     """Return what holds training up most, and which setting helps; empty if nothing does. Pure.
 
     `totals` are the microseconds of each phase by member. A member that waits is not the cause: the cause is the
@@ -31,33 +53,42 @@ def diagnose_phases(totals: Mapping[str, list[int]], *, has_stages: bool = False
         return ""
     hungry = max(shares, key=lambda name: shares[name][Phase.DATA])
     if (share := shares[hungry][Phase.DATA]) >= _MUCH:
-        return f"{in_words(hungry)} waits for its data {share:.0%} of the time: raise data.processes"
+        return f"{in_words(hungry)} waits for its data {_of_the_time(share)}: raise data.processes"
     waiting = max(shares, key=lambda name: shares[name][Phase.WAIT])
     sending = max(shares, key=lambda name: shares[name][Phase.EXCHANGE])
     is_waited_more = shares[waiting][Phase.WAIT] >= shares[sending][Phase.EXCHANGE]
     if len(shares) > 1 and is_waited_more and (share := shares[waiting][Phase.WAIT]) >= _MUCH:
+        if crowd is not None:
+            return (
+                f"the workers wait up to {_of_the_time(share)} for each other: {plural(crowd.workers, 'worker')} "
+                f"share {plural(crowd.cores, 'core')} of {crowd.host}; lower strategy.workers, or add hosts"
+            )
         # In seconds: a member that has trained alone while the others were lost has smaller shares for that reason.
         slowest = min(known, key=lambda name: known[name][Phase.WAIT])
         if slowest != waiting and known[slowest][Phase.WAIT] < known[waiting][Phase.WAIT] / 2:
-            return f"{in_words(waiting)} waits {share:.0%} of the time for {in_words(slowest)}, which computes longer"
+            return f"{in_words(waiting)} waits {_of_the_time(share)} for {in_words(slowest)}, which computes longer"
         if has_stages:
             return (
-                f"the stages wait up to {share:.0%} of the time for each other: raise strategy.microbatches, "
+                f"the stages wait up to {_of_the_time(share)} for each other: raise strategy.microbatches, "
                 "or move layers with strategy.placement"
             )
-        return f"the workers wait {share:.0%} of the time for each other: their steps differ in length"
+        return f"the workers wait {_of_the_time(share)} for each other: their steps differ in length"
     if (share := shares[sending][Phase.EXCHANGE]) >= _MUCH:
         return (
-            f"{in_words(sending)} exchanges {share:.0%} of the time: raise training.batch_size, "
+            f"{in_words(sending)} exchanges {_of_the_time(share)}: raise training.batch_size, "
             "or see docs/how-to/slow-links.md"
         )
     for phase, key in ((Phase.EVALUATE, "evaluation.every_steps"), (Phase.SAVE, "checkpoint.every_steps")):
         name = max(shares, key=lambda name, phase=phase: shares[name][phase])  # type: ignore[misc]
         if (share := shares[name][phase]) >= _MUCH:
-            return f"{in_words(name)} spends {share:.0%} of the time in {phase.name.lower()}: raise {key}"
+            return f"{in_words(name)} spends {_of_the_time(share)} in {phase.name.lower()}: raise {key}"
     return ""
 
 
 def in_words(member: str) -> str:
     """Return a member as events call it: "worker-1" is worker 1."""
     return member.replace("-", " ")
+
+
+def _of_the_time(share: float) -> str:
+    return f"{100 * share:.0f} % of the time"

@@ -45,6 +45,7 @@ class OverviewBuilder:
     def __init__(self) -> None:
         self._started: events.RunStarted | None = None
         self._step: events.Step | None = None
+        self._round: events.Round | None = None  # of clients
         self._tested: events.Evaluation | None = None
         self._losses: Counter[str] = Counter()
         self._saved: list[int] = [0, 0]  # how many, and the step of the last
@@ -55,6 +56,8 @@ class OverviewBuilder:
         match event:
             case events.Step():
                 self._step = event
+            case events.Round():
+                self._round = event
             case events.Evaluation():
                 self._tested = event
             case events.RunStarted():
@@ -82,7 +85,7 @@ class OverviewBuilder:
             total_steps=started.total_steps if started else None,
             epoch=step.epoch if step else None,
             epochs=started.epochs if started else None,
-            loss=step.loss if step else None,
+            loss=step.loss if step else self._round.loss if self._round else None,
             test_loss=self._tested.test_loss if self._tested else None,
             samples_per_second=now if is_under_way else info.samples_per_second or now,
             checkpoints=self._saved[0],

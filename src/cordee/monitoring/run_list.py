@@ -58,6 +58,7 @@ class Trace(msgspec.Struct):
     workers: int | None = None
     start_step: int | None = None
     step: int | None = None
+    round: int | None = None
     test_accuracy: float | None = None
     samples_per_second: float | None = None
 
@@ -194,6 +195,8 @@ def _read_traces(path: Path, tail_bytes: int) -> Traces:
             traces.started = event
         elif event.type == "step":
             traces.step = event
+        elif event.type == "round":
+            event.step, traces.step = event.round, event
         elif event.type == "evaluation":
             traces.evaluation = event
         elif event.type == "worker_lost":

@@ -18,6 +18,7 @@ from cordee.core.errors import RunDirectoryError
 from cordee.core.passes import PassKind
 from cordee.monitoring import events as kinds
 from cordee.monitoring.files import write_atomically
+from cordee.monitoring.happened import frozen_s
 from cordee.monitoring.jsonl import follow
 from cordee.monitoring.merged_logs import printable
 from cordee.monitoring.timeline import FOLDER, Line, Phase, follow_member, list_members
@@ -74,6 +75,8 @@ def _happened(found: Sequence[kinds.AnyEvent]) -> dict[str, list[tuple[str, floa
             case kinds.WorkerLost():
                 member = f"{event.role}-{event.worker}"
                 lost.add(member)
+                if silent_s := frozen_s(event):
+                    by_member.setdefault(member, []).append(("frozen", event.time - silent_s, {}))
                 by_member.setdefault(member, []).append(("lost", event.time, {"reason": printable(event.reason)}))
             case kinds.WorkerStarted() if (member := f"{event.role}-{event.worker}") in lost:
                 lost.remove(member)

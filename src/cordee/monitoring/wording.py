@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 from rich.text import Text
@@ -214,8 +216,15 @@ def header_lines(run: RunStarted) -> list[str]:
     if run.start_step:
         lines.append(f"continues after step {run.start_step:,}")
     if run.run_dir:
-        lines.append(f"run directory: {run.run_dir}")
+        lines.append(f"run directory: {_seen_from_here(run.run_dir)}")
     return lines
+
+
+def _seen_from_here(path: str) -> str:
+    """Return a path as a person would type it: relative where it is below the working directory."""
+    with contextlib.suppress(ValueError, OSError):  # it is elsewhere, or the working directory is gone
+        return str(Path(path).relative_to(Path.cwd()))
+    return path
 
 
 def number(value: float | None) -> str:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from cordee.core.errors import MissingExtraError, RunDirectoryError
 from cordee.monitoring import RunInfo, events, follow, inspect_run
+from cordee.monitoring.happened import describe
 from cordee.monitoring.merged_logs import printable
 from cordee.monitoring.overview import CHUNK_BYTES, OverviewBuilder, describe_overview
 from cordee.monitoring.wording import TeamCount, clock, number, percent, plural, quantity
@@ -105,44 +106,33 @@ class Watched:
             self.team = TeamCount(event.workers)
             self.total_steps, self.step = event.total_steps or 0, event.start_step
             self._last = None
-            if event.start_step:
-                self._say(event, f"resumed after step {event.start_step}")
         self.team.take(event)
         self._has_ended = isinstance(event, events.RunEnded)
         match event:
             case events.Step():
                 self.loss.append(event.loss)
                 self.rate.append(event.samples_per_second)
-                self._measure(event)
+                self._measure(event.time, event.step)
             case events.Evaluation():
                 self.accuracy.append(event.test_accuracy)
                 result = percent(event.test_accuracy) or f"loss {number(event.test_loss)}"
                 self._say(event, f"step {event.step}: test {result}")
-            case events.WorkerLost():
-                self._say(event, f"{event.role} {event.worker} {event.reason}")
-            case events.WorkerLeft():
-                self._say(event, f"{event.role} {event.worker} left")
-            case events.Recovery():
-                self._say(event, f"recovered in {event.seconds:.2f} s, {plural(event.steps_redone, 'step')} redone")
-            case events.Generation():
-                self._say(event, f"generation {event.generation}: workers {', '.join(map(str, event.members))}")
-            case events.Scale():
-                self._say(event, f"{event.before} to {event.workers} workers")
-            case events.Checkpoint():
-                self._say(event, f"checkpoint of step {event.step}")
-            case events.Warned():
-                self._say(event, f"warning: {event.message}")
+            case events.Round():
+                self.loss.append(event.loss)
+                self._measure(event.time, event.round)
+                self._say(event, f"round {event.round}: {event.num_took_part} of {plural(event.num_asked, 'client')}")
             case events.RunEnded():
                 self.step = max(self.step, event.steps)  # the last steps have no event of their own
-                self._say(event, f"{event.status}{f': {event.error}' if event.error else ''}")
+        if (happened := describe(event)) is not None:
+            self._say(event, ("warning: " if happened.kind == "warning" else "") + happened.text)
 
-    def _measure(self, event: events.Step) -> None:
-        """Take the time that is left from the last two events of steps."""
-        self.step = event.step
-        if self._last is not None and event.step > self._last[1] and event.time > self._last[0]:
-            per_step_s = (event.time - self._last[0]) / (event.step - self._last[1])
-            self.left_s = per_step_s * max(self.total_steps - event.step, 0) if self.total_steps else None
-        self._last = (event.time, event.step)
+    def _measure(self, time_s: float, step: int) -> None:
+        """Take the time that is left from the last two events of steps, or of rounds."""
+        self.step = step
+        if self._last is not None and step > self._last[1] and time_s > self._last[0]:
+            per_step_s = (time_s - self._last[0]) / (step - self._last[1])
+            self.left_s = per_step_s * max(self.total_steps - step, 0) if self.total_steps else None
+        self._last = (time_s, step)
 
     def _say(self, event: events.AnyEvent, text: str) -> None:
         self.happened.append(f"{time.strftime('%H:%M:%S', time.localtime(event.time))}  {printable(text)}")

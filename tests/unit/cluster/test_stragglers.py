@@ -21,6 +21,15 @@ def test_one_of_several_is_named_in_its_third_slow_step_and_once() -> None:
     assert named(*[times] * 10) == [(3, "d")]
 
 
+def test_a_member_is_named_as_everywhere() -> None:
+    stragglers = Stragglers()
+    slow = [
+        stragglers.record(name, step, s) for step in (1, 2, 3) for name, s in (("worker-0", 0.1), ("worker-1", 1.0))
+    ]
+    (found,) = [each.describe() for each in slow if each is not None]
+    assert found == "worker 1 is slow: step 3 took it 1 s, 10.0 times the median of the others"
+
+
 def test_one_of_two_is_compared_with_the_other() -> None:
     assert named(*[{"a": 0.1, "b": 0.5}] * 4) == [(3, "b")]
     assert named(*[{"a": 0.1, "b": 0.4}] * 9) == []

@@ -222,8 +222,36 @@ def test_the_diagnosis_names_the_member_that_waits_for_its_data(run: Path) -> No
         reader.update()
     assert reader.phases["worker 1"][Phase.DATA] == 4_000_000
     assert diagnose(reader, "completed") == (
-        "Worker 1 waits for its data 40% of the time: raise data.processes. "
+        "Worker 1 waits for its data 40 % of the time: raise data.processes. "
         "1 loss; the last: worker 1 was killed by SIGKILL."
+    )
+
+
+def test_a_worker_that_is_slow_now_is_named_and_one_that_was_is_not(run: Path) -> None:
+    slow = {"worker": 1, "seconds": 0.5, "median_seconds": 0.05}
+    write(run, events.WorkerStarted(time=112.0, worker=1, pid=2, host="h", role="worker"))
+    write(run, events.Straggler(time=113.0, step=100, **slow), events.Step(time=113.0, step=101, loss=0.1))
+    write(run, events.Warned(time=113.0, message="worker 1 is slow: step 100 took it 0.5 s"))
+    reader = RunReader(run)
+    reader.update()
+    assert [mark.kind for mark in reader.marks[-1:]] == ["warning"], "one mark for one warning"
+    said = "A slow worker holds the others up: worker 1 took 0.5 s for step 100, the others 0.05 s."
+    assert diagnose(reader, "running") == said
+    write(run, events.Step(time=120.0, step=1000, loss=0.1))
+    reader.update()
+    assert diagnose(reader, "running") != said
+
+
+def test_a_host_with_fewer_cores_than_workers_is_named(run: Path) -> None:
+    columns = {name: [0] for name in ("data", "exchange", "evaluate", "save")}
+    facts = {"pid": 1, "host": "h", "origin_us": 0, "cores": 2, "step": [1], "steps": [1], "at": [0], **columns}
+    for n in range(3):
+        line = Line(member=f"worker-{n}", compute=[6_000_000], wait=[4_000_000], **facts)
+        TimelineFolder(run).write(line.member, line)
+    reader = RunReader(run)
+    reader.update()
+    assert diagnose(reader, "running").startswith(
+        "The workers wait up to 40 % of the time for each other: 3 workers share 2 cores of h"
     )
 
 

@@ -55,6 +55,16 @@ def test_the_speed_of_an_ended_run_is_that_of_its_summary(tmp_path: Path) -> Non
     assert dict(describe_overview(read_overview(run.path)))["speed"] == "4.00k samples/s"
 
 
+def test_rounds_of_clients_are_the_steps_of_a_run(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", 'name = "iris"\n') as run:
+        with Monitor([JsonlSink(run.events_file)]) as monitor:
+            monitor.emit(events.RunStarted(strategy="federated", workers=2, start_step=0, total_steps=20))
+            monitor.emit(events.Round(round=3, num_asked=5, num_took_part=5, loss=0.5))
+        rows = dict(describe_overview(read_overview(run.path)))
+    assert rows["steps"] == "3 of 20 (15 %)"
+    assert rows["loss"] == "0.5000"
+
+
 def test_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"it has no job\.toml"):
         read_overview(tmp_path)

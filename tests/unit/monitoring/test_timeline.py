@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -13,8 +14,8 @@ import pytest
 
 from cordee.core.blocked_time import BLOCKED, WAITED
 from cordee.core.errors import RunDirectoryError, StorageError
-from cordee.core.passes import PASSES, PassKind, is_sampled
-from cordee.monitoring.diagnosis import add_up, diagnose_phases
+from cordee.core.passes import PASSES, PassKind, is_sampled, sampled_around
+from cordee.monitoring.diagnosis import add_up, diagnose_phases, find_crowd
 from cordee.monitoring.events import Fault, WorkerLost, WorkerStarted
 from cordee.monitoring.timeline import (
     FOLDER,
@@ -214,6 +215,40 @@ def test_which_steps_are_sampled(step: int, expected: bool) -> None:
     assert is_sampled(step) is expected
 
 
+def test_the_steps_that_are_not_sampled_are_known_without_looking_at_each() -> None:
+    for step in [*range(1, 1200), 99_999, 100_000, 100_001]:
+        last, following = sampled_around(step)
+        assert last <= step < following
+        assert is_sampled(last)
+        assert is_sampled(following)
+        assert not any(map(is_sampled, range(last + 1, min(following, last + 200))))
+
+
+def test_steps_that_are_taken_again_are_sampled_again() -> None:
+    def work(timeline: Timeline) -> None:
+        timeline.switch(Phase.COMPUTE)
+        for step in (8, 9, 10, 19, 8, 9, 10):
+            if PASSES.is_on:
+                PASSES.add(PassKind.FORWARD, 0, 0, time.perf_counter_ns())
+            timeline.end_step(step)
+
+    assert [passes.step for line in record(work) for passes in line.passes] == [9, 10, 8, 9, 10]
+
+
+def test_a_wait_outside_of_communication_is_not_counted_to_the_next_one() -> None:
+    def work(timeline: Timeline) -> None:
+        timeline.switch(Phase.DATA)
+        WAITED.add(10.0)  # of another thread
+        timeline.switch(Phase.COMPUTE)
+        with BLOCKED:
+            time.sleep(0.02)
+        timeline.end_step(1)
+
+    totals = add_up(record(work))
+    assert totals[Phase.WAIT] == 0
+    assert totals[Phase.EXCHANGE] >= 20_000
+
+
 def test_the_trace_has_what_happened_to_a_member() -> None:
     found = [
         Fault(time=1.4, fault="kill", target="worker 0"),
@@ -222,6 +257,12 @@ def test_the_trace_has_what_happened_to_a_member() -> None:
     ]
     marks = [(e["name"], e["ts"]) for e in make_trace({"worker-0": [line([0], compute=5)]}, found) if e["ph"] == "i"]
     assert marks == [("fault: kill", 400_000), ("lost", 500_000), ("rejoined", 700_000)]
+
+
+def test_a_frozen_member_is_marked_since_it_was_heard_last() -> None:
+    lost = WorkerLost(time=3.5, worker=0, step=1, reason="is frozen: no sign of life for 2.0 s", role="worker")
+    marks = [(e["name"], e["ts"]) for e in make_trace({"worker-0": [line([0], compute=5)]}, [lost]) if e["ph"] == "i"]
+    assert marks == [("frozen", 500_000), ("lost", 2_500_000)]
 
 
 def test_the_check_of_nesting_can_fail() -> None:
@@ -256,12 +297,26 @@ def phases(**shares: float) -> list[int]:
 def test_who_trained_alone_for_a_while_is_not_blamed() -> None:
     alone = [4 * each for each in phases(compute=0.9, wait=0.1)]
     said = diagnose_phases({"worker-0": alone, "worker-1": phases(compute=0.6, wait=0.4)})
-    assert said == "the workers wait 40% of the time for each other: their steps differ in length"
+    assert said == "the workers wait 40 % of the time for each other: their steps differ in length"
 
 
 def test_stages_that_wait_for_each_other_need_other_advice_than_copies() -> None:
     totals = {"worker-0": phases(compute=0.6, wait=0.4), "worker-1": phases(compute=0.65, wait=0.35)}
     assert "strategy.microbatches" in diagnose_phases(totals, has_stages=True)
+
+
+def test_workers_without_a_core_each_are_not_told_that_their_steps_differ() -> None:
+    totals = {f"worker-{n}": phases(compute=0.6, wait=0.4) for n in range(4)}
+    places = {"worker 0": ("b", 8), **{f"worker {n}": ("a", 2) for n in (1, 2, 3)}}
+    crowd = find_crowd(places)
+    assert crowd == ("a", 3, 2)
+    assert diagnose_phases(totals, crowd=crowd) == (
+        "the workers wait up to 40 % of the time for each other: 3 workers share 2 cores of a; "
+        "lower strategy.workers, or add hosts"
+    )
+    assert find_crowd({"worker 0": ("a", 2), "worker 1": ("a", 2)}) is None
+    assert find_crowd({"worker 0": ("a", 0), "worker 1": ("a", 0)}) is None, "an old timeline does not say"
+    assert record(lambda timeline: None)[-1].cores == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize(
@@ -271,27 +326,27 @@ def test_stages_that_wait_for_each_other_need_other_advice_than_copies() -> None
         ({"worker-0": phases(compute=1.0)}, ""),
         (
             {"worker-3": phases(data=0.38, compute=0.62), "worker-0": phases(wait=0.38, compute=0.62)},
-            "worker 3 waits for its data 38% of the time: raise data.processes",
+            "worker 3 waits for its data 38 % of the time: raise data.processes",
         ),
         (
             {"worker-0": phases(compute=0.5, wait=0.5), "worker-1": phases(compute=1.0)},
-            "worker 0 waits 50% of the time for worker 1, which computes longer",
+            "worker 0 waits 50 % of the time for worker 1, which computes longer",
         ),
         (
             {"worker-0": phases(compute=0.6, wait=0.4), "worker-1": phases(compute=0.65, wait=0.35)},
-            "the workers wait 40% of the time for each other: their steps differ in length",
+            "the workers wait 40 % of the time for each other: their steps differ in length",
         ),
         (
             {"worker-0": phases(compute=0.2, exchange=0.5, wait=0.3), "worker-1": phases(exchange=0.7, wait=0.3)},
-            "worker 1 exchanges 70% of the time: raise training.batch_size, or see docs/how-to/slow-links.md",
+            "worker 1 exchanges 70 % of the time: raise training.batch_size, or see docs/how-to/slow-links.md",
         ),
         (
             {"worker-0": phases(compute=0.5, exchange=0.5)},
-            "worker 0 exchanges 50% of the time: raise training.batch_size, or see docs/how-to/slow-links.md",
+            "worker 0 exchanges 50 % of the time: raise training.batch_size, or see docs/how-to/slow-links.md",
         ),
         (
             {"worker-0": phases(compute=0.5, evaluate=0.5)},
-            "worker 0 spends 50% of the time in evaluate: raise evaluation.every_steps",
+            "worker 0 spends 50 % of the time in evaluate: raise evaluation.every_steps",
         ),
         ({"worker-0": [1000, 0, 0, 0, 0, 0]}, ""),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -141,6 +142,10 @@ def test_the_header_says_what_on_what_and_where():
         "continues after step 400",
         "run directory: runs/x",
     ]
+    below, elsewhere = str(Path("runs/x").absolute()), "/elsewhere/runs/x"
+    for path, shown in ((below, "runs/x"), (elsewhere, elsewhere)):
+        moved = RunStarted(name="x", strategy="single", workers=1, start_step=0, run_dir=path)
+        assert wording.header_lines(moved)[-1] == f"run directory: {shown}"
     assert wording.header_lines(RunStarted(name="x", strategy="single", workers=1, start_step=0)) == [
         "x: single, 1 worker on cpu"
     ]

@@ -81,6 +81,19 @@ def test_a_run_that_has_ended_is_complete_and_its_screen_may_be_gone(run: Path) 
     asyncio.run(look_late())
 
 
+def test_rounds_of_clients_and_all_that_happens_are_shown(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "clients", 'name = "clients"\n') as made:
+        run = made.path
+    write(run, events.RunStarted(time=1000.0, strategy="federated", workers=2, start_step=0, total_steps=20))
+    write(run, *(events.Round(time=1000.0 + n, round=n, num_asked=5, num_took_part=4, loss=1 / n) for n in (1, 2, 3)))
+    write(run, events.Fault(time=1004.0, fault="kill", target="worker 1"))
+    watched = Watched(run)
+    watched.read()
+    assert (watched.step, watched.loss.last, watched.left_s) == (3, pytest.approx(1 / 3), 17.0)
+    said = [line.partition("  ")[2] for line in watched.happened]
+    assert said == [*(f"round {n}: 4 of 5 clients" for n in (1, 2, 3)), "cordee chaos: kill worker 1"]
+
+
 def test_a_run_that_is_damaged_or_not_there(tmp_path: Path, run: Path) -> None:
     with pytest.raises(RunDirectoryError, match="not a run directory"):
         Watched(tmp_path)
