@@ -27,7 +27,6 @@ RunName = Annotated[
     typer.Argument(
         metavar="RUN",
         help="A run: its directory, its name in `cordee runs`, the beginning of it, or 'latest'.",
-        show_default=False,
         autocompletion=complete_runs,
     ),
 ]

@@ -203,7 +203,7 @@ class GrowingSource:
 
 
 def folder(root: str, num_classes: int | None = None, ignored: int | None = None) -> Splits:
-    """Return the growing set of the files that appear in `root`.
+    """Files that appear in the folder `root`: data that keeps arriving.
 
     Each is an .npz or .safetensors file with the arrays x and y (or inputs and targets), samples first. `num_classes`
     is needed where targets are classes: those of files to come are not known. `ignored` is a label that the loss does
