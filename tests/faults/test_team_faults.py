@@ -454,7 +454,7 @@ def test_a_worker_of_another_host_without_the_run_directory_finishes_alone(tmp_p
             check_held(run, undisturbed, recoveries=1)
             stdout, stderr = external_worker.communicate(timeout=30)
         assert external_worker.returncode == 0 and "worker 2 is done" in stdout, stderr
-        assert [event["worker"] for event in run.of("worker_lost")] == [0, 1]
+        assert sorted(event["worker"] for event in run.of("worker_lost")) == [0, 1]  # killed at the same time
         saved = [event for event in run.of("checkpoint") if event["step"] > alone_at]
         assert [event["step"] for event in saved] == list(range(-(-(alone_at + 1) // 10) * 10, STEPS + 1, 10))
         folder = run.run_dir / "checkpoints"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from backend_pool import ProcessPool
 
 from cordee.communication.shared_memory import BackendSettings
+from cordee.core.errors import CommunicationError
 
 QUICK = BackendSettings(failure_timeout_s=1.0)
 
@@ -224,3 +226,35 @@ def test_too_little_memory_is_a_clear_error_on_every_rank() -> None:
             assert answer.startswith("CommunicationError:")
             assert "no room for shared memory: a group of 2 workers on this host needs" in answer
             assert "shared_memory=False" in answer
+
+
+def count_segments_of_ended_groups(rank: int) -> tuple[int, int]:
+    """Return how much shared memory this process has before a group was made, and after a member of it died."""
+    before = count_segments()
+    gc.disable()  # what is left to the collector stays mapped for many generations
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(300_000), group=group)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(CommunicationError):
+        while True:
+            dist.all_reduce(torch.ones(300_000), group=group)
+    dist.destroy_process_group(group)
+    del group
+    deadline = time.monotonic() + 10  # a thread that is ending may still have it
+    while (after := count_segments()) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    gc.enable()
+    return before, after
+
+
+def count_segments() -> int:
+    return sum(line.endswith("/memfd:cordee (deleted)") for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_shared_memory_of_a_group_ends_with_the_group() -> None:
+    with ProcessPool(2, QUICK) as pool:
+        pool.run(do_nothing)
+        pool.post(count_segments_of_ended_groups)
+        before, after = pool.answer(0)[1]
+        assert before >= 1 and after == before

@@ -50,20 +50,26 @@ def asked_backend(group: dist.ProcessGroup) -> str:
 class GpuOperations:
     """What does a group's operations on CUDA tensors, formed by the first of them: collective then, as they are."""
 
-    def __init__(self, form: Callable[[], Any]) -> None:
+    def __init__(self, form: Callable[[str], Any] | None) -> None:
+        """`form` is given what the program named for CUDA tensors, or "", and returns torch's backend or None."""
         self._form = form
         self._forming = threading.RLock()
         self._formed: Any = None  # torch's backend, or None for gloo
         self._is_formed = False
         self._reason = ""  # for which it is of no use any more
 
-    def get(self) -> Any:
-        """Return torch's backend, or None for the group's gloo. Raises CommunicationError after `abandon`."""
+    def get(self, group: dist.ProcessGroup) -> Any:
+        """Return torch's backend, or None for the group's gloo. Raises CommunicationError after `abandon`.
+
+        The group is not kept: a cycle would keep its shared memory until the collector runs.
+        """
         with self._forming:
             if self._reason:
                 raise CommunicationError(self._reason)
             if not self._is_formed:
-                self._formed, self._is_formed = self._form(), True
+                asked = asked_backend(group)
+                self._formed = self._form(asked) if self._form is not None and asked != GLOO else None
+                self._is_formed = True
                 watch_waits(self)
             return self._formed
 
@@ -96,7 +102,7 @@ class PlainNccl:
 def uses_nccl(group: Any) -> bool:
     """Return whether a group's operations on CUDA tensors are NCCL's. Raises CommunicationError where it cannot be."""
     operations = getattr(group, "gpu_operations", None)
-    return operations is not None and operations.get() is not None
+    return operations is not None and operations.get(group) is not None
 
 
 def form_nccl(store: Store, rank: int, size: int, timeout: timedelta, job_ranks: Sequence[int], name: str) -> Any:

@@ -30,7 +30,7 @@ from cordee.communication.shared_memory.collectives import (
     write_back,
 )
 from cordee.communication.shared_memory.execution import CollectiveExecutor, CordeeWork
-from cordee.communication.shared_memory.gpus import GLOO, GpuOperations, asked_backend
+from cordee.communication.shared_memory.gpus import GpuOperations
 from cordee.communication.shared_memory.links import Links
 from cordee.communication.shared_memory.mailbox import Mailbox
 from cordee.communication.shared_memory.rounds import Steps
@@ -86,8 +86,7 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         self._form_gloo = form_gloo
         self._forming_gloo = threading.RLock()
         self._formed_gloo: ProcessGroupGloo | None = None
-        self._form_for_gpus = form_for_gpus
-        self.gpu_operations = GpuOperations(self._form_gpus)
+        self.gpu_operations = GpuOperations(form_for_gpus)
         self._name = self._description = ""
         self._num_ranks = size
         self._own_rank = rank
@@ -119,14 +118,10 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
                 super()._set_group_desc(self._description)
             return cast(ProcessGroup, self._formed_gloo)
 
-    def _form_gpus(self) -> Any:
-        asked = asked_backend(self)
-        return self._form_for_gpus(asked) if self._form_for_gpus is not None and asked != GLOO else None
-
     def _other(self, *groups: Sequence[Tensor]) -> ProcessGroup:
         """What does an operation on these tensors that is not done here. Collective, as the operation is."""
         is_on_gpu = any(tensor.is_cuda for group in groups for tensor in group)
-        backend: ProcessGroup | None = self.gpu_operations.get() if is_on_gpu else None  # has the same operations
+        backend: ProcessGroup | None = self.gpu_operations.get(self) if is_on_gpu else None  # has the same operations
         return self._gloo if backend is None else backend
 
     # Torch keeps these in the backend of a device, which there may be none of.
@@ -153,20 +148,20 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> Any:
-        if device.type == "cuda" and (backend := self.gpu_operations.get()) is not None:
+        if device.type == "cuda" and (backend := self.gpu_operations.get(self)) is not None:
             return backend
         self._gloo  # noqa: B018 - collective, as what torch does with the backend
         return super()._get_backend(device)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        if device.type == "cuda" and (backend := self.gpu_operations.get()) is not None:
+        if device.type == "cuda" and (backend := self.gpu_operations.get(self)) is not None:
             backend._start_coalescing()
             return
         self._gloo  # noqa: B018
         super()._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        backend = self.gpu_operations.get() if device.type == "cuda" else None
+        backend = self.gpu_operations.get(self) if device.type == "cuda" else None
         return super()._end_coalescing(device) if backend is None else backend._end_coalescing()
 
     def getGroupName(self) -> str:  # noqa: N802 - torch calls it so

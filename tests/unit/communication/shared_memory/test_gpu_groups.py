@@ -105,20 +105,22 @@ def test_without_gpus_there_is_no_nccl(world: Any, recorder: Recorder) -> None:
     assert not uses_nccl(world)
 
 
-def test_operations_are_formed_once_and_end_with_their_group() -> None:
+@pytest.mark.parametrize("world", ["cordee"], indirect=True)
+def test_operations_are_formed_once_and_end_with_their_group(world: Any) -> None:
     formed: list[Recorder] = []
 
-    def form() -> Recorder:
+    def form(asked: str) -> Recorder:
+        assert asked == ""
         formed.append(Recorder())
         return formed[-1]
 
     operations = GpuOperations(form)
     assert not formed  # a group that has no CUDA tensors forms nothing
-    assert operations.get() is operations.get() and len(formed) == 1
+    assert operations.get(world) is operations.get(world) and len(formed) == 1
     operations.close()
     assert formed[0].calls == ["shutdown"]
     with pytest.raises(CommunicationError, match="destroyed"):
-        operations.get()
+        operations.get(world)
 
 
 def test_a_group_of_nccl_alone_is_aborted_too() -> None:
