@@ -29,7 +29,6 @@ from cordee.core import Job
 from cordee.core.errors import CordeeError, JobError
 from cordee.core.fault_points import Fault, ask_for, happened
 from cordee.runs.federation.invitations import describe_federation, invite, revoke
-from cordee.runs.federation.learning import layout_of
 from cordee.runs.federation.messages import (
     FEDERATION,
     Enrol,
@@ -282,8 +281,8 @@ def test_messages_that_no_client_sends(federations: MakeFederation) -> None:
         channel.request(Enrol("alice", token.ticket, Versions.here()), timeout_s=20.0)
         assert refused(Poll()).startswith("not-ready")
         assert "other parameters than the server's" in refused(Ready("x", 4, -1))
-        assert "no samples" in refused(Ready(layout_of(flat), 0, -1))
-        channel.request(Ready(layout_of(flat), 4, -1), timeout_s=20.0)
+        assert "no samples" in refused(Ready(flat.layout, 0, -1))
+        channel.request(Ready(flat.layout, 4, -1), timeout_s=20.0)
         first = next_task()
         assert "sent numbers that are not finite" in refused(*update(first, float("nan"), length))
         second = next_task()  # nobody sent an update, so the round is tried again

@@ -70,13 +70,13 @@ class Spool:
     # What clients are sent, and what the server keeps.
 
     def write_sent(self, sent: Sent) -> None:
-        own = {f"own.{name}": vector for name, vector in sent.own.items()}
-        self._write(f"sent-{sent.round}", {"parameters": sent.parameters, "buffers": sent.buffers, **own})
+        self._write(f"sent-{sent.round}", sent.vectors)
 
     def read_sent(self, number: int) -> Sent:
-        tensors, _ = self._read(f"sent-{number}")
-        own = {name.removeprefix("own."): vector for name, vector in tensors.items() if name.startswith("own.")}
-        return Sent(number, tensors["parameters"], tensors["buffers"], own)
+        return Sent.of(number, self._read(f"sent-{number}")[0])
+
+    def has_sent(self, number: int) -> bool:
+        return (self.folder / f"sent-{number}").exists()
 
     def write_server(self, number: int, state: State) -> None:
         self._write(f"server-{number}", state.tensors, state.values)

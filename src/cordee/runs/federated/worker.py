@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import threading
@@ -183,17 +184,40 @@ class FederatedWorker:
                 "the checkpoint is not that of a federated run: it has no server and no clients to continue with"
             )
         assert part.values["server"]["rounds"] == number, (part.values, number)
+        self._check_fits(part.values.get("kept", {}), server)
         checkpoint.load_model_state(self._parts.model, state.part("model").tensors)
         server.load_state_dict(part.part("server"), self._flat.shared, part.tensors["buffers"])
-        by_client: dict[int, dict[str, torch.Tensor]] = {}
-        for name, tensor in part.part("clients").tensors.items():
-            number_of_client, _, key = name.partition(".")
-            by_client.setdefault(int(number_of_client), {})[key] = tensor
-        for client, vectors in by_client.items():
+        for client, vectors in _by_number(part.part("clients").tensors).items():
             self._spool.write_state(client, number - 1, vectors)
+        for earlier, vectors in _by_number(part.part("sent").tensors).items():
+            self._spool.write_sent(Sent.of(earlier, vectors))
+
+    def _check_fits(self, kept: dict[str, str], server: FederatedServer) -> None:
+        """Raise CheckpointError where what the server and the clients kept is not of these parameters and clients."""
+        for key, now in self._describe_kept(server).items():
+            if kept.get(key, now) != now:
+                raise CheckpointError(
+                    f"the checkpoint has what was kept of other {key}: strategy.personal, training.freeze, the model, "
+                    "strategy.partition, the seed and the data must be as they were. Set them so, or start a new run"
+                )
+
+    def _describe_kept(self, server: FederatedServer) -> dict[str, str]:
+        """Return what vectors that are kept belong to, as digests by a word for it; empty where none are kept."""
+        found: dict[str, str] = {}
+        if server.state_dict().tensors or self._trainer.is_stateful:
+            found["parameters"] = self._flat.layout
+        if self._trainer.is_stateful:
+            order, starts = (tensor.numpy().tobytes() for tensor in (self._partition.order, self._partition.starts))
+            found["clients"] = hashlib.sha256(order + starts).hexdigest()
+        return found
 
     def _read_sent(self, number: int) -> Sent:
         if self._sent is None or self._sent.round != number:
+            if not self._spool.has_sent(number):
+                raise CheckpointError(
+                    f"a client began with the parameters after round {number}, which the checkpoint does not have: "
+                    "strategy.algorithm, clients_per_round and clock must be as they were in the run that made it"
+                )
             self._sent = self._spool.read_sent(number)
         return self._sent
 
@@ -300,7 +324,7 @@ class FederatedWorker:
         is_best = metrics is not None and self._parts.job.checkpoint.keep_best and progress.best_step == number
         result["sha"] = checkpoint.weights_sha256(self._parts.model.state_dict())
         if task.save or stop or is_best:
-            result |= self._save(server, progress, result.get("epsilon"))
+            result |= self._save(server, progress, result.get("epsilon"), task.oldest)
         result["seconds"] = time.perf_counter() - started_s
         return _encoded(result)
 
@@ -328,7 +352,8 @@ class FederatedWorker:
             **describe_tests(numbers.tests),
         }
 
-    def _save(self, server: FederatedServer, progress: Progress, epsilon: float | None) -> dict[str, Any]:
+    def _save(self, server: FederatedServer, progress: Progress, epsilon: float | None, oldest: int) -> dict[str, Any]:
+        """Save; return what came of it. Clients under way began no earlier than in round `oldest`."""
         began_s = time.perf_counter()
         settings = self._parts.job.checkpoint
         clients: dict[str, torch.Tensor] = {}
@@ -337,18 +362,37 @@ class FederatedWorker:
                 kept = self._spool.read_state(client, server.num_rounds)
                 clients |= {f"{client}.{name}": vector for name, vector in kept.items()}
         own = server.state_dict()
-        federated = State.join(server=own, clients=State(clients, {}))
-        federated = State({**federated.tensors, "buffers": server.buffers}, {"server": own.values, "epsilon": epsilon})
+        sent = {
+            f"{base}.{name}": vector
+            for base in range(oldest, server.num_rounds)
+            for name, vector in self._spool.read_sent(base).vectors.items()
+        }
+        federated = State.join(server=own, clients=State(clients, {}), sent=State(sent, {}))
+        values = {"server": own.values, "epsilon": epsilon, "kept": self._describe_kept(server)}
+        federated = State({**federated.tensors, "buffers": server.buffers}, values)
         state = State.join(model=State(model_state(self._parts.model), {}), **{PART: federated})
-        values = {**state.values, "progress": msgspec.to_builtins(progress)}
+        progressed = {**state.values, "progress": msgspec.to_builtins(progress)}
         protected = (progress.best_step,) if settings.keep_best else ()
         try:
             path = checkpoint.save(
-                self._checkpoints, progress.step, State(state.tensors, values), keep=settings.keep, protected=protected
+                self._checkpoints,
+                progress.step,
+                State(state.tensors, progressed),
+                keep=settings.keep,
+                protected=protected,
             )
         except StorageError as error:
             return {"problem": str(error)}
         return {"path": str(path), "save_seconds": time.perf_counter() - began_s}
+
+
+def _by_number(tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+    """Return tensors with names such as "3.control" by their numbers: of clients, or of rounds. Pure."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        number, _, key = name.partition(".")
+        found.setdefault(int(number), {})[key] = tensor
+    return found
 
 
 def describe_tests(tests: list[tuple[int, int, int]]) -> dict[str, float]:

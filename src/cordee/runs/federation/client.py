@@ -32,7 +32,6 @@ from cordee.communication.messages import Message
 from cordee.communication.wire import Codec, Limits
 from cordee.core.errors import CommunicationError, CordeeError, JobError
 from cordee.core.fault_points import reach
-from cordee.runs.federation.learning import layout_of
 from cordee.runs.federation.messages import (
     ENDS_CLIENT,
     FEDERATION,
@@ -369,7 +368,7 @@ class FederationClient:
 
     def _make_ready(self) -> None:
         state_round = self._folder.newest_state if self._trainer.is_stateful else -1
-        self._request(Ready(layout_of(self._flat), len(self._indices), state_round), LONGEST_ABSENCE_S)
+        self._request(Ready(self._flat.layout, len(self._indices), state_round), LONGEST_ABSENCE_S)
 
     def _request(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -59,7 +58,7 @@ class FederationLearning:
         self._algorithm = make_algorithm(self.settings.use, job.python_path)
         check_deployable(self.settings, parts.model)
         self._flat = FlatModel(parts.model, self.settings.is_personal)
-        self.layout = layout_of(self._flat)
+        self.layout = self._flat.layout
         self.population = num_clients
         self._noise_seed = noise_seed
         self._server = self._new_server()
@@ -329,13 +328,6 @@ class FederationLearning:
         self.metrics = self.progress.metrics
         self.weights_sha256 = checkpoint.weights_sha256(self.parts.model.state_dict())
         return msgspec.json.decode(part.values["event"], type=events.Round)
-
-
-def layout_of(flat: FlatModel) -> str:
-    """Return a hash of what clients share: names, shapes and types of the parameters, and the number of buffers."""
-    text = [f"{name} {tuple(shape)}" for name, shape in zip(flat.names, flat.shapes, strict=True)]
-    text += [str(flat.values.dtype), str(flat.read_buffers().numel())]
-    return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 
 def check_deployable(settings: FederatedSettings, model: nn.Module) -> None:

@@ -63,7 +63,9 @@ def check_update(update: Update, difference: Tensor, like: Tensor, like_buffers:
         raise DataError(f"client {client} sent buffers, or vectors of the algorithm, that are not of this model")
     if update.num_samples < 1 or update.num_steps < 1:
         raise DataError(f"client {client} says that it took {update.num_steps} steps with {update.num_samples} samples")
-    for vector in (difference, update.buffers, *update.summed.values()):
+    # A mask of infinities, say, is sent back as it came.
+    changed = torch.where(update.buffers == like_buffers, torch.zeros_like(like_buffers), update.buffers)
+    for vector in (difference, changed, *update.summed.values()):
         if not bool(torch.isfinite(vector).all()):
             raise DataError(f"client {client} sent numbers that are not finite")
 

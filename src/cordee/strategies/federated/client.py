@@ -44,6 +44,18 @@ class Sent(NamedTuple):
     buffers: Tensor  # that clients share, flat, in double precision
     own: Vectors  # what the algorithm sends besides
 
+    @property
+    def vectors(self) -> Vectors:
+        """All of it, by names that `of` reads."""
+        own = {f"own.{name}": vector for name, vector in self.own.items()}
+        return {"parameters": self.parameters, "buffers": self.buffers, **own}
+
+    @classmethod
+    def of(cls, number: int, vectors: Vectors) -> Sent:
+        """Return what was sent after so many updates."""
+        own = {name.removeprefix("own."): vector for name, vector in vectors.items() if name.startswith("own.")}
+        return cls(number, vectors["parameters"], vectors["buffers"], own)
+
 
 class ClientTest(NamedTuple):
     """How a client did on the samples that it had set aside: with what it was sent, and after it trained."""
@@ -184,12 +196,11 @@ class ClientTrainer:
             num_trained += loss.num_samples
             if not loss.count:  # every label is ignored: no step, as everywhere; optimizers would decay weights
                 continue
-            if self._algorithm.correct is None:  # what corrects gradients has one of every parameter
-                flat.drop_unused()
             if training.clip_norm:
                 clip_gradients(self._model.parameters(), training.clip_norm)
             if self._algorithm.correct is not None:
                 self._algorithm.correct(local)
+            flat.drop_unused()
             optimizer.step()
             local.num_steps += 1
             loss_sum += loss.mean * loss.count

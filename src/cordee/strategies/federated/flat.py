@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from functools import partial
 
@@ -48,6 +49,13 @@ class FlatModel:
         self._shared_buffers = [name for name in self._buffers if not is_personal(name)]
         self._personal_buffers = [name for name in self._buffers if is_personal(name)]
 
+    @property
+    def layout(self) -> str:
+        """A hash of what clients share: names, shapes and types of the parameters, and the number of buffers."""
+        text = [f"{name} {tuple(shape)}" for name, shape in zip(self.names, self.shapes, strict=True)]
+        text += [str(self.values.dtype), str(self.read_buffers().numel())]
+        return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
     def _note(self, place: int, _: Tensor) -> None:
         self._used.add(place)
 
@@ -59,9 +67,12 @@ class FlatModel:
             parameter.grad = view
 
     def drop_unused(self) -> None:
-        """Leave parameters that this step has not used without a gradient: optimizers leave those alone."""
-        for place, parameter in enumerate(self._parameters):
-            if place not in self._used:
+        """Leave parameters that this step has not used without a gradient: optimizers leave those alone.
+
+        What corrects gradients may have given one to a parameter that the step has not used: it stays.
+        """
+        for place, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            if place not in self._used and not bool(view.any()):
                 parameter.grad = None
 
     @property

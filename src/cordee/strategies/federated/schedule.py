@@ -54,11 +54,18 @@ class Schedule:
 
     def check(self) -> None:
         """Raise JobError where all clients are late in every round: an asynchronous update would wait for ever."""
-        fastest_s = min(self.duration_s(client) for client in range(len(self.sizes)))
-        if fastest_s > self.settings.deadline_s:
+        times_s = [self.duration_s(client) for client in range(len(self.sizes))]
+        if min(times_s) > self.settings.deadline_s:
             raise JobError(
                 f"strategy.deadline = {self.settings.deadline!r} is over before any client is done: the fastest takes "
-                f"{fastest_s:g} s of the virtual clock. Set a longer deadline, or smaller times in strategy.clock"
+                f"{min(times_s):g} s of the virtual clock. Set a longer deadline, or smaller times in strategy.clock"
+            )
+        num_in_time = sum(seconds <= self.settings.deadline_s for seconds in times_s)
+        if self.algorithm.discount is not None and num_in_time < (goal := self.settings.num_asked(len(self.sizes))):
+            raise JobError(
+                f"strategy.deadline = {self.settings.deadline!r}: {num_in_time} of the clients are ever in time, and "
+                f"an update of the server takes the differences of {goal}. Set a longer deadline, or a smaller "
+                "strategy.clients_per_round"
             )
 
     def rounds(self, first: int = 0) -> Iterator[Round]:
@@ -116,8 +123,10 @@ class Schedule:
             late: list[int] = []
             dropped: list[int] = []
             while len(tasks) < goal:
-                while len(busy) < concurrency:
-                    client = self._draw_free(busy, num_requests)
+                # Who has arrived waits for the update: from the same parameters would come the same difference.
+                arrived = {task.client for task in tasks}
+                while len(busy) < concurrency and len(busy | arrived) < num_clients:
+                    client = self._draw_free(busy | arrived, num_requests)
                     heapq.heappush(under_way, (clock_s + self.duration_s(client), num_requests, client, number))
                     busy.add(client)
                     asked.append(client)
@@ -133,9 +142,9 @@ class Schedule:
             oldest = min((base for _, _, _, base in under_way), default=number + 1)
             yield Round(number, goal, tuple(tasks), tuple(asked), tuple(late), tuple(dropped), clock_s, oldest)
 
-    def _draw_free(self, busy: set[int], request: int) -> int:
-        """Return a client that does not train now, each with the same probability."""
-        free = [client for client in range(len(self.sizes)) if client not in busy]
+    def _draw_free(self, taken: set[int], request: int) -> int:
+        """Return one of the other clients, each with the same probability."""
+        free = [client for client in range(len(self.sizes)) if client not in taken]
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "asked", request))
         return free[int(torch.randint(len(free), (1,), generator=generator))]
 

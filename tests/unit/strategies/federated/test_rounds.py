@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset
 
 from cordee.cluster import Team
 from cordee.core import Job
+from cordee.core.errors import JobError
 from cordee.data import ArraySource
 from cordee.strategies.federated.aggregation import SumTree, check_update, contribute
 from cordee.strategies.federated.algorithms import make_algorithm
@@ -155,10 +157,13 @@ def test_random_transforms_draw_anew_in_each_epoch_and_round() -> None:
     assert len({tuple(row.tolist()) for row in [*first, *second]}) == 4
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_parameters_without_a_gradient_are_left_alone_as_in_plain_training(name: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "name"), [("fedavg", "sgd"), ("fedavg", "adamw"), ("fedprox", "adamw"), ("scaffold", "sgd")]
+)
+def test_parameters_without_a_gradient_are_left_alone_as_in_plain_training(algorithm: str, name: str) -> None:
     """Weight decay would change them."""
-    simulation = Simulation(model=Spare, optimizer={"use": name, "lr": 0.1, "weight_decay": 0.5}, local_steps=3)
+    optimizer = {"use": name, "lr": 0.1, "weight_decay": 0.5}
+    simulation = Simulation(model=Spare, algorithm=algorithm, optimizer=optimizer, local_steps=3)
     before = {name: value.clone() for name, value in simulation.components.model.state_dict().items()}
     simulation.train(1)
     after = simulation.components.model.state_dict()
@@ -287,6 +292,18 @@ def test_a_batch_without_a_label_that_counts_is_no_step() -> None:
     assert update.num_steps == 0 and update.num_trained == 12 and not update.payload[0].any()
 
 
+def test_buffers_that_are_not_finite_are_taken_as_they_were_sent() -> None:
+    """Masks of infinities are buffers of many models; a client that makes others is refused."""
+    simulation = Simulation()
+    update = simulation.train(0)
+    mask = torch.tensor([0.0, float("-inf")], dtype=torch.float64)
+    difference, like = update.payload[0], simulation.server.parameters
+    check_update(replace(update, buffers=mask), difference, like, mask.clone(), "0")
+    for wrong in (mask.flip(0), mask.neg(), mask * float("nan")):
+        with pytest.raises(Exception, match="not finite"):
+            check_update(replace(update, buffers=wrong), difference, like, mask.clone(), "0")
+
+
 def test_wrong_updates_are_refused(tmp_path: Path) -> None:
     simulation = Simulation()
     update = simulation.train(0)
@@ -317,9 +334,18 @@ def test_fedbuff_starts_anywhere_with_the_same_rounds() -> None:
     rounds = list(schedule.rounds())
     assert list(schedule.rounds(11)) == rounds[11:]
     assert any(task.base < one.number for one in rounds for task in one.tasks), "nothing was ever late"
+    for one in rounds:
+        assert len({task.client for task in one.tasks}) == len(one.tasks), "one difference would count twice"
     for one, later in itertools.pairwise(rounds):
         assert later.clock_s >= one.clock_s
         assert all(task.base >= one.needs_from for task in later.tasks)
+
+
+def test_an_update_of_more_clients_than_are_ever_in_time_is_refused() -> None:
+    slow = {"stragglers": 0.5, "slowdown": 100.0}
+    settings = Simulation(algorithm="fedbuff", clients_per_round=4, deadline=1.0, clock=slow).settings
+    with pytest.raises(JobError, match="of the clients are ever in time, and an update of the server takes"):
+        Schedule(settings, make_algorithm(settings.use), 0, SIZES, 8).check()
 
 
 def test_a_deadline_leaves_out_the_slow_and_failures_drop_out() -> None:

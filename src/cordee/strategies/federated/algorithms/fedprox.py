@@ -12,6 +12,7 @@ def fedprox(mu: float = 0.01) -> Algorithm:
         raise JobError(f"strategy.algorithm.mu = {mu} must be at least 0")
 
     def correct(local: LocalTraining) -> None:
-        local.gradient.add_(local.here, alpha=mu).sub_(local.start, alpha=mu)
+        # Their difference first: where nothing has moved it is zero, and not the rounding of two products.
+        local.gradient.add_(local.here - local.start, alpha=mu)
 
     return Algorithm(outer={}, correct=correct)
