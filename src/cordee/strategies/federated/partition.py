@@ -122,7 +122,16 @@ def _dirichlet(
         ends = (drawn.cumsum(0) / drawn.sum().clamp_min(1e-300) * len(members)).round().long()
         for client, part in enumerate(torch.tensor_split(members, ends[:-1])):
             parts[client].append(part)
+    _deal_classless(parts, labels, num_classes, generator)
     return [torch.cat(part) for part in parts]
+
+
+def _deal_classless(parts: list[list[Tensor]], labels: Tensor, num_classes: int, generator: torch.Generator) -> None:
+    """Give all clients equal parts, at random, of the samples whose label is no class: those that a loss ignores."""
+    members = ((labels < 0) | (labels >= num_classes)).nonzero()[:, 0]
+    members = members[torch.randperm(len(members), generator=generator)]
+    for client, part in enumerate(members.tensor_split(len(parts))):
+        parts[client].append(part)
 
 
 def _by_labels(settings: PartitionSettings, labels: Tensor, num_classes: int, seed: int) -> list[Tensor]:
@@ -138,6 +147,7 @@ def _by_labels(settings: PartitionSettings, labels: Tensor, num_classes: int, se
         chosen = [client % num_classes, *(label for label in others if label != client % num_classes)]
         for label in chosen[: settings.per_client]:
             owners[label].append(client)
+    _give_all_classes(settings, owners, labels)
     parts: list[list[Tensor]] = [[] for _ in range(settings.clients)]
     for label, clients in enumerate(owners):
         members = (labels == label).nonzero()[:, 0]
@@ -146,7 +156,23 @@ def _by_labels(settings: PartitionSettings, labels: Tensor, num_classes: int, se
             continue
         for client, part in zip(clients, members.tensor_split(len(clients)), strict=True):
             parts[client].append(part)
+    _deal_classless(parts, labels, num_classes, generator)
     return [torch.cat(part) for part in parts]
+
+
+def _give_all_classes(settings: PartitionSettings, owners: list[list[int]], labels: Tensor) -> None:
+    """Have each class that has samples belong to a client, in place: in exchange for one that most clients have."""
+    for label in sorted(set(labels.tolist()) & set(range(len(owners)))):
+        if owners[label]:
+            continue
+        most = max(range(len(owners)), key=lambda other: len(owners[other]))
+        if len(owners[most]) < 2:
+            raise JobError(
+                f"strategy.partition.kind = 'labels' would leave samples out: {settings.clients} clients with "
+                f"{settings.per_client} classes each cannot have all classes. Set a larger "
+                "strategy.partition.per_client, or more clients"
+            )
+        owners[label].append(owners[most].pop())
 
 
 def _by_key(settings: PartitionSettings, values: Tensor) -> Partition:
