@@ -75,7 +75,6 @@ class DispatchedLeader(OnDemandLeader):
             self._state = RunState(
                 addresses=Addresses.of(job, spec),
                 started=time.time(),
-                begun_s=time.perf_counter(),
                 base_s=progress.elapsed_s,
                 samples_before=progress.samples,
                 members=Members(failure_timeout_s=job.cluster.failure_timeout_s),
@@ -89,6 +88,10 @@ class DispatchedLeader(OnDemandLeader):
     @property
     def step(self) -> int:
         return self._progress.step
+
+    @property
+    def begun_s(self) -> float | None:
+        return self._dispatcher.metrics.begun_s
 
     def find_ended(self) -> Summary | None:
         return self._summariser.summarise_ended()

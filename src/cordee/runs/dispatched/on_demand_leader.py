@@ -42,7 +42,6 @@ class OnDemandState(Protocol):
 
     addresses: Addresses
     base_s: float
-    begun_s: float
     peak_memory_bytes: int
     members: Members
 
@@ -65,6 +64,11 @@ class OnDemandLeader(ABC):
     @property
     @abstractmethod
     def step(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def begun_s(self) -> float | None:
+        """When the first piece of work was handed out; None before."""
 
     @abstractmethod
     def _check_request(self, request: Scale | JoinRequest) -> None:
@@ -165,4 +169,5 @@ class OnDemandLeader(ABC):
         self._launcher.emit(event)
 
     def _elapsed_s(self) -> float:
-        return self._state.base_s + time.perf_counter() - self._state.begun_s
+        """Return how long the run has trained, without the start of its processes: as teams count it."""
+        return self._state.base_s + (0.0 if self.begun_s is None else time.perf_counter() - self.begun_s)

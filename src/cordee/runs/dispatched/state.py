@@ -110,7 +110,6 @@ class RunState(msgspec.Struct, kw_only=True):
 
     addresses: Addresses
     started: float
-    begun_s: float
     base_s: float  # of training time before this attempt
     samples_before: int
     peak_memory_bytes: int = 0  # of the worker that took most

@@ -40,6 +40,11 @@ class StepMetrics:
         self._window = (progress.samples, time.perf_counter())  # samples and time when speed was last told
 
     @property
+    def begun_s(self) -> float | None:
+        """When the first unit of work was handed out; None before."""
+        return self._state.first_work_s
+
+    @property
     def training_s(self) -> float | None:
         """Seconds from the first unit of work to the newest step; None before there is one."""
         first_s, last_s = self._state.first_work_s, self._state.last_step_s

@@ -51,7 +51,6 @@ class FederatedLeader(OnDemandLeader):
             self._state = FederatedState(
                 addresses=Addresses.of(job, spec),
                 started=time.time(),
-                begun_s=time.perf_counter(),
                 base_s=progress.elapsed_s,
                 samples_before=progress.samples,
                 samples_at_round=progress.samples,
@@ -64,6 +63,10 @@ class FederatedLeader(OnDemandLeader):
     @property
     def step(self) -> int:
         return self._state.progress.step
+
+    @property
+    def begun_s(self) -> float | None:
+        return self._state.begun_s
 
     def find_ended(self) -> Summary | None:
         progress, limit = self._state.progress, self._job.stop.steps
@@ -126,7 +129,7 @@ class FederatedLeader(OnDemandLeader):
         if outcome.end_reason:
             raise TrainingError(f"{outcome.end_reason}. Round {progress.step} is saved: --resume continues from it")
         trained = progress.samples - state.samples_before
-        training_s = time.perf_counter() - state.first_round_s if state.first_round_s is not None else None
+        training_s = time.perf_counter() - state.begun_s if state.begun_s is not None else None
         ended = training.Outcome(
             stopped_by=outcome.stopped_by,
             metrics=outcome.metrics if progress.evaluated_at == progress.step else None,

@@ -122,8 +122,8 @@ class RoundDispatcher(OnDemandDispatcher):
 
     def _make_task(self, key: TaskKey) -> Task:
         board, task = self.board, Task(what=key.kind, round=key.round, index=key.place)
-        if self.state.first_round_s is None and key.kind != "prepare":
-            self.state.first_round_s = self.state.round_begun_s = time.perf_counter()
+        if self.state.begun_s is None and key.kind != "prepare":
+            self.state.begun_s = self.state.round_begun_s = time.perf_counter()
         if key.kind == "prepare":
             return task
         assert board.round is not None

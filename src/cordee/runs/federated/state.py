@@ -33,13 +33,12 @@ class FederatedState(msgspec.Struct, kw_only=True):
 
     addresses: Addresses
     started: float
-    begun_s: float
     base_s: float  # of training time before this attempt
     samples_before: int
     samples_at_round: int = 0  # before the round that is under way
     num_rounds: int = 0  # of the job
     round_begun_s: float = 0.0
-    first_round_s: float | None = None  # when training proper began
+    begun_s: float | None = None  # when the first client was handed out
     peak_memory_bytes: int = 0
     losses: LossState = msgspec.field(default_factory=LossState)
     members: Members

@@ -54,7 +54,6 @@ def test_what_a_coordinator_knows_survives_being_written_down() -> None:
     state = RunState(
         addresses=Addresses("tcp://127.0.0.1:1"),
         started=1.0,
-        begun_s=2.0,
         base_s=0.0,
         samples_before=0,
         members=Members(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from cordee.core.stopping import StopPolicy
 from cordee.monitoring import AnyEvent, events
 from cordee.runs.dispatched.messages import Leave
 from cordee.runs.federated.board import Board, BoardState
+from cordee.runs.federated.coordinator import FederatedLeader
 from cordee.runs.federated.dispatcher import RoundDispatcher
 from cordee.runs.federated.messages import TakeTask, Task
 from cordee.runs.federated.state import FederatedState
@@ -48,7 +50,6 @@ class Play:
         self.state = FederatedState(
             addresses=Addresses("address"),
             started=0.0,
-            begun_s=0.0,
             base_s=0.0,
             samples_before=0,
             num_rounds=rounds,
@@ -250,3 +251,16 @@ def test_a_coordinator_that_comes_back_continues_with_the_same_tasks() -> None:
     after = Board(play.make_schedule(), state, merges=True)
     assert after.round == before.round and after.took_part == before.took_part == (first.index,)
     assert after.take("worker-1") == before.take("worker-1")
+
+
+def test_time_is_counted_from_the_first_client_on() -> None:
+    """The start of processes is no training: speed and time of a summary are of the same seconds."""
+    play = Play(num_workers=1)
+    leader = object.__new__(FederatedLeader)
+    leader._state = play.state
+    play.state.base_s = 5.0
+    prepare = play.task(0)
+    assert leader._elapsed_s() == 5.0
+    play.task(0, prepare)
+    begun_s = play.state.begun_s
+    assert begun_s is not None and 5.0 <= leader._elapsed_s() <= 5.0 + time.perf_counter() - begun_s
