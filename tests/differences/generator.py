@@ -126,6 +126,9 @@ TORCH_SCHEDULES: tuple[Table, ...] = (
 
 def draw_trials(seed: int, num_strategies: int = 4) -> list[Table]:
     """Return one job with several strategies: the trials of `seed`."""
+    rng = random.Random(f"straight {seed}")
+    if rng.random() < 0.2:
+        return [draw_straight(rng) for _ in range(num_strategies)]
     rng = random.Random(f"job {seed}")
     job = draw_job(rng)
     nest(random.Random(f"nested {seed}"), job)
@@ -355,6 +358,60 @@ def _parameter_server(rng: random.Random, job: Choices) -> Table:
     return {**settings, "compression": rng.choice(["fp16", "int8"])}
 
 
+def draw_straight(rng: random.Random) -> Table:
+    """Return a trial whose gradients do not depend on the weights: then workers that are not in step agree as well.
+
+    So what is combined here is what other trials cannot compare: staleness, pushes of several batches, windows of
+    steps, groups, fragments, and compression, which may leave out no more than it has not yet sent.
+    """
+    workers = rng.choice([1, 2, 2, 4])
+    job: Table = {
+        **PLAIN,
+        "seed": rng.randrange(1000),
+        "model": "straight",
+        "loss": "differences.parts:tilted",
+        "optimizer": {"use": "sgd", "lr": 0.1},
+        "size": rng.choice([24, 48]),  # all workers have as many samples of every batch
+        "batch_size": rng.choice([4, 8, 12]),
+        "steps": rng.randint(4, 16),
+        "checkpoint": {"every_steps": rng.choice([0, 3])},
+    }
+    kind = rng.random()
+    if kind < 0.1:
+        settings: Table = {"name": "data_parallel", "workers": max(2, workers), "reducer": "flat"}
+        settings["compression"] = rng.choice(["bf16", "int8", "int4", {"use": "topk", "share": 0.3}])
+    elif kind < 0.55:
+        settings = {
+            "name": "parameter_server",
+            "workers": workers,
+            "servers": rng.choice([1, 2, 3]),
+            "staleness": rng.choice([1, 2, "unbounded"]),
+        }
+        settings["push_every"], settings["pull_every"] = rng.choice([(1, 1), (2, 1), (1, 2), (3, 3), (4, 1), (2, 2)])
+        if rng.random() < 0.7:
+            settings["compression"] = rng.choice(["fp16", "bf16", "int8", "int4", "topk", "topk_2bit"])
+            if settings["compression"].startswith("topk"):
+                settings["topk"] = 0.5
+        if rng.random() < 0.3:
+            settings["replicas"] = 2
+    else:
+        workers = max(2, workers)
+        settings = {"name": "local_sgd", "workers": workers, "sync_every": rng.choice([1, 2, 4, 6])}
+        if rng.random() < 0.5:
+            settings["workers_per_group"] = rng.choice([each for each in (1, 2, 4) if each <= workers])
+        if settings["sync_every"] % 2 == 0 and rng.random() < 0.4:
+            settings["fragments"] = 2
+        if settings["sync_every"] // settings.get("fragments", 1) > 1 and rng.random() < 0.4:
+            settings["delay"] = 1
+        if rng.random() < 0.7:
+            some = ["fp16", "bf16", "int8", "int4", {"use": "topk", "share": 0.3}, {"use": "topk_2bit", "share": 0.3}]
+            settings["compress"] = rng.choice([*some, {"use": "powersgd", "rank": 1}])
+    trial = {**job, "strategy": settings}
+    if rng.random() < 0.3:
+        trial["before"], trial["resume_at"] = dict(settings), rng.randint(1, 3)
+    return trial
+
+
 def _sharded(rng: random.Random, job: Choices) -> Table:
     return {"workers": rng.choice([2, 2, 3, 4]), **_sharded_settings(rng, job)}
 
@@ -467,6 +524,8 @@ def _model_section(choices: Choices) -> Table:
         own = _model_section({**choices, "nested": ""})
         settings = {"kind": choices["nested"], "ignored_label": choices["ignored_label"]}
         return {**own, "use": "differences.parts:nested_model", "of": own["use"].partition(":")[2], **settings}
+    if choices["model"] == "straight":
+        return {"use": "differences.parts:straight"}
     if choices["model"] == "mlp":
         return {"use": "mlp", "hidden": [8, 8], "dropout": 0.0, "activation": "tanh"}
     if choices["model"] == "gpt":

@@ -226,6 +226,27 @@ def gpt(*, input_shape: tuple[int, ...], num_classes: int, double: bool = True, 
     return model.double() if double else model
 
 
+class Straight(nn.Module):
+    """Outputs, and with the loss `tilted` the loss, are linear in all parameters: gradients do not depend on weights.
+
+    So it does not matter from which weights a gradient is, and in which order gradients are applied.
+    """
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, num_classes) for _ in range(3))
+        self.spare = nn.Linear(2, 2)  # is not used
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.double().flatten(1)
+        return sum((layer(inputs.roll(number, 1)) for number, layer in enumerate(self.layers)), inputs.new_zeros(1))
+
+
+def straight(*, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    with _default_dtype(torch.float64):
+        return Straight(torch.Size(input_shape).numel(), num_classes)
+
+
 class ToDouble(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs.double() if inputs.is_floating_point() else inputs
@@ -465,6 +486,12 @@ def log_cosh(outputs: Tensor, targets: Tensor) -> Tensor:
     """A plain mean over samples."""
     difference = outputs.squeeze(-1) - targets
     return (F.softplus(2 * difference) - difference).mean()
+
+
+def tilted(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A plain mean over samples, linear in the outputs."""
+    places = torch.arange(outputs.shape[-1], dtype=outputs.dtype)
+    return (outputs * torch.cos(places + 1.5 * targets[:, None])).sum(1).mean()
 
 
 def class_weighted(outputs: Tensor, targets: Tensor) -> Tensor:

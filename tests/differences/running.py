@@ -70,6 +70,12 @@ class Outcome:
         return load_file(path) if path.exists() else {}
 
     @cached_property
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What compression left out on the workers, where a checkpoint has the mean of it."""
+        path = self._last / "residual.safetensors"
+        return load_file(path) if path.exists() else {}
+
+    @cached_property
     def values(self) -> dict[str, Any]:
         table: dict[str, Any] = json.loads((self._last / "values.json").read_text())
         return table

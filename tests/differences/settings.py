@@ -29,10 +29,10 @@ BASES: dict[str, Table] = {
     "pipeline": {"workers": 2, "microbatches": 2},
     "tensor": {"workers": 2, "plan": {"*.linear": "gather"}},
     "hybrid": {"workers": 2, "mesh": {"pipeline": 2}, "microbatches": 2},
-    "federated": {"workers": 2},
+    "federated": {"workers": 2, "partition": {"clients": 5}},
 }
-# But those whose rounds are no steps of the job: distributed/test_federated.py tries their settings.
-ALL = tuple(name for name in BASES if STRATEGIES[name].run_kind != "rounds")
+ROUNDS = "federated"  # whose rounds are the steps of the job
+ALL = tuple(name for name in BASES if name != ROUNDS)  # ROUNDS takes those of IN_ROUNDS
 REPRODUCING = tuple(sorted(name for name, entry in STRATEGIES.items() if entry.can_reproduce))
 AVERAGING = tuple(name for name in ALL if name != "local_sgd")  # which has no common weights between agreements
 WITH_SHARES = ("data_parallel", "parameter_server", "sharded")  # workers compute other samples
@@ -67,6 +67,10 @@ def measured(outcome: Outcome) -> Any:
 
 def test_losses(outcome: Outcome) -> Any:
     return [event["test_loss"] for event in outcome.of("evaluation")]
+
+
+def round_losses(outcome: Outcome) -> Any:
+    return [event["loss"] for event in outcome.of("round")]
 
 
 def started(key: str) -> Callable[[Outcome], Any]:
@@ -220,25 +224,25 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "data_parallel.compression": Changes("fp16", weights, base={"model.double": False}),
     "data_parallel.reducer": Elsewhere("distributed/test_data_parallel.py"),
     "data_parallel.segment_bytes": Elsewhere("distributed/test_data_parallel.py"),
-    "federated.algorithm": Elsewhere("distributed/test_federated.py"),
-    "federated.rounds": Elsewhere("distributed/test_federated.py"),
-    "federated.local_epochs": Elsewhere("distributed/test_federated.py"),
-    "federated.local_steps": Elsewhere("distributed/test_federated.py"),
-    "federated.clients_per_round": Elsewhere("distributed/test_federated.py"),
-    "federated.fraction": Elsewhere("distributed/test_federated.py"),
-    "federated.sampling": Elsewhere("distributed/test_federated.py"),
-    "federated.deadline": Elsewhere("distributed/test_federated.py"),
-    "federated.weights": Elsewhere("distributed/test_federated.py"),
-    "federated.most_samples": Elsewhere("distributed/test_federated.py"),
-    "federated.max_norm": Elsewhere("distributed/test_federated.py"),
-    "federated.personal": Elsewhere("distributed/test_federated.py"),
-    "federated.client_test": Elsewhere("distributed/test_federated.py"),
-    "federated.compress": Elsewhere("distributed/test_federated.py"),
-    "federated.partition": Elsewhere("distributed/test_federated.py"),
-    "federated.privacy": Elsewhere("distributed/test_federated.py"),
-    "federated.robust": Elsewhere("distributed/test_federated.py"),
-    "federated.secure": Elsewhere("distributed/test_federated.py"),
-    "federated.clock": Elsewhere("distributed/test_federated.py"),
+    "federated.algorithm": Changes("fedavgm", weights),
+    "federated.rounds": Changes(5, steps),
+    "federated.local_epochs": Changes(2, weights),
+    "federated.local_steps": Changes(3, weights),
+    "federated.clients_per_round": Changes(2, weights),
+    "federated.fraction": Changes(0.4, weights),
+    "federated.sampling": Changes("poisson", weights, base={"strategy.fraction": 0.4}),
+    "federated.deadline": Changes("0.02s", weights, base={"strategy.clock": {"stragglers": 0.5}}),
+    "federated.weights": Changes("equal", weights),
+    "federated.most_samples": Changes(4, weights),
+    "federated.max_norm": Changes(0.001, weights),
+    "federated.personal": Changes(["*.bias"], weights),
+    "federated.client_test": Changes(0.4, weights),
+    "federated.compress": Changes("int8", weights),
+    "federated.partition": Changes({"clients": 4}, weights),
+    "federated.privacy": Changes({"clip_norm": 1.0, "noise": 1.0, "accountant": "rdp"}, weights),
+    "federated.robust": Changes("median", weights),
+    "federated.secure": Changes(True, exit_code),
+    "federated.clock": Changes({"failures": 0.5}, weights),
     "local_sgd.sync_every": Changes(2, weights),
     "local_sgd.outer": Changes({"use": "sgd", "lr": 0.5}, weights),
     "local_sgd.batch_norm": Changes("local", weights, base=NORMED),
@@ -301,6 +305,25 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "schedule.factor": Changes(0.9, rates, base={"schedule.use": "step", "schedule.every_steps": 2}),
 }
 
+# What of the above is tried with rounds as well, and what is looked at there where it is not the same: steps are not
+# reported. Others are refused (training.epochs, say), or say nothing of rounds (schedule.per).
+IN_ROUNDS = {
+    *("name", "seed", "metrics"),
+    *(f"data.{key}" for key in ("normalize", "augment", "train_limit", "test_limit", "test_fraction")),
+    *(
+        f"training.{key}"
+        for key in ("batch_size", "precision", "accumulate", "clip_norm", "freeze", "device", "threads")
+    ),
+    *(f"stop.{key}" for key in ("accuracy", "loss", "time", "steps", "metrics", "patience_metric", "patience")),
+    *("evaluation.every_epochs", "evaluation.every_steps"),
+    *("checkpoint.every_steps", "checkpoint.keep", "checkpoint.keep_best"),
+    *("monitoring.every_steps", "monitoring.tensorboard", "monitoring.csv"),
+    *("optimizer.lr", "optimizer.momentum", "optimizer.weight_decay", "optimizer.groups"),
+    *("loss.label_smoothing", "loss.ignore_index"),
+    *(f"schedule.{key}" for key in ("warmup_steps", "final", "total_steps", "every_steps", "factor")),
+}
+_LOOK_IN_ROUNDS = {rates: weights, losses: round_losses, reported: exit_code}
+
 _SECTIONS = {
     "data": Data,
     "training": Training,
@@ -331,13 +354,23 @@ def _keys(struct: type[msgspec.Struct]) -> set[str]:
 def accepting(key: str, effect: Changes) -> tuple[str, ...]:
     """Return the strategies in which the key is tried."""
     section = key.partition(".")[0]
-    return (section,) if section in STRATEGIES else effect.strategies
+    if section in STRATEGIES:
+        return (section,)
+    return (*effect.strategies, ROUNDS) if key in IN_ROUNDS else effect.strategies
+
+
+def look_of(effect: Changes, strategy: str) -> Callable[[Outcome], Any]:
+    """Return what the setting changes in this strategy."""
+    return _LOOK_IN_ROUNDS.get(effect.look, effect.look) if strategy == ROUNDS else effect.look
 
 
 def tables(key: str, effect: Changes, strategy: str) -> tuple[Table, Table]:
     """Return the job without and with the setting."""
     choices = {**PLAIN, "blocks": ["linear", "linear"], "strategy": {"name": strategy, **BASES[strategy]}}
     base = job_table(choices)
+    if strategy == ROUNDS:
+        base["strategy"]["rounds"] = base["training"].pop("steps")
+        del base["monitoring"]
     for path, value in effect.base.items():
         _put(base, path, value)
     section, _, inner = key.rpartition(".")
@@ -348,6 +381,8 @@ def tables(key: str, effect: Changes, strategy: str) -> tuple[Table, Table]:
 
 
 def _put(table: Table, path: str, value: Any) -> None:
+    if path == "training.steps" and table["strategy"]["name"] == ROUNDS:
+        path = "strategy.rounds"
     section, _, key = path.rpartition(".")
     inner = table.setdefault(section, {}) if section else table
     if value is None:

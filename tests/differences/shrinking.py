@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from differences.generator import Table, simpler
+from differences import generator
+from differences.generator import Table
 
 MOST_TRIES = 60
 
 
-def shrink(choices: Table, fails: Callable[[Table], bool], most_tries: int = MOST_TRIES) -> Table:
+def shrink(
+    choices: Table,
+    fails: Callable[[Table], bool],
+    most_tries: int = MOST_TRIES,
+    simpler: Callable[[Table], Iterator[Table]] = generator.simpler,
+) -> Table:
     """Return a trial that fails and of which no simpler one, tried here, does."""
     tried = {json.dumps(choices, sort_keys=True)}
     is_smaller = True

@@ -5,13 +5,30 @@ from __future__ import annotations
 import pytest
 
 from differences.running import Runner
-from differences.settings import BASES, EFFECTS, TESTS_FOLDER, Changes, Elsewhere, accepting, known_settings, tables
+from differences.settings import (
+    BASES,
+    EFFECTS,
+    IN_ROUNDS,
+    ROUNDS,
+    TESTS_FOLDER,
+    Changes,
+    Elsewhere,
+    accepting,
+    known_settings,
+    look_of,
+    tables,
+)
 
-# `make test` tries every setting alone and every strategy's own settings, `make test-long` all pairs.
+
+def _is_long(key: str, strategy: str) -> bool:
+    """`make test` tries every setting alone and every strategy's own settings, `make test-long` all pairs."""
+    if strategy == ROUNDS:  # `make test` has test_federated_jobs.py
+        return True
+    return strategy != "single" and key.split(".")[0] != strategy
+
+
 PAIRS = [
-    pytest.param(
-        key, strategy, marks=[pytest.mark.long] if strategy != "single" and key.split(".")[0] != strategy else []
-    )
+    pytest.param(key, strategy, marks=[pytest.mark.long] if _is_long(key, strategy) else [])
     for key, effect in EFFECTS.items()
     if isinstance(effect, Changes)
     for strategy in accepting(key, effect)
@@ -20,6 +37,7 @@ PAIRS = [
 
 def test_every_setting_is_in_the_table() -> None:
     assert known_settings() - EFFECTS.keys() == set(), "say in differences/settings.py what these settings change"
+    assert EFFECTS.keys() >= IN_ROUNDS
     parts = ("optimizer.", "loss.", "schedule.")
     assert {key for key in EFFECTS if not key.startswith(parts)} - known_settings() == set(), (
         "no such settings any more"
@@ -45,7 +63,7 @@ def test_setting_changes_what_it_says(key: str, strategy: str, runner: Runner) -
     effect = EFFECTS[key]
     assert isinstance(effect, Changes)
     base, changed = tables(key, effect, strategy)
-    before, after = runner.train_once(base), runner.train_once(changed)
+    look, before, after = look_of(effect, strategy), runner.train_once(base), runner.train_once(changed)
     assert before.code == 0, before.message
-    assert after.code == 0 or effect.look.__name__ == "exit_code", after.message
-    assert effect.look(before) != effect.look(after), f"{key} = {effect.value} changes nothing in {strategy}"
+    assert after.code == 0 or look.__name__ == "exit_code", after.message
+    assert look(before) != look(after), f"{key} = {effect.value} changes nothing in {strategy}"

@@ -8,6 +8,7 @@ from cordee.compute import Computation, OptimizerRecipe
 from cordee.core import Batch, Job
 from cordee.core.errors import JobError, ModelError
 from cordee.core.job import read_section
+from cordee.core.settings import Monitoring
 from cordee.strategies.federated.algorithms import make_algorithm
 from cordee.strategies.federated.client import check_sgd
 from cordee.strategies.federated.settings import FederatedSettings
@@ -40,6 +41,11 @@ class Federated:
                     f"local_steps. Remove training.{key} from the job file (cordee new --template federated writes one "
                     "without it)"
                 )
+        if job.monitoring.every_steps != Monitoring().every_steps:
+            raise JobError(
+                f"monitoring.every_steps = {job.monitoring.every_steps} thins out the records of steps, and strategy "
+                "'federated' records every round: remove monitoring.every_steps"
+            )
         if training.ema:
             raise JobError("training.ema is not for strategy 'federated': clients begin every round from new weights")
         if training.lr_scale != "none":
