@@ -38,7 +38,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_second: float | None
     test_accuracy: float | None
     test_loss: float | None
-    seconds_to_target: float | None  # of training, from its first step to the evaluation that reached the target
+    seconds_to_target: float | None  # from the begin of training to the evaluation that reached the target
     is_first_evaluation: bool  # that which reached the target: the run may have been there earlier
     peak_memory_bytes: int | None
     bytes_sent: int | None  # over sockets, by all members
@@ -80,16 +80,26 @@ def compare_runs(runs: Sequence[Path], target: float | None = None, groups: Sequ
         best = [max(reader.curves["accuracy"].part(0, math.inf, 1 << 30).high, default=None) for reader in readers]
         known = [each for each in best if each is not None]
         target = _REACHED * min(known) if len(known) == len(runs) else None
-    names = _names(runs)
+    names, begins = _names(runs), _begins(readers)
     found = [
-        _compared(name, group, summary, reader, target)
-        for name, group, summary, reader in zip(names, groups or names, summaries, readers, strict=True)
+        _compared(name, group, summary, reader, _reach(reader, begin, target))
+        for name, group, summary, reader, begin in zip(names, groups or names, summaries, readers, begins, strict=True)
     ]
     curves = {
-        name: {key: _since_first_step(reader, curve) for key, curve in reader.curves.items() if len(curve)}
-        for name, reader in zip(names, readers, strict=True)
+        name: {key: _since(begin, reader, curve) for key, curve in reader.curves.items() if len(curve)}
+        for name, reader, begin in zip(names, readers, begins, strict=True)
     }
     return Comparison(runs=found, target=target, verdict=conclude(found, target), curves=curves)
+
+
+def _begins(readers: Sequence[RunReader]) -> list[float]:
+    """Return when each run began to train; by the same sign for all, where a run of an earlier version is among them.
+
+    The first loss would not do: with `local_sgd` it is reported when the workers first agree, after many steps.
+    """
+    if all(reader.recorded_begin is not None for reader in readers):
+        return [reader.begin for reader in readers]
+    return [reader.first_result or 0.0 for reader in readers]
 
 
 def conclude(runs: Sequence[Compared], target: float | None) -> list[str]:
@@ -100,9 +110,11 @@ def conclude(runs: Sequence[Compared], target: float | None) -> list[str]:
         if _is_whole(run):
             groups.setdefault(run.group, []).append(run)
     said += _ranking(groups, "seconds_to_target", f"to {percent(target)} test accuracy" if target else "", is_time=True)
-    if early := [run.run for runs in groups.values() for run in runs if run.is_first_evaluation]:
+    whole = [run for runs in groups.values() for run in runs]
+    if early := [run.run for run in whole if run.is_first_evaluation]:
+        who = "All runs" if len(early) == len(whole) > 1 else ", ".join(early)
         said.append(
-            f"{', '.join(early)} reached it by the first evaluation, and may have been there earlier: evaluate more "
+            f"{who} reached it by the first evaluation, and may have been there earlier: evaluate more "
             "often to compare times (evaluation.every_epochs)."
         )
     said += _ranking(groups, "samples_per_second", "in samples per second", is_time=False)
@@ -144,8 +156,9 @@ def _is_whole(run: Compared) -> bool:
     return run.status in ("completed", "stopped")
 
 
-def _compared(name: str, group: str, summary: Summary, reader: RunReader, target: float | None) -> Compared:
-    reached = _reach(reader, target)
+def _compared(
+    name: str, group: str, summary: Summary, reader: RunReader, reached: tuple[float, bool] | None
+) -> Compared:
     stall, wall = summary.checkpoint_stall_seconds, summary.wall_seconds
     return Compared(
         run=name,
@@ -173,13 +186,13 @@ def _compared(name: str, group: str, summary: Summary, reader: RunReader, target
     )
 
 
-def _reach(reader: RunReader, target: float | None) -> tuple[float, bool] | None:
-    """Return when a run reached the target, in seconds since its first step, and whether by its first evaluation."""
+def _reach(reader: RunReader, begin: float, target: float | None) -> tuple[float, bool] | None:
+    """Return when a run reached the target, in seconds since its begin, and whether by its first evaluation."""
     if target is None or not len(reader.curves["loss"]):
         return None
     tested = reader.curves["accuracy"].part(0, math.inf, 1 << 30)
     reached = [at for at, value in zip(tested.x, tested.high, strict=True) if value >= target - 1e-6]
-    return (reached[0] - reader.first_step, reached[0] == tested.x[0]) if reached else None
+    return (reached[0] - begin, reached[0] == tested.x[0]) if reached else None
 
 
 def _share_of(reader: RunReader, phase: Phase) -> float | None:
@@ -189,10 +202,10 @@ def _share_of(reader: RunReader, phase: Phase) -> float | None:
     return sum(spent[phase] for spent in workers) / total if total else None
 
 
-def _since_first_step(reader: RunReader, curve: Curve) -> dict[str, list[float]]:
-    """Return a curve by the seconds since the first step: starting processes is no part of a comparison."""
-    part = curve.part(reader.first_step, reader.end, 800)
-    return {**part._asdict(), "x": [at - reader.first_step for at in part.x]}
+def _since(begin: float, reader: RunReader, curve: Curve) -> dict[str, list[float]]:
+    """Return a curve by the seconds since training began: starting processes is no part of a comparison."""
+    part = curve.part(begin, reader.end, 800)
+    return {**part._asdict(), "x": [at - begin for at in part.x]}
 
 
 def _summary_of(run: Path) -> Summary:
@@ -254,8 +267,9 @@ def to_png(comparison: Comparison) -> bytes:
             curve = comparison.curves[run.run].get(key)
             if curve is not None:
                 values = [100 * value for value in curve["high"]] if key == "accuracy" else curve["high"]
-                axes.plot(curve["x"], values, linestyle=strokes[number % len(strokes)], label=run.run)
-        axes.set(xlabel="seconds since the first step", ylabel=title)
+                sign = "o" if len(values) == 1 else ""  # one point is no line
+                axes.plot(curve["x"], values, marker=sign, linestyle=strokes[number % len(strokes)], label=run.run)
+        axes.set(xlabel="seconds since training began", ylabel=title)
         axes.grid(alpha=0.3)
         if key == "loss" and any(key in curves for curves in comparison.curves.values()):
             axes.set_yscale("log")

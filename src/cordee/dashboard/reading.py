@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shlex
 import stat
 import threading
 import time
@@ -27,7 +28,7 @@ from cordee.dashboard.series import Curve, Sparklines
 from cordee.dashboard.states import MemberStates
 from cordee.monitoring import RunInfo, follow, inspect_run, list_runs
 from cordee.monitoring import events as kinds
-from cordee.monitoring.diagnosis import add_up, diagnose_phases, find_crowd, in_words
+from cordee.monitoring.diagnosis import add_up, diagnose_phases, diagnose_queue, find_crowd, in_words
 from cordee.monitoring.files import open_regular
 from cordee.monitoring.happened import describe, frozen_s
 from cordee.monitoring.merged_logs import Logs, printable
@@ -86,6 +87,9 @@ class RunReader:
         self.phases: dict[str, list[int]] = {}  # microseconds of each phase, by member
         self.links: dict[tuple[str, str], int] = {}  # bytes over sockets, from which member to which
         self.places: dict[str, tuple[str, int]] = {}  # of the workers: the host, and how many cores it has
+        self.recorded_begin: float | None = None  # of training, by what the workers recorded
+        self.queued: dict[str, tuple[int, int]] = {}  # of the workers: microseconds without a core, of training
+        self._last_lines: dict[str, Line] = {}  # of the workers
         self.lanes = Lanes()
         self.passes = SampledPasses()
         self.rounds: list[dict[str, Any]] = []  # of clients
@@ -134,11 +138,23 @@ class RunReader:
                     self.passes.take(name, lines, self.second_of)
                     for line in lines:
                         if name.startswith("worker "):
-                            self.places[name] = printable(line.host), line.cores
+                            self._take_place(name, line)
                         self._states(name).take(line, self.second_of)
                         self._take_links(name, line)
                     offset = self._timeline_offsets[member] = end
         return True
+
+    def _take_place(self, name: str, line: Line) -> None:
+        self.places[name] = printable(line.host), line.cores
+        last = self._last_lines.get(name)
+        if last is not None and line.at and (last.pid, last.origin_us) == (line.pid, line.origin_us):
+            without, spent = self.queued.get(name, (0, 0))
+            without += max(line.queued_us - last.queued_us, 0)
+            self.queued[name] = without, spent + max(line.until - last.until, 0)
+        self._last_lines[name] = line
+        if line.at:
+            at = self.second_of((line.origin_us + line.offset_us + line.at[0]) / 1e6)
+            self.recorded_begin = at if self.recorded_begin is None else min(at, self.recorded_begin)
 
     def _take_links(self, name: str, line: Line) -> None:
         for other, num_bytes in line.links.items():
@@ -147,9 +163,14 @@ class RunReader:
                 self.links[link] = self.links.get(link, 0) + num_bytes
 
     @property
-    def first_step(self) -> float:
-        """When the first step was taken, in seconds of the run; 0 where none was."""
-        return self.curves["loss"].first or 0.0
+    def first_result(self) -> float | None:
+        """When the first loss was reported, in seconds of the run; workers that train alone do that late."""
+        return self.curves["loss"].first
+
+    @property
+    def begin(self) -> float:
+        """When training began, in seconds of the run, as well as it is known; 0 where it did not."""
+        return self.recorded_begin or self.first_result or 0.0
 
     def second_of(self, moment: float) -> float:
         """Return the second of the run of a moment since 1970; 0 before its first event."""
@@ -301,7 +322,7 @@ class Runs:
             "staleness": reader.staleness,
             "links": [[*link, sent] for link, sent in sorted(reader.links.items(), key=_by_bytes)[:_MOST_SHOWN_LINKS]],
             "rounds": reader.rounds,
-            "first_step": reader.first_step,
+            "begin": reader.begin,
             "workers": reader.workers,
             "seconds_left": seconds_left(reader) if state == "running" else None,
             "facts": facts_of(reader),
@@ -373,7 +394,8 @@ def diagnose(reader: RunReader, state: str) -> str:
     """Return one line of what a person should know first."""
     losses = [mark for mark in reader.marks if mark.kind == "lost"]
     if state == "died":
-        return "The process of this run was killed: `cordee resume` continues it from its newest checkpoint."
+        name = shlex.quote(printable(reader.path.name))
+        return f"The process of this run was killed. It continues from its newest checkpoint with: cordee resume {name}"
     if state == "failed":
         ends = [mark.text for mark in reader.marks if mark.kind == "end"]
         return f"The run failed: {ends[-1] if ends else 'see the logs'}"
@@ -386,8 +408,10 @@ def diagnose(reader: RunReader, state: str) -> str:
         return f"A slow worker holds the others up: worker {slow.worker} took {took}, the others {usual}."
     lost = f"{len(losses)} {'loss' if len(losses) == 1 else 'losses'}; the last: {losses[-1].text}." if losses else ""
     crowd = find_crowd(reader.places)
-    if phases := diagnose_phases(reader.phases, has_stages=reader.passes.has_any, crowd=crowd):
-        return f"{phases[0].upper()}{phases[1:]}. {lost}".rstrip()
+    said = diagnose_queue(reader.queued, crowd)
+    said = said or diagnose_phases(reader.phases, has_stages=reader.passes.has_any, crowd=crowd)
+    if said:
+        return f"{said[0].upper()}{said[1:]}. {lost}".rstrip()
     if lost:
         return lost
     if state == "running" and reader.end and not len(reader.curves["loss"]):

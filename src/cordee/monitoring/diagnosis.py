@@ -41,6 +41,26 @@ def find_crowd(places: Mapping[str, tuple[str, int]]) -> Crowd | None:
     return min(crowds, key=lambda crowd: crowd.cores / crowd.workers, default=None)
 
 
+def diagnose_queue(queued: Mapping[str, tuple[int, int]], crowd: Crowd | None) -> str:
+    """Return which worker had work and no core for much of the time, and why; empty if none had. Pure.
+
+    `queued` are, for each worker, the microseconds without a core and those of training. What a member waits for says
+    nothing then: its peers may be without a core.
+    """
+    shares = {name: min(without / spent, 1.0) for name, (without, spent) in queued.items() if spent >= _FEW_ROWS_US}
+    name = max(shares, key=lambda name: shares[name], default="")
+    if not name or shares[name] < _MUCH:
+        return ""
+    why = "other programs take the cores of its host, or training.threads is too high"
+    if crowd is not None:
+        why = f"{_share_cores(crowd)}; lower strategy.workers, or add hosts"
+    return f"{in_words(name)} waits for a core {_of_the_time(shares[name])}: {why}"
+
+
+def _share_cores(crowd: Crowd) -> str:
+    return f"{plural(crowd.workers, 'worker')} share {plural(crowd.cores, 'core')} of {crowd.host}"
+
+
 def diagnose_phases(totals: Mapping[str, list[int]], *, has_stages: bool = False, crowd: Crowd | None = None) -> str:
     """Return what holds training up most, and which setting helps; empty if nothing does. Pure.
 
@@ -60,8 +80,8 @@ def diagnose_phases(totals: Mapping[str, list[int]], *, has_stages: bool = False
     if len(shares) > 1 and is_waited_more and (share := shares[waiting][Phase.WAIT]) >= _MUCH:
         if crowd is not None:
             return (
-                f"the workers wait up to {_of_the_time(share)} for each other: {plural(crowd.workers, 'worker')} "
-                f"share {plural(crowd.cores, 'core')} of {crowd.host}; lower strategy.workers, or add hosts"
+                f"the workers wait up to {_of_the_time(share)} for each other: {_share_cores(crowd)}; "
+                "lower strategy.workers, or add hosts"
             )
         # In seconds: a member that has trained alone while the others were lost has smaller shares for that reason.
         slowest = min(known, key=lambda name: known[name][Phase.WAIT])

@@ -104,7 +104,7 @@ class _RunTable:
             table.add_row(*(column.cell(run) for column in columns))
         yield table
         if any(run.state in ("died", "interrupted") for run in self._runs):
-            yield Text("a run that died or was interrupted continues with --run-dir and --resume", "bright_black")
+            yield Text("a run that died or was interrupted continues with `cordee resume RUN`", "bright_black")
         for run in self._runs:
             if run.problem:
                 yield Text(f"{run.path.name}: {run.problem}", "bright_black")

@@ -86,9 +86,10 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     states: Annotated[list[tuple[Micros, State]], Meta(max_length=1024)] = []  # since when, in which state
     cores: Annotated[int, Meta(ge=0, le=2**31)] = 0  # that the process may run on; 0: not known
     cpu_us: Annotated[int, Meta(ge=0, le=2**62)] = 0  # processor time of the process since it was started
+    queued_us: Annotated[int, Meta(ge=0, le=2**62)] = 0  # for which the thread that trains had work and no core
     memory_bytes: Annotated[int, Meta(ge=0, le=2**62)] = 0  # of the process, at the end of the line
     sent_bytes: Annotated[int, Meta(ge=0, le=2**62)] = 0  # given to sockets since the process was started
-    until: Annotated[int, Meta(ge=0, le=2**62)] = 0  # when the three were read; counts from `origin_us`
+    until: Annotated[int, Meta(ge=0, le=2**62)] = 0  # when the four were read; counts from `origin_us`
     passes: Annotated[list[StepPasses], Meta(max_length=64)] = []  # of the steps that are sampled
     ages: Ages = {}  # of a parameter server: how many updates had overtaken the gradients since the line before
     links: Links = {}  # bytes given to sockets since the line before, by the other end
@@ -289,6 +290,7 @@ class Timeline:
             states=states,
             cores=self._num_cores,
             cpu_us=time.process_time_ns() // 1000,
+            queued_us=_queued_ns() // 1000,
             memory_bytes=_resident_bytes(),
             sent_bytes=self._sent_bytes(),
             until=(now_ns - self._origin_ns) // 1000,
@@ -309,6 +311,14 @@ def _resident_bytes() -> int:
     """Return the memory of this process, as the operating system counts it; 0 where it does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _queued_ns() -> int:
+    """Return for how long this thread was ready to run and had no core; 0 where the operating system does not say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
     except (OSError, ValueError, IndexError):
         return 0
 

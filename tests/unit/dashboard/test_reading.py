@@ -174,7 +174,7 @@ def test_rounds_staleness_and_the_time_left(run: Path) -> None:
     shown = Runs(run.parent).overview("one")
     assert (shown["rounds"][0]["num_took_part"], shown["rounds"][0]["epsilon"]) == (4, 1.5)
     assert shown["staleness"] == {"0": 3, "1": 1}  # each event counts from the start
-    assert shown["first_step"] == 2.0
+    assert shown["begin"] == 2.0
     assert shown["seconds_left"] is None  # it does not run
     reader = RunReader(run)
     reader.update()
@@ -253,6 +253,18 @@ def test_a_host_with_fewer_cores_than_workers_is_named(run: Path) -> None:
     assert diagnose(reader, "running").startswith(
         "The workers wait up to 40 % of the time for each other: 3 workers share 2 cores of h"
     )
+
+
+def test_a_worker_without_a_core_is_named(run: Path) -> None:
+    columns = {name: [0] for name in ("data", "compute", "exchange", "evaluate", "save")}
+    facts = {"member": "worker-0", "pid": 1, "host": "h", "origin_us": 0, "cores": 2, "step": [1], "steps": [1]}
+    for second in range(1, 5):  # waits are those for peers that have no core
+        at = {"at": [10**6 * second], "until": 10**6 * second, "queued_us": 5_000_000 + 600_000 * second}
+        TimelineFolder(run).write("worker-0", Line(**facts, **at, **{**columns, "wait": [10**6]}))
+    reader = RunReader(run)
+    reader.update()
+    assert reader.queued == {"worker 0": (1_800_000, 3_000_000)}
+    assert diagnose(reader, "running").startswith("Worker 0 waits for a core 60 % of the time: other programs")
 
 
 def test_an_enormous_line_is_passed_over_a_part_at_a_time(run: Path) -> None:

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from cordee.core.errors import JobError, RunDirectoryError
-from cordee.dashboard.comparison import compare_runs, to_csv, to_html
+from cordee.dashboard.comparison import compare_runs, to_csv, to_html, to_png
 from cordee.monitoring import RunDirectory, Summary, events
-from cordee.monitoring.timeline import Line
+from cordee.monitoring.timeline import Line, TimelineFolder
 
 
 def make_run(path: Path, *, seconds: float, rate: float, best: float = 0.9, status: str = "completed") -> Path:
@@ -53,6 +53,20 @@ def test_the_time_is_that_to_an_accuracy_that_all_reached(tmp_path: Path) -> Non
     assert found.verdict[1].startswith("Fastest in samples per second: fast, 3.00 times as fast")
 
 
+def test_times_count_from_the_begin_of_training_and_not_from_the_first_loss(tmp_path: Path) -> None:
+    """Workers that train alone report a first loss when they agree: they would seem to have begun then."""
+    runs = [make_run(tmp_path / name, seconds=10, rate=10) for name in ("often", "seldom")]
+    columns = {name: [0] for name in ("data", "compute", "exchange", "wait", "evaluate", "save")}
+    for run, begin_s in zip(runs, (104, 101), strict=True):
+        facts = {"pid": 1, "host": "h", "origin_us": begin_s * 10**6, "step": [1], "steps": [1], "at": [0]}
+        TimelineFolder(run).write("worker-0", Line(member="worker-0", **facts, **columns))
+    found = compare_runs(runs)
+    assert [run.seconds_to_target for run in found.runs] == [11.0, 14.0]
+    assert [found.curves[name]["loss"]["x"] for name in ("often", "seldom")] == [[1.0], [4.0]]
+    assert compare_runs([runs[0], make_run(tmp_path / "older", seconds=10, rate=10)]).runs[0].seconds_to_target == 10.0
+    assert len(to_png(found)) > 1000
+
+
 def test_a_difference_within_the_spread_of_the_seeds_is_none(tmp_path: Path) -> None:
     runs = [
         make_run(tmp_path / f"{name}{k}", seconds=s, rate=1)
@@ -76,7 +90,10 @@ def test_a_time_that_the_first_evaluation_ended_is_said_to_be_one(tmp_path: Path
     runs = [make_run(tmp_path / "seldom", seconds=20, rate=5, best=0.9), make_run(tmp_path / "b", seconds=9, rate=5)]
     found = compare_runs(runs, 0.45)
     assert [run.is_first_evaluation for run in found.runs] == [True, True]
-    assert any(line.startswith("seldom, b reached it by the first evaluation") for line in found.verdict)
+    assert any(line.startswith("All runs reached it by the first evaluation") for line in found.verdict)
+    slow = make_run(tmp_path / "slow", seconds=9, rate=5, best=0.8)
+    some = compare_runs([*runs, slow], 0.45).verdict
+    assert any(line.startswith("seldom, b reached it by the first evaluation") for line in some)
     assert not any("first evaluation" in line for line in compare_runs(runs, 0.8).verdict)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import threading
@@ -15,7 +16,7 @@ import pytest
 from cordee.core.blocked_time import BLOCKED, WAITED
 from cordee.core.errors import RunDirectoryError, StorageError
 from cordee.core.passes import PASSES, PassKind, is_sampled, sampled_around
-from cordee.monitoring.diagnosis import add_up, diagnose_phases, find_crowd
+from cordee.monitoring.diagnosis import Crowd, add_up, diagnose_phases, diagnose_queue, find_crowd
 from cordee.monitoring.events import Fault, WorkerLost, WorkerStarted
 from cordee.monitoring.timeline import (
     FOLDER,
@@ -317,6 +318,48 @@ def test_workers_without_a_core_each_are_not_told_that_their_steps_differ() -> N
     assert find_crowd({"worker 0": ("a", 2), "worker 1": ("a", 2)}) is None
     assert find_crowd({"worker 0": ("a", 0), "worker 1": ("a", 0)}) is None, "an old timeline does not say"
     assert record(lambda timeline: None)[-1].cores == len(os.sched_getaffinity(0))
+
+
+def test_who_has_no_core_is_named_before_what_phases_say() -> None:
+    queued = {"worker 0": (100_000, 5_000_000), "worker 1": (3_000_000, 5_000_000), "worker 2": (9, 10)}
+    assert diagnose_queue(queued, None) == (
+        "worker 1 waits for a core 60 % of the time: "
+        "other programs take the cores of its host, or training.threads is too high"
+    )
+    assert diagnose_queue(queued, Crowd("a", 3, 2)) == (
+        "worker 1 waits for a core 60 % of the time: 3 workers share 2 cores of a; lower strategy.workers, or add hosts"
+    )
+    assert diagnose_queue({"worker 0": (900_000, 5_000_000)}, None) == ""
+    assert diagnose_queue({}, None) == ""
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel does not count it")
+def test_the_time_without_a_core_is_recorded() -> None:
+    """Two threads of one process on one core: each waits for it about half of the time."""
+    allowed = os.sched_getaffinity(0)
+    is_over = threading.Event()
+
+    def compute() -> None:
+        content = bytes(1 << 20)
+        while not is_over.is_set():
+            hashlib.sha256(content)  # without the interpreter's lock
+
+    def work(timeline: Timeline) -> None:
+        end_s = time.monotonic() + 0.3
+        while time.monotonic() < end_s:
+            hashlib.sha256(bytes(1 << 20))
+        timeline.note()
+
+    other = threading.Thread(target=compute)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        other.start()
+        lines = record(work)
+    finally:
+        is_over.set()
+        other.join()
+        os.sched_setaffinity(0, allowed)
+    assert lines[-1].queued_us - lines[0].queued_us > 20_000
 
 
 @pytest.mark.parametrize(

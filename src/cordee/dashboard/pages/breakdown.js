@@ -148,5 +148,5 @@ export function predictionOf(facts, early, phases) {
   add("memory of a worker", facts.predicted_memory_bytes, facts.peak_memory_bytes, "MB", 1e-6);
   if (!rows.length) return null;
   const doubt = facts.prediction_is_sure === false ? [element("p", { className: "soft" }, "The machine was busy when the planner measured: the prediction is not reliable.")] : [];
-  return element("section", {}, element("h2", {}, "Predicted and measured"), tableOf("Predicted and measured", ["", "predicted", "measured", "error"], rows), ...doubt);
+  return element("section", {}, element("h2", {}, "Predicted and measured"), tableOf("Predicted and measured", ["what", "predicted", "measured", "error"], rows), ...doubt);
 }

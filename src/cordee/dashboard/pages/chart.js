@@ -131,6 +131,10 @@ class Panel {
     this.svg.append(this.line);
     this.readout.value = this.describe(at);
   }
+  // Not while the focus is in it: a button would be taken away from who is about to press it.
+  refillTable() {
+    if (this.table.open && !this.table.querySelector("div")?.contains(document.activeElement)) this.fillTable();
+  }
   drawTime() {
     const bottom = this.height - BOTTOM;
     this.svg.append(shape("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: bottom, y2: bottom }));
@@ -212,7 +216,7 @@ export class CurveChart extends Panel {
       }
     });
     this.drawCursor();
-    if (this.table.open) this.fillTable();
+    this.refillTable();
   }
   describe(at) {
     const found = this.series.map((each) => {
@@ -245,6 +249,7 @@ const SHOWN_FIRST = ["warning", "checkpoint", "generation", "end", "left", "rejo
 const UNLINED = new Set(["checkpoint", "warning"]);
 const ROLES = ["worker", "client", "server", "evaluator"];
 const placeOf = (name) => { const found = ROLES.findIndex((role) => name.startsWith(role)); return found < 0 ? ROLES.length : found; };
+export const byRole = (one, other) => placeOf(one) - placeOf(other) || one.localeCompare(other, "en", { numeric: true });
 const PREPARING = { starting: 1, loading: 1, joining: 1 }, DOWN = new Set(["frozen", "lost"]);
 
 // A lane for each member: in each column the shares of the phases, or that it was down; marks with their signs above.
@@ -258,7 +263,7 @@ export class LaneChart extends Panel {
   draw(members, marks, spent = {}) {
     this.members = members; this.marks = marks; this.spent = spent;
     const busy = (name) => sum(PHASES.slice(0, 2).flatMap((phase) => spent[name]?.[phase] ?? []));
-    let names = Object.keys(members).sort((one, other) => placeOf(one) - placeOf(other) || one.localeCompare(other, "en", { numeric: true }));
+    let names = Object.keys(members).sort(byRole);
     const isMany = names.length > MANY, lane = isMany ? 5 : 28;
     if (isMany) names = names.map((name) => [busy(name), name]).sort(([one], [other]) => other - one).map(([, name]) => name);
     this.names = names; this.lane = lane;
@@ -285,7 +290,7 @@ export class LaneChart extends Panel {
     this.drawTime();
     this.drawMarks(marks);
     this.drawCursor();
-    if (this.table.open) this.fillTable();
+    this.refillTable();
   }
   // Behind the phases: what a process recorded last before it was killed is not known.
   drawUp(spans, top, height) {
@@ -302,7 +307,7 @@ export class LaneChart extends Panel {
     if (states.has("frozen")) others.push(key("kfrozen", "frozen"));
     if (states.has("lost")) others.push(key("klost", "lost"));
     if (!Object.keys(this.spent).length) this.legend.replaceChildren(key("kup", "up"), ...others);
-    else if (isMany) this.legend.replaceChildren(...[1, 2, 3, 4].map((level) => key(`kheat${level}`, `${25 * (level - 1)} – ${25 * level} % busy`)), ...others, " (data and compute; the busiest, for which others wait, first)");
+    else if (isMany) this.legend.replaceChildren(...[1, 2, 3, 4].map((level) => key(`kheat${level}`, `${25 * (level - 1)} – ${25 * level} % busy`)), ...others, ` (data and compute; the busiest, for which others wait, first: ${this.names.slice(0, 3).join(", ")})`);
     else this.legend.replaceChildren(...PHASES.map((name, place) => key(`k${place}`, name)), key("kup", "up, nothing recorded"), ...others, " (from the bottom to the top of a lane)");
   }
   // One path for each phase: a column is stacked from the bottom.
@@ -353,7 +358,7 @@ export class LaneChart extends Panel {
 // Points by a number, by its powers where they span much, or by a name; `line` is a list of [x, y] that is drawn as steps.
 export function scatter(title, points, { line = [], xName = "", format = number, height = 220 } = {}) {
   const names = points.some((point) => typeof point.x !== "number") ? [...new Set(points.map((point) => String(point.x)))].sort() : null;
-  const values = points.map((point) => point.x);
+  const values = [...points.map((point) => point.x), ...line.map(([x]) => x)];
   const isLog = !names && values.length > 1 && Math.min(...values) > 0 && Math.max(...values) > 50 * Math.min(...values) && xName !== "trial";
   const raw = names ? (x) => names.indexOf(String(x)) : isLog ? Math.log10 : (x) => x;
   const span = (list) => { const low = Math.min(...list), high = Math.max(...list); return low === high ? [low - 0.5, high + 0.5] : [low - (high - low) * 0.04, high + (high - low) * 0.04]; };

@@ -23,7 +23,7 @@ const rows = comparison.runs.map((run) => element("tr", {}, ...columns.map(([, c
 const head = element("tr", {}, ...columns.map(([title], place) => element("th", { scope: "col", className: place > 2 ? "number" : "" }, title)));
 page.append(element("h2", {}, "Verdict"), element("ul", {}, ...comparison.verdict.map((line) => element("li", {}, line))),
   element("h2", {}, "Figures"), element("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: "Figures" }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows))),
-  element("h2", {}, "Curves, by the time since the first step"), element("ul", {}, ...comparison.runs.map((run, place) => element("li", {}, `${run.run}: ${STROKES[place % 6]}`))));
+  element("h2", {}, "Curves, by the time since training began"), element("ul", {}, ...comparison.runs.map((run, place) => element("li", {}, `${run.run}: ${STROKES[place % 6]}`))));
 
 // Over several seeds: the median, and from where to where the values go.
 const groups = [...new Set(comparison.runs.map((run) => run.group))].map((name) => [name, comparison.runs.filter((run) => run.group === name)]);
@@ -32,7 +32,7 @@ if (groups.some(([, runs]) => runs.length > 1)) {
     const values = runs.map((run) => run[key]).filter((value) => value !== null).sort((one, other) => one - other), middle = (values.length - 1) / 2;
     return values.length ? `${show((values[Math.floor(middle)] + values[Math.ceil(middle)]) / 2)} (${show(values[0])} – ${show(values.at(-1))})` : "–";
   };
-  const heads = ["", "runs", columns[3][0], "samples/s", "test accuracy", "test loss"];
+  const heads = ["strategy or run", "runs", columns[3][0], "samples/s", "test accuracy", "test loss"];
   const lines = groups.map(([name, runs]) => [name, String(runs.length), spread(runs, "seconds_to_target", duration), spread(runs, "samples_per_second", (value) => number(value, 3)), spread(runs, "test_accuracy", percent), spread(runs, "test_loss", number)]);
   const cells = (texts, tag) => element("tr", {}, ...texts.map((text, place) => element(tag, { className: place ? "number" : "" }, text)));
   const seeds = element("section", {}, element("h2", {}, "Spread over the seeds: median, lowest and highest"), element("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: "Spread over the seeds" },

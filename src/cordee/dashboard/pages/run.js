@@ -1,10 +1,11 @@
 // One run on one screen, which follows the run as long as it lasts.
 
-import { COLUMNS, CurveChart, LaneChart, View } from "./chart.js";
+import { byRole, COLUMNS, CurveChart, LaneChart, View } from "./chart.js";
 import { linksOf, passesOf, predictionOf, roundsOf, sharesOf, stalenessOf } from "./breakdown.js";
 import { ask, duration, element, shortPercent } from "./format.js";
 
 const MOST_LOG_LINES = 2000;  // of an answer
+const LOGS_EVERY_MS = 3000;  // they are read from the files of all members
 
 export async function showRun(main, name) {
   const path = `/api/run/${encodeURIComponent(name)}`;
@@ -54,7 +55,12 @@ export async function showRun(main, name) {
     if (overview.workers && overview.state === "running") more.push(["workers", overview.workers[0] === overview.workers[1] ? String(overview.workers[0]) : `${overview.workers[0]} of ${overview.workers[1]} wanted`]);
     facts.replaceChildren(...more.concat(overview.rows).filter(([label, value]) => label !== "run" && (label !== "state" || value !== overview.state)).map(([label, value]) => element("div", {}, element("dt", {}, label), element("dd", {}, value))));
     // Not while a table of it is open: it would close.
-    if (!whole.querySelector("details[open]")) whole.replaceChildren(...[sharesOf(overview.phases), passesOf(overview.passes), stalenessOf(overview.staleness), roundsOf(overview.rounds), linksOf(overview.links), predictionOf(overview.facts, overview.predicted, overview.phases)].filter((each) => each));
+    if (!whole.querySelector("details[open]")) {
+      const held = whole.contains(document.activeElement) ? document.activeElement.textContent : null;
+      whole.replaceChildren(...[sharesOf(overview.phases), passesOf(overview.passes), stalenessOf(overview.staleness), roundsOf(overview.rounds), linksOf(overview.links), predictionOf(overview.facts, overview.predicted, overview.phases)].filter((each) => each));
+      if (held) [...whole.querySelectorAll("summary")].find((each) => each.textContent === held)?.focus({ preventScroll: true });
+    }
+    logs.follow();
     await drawCurves();
   };
   view.addEventListener("zoom", () => drawCurves());
@@ -74,7 +80,7 @@ export async function showRun(main, name) {
 
 // Of up to six members a curve each; of more the lowest and the highest of all.
 function curvesOf(members, key, factor, x) {
-  const names = Object.keys(members), has = names.filter((name) => key in members[name]), series = [];
+  const names = Object.keys(members).sort(byRole), has = names.filter((name) => key in members[name]), series = [];
   const add = (name, values) => {
     const places = values.map((each, place) => place).filter((place) => values[place] !== null);
     series.push({ name, x: places.map(x), low: places.map((place) => factor * values[place][0]), high: places.map((place) => factor * values[place][1]) });
@@ -101,7 +107,16 @@ function logsOf(path, marksOf) {
       if (!all.length) list.replaceChildren(element("li", {}, "no logs yet"));
     } catch (problem) { list.replaceChildren(element("li", { className: "error" }, problem.message)); }
   };
-  let isFilled = null;
+  let isFilled = null, filledAt = 0;
+  // What is read stays where it is; who looks at the end sees what is new.
+  const follow = async () => {
+    const isReading = document.activeElement !== list && list.contains(document.activeElement);
+    if (!details.open || isReading || performance.now() - filledAt < LOGS_EVERY_MS) return;
+    const isAtEnd = list.scrollTop + list.clientHeight >= list.scrollHeight - 4;
+    filledAt = performance.now();
+    await (isFilled = fill());
+    if (isAtEnd) list.scrollTop = list.scrollHeight;
+  };
   details.addEventListener("toggle", () => { if (details.open) isFilled ??= fill(); else isFilled = null; });
   const showAt = async (at) => {
     isFilled ??= fill();
@@ -112,7 +127,7 @@ function logsOf(path, marksOf) {
     item?.scrollIntoView({ block: "center" });
     item?.focus({ preventScroll: true });
   };
-  return { section: element("section", {}, element("h2", {}, "Logs"), details), showAt };
+  return { section: element("section", {}, element("h2", {}, "Logs"), details), showAt, follow };
 }
 
 function jobOf(path) {

@@ -13,10 +13,15 @@ export async function showRuns(main) {
   const table = element("table", {}, element("thead", {}, head), body);
   main.replaceChildren(element("h1", {}, "Runs"), element("div", { className: "row" }, button, element("span", { className: "soft" }, "Tick two or more to compare their curves.")),
     element("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: "Runs" }, table), compared);
+  let shown = "";
   const refresh = async () => {
-    const runs = await ask("/api/runs");
+    const runs = await ask("/api/runs"), found = JSON.stringify(runs);
+    if (found === shown) return;
+    shown = found;
+    const held = document.activeElement?.dataset?.held;  // the focus stays where it is, for who has no mouse
     body.replaceChildren(...runs.map((run) => row(run, ticked, button)));
     if (!runs.length) body.replaceChildren(element("tr", {}, element("td", { colSpan: 12 }, "No runs yet: cordee train JOB.toml makes one.")));
+    if (held) [...body.querySelectorAll("[data-held]")].find((each) => each.dataset.held === held)?.focus({ preventScroll: true });
   };
   await refresh();
   const timer = setInterval(() => refresh().catch(() => {}), 5000);
@@ -29,6 +34,8 @@ function row(run, ticked, button) {
     button.disabled = ticked.size < 2;
   } });
   const link = element("a", { href: `/run/${encodeURIComponent(run.path)}` }, run.path);
+  tick.dataset.held = `tick ${run.path}`;
+  link.dataset.held = `link ${run.path}`;
   const cell = (text, style = "") => element("td", { className: style }, text);
   return element("tr", {}, element("td", {}, tick), element("td", {}, link, run.problem ? element("div", { className: "error" }, run.problem) : null),
     element("td", { className: `state ${run.state}` }, run.state), element("td", { className: "wide" }, spark(run.losses)), cell(run.strategy ?? "–", "wide"), cell(run.workers ?? "–", "number wide"),
@@ -48,12 +55,12 @@ function spark(losses) {
 async function compare(names, place) {
   const overviews = await Promise.all(names.map((name) => ask(`/api/run/${encodeURIComponent(name)}`)));
   const view = new View();
-  view.setFull(Math.max(...overviews.map((each) => each.end - each.first_step)));
+  view.setFull(Math.max(...overviews.map((each) => each.end - each.begin)));
   const kinds = { accuracy: "Test accuracy", loss: "Training loss", rate: "Samples per second" };
   const charts = Object.fromEntries(Object.entries(kinds).map(([key, title]) => [key, new CurveChart(view, title, 190, key === "accuracy" ? shortPercent : number)]));
   const draw = async () => {
     const all = await Promise.all(names.map(async (name, place) => {
-      const shift = overviews[place].first_step;  // each begins with its first step
+      const shift = overviews[place].begin;  // each begins with its training
       const series = await ask(`/api/run/${encodeURIComponent(name)}/series?begin=${view.begin + shift}&end=${view.end + shift}&columns=${COLUMNS}`);
       for (const curve of Object.values(series.curves)) curve.x = curve.x.map((at) => at - shift);
       return series;
@@ -65,7 +72,7 @@ async function compare(names, place) {
     const final = overviews[place].rows.find(([label]) => label === "test");
     return element("li", {}, `${name} (${["solid", "dashed", "dotted", "dash-dot", "fine dots", "long dashes"][place % 6]}): ${overviews[place].step.toLocaleString("en")} steps, ${duration(overviews[place].end)}${final ? `, ${final[1]}` : ""}`);
   }));
-  place.replaceChildren(element("h2", {}, "Comparison, by the time since the first step"), legend, ...Object.values(charts).map((chart) => chart.figure));
+  place.replaceChildren(element("h2", {}, "Comparison, by the time since training began"), legend, ...Object.values(charts).map((chart) => chart.figure));
   await draw();
 }
 
