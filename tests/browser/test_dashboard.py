@@ -190,6 +190,38 @@ def test_runs_are_listed_and_compared(browser: Browser, address: str) -> None:
     page.context.close()
 
 
+def test_the_focus_stays_where_it_is_while_pages_follow_runs(browser: Browser, address: str, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "first"
+    page, problems = opened(browser, address)
+    page.get_by_text("Logs of all members, by time").click()
+    page.get_by_text("Members as a table").click()
+    shares = page.get_by_text("Shares as a table")
+    shares.focus()
+    write(run, events.Step(time=1099.0, step=4320, loss=0.5))
+    expect(page.locator("dl")).to_contain_text("4,320", timeout=10_000)
+    expect(shares).to_be_focused()
+    button = page.get_by_role("button", name="logs at 0:16").first
+    button.focus()
+    write(run, events.Step(time=1100.0, step=4321, loss=0.5))
+    with (run / "logs" / "worker-0.log").open("a") as log:
+        log.write("2026-11-18 10:00:01,000 INFO    a: said later\n")
+    expect(page.locator("dl")).to_contain_text("4,321", timeout=10_000)
+    expect(button).to_be_focused()
+    page.wait_for_timeout(3100)  # logs are read no more often
+    write(run, events.Step(time=1101.0, step=4322, loss=0.5))
+    expect(page.locator("ol.logs")).to_contain_text("said later", timeout=10_000)
+    page.get_by_text("All runs").click()
+    box = page.get_by_role("checkbox", name="compare first")
+    box.check()
+    box.focus()
+    write(run, events.Step(time=1110.0, step=5000, loss=0.5))
+    expect(page.get_by_role("row", name="first")).to_contain_text("5,000", timeout=15_000)
+    expect(box).to_be_focused()
+    expect(box).to_be_checked()
+    assert problems == []
+    page.context.close()
+
+
 def test_a_phone_needs_no_sideways_scrolling(browser: Browser, address: str) -> None:
     page, _ = opened(browser, address)
     page.set_viewport_size({"width": 380, "height": 800})
@@ -216,7 +248,10 @@ def test_predicted_and_measured_and_many_members(browser: Browser, tmp_path: Pat
         bars = page.locator("svg[aria-label^='Where the time'] rect")
         expect(bars).to_have_count(4 * 120, timeout=30_000)
         expect(page.locator("svg[aria-label='Members'] text").filter(has_text="worker 5")).to_have_count(0)
-        expect(page.locator(".legend").filter(has_text="75 – 100 % busy")).to_be_visible()
+        legend = page.locator(".legend").filter(has_text="75 – 100 % busy")
+        expect(legend).to_contain_text(re.compile(r"for which others wait, first: worker \d+, worker \d+, worker \d+"))
+        found = Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
         keep(page, "dashboard-many")
         assert problems == []
         page.context.close()
