@@ -26,6 +26,8 @@ SECTIONS = {
 }
 
 
+# Options of `cordee train` alone, which people try elsewhere too.
+_KEYS = {"--workers": "strategy.workers", "--strategy": "strategy.name", "--engine": "cluster.engine"}
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, whether typer has its own copy of click or not
 
 
@@ -40,6 +42,9 @@ def _in_one_form() -> Iterator[None]:
         context: Any = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "cordee"
         said = str(error.format_message()).rstrip(".")  # type: ignore[attr-defined]
+        key = _KEYS.get(getattr(error, "option_name", ""))
+        if key is not None and context is not None and any("--set" in each.opts for each in context.command.params):
+            raise JobError(f"{said}: write --set {key}=…") from None
         raise JobError(f"{said}{'' if said.endswith('?') else ':'} `{path} --help` says more") from None
 
 

@@ -42,7 +42,8 @@ _ADVICE = {
     "optimizer": "a larger training.batch_size takes fewer updates",
     "exchange": "a larger training.batch_size exchanges less often; see docs/how-to/slow-links.md",
     "copies": "look for .to() and .contiguous() in the model",
-    _OUTSIDE: "this is Python, data and waiting: a larger training.batch_size, or data.processes, spreads it",
+    _OUTSIDE: "Python, data and waiting. A larger training.batch_size makes this part smaller; data.processes load "
+    "the next batch meanwhile",
 }
 
 
@@ -144,15 +145,17 @@ def describe_profile(found: Profile, phases: Sequence[int] = ()) -> list[str]:
     widest = max(len(name) for name in groups)
     for name, seconds in groups.items():
         if seconds >= 0.005 * total:
-            lines.append(f"  {name:<{widest}}  {seconds / total:6.1%}  {1e3 * seconds / found.steps:.3g} ms a step")
+            lines.append(
+                f"  {name:<{widest}}  {100 * seconds / total:5.1f} %  {1e3 * seconds / found.steps:.3g} ms a step"
+            )
     lines.append("the longest operations:")
     for each in found.operations[:_NUM_OPERATIONS]:
         calls = each.calls / found.steps
-        lines.append(f"  {each.name:<36} {each.seconds / total:6.1%}  {calls:.3g} calls a step")
+        lines.append(f"  {each.name:<36} {100 * each.seconds / total:5.1f} %  {calls:.3g} calls a step")
     lines += _describe_phases(phases)
     first, seconds = next(iter(groups.items()))
     advice = f": {_ADVICE[first]}" if first in _ADVICE else ""
-    lines.append(f"Most of a step, {seconds / total:.0%}, goes to {first}{advice}.")
+    lines.append(f"The largest part of a step, {100 * seconds / total:.0f} %, is {first}{advice}.")
     return lines
 
 
@@ -161,7 +164,9 @@ def _describe_phases(phases: Iterable[int]) -> list[str]:
     total = sum(spent)
     if not total:
         return []
-    shares = [f"{phase.name.lower()} {spent[phase] / total:.1%}" for phase in Phase if spent[phase] >= 0.005 * total]
+    shares = [
+        f"{phase.name.lower()} {100 * spent[phase] / total:.1f} %" for phase in Phase if spent[phase] >= 0.005 * total
+    ]
     return [f"phases of the whole run, the first steps included: {', '.join(shares)}"]
 
 

@@ -18,7 +18,7 @@ from cordee.core.interrupts import InterruptFlag
 from cordee.launch import check_job
 from cordee.monitoring.files import write_atomically
 from cordee.monitoring.run_directory import LOCK_FILE, DirectoryLock, is_locked
-from cordee.monitoring.wording import number, percent
+from cordee.monitoring.wording import number, percent, plural
 from cordee.tuning.results import write_results
 from cordee.tuning.space import Dimension, corners, describe, place
 from cordee.tuning.study import Direction, Study, Tried, open_study
@@ -84,7 +84,7 @@ def tune(
             fixed.append(f"training.threads={max(1, usable_cores() // (at_once * asked.strategy.workers))}")
         search = _Search(study, job, fixed, metric, folder, say)
         flag = InterruptFlag(lambda: say("stopping: trials save and end after their step; Ctrl-C again stops at once"))
-        say(f"{settings.trials} trials, {at_once} at once, by {metric}: {', '.join(describe(space))}")
+        say(f"{plural(settings.trials, 'trial')}, {at_once} at once, by {metric}: {', '.join(describe(space))}")
         with flag:
             search.run(settings.trials, at_once, flag)
         best, trials, importances = study.best(), study.ended(), study.importances()

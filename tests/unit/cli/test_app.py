@@ -288,6 +288,11 @@ def test_the_doctor_knows_the_limit_of_a_container(tmp_path: Path) -> None:
         (["dashboard", "--port", "x"], "cordee: Invalid value for '--port'.*`cordee dashboard --help` says more"),
         (["nothing"], "cordee: No such command 'nothing': `cordee --help` says more"),
         (["--nothing"], "cordee: No such option: --nothing.*`cordee --help` says more"),
+        (
+            ["chaos", "job.toml", "--workers", "2"],
+            "cordee: No such option: --workers: write --set strategy.workers=…",
+        ),
+        (["logs", "--workers", "2"], "cordee: No such option: --workers: `cordee logs --help` says more"),
         (["show", "a", "b"], "cordee: .*unexpected extra argument.*`cordee show --help` says more"),
         (["federation", "nothing"], "cordee: No such command 'nothing': `cordee federation --help` says more"),
     ],

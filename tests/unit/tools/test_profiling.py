@@ -44,8 +44,8 @@ def test_it_says_where_the_time_goes() -> None:
     phases[Phase.COMPUTE], phases[Phase.WAIT] = 750, 250
     text = "\n".join(describe_profile(FOUND, phases))
     assert "worker 1, 10 steps: 100 ms a step" in text
-    assert "compute 75.0%, wait 25.0%" in text
-    assert "Most of a step, 50%, goes to matrix products." in text
+    assert "compute 75.0 %, wait 25.0 %" in text
+    assert "The largest part of a step, 50 %, is matrix products." in text
 
 
 def test_a_real_job_is_profiled(tmp_path: Path) -> None:
