@@ -144,6 +144,27 @@ def test_a_host_that_is_lost_costs_a_step(wires: Wires, job: Path, weights: str,
         assert summary["recoveries"] == 1
 
 
+@contextlib.contextmanager
+def out_of_reach(
+    wires: Wires, job: Path, tmp_path: Path, *settings: str, resume: bool = False, **more: Any
+) -> Iterator[AgentRun]:
+    """A run whose agents are all on the other host and do not see the run directory."""
+    folder = tmp_path / "led"
+    folder.mkdir(exist_ok=True)
+    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {folder} && exec "$@"', "sh"]
+    with agent_run(
+        job,
+        folder / "run",
+        *settings,
+        address=wires.addresses[0],
+        inside=lambda agent: wires.inside(1, *hidden),
+        launcher_inside=tuple(wires.inside(0)),
+        resume=resume,
+        **more,
+    ) as run:
+        yield run
+
+
 def servers_on_slots(**more: object) -> list[str]:
     settings = {"name": '"parameter_server"', "servers_on": '"slots"', **more}
     return [f"strategy.{key}={value}" for key, value in settings.items()]
@@ -153,25 +174,9 @@ def servers_on_slots(**more: object) -> list[str]:
 def test_servers_and_evaluator_run_beside_workers_without_the_run_directory(
     wires: Wires, job: Path, weights: str, tmp_path: Path
 ) -> None:
-    """All agents are on the other host and do not see the run directory: checkpoints go over the network, both ways."""
-    folder = tmp_path / "led"
-    folder.mkdir()
-    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {folder} && exec "$@"', "sh"]
-
-    def train(steps: int, *, resume: bool) -> AgentRun:
-        return AgentRun(
-            job,
-            folder / "run",
-            *servers_on_slots(servers=2),
-            f"stop.steps={steps}",
-            address=wires.addresses[0],
-            inside=lambda agent: wires.inside(1, *hidden),
-            launcher_inside=tuple(wires.inside(0)),
-            resume=resume,
-        )
-
     for steps, resume in ((100, False), (STEPS, True)):
-        with contextlib.closing(train(steps, resume=resume)) as run:
+        settings = (*servers_on_slots(servers=2), f"stop.steps={steps}")
+        with out_of_reach(wires, job, tmp_path, *settings, resume=resume) as run:
             summary = run.finish(200)
             assert summary["steps"] == steps and summary["recoveries"] == 0, run.describe()
             assert "2 servers and 1 evaluator beside workers" in " ".join(" ".join(run.printed + run.errors).split())
@@ -181,6 +186,50 @@ def test_servers_and_evaluator_run_beside_workers_without_the_run_directory(
         assert "the run directory is out of reach" in (run.run_dir / "logs" / f"{name}.log").read_text()
     timelines = {path.stem for path in (run.run_dir / "timeline").iterdir()}
     assert {"server-0", "server-1"} <= timelines, timelines
+
+
+FEDERATED_JOB = """
+name = "rounds"
+[model]
+use = "mlp"
+hidden = [16]
+[data]
+use = "digits"
+[optimizer]
+use = "sgd"
+lr = 0.05
+[training]
+batch_size = 16
+[strategy]
+name = "federated"
+algorithm = "scaffold"
+rounds = 6
+partition = {clients = 20}
+[cluster]
+failure_timeout = "2s"
+"""
+
+
+@pytest.mark.timeout(480)  # three runs
+def test_clients_are_simulated_without_the_run_directory(wires: Wires, tmp_path: Path) -> None:
+    """The same bits as on the run's host, also continued from a checkpoint, and after a worker is lost."""
+    job = tmp_path / "job.toml"
+    job.write_text(FEDERATED_JOB)
+    alone = tmp_path / "alone"
+    subprocess.run([*CORDEE, "train", str(job), "--workers", "2", "--run-dir", str(alone), "-q"], check=True)
+    expected = json.loads((alone / "summary.json").read_text())
+    for rounds, resume in ((3, False), (6, True)):
+        with out_of_reach(wires, job, tmp_path, f"stop.steps={rounds}", resume=resume) as run:
+            if resume:
+                await_event(run, lambda: bool(run.events("round")) and run.events("round")[-1]["round"] >= 4)
+                kill_host(wires, 1)  # the engine asks for other agents: the same commands on the same host
+            summary = run.finish(200)
+            assert (summary["steps"], summary["status"]) == (rounds, "completed" if resume else "stopped")
+            for worker in (0, 1):
+                log = (run.run_dir / "logs" / f"worker-{worker}.log").read_text()
+                assert "the files of the rounds are on the host of the run" in log, run.describe()
+    assert summary["weights_sha256"] == expected["weights_sha256"], run.describe()
+    assert summary["recoveries"] >= 1 and (run.run_dir / "partition.png").exists() == (alone / "partition.png").exists()
 
 
 @pytest.mark.timeout(420)  # a run of eight processes, some of which are lost

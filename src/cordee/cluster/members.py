@@ -139,6 +139,11 @@ class Members(msgspec.Struct, kw_only=True):
         record.incarnation, record.fenced = incarnation, max(record.fenced, incarnation - 1)
         record.num_acknowledged, record.ready, record.answer = 0, 0, None
 
+    def is_current(self, name: str, incarnation: int) -> bool:
+        """Whether a process is the member of that name, and was not given up."""
+        record = self.records.get(name)
+        return record is not None and record.may_send and record.incarnation == incarnation
+
     def check_storage(self, url: str) -> None:
         """Raise StorageError when all that the run begins with have joined, and some cannot read its storage."""
         if self.is_staffed or any(record.phase == "starting" for record in self.records.values()):

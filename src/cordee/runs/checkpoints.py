@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import threading
-import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ from cordee import checkpoint
 from cordee.checkpoint import Draft, Folder, Loaded, State, Store
 from cordee.checkpoint.layout import VALUES, encode_files, part_of
 from cordee.cluster.control import has_run_directory
-from cordee.cluster.member_link import AGAIN_S, LONGEST_REQUEST_S, MemberLink, MemberSpec
+from cordee.cluster.member_link import MemberLink, MemberSpec
 from cordee.cluster.members import NOT_JOINED, Members
 from cordee.cluster.messages import (
     CHECKPOINTS,
@@ -33,13 +31,11 @@ from cordee.cluster.messages import (
     FilePiece,
     ReadPiece,
 )
-from cordee.communication.channel import ClientChannel, RefusedError
-from cordee.communication.endpoint import Speaker
-from cordee.communication.keys import ClientKeys
 from cordee.communication.messages import Message, Refused
 from cordee.communication.wire import Codec
-from cordee.core.errors import CheckpointError, CommunicationError, StorageError
+from cordee.core.errors import CheckpointError, StorageError
 from cordee.core.fault_points import reach
+from cordee.runs.requests import CoordinatorRequests
 
 log = logging.getLogger("cordee.checkpoints")
 
@@ -68,14 +64,7 @@ class RemoteCheckpoints:
     def __init__(self, spec: MemberSpec, link: MemberLink) -> None:
         self._link = link
         self._member = spec.name
-        speaker = Speaker(run=spec.run_id, name=f"checkpoints-{spec.name}", incarnation=time.time_ns())
-        keys = ClientKeys.from_text(spec.client_keys)
-        # A connection of its own: what is large does not hold up heartbeats.
-        self._channel = ClientChannel(
-            spec.coordinator_address, speaker, Codec(CHECKPOINTS), keys, silence_s=spec.silence_s
-        )
-        self._asking = threading.Lock()
-        self._is_closed = False
+        self._requests = CoordinatorRequests(spec, "checkpoints", Codec(CHECKPOINTS))
         self._num_saves = 0
 
     def save(self, step: int, state: State, *, keep: int, protected: Collection[int]) -> Path:
@@ -103,8 +92,7 @@ class RemoteCheckpoints:
         return checkpoint.load_first_whole(paths, "the run directory", self._read)
 
     def close(self) -> None:
-        self._is_closed = True
-        self._channel.close()
+        self._requests.close()
 
     def _send(
         self, sender: tuple[str, int, int], step: int, state: State, keep: int, protected: Collection[int]
@@ -147,20 +135,7 @@ class RemoteCheckpoints:
                 return bytes(content)
 
     def _request(self, message: CheckpointRequest, point: str) -> Message:
-        with self._asking:
-            while True:
-                try:
-                    reach(point)
-                    return self._channel.request(message, timeout_s=LONGEST_REQUEST_S).message
-                except RefusedError as error:
-                    raise CommunicationError(error.detail or str(error)) from error
-                except CommunicationError as error:
-                    if self._is_closed:
-                        raise
-                    log.info("asking again: %s", error)
-                    while self._channel.kept() is not None:  # an answer that came too late
-                        pass
-                    time.sleep(AGAIN_S)
+        return self._requests.ask(message, lambda: reach(point))
 
 
 @dataclass
@@ -205,7 +180,7 @@ class CheckpointReceiver:
                     return FilePiece(*checkpoint.read_piece(self._root, name, file, offset, PIECE_BYTES))
                 except CheckpointError as error:
                     return FilePiece(b"", 0, str(error))
-            case _ if not self._may_save(request.member, request.incarnation):
+            case _ if not self._members.is_current(request.member, request.incarnation):
                 return Refused(NOT_JOINED, f"{request.member} was given up")
             case CheckpointPiece(file=file) if file != VALUES and part_of(file) is None:
                 return Refused("malformed", f"{file!r} is no file of a checkpoint")
@@ -213,10 +188,6 @@ class CheckpointReceiver:
                 return self._write(request)
             case CheckpointEnd():
                 return self._finish(request)
-
-    def _may_save(self, member: str, incarnation: int) -> bool:
-        record = self._members.records.get(member)
-        return record is not None and record.may_send and record.incarnation == incarnation
 
     def _write(self, piece: CheckpointPiece) -> CheckpointTaken:
         try:
@@ -262,7 +233,7 @@ class CheckpointReceiver:
         if (known := self._find(piece)) is not None:
             return known
         for member, incoming in list(self._incoming.items()):
-            if member == piece.member or not self._may_save(*incoming.sender[:2]):
+            if member == piece.member or not self._members.is_current(*incoming.sender[:2]):
                 incoming.draft.discard()
                 del self._incoming[member]
         begun = self._incoming[piece.member] = _Incoming(_sender_of(piece), Draft(self._root, piece.step))

@@ -1,16 +1,13 @@
-"""Where a federated run may be: its workers share files, so all of them are on one host, whatever starts them."""
+"""Where a federated run may be."""
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from cordee.cluster import Team
-from cordee.cluster.member_link import MemberSpec
-from cordee.communication.this_host import host_id
 from cordee.core import Job
 from cordee.core.errors import JobError
-from cordee.runs.federated.facts import check_federated, check_host
+from cordee.runs.federated.facts import check_federated
 from cordee.training.components import assemble
 
 JOB = {
@@ -19,19 +16,6 @@ JOB = {
     "training": {"batch_size": 4},
     "strategy": {"name": "federated", "workers": 2, "rounds": 2, "partition": {"clients": 4}},
 }
-SPEC = MemberSpec(
-    kind="rounds",
-    role="worker",
-    index=0,
-    run_dir="run",
-    run_id="run",
-    run_host=host_id(),
-    job="",
-    address="",
-    client_keys="",
-    failure_timeout_s=2.0,
-    startup_timeout_s=10.0,
-)
 
 
 def check(**cluster: str) -> None:
@@ -51,9 +35,3 @@ def test_every_engine_may_start_the_workers() -> None:
 def test_workers_that_join_from_other_hosts_are_refused() -> None:
     with pytest.raises(JobError, match="which strategy 'federated' with 2 workers cannot have"):
         check(address="127.0.0.1")
-
-
-def test_a_worker_on_another_host_is_refused() -> None:
-    check_host(SPEC, "federated")
-    with pytest.raises(JobError, match="and this worker is on host "):
-        check_host(msgspec.structs.replace(SPEC, run_host="elsewhere"), "federated")

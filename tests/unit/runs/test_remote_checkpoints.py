@@ -137,7 +137,7 @@ def test_a_coordinator_that_dies_half_way_leaves_nothing_and_is_sent_all_again(
     store: RemoteCheckpoints, coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later: list[Coordinator] = []
-    request = store._channel.request
+    request = store._requests._channel.request
 
     def ask(message: Any, **options: Any) -> Any:
         if isinstance(message, CheckpointPiece) and message.index == 2 and not later:
@@ -147,7 +147,7 @@ def test_a_coordinator_that_dies_half_way_leaves_nothing_and_is_sent_all_again(
             later.append(Coordinator(tmp_path / "checkpoints", coordinator.address, coordinator.membership))
         return request(message, **options)
 
-    monkeypatch.setattr(store._channel, "request", ask)
+    monkeypatch.setattr(store._requests._channel, "request", ask)
     try:
         path = save(store, 5, num_values=PIECE_BYTES)
     finally:

@@ -20,7 +20,6 @@ from cordee.core.fault_points import reach
 from cordee.data import Ledger
 from cordee.monitoring import Summary
 from cordee.monitoring.timeline import TimelineFolder
-from cordee.runs.checkpoints import CheckpointReceiver
 from cordee.runs.dispatched.dispatcher import Dispatcher
 from cordee.runs.dispatched.facts import RunFacts
 from cordee.runs.dispatched.losses import Losses
@@ -79,7 +78,6 @@ class DispatchedLeader(OnDemandLeader):
                 samples_before=progress.samples,
                 members=Members(failure_timeout_s=job.cluster.failure_timeout_s),
             )
-        self._checkpoints = CheckpointReceiver(self._run_dir / "checkpoints", self._state.members)
         self._plan = self._make_plan()
         self._summariser = Summariser(
             self._run_dir, self._plan, facts, self._progress, self._state, self._launcher.emit
@@ -122,10 +120,6 @@ class DispatchedLeader(OnDemandLeader):
         for index in range(self._job.strategy.workers):
             self._starter.start("worker", index)
 
-    def resend_directives(self) -> None:
-        self._checkpoints.remove_unfinished()
-        super().resend_directives()
-
     def _look_after_members(self) -> None:
         dispatcher, losses = self._dispatcher, self._losses
         losses.start_followers()
@@ -145,7 +139,6 @@ class DispatchedLeader(OnDemandLeader):
         for record in self._state.members.started:
             if record.role == "server":
                 self._launcher.signal(record.number, "end")
-        self._checkpoints.close()
         reach("dispatch.shut_down_done")
         return False
 

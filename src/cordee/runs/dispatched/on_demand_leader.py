@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from cordee.core.errors import JobError
 from cordee.core.fault_points import reach
 from cordee.core.stopping import Patience, StopPolicy
 from cordee.monitoring import AnyEvent, events
+from cordee.runs.checkpoints import CheckpointReceiver
 from cordee.runs.dispatched.on_demand_losses import OnDemandLosses, WorkQueue
 from cordee.runs.dispatched.process_starter import ProcessStarter
 
@@ -93,8 +95,13 @@ class OnDemandLeader(ABC):
     def flush(self) -> None:
         self._dispatcher.flush()
 
+    @cached_property
+    def _checkpoints(self) -> CheckpointReceiver:
+        """What saves for members that do not have the run directory."""
+        return CheckpointReceiver(self._run_dir / "checkpoints", self._state.members)
+
     def resend_directives(self) -> None:
-        return  # whoever had no answer asks again
+        self._checkpoints.remove_unfinished()  # whoever had no answer asks again
 
     def receive(self, timeout_s: float) -> None:
         self._dispatcher.serve(timeout_s)
@@ -121,6 +128,7 @@ class OnDemandLeader(ABC):
         if time.monotonic() < self._shut_down_by_s and not all(record.is_done for record in others):
             self._dispatcher.shut_down()
             return True
+        self._checkpoints.close()
         return False
 
     def _load_newest(self, resume: bool) -> checkpoint.Loaded | None:

@@ -24,6 +24,7 @@ from cordee.runs.federated.dispatcher import RoundDispatcher
 from cordee.runs.federated.facts import FederatedFacts
 from cordee.runs.federated.losses import WorkerLosses
 from cordee.runs.federated.messages import FEDERATED, LIMITS
+from cordee.runs.federated.round_files import RoundFileServer
 from cordee.runs.federated.state import FederatedState
 from cordee.strategies.federated.algorithms import make_algorithm
 from cordee.strategies.federated.schedule import Schedule
@@ -33,7 +34,7 @@ from cordee.training.progress import Progress
 
 
 class FederatedLeader(OnDemandLeader):
-    """The `Leader` of one run of rounds. It holds no vectors: workers keep them in files."""
+    """The `Leader` of one run of rounds. It holds no vectors: workers keep them in files of the run directory."""
 
     codec = Codec(FEDERATED, LIMITS)
     _state: FederatedState
@@ -102,6 +103,8 @@ class FederatedLeader(OnDemandLeader):
             num_clients=len(self._facts.sizes),
             show=self._launcher.progress,
             elapsed_s=self._elapsed_s,
+            checkpoints=self._checkpoints,
+            files=RoundFileServer(self._run_dir, state.members),
         )
         dispatcher.keep_timeline = TimelineFolder(self._run_dir).write
         self._starter = ProcessStarter(

@@ -15,6 +15,7 @@ import msgspec
 
 from cordee.checkpoint.layout import decode_values, encode_values
 from cordee.cluster.members import MemberRecord
+from cordee.cluster.messages import CheckpointRequest
 from cordee.communication.channel import Received
 from cordee.communication.messages import Join, Refused
 from cordee.compute import Metrics
@@ -23,10 +24,12 @@ from cordee.core import Job
 from cordee.core.errors import TrainingError
 from cordee.core.stopping import StopPolicy
 from cordee.monitoring import events
+from cordee.runs.checkpoints import CheckpointReceiver
 from cordee.runs.dispatched.messages import Leave
 from cordee.runs.dispatched.on_demand_dispatcher import OnDemandDispatcher
 from cordee.runs.federated.board import Board, TaskKey
-from cordee.runs.federated.messages import Ping, TakeTask, Task
+from cordee.runs.federated.messages import Ping, RoundFileRequest, TakeTask, Task
+from cordee.runs.federated.round_files import RoundFileServer
 from cordee.runs.federated.state import FederatedState
 
 # What the event of a round takes from the worker that finished it.
@@ -47,6 +50,8 @@ class RoundDispatcher(OnDemandDispatcher):
     num_clients: int
     show: Callable[[int, float], None]  # round and loss for the progress bar
     elapsed_s: Callable[[], float]
+    checkpoints: CheckpointReceiver  # of members that do not have the run directory
+    files: RoundFileServer  # the same
 
     @property
     def step(self) -> int:
@@ -107,6 +112,14 @@ class RoundDispatcher(OnDemandDispatcher):
                 self._reply(received, Leave())
             case other:
                 self._reply(received, Refused("unexpected", type(other).__name__))
+
+    def _handle_unknown(self, received: Received) -> None:
+        if isinstance(received.message, CheckpointRequest):
+            self._reply_unwritten(received, self.checkpoints.handle(received.message))
+        elif isinstance(received.message, RoundFileRequest):
+            self._reply_unwritten(received, self.files.handle(received.message))
+        else:
+            super()._handle_unknown(received)
 
     def _take_join(self, record: MemberRecord, join: Join) -> None:
         pass

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import socket
-
 import msgspec
 
-from cordee.cluster.member_link import MemberSpec
 from cordee.compute.schedules import PlateauSchedule
 from cordee.core import Job
 from cordee.core.errors import JobError
@@ -83,15 +80,3 @@ def check_federated(components: Components) -> None:
                 f"one round spends epsilon = {accountant.epsilon(1):.4g} at delta = {parts.privacy.delta:g}, more than "
                 f"strategy.privacy.max_epsilon = {parts.privacy.max_epsilon:g}: raise strategy.privacy.noise"
             )
-
-
-def check_host(spec: MemberSpec, name: str) -> None:
-    """Raise JobError in a worker that an engine has started on another host than that of the run's files.
-
-    A shared folder is not enough: what a client kept would be looked for in listings, which may be old there.
-    """
-    if spec.is_remote:
-        raise JobError(
-            f"strategy '{name}' keeps what clients send in files on the host of the run, and this worker is on host "
-            f"{socket.gethostname()}: use slots of that host only, or `cordee federation` for clients on other hosts"
-        )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
-from cordee.cluster.messages import COMMON
-from cordee.communication.messages import Count, Message, Text
+from cordee.cluster.messages import CHECKPOINTS, COMMON, PIECE_BYTES, FilePiece
+from cordee.communication.messages import Count, Message, Name, Text
 from cordee.communication.wire import Limits
 from cordee.parameters.messages import Number
 from cordee.runs.dispatched.messages import Leave
@@ -56,5 +56,84 @@ class Ping(Message, frozen=True):
     is_generational = False
 
 
-FEDERATED: tuple[type[Message], ...] = (*COMMON, TakeTask, Task, Leave, Ping)
+# Files of a member that has no access to the run directory. Requests may be made again, and count once.
+
+
+class ReadRoundFile(Message, frozen=True):
+    """Bytes of a file are wanted. Answered by `FilePiece`."""
+
+    is_generational = False
+
+    name: Name
+    offset: Count
+
+
+class AskRoundFiles(Message, frozen=True):
+    """Which files are there? Answered by `RoundFileNames`."""
+
+    is_generational = False
+
+    folder: Annotated[str, Meta(max_length=128)]  # "" is that of the run
+
+
+class RoundFileNames(Message, frozen=True):
+    """The names in a folder."""
+
+    is_generational = False
+
+    names: tuple[Name, ...]
+    problem: Text = ""  # why they cannot be read
+
+
+class WriteRoundFile(Message, frozen=True):
+    """Bytes of a file, in their order. Answered by `RoundFileTaken`."""
+
+    is_generational = False
+
+    member: Name
+    incarnation: Count  # of the member: the coordinator takes nothing of one that was given up
+    name: Name
+    offset: Count
+    content: Annotated[bytes, Meta(max_length=PIECE_BYTES)]
+    is_last: bool
+
+
+class RoundFileTaken(Message, frozen=True):
+    """What became of a piece."""
+
+    is_generational = False
+
+    is_known: bool = True  # else what was before it is missing: send all again
+    problem: Text = ""  # why it is not written
+
+
+class ChangeRoundFiles(Message, frozen=True):
+    """Files are to be removed. Answered by `RoundFilesChanged`."""
+
+    is_generational = False
+
+    member: Name
+    incarnation: Count
+    names: Annotated[tuple[Name, ...], Meta(max_length=1 << 14)] = ()
+    is_clear: bool = False  # all of them
+
+
+class RoundFilesChanged(Message, frozen=True):
+    """They are gone, unless there is a problem."""
+
+    is_generational = False
+
+    problem: Text = ""
+
+
+RoundFileRequest: TypeAlias = ReadRoundFile | AskRoundFiles | WriteRoundFile | ChangeRoundFiles
+
+ROUND_FILES: tuple[type[Message], ...] = (
+    ReadRoundFile, FilePiece, AskRoundFiles, RoundFileNames, WriteRoundFile, RoundFileTaken, ChangeRoundFiles,
+    RoundFilesChanged,
+)  # fmt: skip
+FEDERATED: tuple[type[Message], ...] = (
+    *COMMON, TakeTask, Task, Leave, Ping, *CHECKPOINTS,
+    *(each for each in ROUND_FILES if each not in CHECKPOINTS),
+)  # fmt: skip
 LIMITS = Limits(max_header_bytes=1 << 22)

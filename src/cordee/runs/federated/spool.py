@@ -1,33 +1,28 @@
 """The files of a federated run between two checkpoints: what clients are sent, what they return, and what they keep.
 
-They are in the folder `rounds` of the run directory. A file is written under another name and renamed, so that it
-is complete or not there. What a task writes follows from what it reads: done again, it writes the same. Files outlive
-the process that wrote them, not the host: after that the run continues from its checkpoint.
+They are in the folder `rounds` of the run directory. What a task writes follows from what it reads: done again, it
+writes the same. Files outlive the process that wrote them, not the host: after that the run continues from its
+checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from cordee.checkpoint import State
 from cordee.core.errors import StorageError
+from cordee.runs.federated.round_files import VALUES, RoundFiles
 from cordee.strategies.federated.aggregation import Contribution
 from cordee.strategies.federated.algorithms import Vectors
 from cordee.strategies.federated.client import Sent
-
-_VALUES = "values"
 
 
 class RoundNumbers(msgspec.Struct):
@@ -57,15 +52,12 @@ class RoundNumbers(msgspec.Struct):
 class Spool:
     """Reads and writes the files of one run. Any process of the run may."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.folder = run_dir / "rounds"
-        self._clients = self.folder / "clients"
+    def __init__(self, files: RoundFiles) -> None:
+        self._files = files
 
     def clear(self) -> None:
         """Remove everything: the run begins, or continues from a checkpoint."""
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.folder)
-        self._clients.mkdir(parents=True)
+        self._files.clear()
 
     # What clients are sent, and what the server keeps.
 
@@ -76,7 +68,7 @@ class Spool:
         return Sent.of(number, self._read(f"sent-{number}")[0])
 
     def has_sent(self, number: int) -> bool:
-        return (self.folder / f"sent-{number}").exists()
+        return self._files.has(f"sent-{number}")
 
     def write_server(self, number: int, state: State) -> None:
         self._write(f"server-{number}", state.tensors, state.values)
@@ -97,7 +89,7 @@ class Spool:
         rows = []
         for place in places:
             with self._opened(f"leaf-{number}-{place}") as file:
-                weight = json.loads(file.metadata()[_VALUES])["weight"]
+                weight = json.loads(file.metadata()[VALUES])["weight"]
                 rows.append(file.get_slice("difference")[start:stop] / weight)
         return torch.stack(rows)
 
@@ -109,37 +101,33 @@ class Spool:
 
     def read_block(self, number: int, block: int) -> tuple[Contribution | None, RoundNumbers]:
         with self._opened(f"block-{number}-{block}") as file:
-            if json.loads(file.metadata()[_VALUES]).get("is_empty"):
+            if json.loads(file.metadata()[VALUES]).get("is_empty"):
                 return None, RoundNumbers()
         return self._read_sum(f"block-{number}-{block}")
 
     def has_block(self, number: int, block: int) -> bool:
-        return (self.folder / f"block-{number}-{block}").exists()
+        return self._files.has(f"block-{number}-{block}")
 
     def remove_leaves(self, number: int, places: Iterable[int]) -> None:
-        for place in places:
-            (self.folder / f"leaf-{number}-{place}").unlink(missing_ok=True)
+        self._files.remove(f"leaf-{number}-{place}" for place in places)
 
     def remove_before(self, number: int, oldest: int) -> None:
         """Remove what rounds before `number` left, and what clients were sent before `oldest`."""
-        for path in self.folder.iterdir():
-            kind, _, rest = path.name.partition("-")
+        old = []
+        for name in self._files.names():
+            kind, _, rest = name.partition("-")
             of_round = rest.partition("-")[0]
-            if not of_round.isdecimal():
-                continue
-            limit = oldest if kind == "sent" else number
-            if int(of_round) < limit:
-                path.unlink(missing_ok=True)
+            if of_round.isdecimal() and int(of_round) < (oldest if kind == "sent" else number):
+                old.append(name)
+        self._files.remove(old)
 
     # What clients keep.
 
     def write_state(self, client: int, number: int, state: Vectors) -> None:
         """Keep what a client has after a round, and of earlier rounds the last only."""
-        folder = self._clients / str(client)
-        folder.mkdir(exist_ok=True)
         self._write(f"clients/{client}/{number}", state)
-        for older in sorted(self._rounds_of(client, number))[:-1]:
-            (folder / str(older)).unlink(missing_ok=True)
+        older = sorted(self._rounds_of(client, number))[:-1]
+        self._files.remove(f"clients/{client}/{each}" for each in older)
 
     def read_state(self, client: int, number: int) -> Vectors:
         """Return what a client kept from before a round; empty if it had none."""
@@ -148,13 +136,11 @@ class Spool:
 
     def clients(self) -> list[int]:
         """Return the clients that keep something."""
-        return sorted(int(folder.name) for folder in self._clients.iterdir() if folder.name.isdecimal())
+        return sorted(int(name) for name in self._files.names("clients") if name.isdecimal())
 
     def _rounds_of(self, client: int, before: int) -> list[int]:
-        with contextlib.suppress(FileNotFoundError):
-            names = [path.name for path in (self._clients / str(client)).iterdir() if path.name.isdecimal()]
-            return [int(name) for name in names if int(name) < before]
-        return []
+        names = self._files.names(f"clients/{client}")
+        return [int(name) for name in names if name.isdecimal() and int(name) < before]
 
     # Files.
 
@@ -177,26 +163,19 @@ class Spool:
         return Contribution(tensors["difference"], tensors["buffers"], summed, **values), numbers
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any] | None = None) -> None:
-        path = self.folder / name
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            whole = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
-            save_file(whole, temporary, metadata={_VALUES: json.dumps(values or {})})
-            temporary.replace(path)
-        except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
-            raise StorageError(f"cannot write {path}: {error}") from error
+        self._files.write(name, tensors, values or {})
 
     def _read(self, name: str) -> tuple[Vectors, dict[str, Any]]:
         with self._opened(name) as file:
             # Copies: what is mapped would change with the file.
             tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 - no mapping
-            return tensors, json.loads(file.metadata()[_VALUES])
+            return tensors, json.loads(file.metadata()[VALUES])
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Any:
+        path = self._files.find(name)
         try:
-            with safe_open(self.folder / name, framework="pt") as file:
+            with safe_open(path, framework="pt") as file:
                 yield file
         except (OSError, SafetensorError) as error:
-            raise StorageError(f"cannot read {self.folder / name}: {error}") from error
+            raise StorageError(f"cannot read {path}: {error}") from error

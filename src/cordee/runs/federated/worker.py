@@ -7,14 +7,13 @@ import logging
 import math
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
 from cordee import checkpoint
-from cordee.checkpoint import State, model_state
+from cordee.checkpoint import State, Store, model_state
 from cordee.checkpoint.layout import decode_values, encode_values
 from cordee.cluster import Team
 from cordee.cluster.member_link import MemberSpec
@@ -25,13 +24,15 @@ from cordee.core.fault_points import identify
 from cordee.data.source import check_same
 from cordee.monitoring import events
 from cordee.monitoring.timeline import Phase, Timeline
+from cordee.runs.checkpoints import open_store
 from cordee.runs.dispatched.messages import Leave
 from cordee.runs.dispatched.on_demand_worker import Attempt, work_until_ended
 from cordee.runs.federated.board import BLOCK_PLACES
-from cordee.runs.federated.facts import check_host, num_threads, partition_of
+from cordee.runs.federated.facts import num_threads, partition_of
 from cordee.runs.federated.link import FederatedLink
 from cordee.runs.federated.messages import TakeTask, Task
 from cordee.runs.federated.picture import draw_partition
+from cordee.runs.federated.round_files import RoundFiles, open_round_files
 from cordee.runs.federated.spool import RoundNumbers, Spool
 from cordee.strategies.federated.aggregation import SumTree, blocks_of, check_update, contribute
 from cordee.strategies.federated.algorithms import make_algorithm
@@ -62,10 +63,11 @@ def work(spec: MemberSpec) -> Exception | None:
 
     def work_once(attempt: Attempt[FederatedLink]) -> None:
         job = spec.load_job()
-        check_host(spec, job.strategy.name)
         parts = assemble(job, Team(num_local_workers=spec.num_local, threads=num_threads(job)))
         attempt.stack.callback(parts.train.close)
-        worker = FederatedWorker(parts, Path(spec.run_dir))
+        files = attempt.stack.enter_context(open_round_files(spec, attempt.link))
+        store = attempt.stack.enter_context(open_store(spec, attempt.link))
+        worker = FederatedWorker(parts, files, store)
         attempt.join()  # a failure before is not heard
         if spec.data:
             check_same(spec.data, parts.splits)
@@ -113,12 +115,12 @@ def _take_tasks(
 class FederatedWorker:
     """One model, in place, that trains any client of the run. What it writes follows from what it reads."""
 
-    def __init__(self, parts: Components, run_dir: Path) -> None:
+    def __init__(self, parts: Components, files: RoundFiles, store: Store) -> None:
         job = parts.job
         self._parts = parts
-        self._run_dir = run_dir
-        self._checkpoints = run_dir / "checkpoints"
-        self._spool = Spool(run_dir)
+        self._files = files
+        self._store = store
+        self._spool = Spool(files)
         self._settings = settings_of(job)
         self._tables = self._settings.parts
         self._algorithm = make_algorithm(self._settings.use, job.python_path)
@@ -137,6 +139,7 @@ class FederatedWorker:
 
     def do(self, task: Task) -> TakeTask:
         """Carry out a task; return the report."""
+        self._files.forget()
         done = TakeTask(done=task.what, round=task.round, index=task.index)
         match task.what:
             case "prepare":
@@ -166,12 +169,14 @@ class FederatedWorker:
         server = self._new_server()
         self._spool.clear()
         if task.round:
-            loaded = checkpoint.load_newest(self._checkpoints)
+            loaded = self._store.load_newest()
             assert loaded is not None
             self._load(loaded.state, server, task.round)
         else:
             splits = self._parts.splits
-            draw_partition(self._run_dir / "partition.png", self._partition, splits.train, splits.num_classes)
+            self._files.keep_picture(
+                lambda path: draw_partition(path, self._partition, splits.train, splits.num_classes)
+            )
         self._spool.write_server(task.round, server.state_dict())
         self._spool.write_sent(server.sent())
         epsilon = self._accountant.epsilon(task.round) if self._accountant is not None else None
@@ -374,12 +379,8 @@ class FederatedWorker:
         progressed = {**state.values, "progress": msgspec.to_builtins(progress)}
         protected = (progress.best_step,) if settings.keep_best else ()
         try:
-            path = checkpoint.save(
-                self._checkpoints,
-                progress.step,
-                State(state.tensors, progressed),
-                keep=settings.keep,
-                protected=protected,
+            path = self._store.save(
+                progress.step, State(state.tensors, progressed), keep=settings.keep, protected=protected
             )
         except StorageError as error:
             return {"problem": str(error)}

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from cordee.checkpoint import Folder
 from cordee.checkpoint.layout import encode_values
 from cordee.cluster import Team
 from cordee.core import Job
 from cordee.core.errors import CheckpointError
 from cordee.runs.federated.messages import Task
+from cordee.runs.federated.round_files import FolderFiles
 from cordee.runs.federated.worker import FederatedWorker
 from cordee.training.components import assemble
 
@@ -25,7 +27,7 @@ def make_worker(folder: Path, seed: int = 0, **strategy: Any) -> FederatedWorker
         "training": {"batch_size": 8, "threads": 1},
         "strategy": {"name": "federated", "rounds": 4, "partition": {"clients": 4}, **strategy},
     }
-    return FederatedWorker(assemble(Job.from_dict(table), Team()), folder)
+    return FederatedWorker(assemble(Job.from_dict(table), Team()), FolderFiles(folder), Folder(folder / "checkpoints"))
 
 
 def train_a_round(worker: FederatedWorker) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,11 +20,13 @@ from cordee.core import Job
 from cordee.core.errors import TrainingError
 from cordee.core.stopping import StopPolicy
 from cordee.monitoring import AnyEvent, events
+from cordee.runs.checkpoints import CheckpointReceiver
 from cordee.runs.dispatched.messages import Leave
 from cordee.runs.federated.board import Board, BoardState
 from cordee.runs.federated.coordinator import FederatedLeader
 from cordee.runs.federated.dispatcher import RoundDispatcher
 from cordee.runs.federated.messages import TakeTask, Task
+from cordee.runs.federated.round_files import RoundFileServer
 from cordee.runs.federated.state import FederatedState
 from cordee.strategies.federated.algorithms import make_algorithm
 from cordee.strategies.federated.schedule import Schedule
@@ -69,6 +72,8 @@ class Play:
             num_clients=len(SIZES),
             show=lambda number, loss: None,
             elapsed_s=lambda: 0.0,
+            checkpoints=CheckpointReceiver(Path("checkpoints"), self.state.members),
+            files=RoundFileServer(Path(), self.state.members),
         )
         for index in range(num_workers):
             record = self.state.members.expect(MemberRecord(index=index, number=index), 0.0)
