@@ -176,6 +176,7 @@ EFFECTS: dict[str, Changes | Elsewhere] = {
     "cluster.max_restarts": FAULTS,
     "cluster.min_workers": FAULTS,
     "cluster.wait_for_workers": FAULTS,
+    "cluster.spares": Elsewhere("unit/cluster/test_agent_engine.py"),
     "cluster.address": FAULTS,
     "cluster.engine": Elsewhere("engines/engine_runs.py"),
     "cluster.connect": Elsewhere("engines/engine_runs.py"),

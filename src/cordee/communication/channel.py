@@ -101,6 +101,7 @@ class ServerChannel(Endpoint):
         self._authenticator: ZapAuthenticator | None = None
         self._authenticator_fd = -1  # its descriptor
         self._authentication_next_s = 0.0  # when to look for handshakes, without a signal of one
+        self._monitor: SocketMonitor | None = None
         # Sending to a peer that is gone, or that does not read, is an error and not a silent loss.
         self._socket.router_mandatory = True
         if curve and keys is not None:
@@ -134,6 +135,19 @@ class ServerChannel(Endpoint):
         if self._authenticator is not None and self._authenticator.num_refused:
             counts[UNKNOWN_KEY] = self._authenticator.num_refused
         return counts
+
+    @property
+    def num_lost(self) -> int:
+        """How many connections of clients have ended since this was first asked, whoever ended them.
+
+        Who has asked asks again and again: libzmq waits for a monitor that is not read.
+        """
+        with self._using:
+            self._check_usable()
+            if self._monitor is None:
+                self._monitor = SocketMonitor(self._socket)
+            self._monitor.read()
+            return self._monitor.num_lost
 
     def fence(self, name: str, incarnation: int) -> None:
         """Refuse whatever this incarnation of the member, or an earlier one, still says."""
@@ -241,6 +255,8 @@ class ServerChannel(Endpoint):
             self._authentication_next_s = 0.0
 
     def _close_sockets(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
         if self._authenticator is not None:
             self._authenticator.close()
 

@@ -155,6 +155,7 @@ class Cluster(Section, frozen=True, kw_only=True):
     max_restarts: int = 3  # lost processes that are replaced before the run gives up, or continues with fewer
     min_workers: int = 1  # fewer than this do not continue: they wait for others, and then save and end
     wait_for_workers: str | float = "30s"  # for how long they wait
+    spares: int = 0  # slots that are held ready for workers that are replaced
     address: str = ""  # HOST or HOST:PORT of this host at which workers of other hosts may join; else none can
     connect: str = ""  # where the cluster of the engine is: HOST:PORT of a Ray, spark://HOST:PORT of a Spark master
     # What goes between workers of different hosts. auto: encrypted (docs/decisions/0037).
@@ -172,7 +173,7 @@ class Cluster(Section, frozen=True, kw_only=True):
             raise JobError(f"cluster.max_workers = {self.max_workers} is below min_workers = {self.min_workers}")
         if self.autoscale_every_s < 1:
             raise JobError(f"cluster.autoscale_every = {self.autoscale_every!r} must be at least 1 s")
-        _at_least("cluster", self, min_workers=1, max_restarts=0)
+        _at_least("cluster", self, min_workers=1, max_restarts=0, spares=0)
         if self.wait_for_workers_s < 0:
             raise JobError(f"cluster.wait_for_workers = {self.wait_for_workers!r} must not be negative")
         if self.failure_timeout_s < 0.5:

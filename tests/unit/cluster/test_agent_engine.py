@@ -12,9 +12,14 @@ import pytest
 from cordee.cluster.engine import Capacity, EngineWaits, ProcessSpec
 from cordee.cluster.engines import agent_engine
 from cordee.cluster.engines.agent_engine import AgentEngine
-from cordee.cluster.engines.agent_messages import AgentOrder, Enrol, Versions
+from cordee.cluster.engines.agent_messages import AGENT, LIMITS, AgentOrder, Enrol, Enrolled, Versions
 from cordee.cluster.engines.agents import AgentEnded, AgentSource, EngineRequest
+from cordee.communication.channel import ClientChannel
+from cordee.communication.endpoint import Speaker
+from cordee.communication.keys import ClientKeys
+from cordee.communication.wire import Codec
 from cordee.core import Job
+from cordee.core.errors import JobError
 
 
 class _Empty(AgentSource):
@@ -26,8 +31,13 @@ class _Empty(AgentSource):
     def capacity(self) -> Capacity:
         return Capacity({}, may_grow=True, is_limit=True)
 
+    num_looks = 0
+
     def start(self, order: AgentOrder) -> None:
         pass
+
+    def look(self) -> None:
+        self.num_looks += 1
 
     def ended(self) -> Sequence[AgentEnded]:
         return ()
@@ -80,6 +90,7 @@ def test_silence_is_seen_beside_many_agents_that_speak(engine: AgentEngine) -> N
 
     class Busy:
         close = engine._channel.close
+        num_lost = 0
 
         def receive(self, timeout_s: float) -> Any:
             if not timeout_s:
@@ -95,3 +106,40 @@ def test_silence_is_seen_beside_many_agents_that_speak(engine: AgentEngine) -> N
     while engine._drained_s <= since_s + 0.5:
         assert time.monotonic() < since_s + 10, "a silent agent would be given up after four timeouts only"
         time.sleep(0.01)
+
+
+def test_a_connection_that_ends_has_the_source_look(engine: AgentEngine) -> None:
+    """The cluster itself takes seconds to notice that a node is gone."""
+    order, source = engine._agents.records[0].order, engine._source
+    assert isinstance(source, _Empty)
+    keys = ClientKeys.new(bytes.fromhex(order.server_key))
+    speaker = Speaker(run=engine._run, name="agent-0", incarnation=1)
+    channel = ClientChannel(engine._channel.address, speaker, Codec(AGENT, LIMITS), keys)
+    enrol = Enrol(0, order.ticket, 7, "h", "h", Versions.here())
+    assert isinstance(channel.request(enrol, timeout_s=10.0).message, Enrolled)
+    before = source.num_looks
+    channel.close()
+    deadline_s = time.monotonic() + 10.0
+    while source.num_looks == before:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert engine._agents.present, "the connection may come back"
+
+
+def test_spares_are_asked_for_with_the_workers() -> None:
+    job = Job.coerce({"model": {"use": "mlp"}, "data": {"use": "iris"}})
+    engine = AgentEngine(_Empty(), (), EngineRequest(job=job, num_slots=2, num_spares=1))
+    try:
+        assert len(engine._agents.records) == 3
+    finally:
+        engine.close()
+
+
+def test_spares_need_slots_too() -> None:
+    class Small(_Empty):
+        def capacity(self) -> Capacity:
+            return Capacity({"a": 1, "b": 1}, is_limit=True)
+
+    job = Job.coerce({"model": {"use": "mlp"}, "data": {"use": "iris"}})
+    with pytest.raises(JobError, match=r"2 workers and 1 spares, .* 2 free slots .* at most 1, cluster.spares"):
+        AgentEngine(Small(), (), EngineRequest(job=job, num_slots=2, num_spares=1))

@@ -219,3 +219,34 @@ def test_engines_by_name() -> None:
         find_engine("locl")
     with pytest.raises(JobError, match=r"there is no engine 'Slurm': use the engine 'env'"):
         find_engine("Slurm")
+
+
+def test_a_spare_takes_a_process_at_once_and_is_asked_for_again() -> None:
+    agents = Agents(TIMEOUT_S, num_spares=1)
+    for number in range(3):
+        agents.order(order(number))
+        assert agents.find_lacking(0.0) == 0, "those of the start are on their way"
+    for number, host in enumerate("abc"):
+        agents.enrol(enrol(number, host), f"key {number}", 0.0)
+    for index in range(2):
+        agents.ask(spec(index), 0.0)
+    agents.place(0.0)
+    assert agents.find_lacking(0.0) == 0
+    agents.lose(agents.records[0], "its node died", 1.0)
+    agents.ask(spec(0, 2), 1.0)
+    ((record, _),) = agents.place(1.0)
+    assert record.order.number == 2
+    assert agents.find_lacking(1.0) == 1, "another spare"
+    agents.order(order(3))
+    assert agents.find_lacking(1.0) == 0 and agents.find_lacking(1e6) == 0, "it may never come"
+
+
+def test_a_spare_that_does_not_come_holds_up_nobody() -> None:
+    agents = Agents(TIMEOUT_S, num_spares=1)
+    for number in range(2):
+        agents.order(order(number))
+    agents.enrol(enrol(0, "a"), "key 0", 0.0)
+    for index in range(2):
+        agents.ask(msgspec.structs.replace(spec(index), place="beside", apart="server"), 0.0)
+    assert len(agents.place(0.0)) == 1, "the second waits for another host"
+    assert len(agents.place(APART_S)) == 1, "not for ever"

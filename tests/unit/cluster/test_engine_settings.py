@@ -53,6 +53,14 @@ def test_connect_is_for_engines_that_connect() -> None:
         check_settings(job(connect="head:6379"))
 
 
+def test_spares_are_for_engines_that_ask_for_agents() -> None:
+    for engine in ("agents", "ray", "spark"):
+        check_settings(job(engine=engine, spares=1))
+    for engine in ("local", "env"):
+        with pytest.raises(JobError, match=r"cluster.spares = 1 .*'agents', 'ray', 'spark'.*reserves"):
+            check_settings(job(engine=engine, spares=1))
+
+
 def test_an_unknown_engine_is_refused_with_the_nearest() -> None:
     with pytest.raises(JobError, match="did you mean 'spark'"):
         find_engine("sparc")

@@ -109,3 +109,23 @@ def test_slots_are_cpus_and_gpus_where_the_job_needs_them() -> None:
     assert RaySource(_Ray(), num_gpus=0, is_ours=False, is_new=False)._slots_in(free) == 4
     assert RaySource(_Ray(), num_gpus=1, is_ours=False, is_new=False)._slots_in(free) == 1
     assert RaySource(_Ray(), num_gpus=1, is_ours=False, is_new=False)._slots_in({"CPU": 4.0}) == 0
+
+
+def test_a_node_whose_daemon_is_gone_is_lost_when_a_connection_ends(
+    port: int, dead_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = _Ray(a=port, b=dead_port)
+    source = RaySource(ray, num_gpus=0, is_ours=False, is_new=False)
+    for number, node in enumerate("ab"):
+        ray.placed_on = node
+        source.start(order(number))
+        source._find_nodes()
+    monkeypatch.setattr(ray, "wait", lambda references, **_: ([], references))  # Ray says nothing yet
+    assert source.ended() == [], "Ray is believed as long as nothing speaks against it"
+    source.look()
+    (ended,) = source.ended()
+    assert (ended.number, ended.how) == (1, "its Ray node b (b) does not answer")
+    source.look()
+    assert source.ended() == [], "an agent ends once"
+    source.start(order(2))
+    assert ray.asked[-1]["label_selector"] == {"ray.io/node-id": "!in(b)"}

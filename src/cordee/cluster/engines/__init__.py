@@ -22,21 +22,24 @@ class EngineEntry(NamedTuple):
     summary: str  # one line
     source: str = ""  # module with `make_source`, which starts agents; empty starts processes on this host
     connects: bool = False  # to a cluster that runs: cluster.connect says where
+    may_ask: bool = False  # for more agents than the run begins with
     other_names: tuple[str, ...] = ()  # by which users may look for it
 
 
 ENGINES: dict[str, EngineEntry] = {
     "local": EngineEntry("processes on this host"),
     "agents": EngineEntry(
-        "hosts on which somebody runs `cordee agent`: the run prints the commands", "cordee.cluster.engines.by_hand"
+        "hosts on which somebody runs `cordee agent`: the run prints the commands",
+        "cordee.cluster.engines.by_hand",
+        may_ask=True,
     ),
     "env": EngineEntry(
         "the processes that torchrun, srun, mpirun, Kubernetes or SkyPilot has started",
         "cordee.cluster.engines.environment",
         other_names=("torchrun", "slurm", "srun", "mpi", "mpirun", "openmpi", "kubernetes", "kubeflow", "skypilot"),
     ),
-    "ray": EngineEntry("actors of a Ray cluster", "cordee.cluster.engines.ray", connects=True),
-    "spark": EngineEntry("tasks of a Spark cluster", "cordee.cluster.engines.spark", connects=True),
+    "ray": EngineEntry("actors of a Ray cluster", "cordee.cluster.engines.ray", connects=True, may_ask=True),
+    "spark": EngineEntry("tasks of a Spark cluster", "cordee.cluster.engines.spark", connects=True, may_ask=True),
 }
 
 
@@ -57,6 +60,12 @@ def check_settings(job: Job) -> None:
         raise JobError(
             f"cluster.connect = {job.cluster.connect!r} has a meaning only with cluster.engine = {able}, and the "
             f"engine is {job.cluster.engine!r}: set cluster.engine, or remove cluster.connect"
+        )
+    if job.cluster.spares and not find_engine(job.cluster.engine).may_ask:
+        able = ", ".join(repr(name) for name, entry in ENGINES.items() if entry.may_ask)
+        raise JobError(
+            f"cluster.spares = {job.cluster.spares} has a meaning only with the engines {able}, and the engine is "
+            f"{job.cluster.engine!r}: remove cluster.spares. Under 'env' processes beyond strategy.workers are reserves"
         )
 
 
@@ -140,5 +149,5 @@ def _make(preload: Sequence[str], job: Job | None) -> Engine:
     from cordee.cluster.engines.agent_engine import AgentEngine
     from cordee.cluster.engines.agents import EngineRequest
 
-    request = EngineRequest(job=job, num_slots=job.strategy.workers)
+    request = EngineRequest(job=job, num_slots=job.strategy.workers, num_spares=job.cluster.spares)
     return AgentEngine(importlib.import_module(entry.source).make_source(request), preload, request)

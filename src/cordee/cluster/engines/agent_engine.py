@@ -78,7 +78,7 @@ class AgentEngine:
         self._capacity = source.capacity()
         self._check_capacity(request)
         timeout_s = request.job.cluster.failure_timeout_s
-        self._agents = Agents(timeout_s)
+        self._agents = Agents(timeout_s, request.num_spares)
         self._credentials = source.credentials()
         self._run = secrets.token_hex(8)
         self._num_agents = 0
@@ -106,16 +106,19 @@ class AgentEngine:
         self._thread = threading.Thread(target=self._serve, name="cordee-agents", daemon=True)
         self._thread.start()
         with self._lock:
-            for _ in range(request.num_slots):
+            for _ in range(request.num_agents):
                 self._ask_for_agent()
 
     def _check_capacity(self, request: EngineRequest) -> None:
-        capacity, needed = self._capacity, request.num_slots
+        capacity, needed = self._capacity, request.num_agents
         if capacity.is_limit and not capacity.may_grow and capacity.num_slots < needed:
             there = ", ".join(f"{host}: {slots}" for host, slots in capacity.slots.items()) or "none"
+            spares = request.num_spares
+            most = max(0, capacity.num_slots - spares)
             raise JobError(
-                f"the job has {needed} workers, and the cluster has {capacity.num_slots} free slots ({there}): "
-                f"set strategy.workers to at most {capacity.num_slots}, or add hosts ({self._source.describe()})"
+                f"the job has {request.num_slots} workers{f' and {spares} spares' if spares else ''}, and the cluster "
+                f"has {capacity.num_slots} free slots ({there}): set strategy.workers to at most {most}"
+                f"{', cluster.spares to fewer' if spares else ''}, or add hosts ({self._source.describe()})"
             )
 
     def capacity(self) -> Capacity:
@@ -245,12 +248,14 @@ class AgentEngine:
             return
         was_there = record.is_there
         self._last_failure = how
-        for exited in self._agents.lose(record, how, time.monotonic()):
+        ends = self._agents.lose(record, how, time.monotonic())
+        for exited in ends:
             self._report(exited)
         self._peers.pop(record.order.number, None)
         self._source.stop(record.order.number)
         if how and not self._is_closing.is_set():
-            what = "its processes are lost" if was_there else "it did not come"
+            what = "it had no processes" if was_there else "it did not come"
+            what = "its processes are lost" if ends else what
             self._report(AgentLost(record.pid, f"{how}: {what}", keeps_processes=False))
 
     def _place(self, now_s: float) -> None:
@@ -276,9 +281,15 @@ class AgentEngine:
         os.eventfd_write(self._wake, 1)
 
     def _serve(self) -> None:
+        num_lost = 0  # connections
         while not self._is_closing.is_set():
             looked_s = time.monotonic()
             try:
+                if (num_now := self._channel.num_lost) != num_lost:
+                    num_lost = num_now
+                    with self._lock:
+                        self._source.look()
+                    os.eventfd_write(self._wake, 1)
                 received = self._channel.receive(0.0)
                 if received is None:  # of many agents one speaks every moment: it is never quiet for a while
                     with self._lock:

@@ -43,6 +43,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     job: Job
     num_slots: int  # workers at the start
+    num_spares: int = 0  # agents that are ready for a process that is replaced
+
+    @property
+    def num_agents(self) -> int:
+        """Agents at the start."""
+        return self.num_slots + self.num_spares
 
 
 class AgentEnded(msgspec.Struct, frozen=True):
@@ -71,6 +77,9 @@ class AgentSource(abc.ABC):
     @abc.abstractmethod
     def ended(self) -> Sequence[AgentEnded]:
         """Return the agents that have ended, or cannot be started, since this was last asked."""
+
+    def look(self) -> None:  # noqa: B027 - not every source can find out more than it is told
+        """A connection of an agent has ended: find out soon whether the agent has."""
 
     @abc.abstractmethod
     def stop(self, number: int) -> None:
@@ -121,8 +130,9 @@ class AgentRecord(msgspec.Struct):
 class Agents:
     """The agents of a run, and the processes that wait for one. Decides without I/O; the clock is passed in."""
 
-    def __init__(self, failure_timeout_s: float) -> None:
+    def __init__(self, failure_timeout_s: float, num_spares: int = 0) -> None:
         self.failure_timeout_s = failure_timeout_s
+        self._num_spares = num_spares
         self.records: dict[int, AgentRecord] = {}
         self.queue: dict[int, ProcessSpec] = {}  # by index: no slot yet
         self.specs: dict[tuple[int, int], ProcessSpec] = {}  # all that were ever asked for
@@ -175,7 +185,7 @@ class Agents:
 
     def find_slot(self) -> AgentRecord | None:
         """Return the agent for the next process: one whose slot is free; on the host that has the most such agents."""
-        free = [record for record in self.present if not any(s.place == "slot" for s in self._specs_of(record))]
+        free = self._free
         by_host: dict[str, int] = {}
         for record in free:
             by_host[record.host_id] = by_host.get(record.host_id, 0) + 1
@@ -187,7 +197,8 @@ class Agents:
         None before the agents of the start are there, so that the first host is not given everything; and while a host
         without its like may still come.
         """
-        if self._num_coming and now_s < self._gathered_s:
+        num_coming = max(0, self._num_coming - self._num_spares)  # a spare may never come
+        if num_coming and now_s < self._gathered_s:
             return None
         like, all_of = Counter[str](), Counter[str]()
         for record in self.present:
@@ -199,7 +210,7 @@ class Agents:
             key=lambda r: (like[r.host_id], all_of[r.host_id], len(r.processes), r.order.number),
             default=None,
         )
-        may_come = self._num_coming > 0 or now_s - self._asked_s[spec.index] < APART_S
+        may_come = num_coming > 0 or now_s - self._asked_s[spec.index] < APART_S
         return None if found is not None and like[found.host_id] and may_come else found
 
     def place(self, now_s: float) -> list[tuple[AgentRecord, ProcessSpec]]:
@@ -217,14 +228,21 @@ class Agents:
     def find_lacking(self, now_s: float) -> int:
         """Return how many agents to ask for: one for each process that waits for a slot, and has none on its way.
 
-        Processes without a slot need one agent in all. After agents that did not come nobody is asked for a while, the
-        longer the more there were.
+        Processes without a slot need one agent in all. Spares that were used are asked for again. After agents that did
+        not come nobody is asked for a while, the longer the more there were.
         """
         wanted = sum(spec.place == "slot" for spec in self.queue.values())
         if self.queue and not self.present:
             wanted = max(wanted, 1)
+        if self.present:  # before, those of the start are on their way
+            wanted += max(0, self._num_spares - len(self._free))
         lacking = wanted - self._num_coming
         return lacking if lacking > 0 and now_s >= self._next_ask_s else 0
+
+    @property
+    def _free(self) -> list[AgentRecord]:
+        """The agents whose slot is free."""
+        return [record for record in self.present if not any(s.place == "slot" for s in self._specs_of(record))]
 
     @property
     def _num_coming(self) -> int:

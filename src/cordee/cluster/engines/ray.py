@@ -31,6 +31,7 @@ from cordee.core.interrupts import keep_handlers
 CONNECT_S = 3.0  # for a connection to the head node, before Ray itself tries, which takes a minute to give up
 CHECK_S = 30.0  # that nodes have to answer, when the cluster is checked
 ANSWER_S = 0.3  # that a node has to take a connection, where it is to be known whether it lives
+LOOK_S, LOOK_EVERY_S = 2.0, 0.1  # for how long, and how often, nodes are looked at when a connection has ended
 CLIENT_PREFIX = "ray://"
 _NOT_THERE = (ConnectionError, RuntimeError, ValueError, TimeoutError)  # what `ray.init` raises without a Ray
 
@@ -136,6 +137,8 @@ class RaySource(AgentSource):
         self._num_gpus = num_gpus
         self._is_ours, self._is_new = is_ours, is_new
         self._actors: dict[int, _Actor] = {}
+        self._look_by_s = self._looked_s = 0.0
+        self._slow: set[str] = set()  # nodes that took long to answer
         self._suspects: set[str] = set()  # nodes that lost an agent: Ray may take a dead one for alive for some 15 s
 
     def describe(self) -> str:
@@ -199,14 +202,46 @@ class RaySource(AgentSource):
         for actor in actors.values():
             if actor.kill_s is not None and now_s > actor.kill_s:
                 self._kill(actor)
+        found = self._find_dead_nodes(now_s)
         by_end = {actor.end: number for number, actor in actors.items()}
-        found = []
         for end in self._ready(list(by_end)):
             number = by_end[end]
             actor = actors.pop(number)
             how = self._fate(actor)
             found.append(AgentEnded(number, "" if actor.kill_s is not None else how))
             self._kill(actor)  # an actor that cannot be heard may still run
+        return found
+
+    def look(self) -> None:
+        self._look_by_s = time.monotonic() + LOOK_S
+        self._slow.clear()
+
+    def _find_dead_nodes(self, now_s: float) -> list[AgentEnded]:
+        """Give up the agents of nodes whose daemon is gone. Ray needs some 2 s to say so (2.60).
+
+        A node that refuses connections has no daemon, and its actors end with it. One that takes long is only slow.
+        """
+        if now_s > self._look_by_s or now_s - self._looked_s < LOOK_EVERY_S:
+            return []
+        self._looked_s = now_s
+        used = {actor.node_id for actor in self._actors.values()}
+        dead = set()
+        for node in _living_nodes(self._ray):
+            if (node_id := node["NodeID"]) in used and node_id not in self._slow:
+                try:
+                    socket.create_connection(_daemon_of(node), timeout=ANSWER_S).close()
+                except ConnectionError:
+                    dead.add(node_id)
+                except OSError:
+                    self._slow.add(node_id)  # not again: whoever waits here hears no agent
+        found = []
+        for number, actor in list(self._actors.items()):
+            if actor.node_id in dead:
+                del self._actors[number]
+                self._suspects.add(actor.node_id)
+                how = f"its Ray node {self._name_of(actor.node_id)} does not answer"
+                found.append(AgentEnded(number, "" if actor.kill_s is not None else how))
+                self._kill(actor)
         return found
 
     def stop(self, number: int) -> None:
@@ -391,10 +426,14 @@ def _living_nodes(ray: Any) -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
+def _daemon_of(node: dict[str, Any]) -> tuple[str, int]:
+    return node["NodeManagerAddress"], node["NodeManagerPort"]
+
+
 def _answers(node: dict[str, Any]) -> bool:
     """Whether the daemon of a node takes connections."""
     with contextlib.suppress(OSError):
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=ANSWER_S).close()
+        socket.create_connection(_daemon_of(node), timeout=ANSWER_S).close()
         return True
     return False
 

@@ -34,6 +34,7 @@ EXECUTORS_S = 30.0  # that executors have to register, once there is a session
 QUIET_S = 8.0  # after which no further executors are expected
 RETRY_S = 1.0  # after which a lost task has no slot for its second attempt
 LOOK_EVERY_S = 0.3  # at the stages of agents
+HINT_S = 5.0  # that a connection that has ended is taken for a sign of a loss
 CONNECT_PREFIX = "sc://"
 LOST = "its Spark executor was lost"
 
@@ -49,7 +50,7 @@ def make_source(request: EngineRequest) -> SparkSource:
     source = SparkSource(context, is_ours=is_ours)
     try:
         refuse_speculation(context)
-        source.await_slots(request.num_slots)
+        source.await_slots(request.num_agents)
     except BaseException:
         source.close()
         raise
@@ -129,6 +130,7 @@ class SparkSource(AgentSource):
         self._is_ours = is_ours
         self._tasks: dict[int, _Task] = {}
         self._looked_s = 0.0
+        self._hint_by_s = 0.0
 
     def describe(self) -> str:
         executors = _executors(self._context)
@@ -185,6 +187,9 @@ class SparkSource(AgentSource):
             found.append(AgentEnded(number, "" if task.is_stopped else task.how))
         return found
 
+    def look(self) -> None:
+        self._hint_by_s = time.monotonic() + HINT_S
+
     def stop(self, number: int) -> None:
         task = self._tasks.get(number)
         if task is not None and not task.is_stopped:
@@ -220,7 +225,8 @@ class SparkSource(AgentSource):
     def _find_losses(self) -> None:
         """Notice tasks that were lost and have no slot for their second attempt."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < LOOK_EVERY_S:
+        is_hinted = now_s < self._hint_by_s
+        if now_s - self._looked_s < (LOOK_EVERY_S / 3 if is_hinted else LOOK_EVERY_S):
             return
         self._looked_s = now_s
         tracker = self._context.statusTracker()
@@ -234,7 +240,7 @@ class SparkSource(AgentSource):
                 task.idle_since_s = None
             elif task.idle_since_s is None:
                 task.idle_since_s = now_s
-            elif now_s - task.idle_since_s > RETRY_S:
+            elif is_hinted or now_s - task.idle_since_s > RETRY_S:
                 self._context.cancelJobGroup(task.group)
                 task.how = LOST
 
