@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from cordee.bench.clusters import Cluster
-from cordee.strategies.table import STRATEGIES
+from cordee.strategies.table import STRATEGIES, Entry
 
 TIMEOUT_S = 500.0  # on a busy machine a JVM takes minutes to start
 JOB = """
@@ -71,23 +71,30 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "single": ("strategy.workers=1",),
     "hybrid": ("strategy.mesh={tensor = 2}",),
     "federated": ("strategy.rounds=4", "strategy.partition.clients=10"),
+    "parameter_server on slots": ("strategy.servers_on=slots", "strategy.servers=2"),
 }
 
 
-EVERY_STRATEGY = list(STRATEGIES)
+# What is trained on each engine: every strategy, and one whose processes can be elsewhere.
+EVERY_RUN = [*STRATEGIES, "parameter_server on slots"]
 
 
-def job_of(strategy: str) -> str:
-    if strategy in ("tensor", "hybrid"):
+def entry_of(run: str) -> Entry:
+    return STRATEGIES[run.partition(" ")[0]]
+
+
+def job_of(run: str) -> str:
+    if run in ("tensor", "hybrid"):
         return TOKENS_JOB
     # A run of rounds is as long as these say.
-    return JOB.replace("epochs = 2\n", "") if STRATEGIES[strategy].run_kind == "rounds" else JOB
+    return JOB.replace("epochs = 2\n", "") if entry_of(run).run_kind == "rounds" else JOB
 
 
-def settings_of(strategy: str) -> tuple[str, ...]:
+def settings_of(run: str) -> tuple[str, ...]:
     """Return the settings of a run of two workers, in the reproducible mode where the strategy knows it."""
-    reproducible = ("training.reproducible=true",) if STRATEGIES[strategy].can_reproduce else ()
-    return (f"strategy.name={strategy}", "strategy.workers=2", *SETTINGS.get(strategy, ()), *reproducible)
+    reproducible = ("training.reproducible=true",) if entry_of(run).can_reproduce else ()
+    strategy = run.partition(" ")[0]
+    return (f"strategy.name={strategy}", "strategy.workers=2", *SETTINGS.get(run, ()), *reproducible)
 
 
 class Outcome(NamedTuple):
@@ -153,6 +160,20 @@ def train(folder: Path, *settings: str, job: str = JOB, **environment: str) -> O
     with training(folder, *settings, job=job, **environment) as (process, run):
         output, _ = process.communicate(timeout=TIMEOUT_S)
         return Outcome(process.returncode, output, run)
+
+
+def doctor(engine: str, folder: Path, **environment: str) -> Outcome:
+    """Check a cluster. The folder of the outcome is that of runs."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "cordee", "doctor", "--engine", engine],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "300", "CORDEE_RUNS": str(folder / "runs"), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    return Outcome(ended.returncode, ended.stdout, folder / "runs")
 
 
 def on(engine: str, cluster: Cluster) -> tuple[str, ...]:
@@ -231,16 +252,16 @@ class Driver:
         self._errors.close()
 
 
-def assert_same_as_elsewhere(strategy: str, driver: Driver) -> None:
-    """Run a strategy on the engine and without it: the same weights, every sample once."""
-    job = job_of(strategy)
-    if STRATEGIES[strategy].can_reproduce:
+def assert_same_as_elsewhere(run: str, driver: Driver) -> None:
+    """Train on the engine and without it: the same weights, every sample once."""
+    job = job_of(run)
+    if entry_of(run).can_reproduce:
         reference = driver.train(job, "training.reproducible=true", engine="local")
     else:
-        reference = driver.train(job, *settings_of(strategy), engine="local")
+        reference = driver.train(job, *settings_of(run), engine="local")
     assert reference.code == 0, reference.output
     calm = "cluster.failure_timeout=30s"  # nobody is lost here because the machine is busy
-    outcome = driver.train(job, *settings_of(strategy), calm, engine=driver.engine)
+    outcome = driver.train(job, *settings_of(run), calm, engine=driver.engine)
     assert outcome.code == 0, outcome.output
     assert outcome.summary["samples"] == reference.summary["samples"]
     assert outcome.summary["weights_sha256"] == reference.summary["weights_sha256"]

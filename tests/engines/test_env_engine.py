@@ -18,8 +18,6 @@ import engine_runs as runs
 import psutil
 import pytest
 
-from cordee.strategies.table import STRATEGIES
-
 pytestmark = pytest.mark.timeout(600)
 
 BIN = Path(sys.executable).parent
@@ -96,12 +94,12 @@ def test_a_launch_trains_and_says_what_it_is(launcher: str, reference: str, tmp_
     runs.wait_until(lambda: not leftovers(tmp_path), 10.0)
 
 
-@pytest.mark.parametrize("strategy", runs.EVERY_STRATEGY)
-def test_every_strategy_gives_the_weights_that_it_gives_elsewhere(strategy: str, tmp_path: Path) -> None:
-    job = runs.job_of(strategy)
-    own = ("training.reproducible=true",) if STRATEGIES[strategy].can_reproduce else runs.settings_of(strategy)
+@pytest.mark.parametrize("run", runs.EVERY_RUN)
+def test_every_strategy_gives_the_weights_that_it_gives_elsewhere(run: str, tmp_path: Path) -> None:
+    job = runs.job_of(run)
+    own = ("training.reproducible=true",) if runs.entry_of(run).can_reproduce else runs.settings_of(run)
     alone = runs.train(tmp_path / "alone", *own, job=job)
-    outcome = train(tmp_path / "env", torchrun(2), *runs.settings_of(strategy), job=job)
+    outcome = train(tmp_path / "env", torchrun(2), *runs.settings_of(run), job=job)
     assert alone.code == outcome.code == 0, alone.output + outcome.output
     assert outcome.summary["samples"] == alone.summary["samples"]
     assert outcome.summary["weights_sha256"] == alone.summary["weights_sha256"]

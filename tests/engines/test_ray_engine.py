@@ -46,11 +46,11 @@ def driver(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
 class TestStrategies:
     """One program trains all of them: it holds the cluster until the last is done."""
 
-    @pytest.mark.parametrize("strategy", runs.EVERY_STRATEGY)
+    @pytest.mark.parametrize("run", runs.EVERY_RUN)
     def test_every_strategy_gives_the_weights_that_it_gives_elsewhere(
-        self, strategy: str, cluster: RayCluster, driver: runs.Driver
+        self, run: str, cluster: RayCluster, driver: runs.Driver
     ) -> None:
-        runs.assert_same_as_elsewhere(strategy, driver)
+        runs.assert_same_as_elsewhere(run, driver)
         runs.wait_until(lambda: not runs.agents(cluster), 5.0)
 
 
@@ -58,6 +58,19 @@ def test_what_was_recognised_is_printed(cluster: RayCluster, tmp_path: Path) -> 
     outcome = runs.train(tmp_path, *runs.settings_of("data_parallel"), *runs.on("ray", cluster))
     port = cluster.connect.rpartition(":")[2]  # Ray replaces loopback by the host's own address
     assert re.search(rf"engine: Ray {ray.__version__} at \S+:{port}, 2 nodes, 2 CPUs", outcome.output)
+
+
+def test_the_doctor_looks_at_every_node(cluster: RayCluster, tmp_path: Path) -> None:
+    done = runs.doctor("ray", tmp_path, RAY_ADDRESS=cluster.connect)
+    assert done.code == 0, done.output
+    assert re.search(r"Ray \S+ at \S+, 2 nodes, 2 CPUs; 2 CPUs free", done.output), done.output
+    assert "reaches this host" in done.output
+    assert not done.folder.exists()
+
+
+def test_the_doctor_says_that_no_ray_answers(tmp_path: Path) -> None:
+    done = runs.doctor("ray", tmp_path, RAY_ADDRESS="127.0.0.1:1")
+    assert done.code == 1 and "no Ray answers at 127.0.0.1:1" in done.output
 
 
 def test_a_killed_node_costs_a_step_and_changes_no_bit(own_cluster: RayCluster, tmp_path: Path) -> None:

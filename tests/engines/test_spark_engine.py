@@ -43,17 +43,31 @@ def driver(cluster: SparkCluster, tmp_path_factory: pytest.TempPathFactory) -> I
 class TestStrategies:
     """One program trains all of them: it holds the cluster until the last is done."""
 
-    @pytest.mark.parametrize("strategy", runs.EVERY_STRATEGY)
+    @pytest.mark.parametrize("run", runs.EVERY_RUN)
     def test_every_strategy_gives_the_weights_that_it_gives_elsewhere(
-        self, strategy: str, cluster: SparkCluster, driver: runs.Driver
+        self, run: str, cluster: SparkCluster, driver: runs.Driver
     ) -> None:
-        runs.assert_same_as_elsewhere(strategy, driver)
+        runs.assert_same_as_elsewhere(run, driver)
         runs.wait_until(lambda: not runs.agents(cluster), 5.0)
 
 
 def test_what_was_recognised_is_printed(cluster: SparkCluster, tmp_path: Path) -> None:
     outcome = runs.train(tmp_path, *runs.settings_of("data_parallel"), *runs.on("spark", cluster))
     assert f"Spark {pyspark.__version__} at {cluster.connect}, 2 executors, 2 slots" in outcome.output
+
+
+def test_the_doctor_looks_at_every_executor(cluster: SparkCluster, tmp_path: Path) -> None:
+    submit = f"--master {cluster.connect} pyspark-shell"
+    done = runs.doctor("spark", tmp_path, PYSPARK_SUBMIT_ARGS=submit)
+    assert done.code == 0, done.output
+    assert f"Spark {pyspark.__version__} at {cluster.connect}, 2 executors, 2 slots" in " ".join(done.output.split())
+    assert "reaches this host" in done.output
+    assert not done.folder.exists()
+
+
+def test_the_doctor_says_that_no_master_answers(tmp_path: Path) -> None:
+    done = runs.doctor("spark", tmp_path, SPARK_REMOTE="sc://127.0.0.1:1")
+    assert done.code == 1 and "Spark Connect" in done.output
 
 
 @pytest.mark.parametrize("what", ["executor", "node"])

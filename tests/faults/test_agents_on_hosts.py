@@ -203,13 +203,14 @@ batch_size = 16
 [strategy]
 name = "federated"
 algorithm = "scaffold"
-rounds = 6
+rounds = 30
 partition = {clients = 20}
 [cluster]
 failure_timeout = "2s"
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(480)  # three runs
 def test_clients_are_simulated_without_the_run_directory(wires: Wires, tmp_path: Path) -> None:
     """The same bits as on the run's host, also continued from a checkpoint, and after a worker is lost."""
@@ -218,13 +219,13 @@ def test_clients_are_simulated_without_the_run_directory(wires: Wires, tmp_path:
     alone = tmp_path / "alone"
     subprocess.run([*CORDEE, "train", str(job), "--workers", "2", "--run-dir", str(alone), "-q"], check=True)
     expected = json.loads((alone / "summary.json").read_text())
-    for rounds, resume in ((3, False), (6, True)):
+    for rounds, resume in ((3, False), (30, True)):
         with out_of_reach(wires, job, tmp_path, f"stop.steps={rounds}", resume=resume) as run:
             if resume:
-                await_event(run, lambda: bool(run.events("round")) and run.events("round")[-1]["round"] >= 4)
+                await_event(run, lambda: bool(run.events("round")) and run.events("round")[-1]["round"] >= 6)
                 kill_host(wires, 1)  # the engine asks for other agents: the same commands on the same host
             summary = run.finish(200)
-            assert (summary["steps"], summary["status"]) == (rounds, "completed" if resume else "stopped")
+            assert (summary["steps"], summary["status"]) == (rounds, "stopped")
             for worker in (0, 1):
                 log = (run.run_dir / "logs" / f"worker-{worker}.log").read_text()
                 assert "the files of the rounds are on the host of the run" in log, run.describe()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -42,8 +42,8 @@ class Cluster(Protocol):
     def forget_dead(self) -> None:
         """Wait until the cluster takes nodes that were killed for dead, and gives them nothing to do."""
 
-    def busy_node(self) -> int:
-        """Return a node that runs an agent or a rank, and is not the head."""
+    def busy_node(self, pids: Collection[int] = ()) -> int:
+        """Return a node that has one of these processes, or else an agent or a rank, and is not the head."""
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes that run on the nodes, those included whose node was killed."""
@@ -80,14 +80,17 @@ class _Nodes:
                 raise CordeeError(f"{self.daemons[number].args!r} did not come up:\n{log[-2000:]}")
             time.sleep(0.1)
 
-    def find(self, *words: str) -> int:
-        """Return the newest node but the first that has a process with one of these words in its command line."""
+    def find(self, pids: Collection[int], *words: str) -> int:
+        """Return the newest node but the first that has one of the processes.
+
+        Without `pids` it is one with one of the words in its command line.
+        """
         for number in reversed(range(1, len(self.daemons))):
             for process in _family(self.daemons[number].pid):
-                command = " ".join(_command(process))
-                if any(word in command for word in words):
+                command = "" if pids else " ".join(_command(process))
+                if process.pid in pids or any(word in command for word in words):
                     return number
-        raise CordeeError(f"no node runs {' or '.join(words)}")
+        raise CordeeError(f"no node but the first runs {pids or ' or '.join(words)}")
 
     def discard_last(self) -> None:
         """Forget the newest node, which did not come up, and end what is left of it."""
@@ -209,8 +212,8 @@ class RayCluster:
                 raise CordeeError(f"the Ray at {self.connect} takes dead nodes for alive after {START_S:g} s")
             time.sleep(0.2)
 
-    def busy_node(self) -> int:
-        return self._nodes.find("ray::RayAgent", "ray::RayTrainWorker")
+    def busy_node(self, pids: Collection[int] = ()) -> int:
+        return self._nodes.find(pids, "ray::RayAgent", "ray::RayTrainWorker")
 
     def kill_node(self, number: int) -> float:
         return self._nodes.kill(number)
@@ -260,8 +263,8 @@ class SparkCluster:
     def forget_dead(self) -> None:
         """The master hears at once that the connection to a worker was closed."""
 
-    def busy_node(self) -> int:
-        return self._nodes.find("pyspark.daemon")
+    def busy_node(self, pids: Collection[int] = ()) -> int:
+        return self._nodes.find(pids, "pyspark.daemon")
 
     def executors(self, number: int) -> list[psutil.Process]:
         """Return the processes of a node that run tasks."""

@@ -119,6 +119,7 @@ def measure(
         "batch_size_per_worker": BATCH_SIZE,
         "steps": NUM_STEPS,
         "nodes_of_one_cpu": NUM_NODES,
+        "spares_where_a_node_is_lost": NUM_NODES - NUM_WORKERS,
         "saved_every_steps_where_a_node_is_lost": SAVES_EVERY,
         "packages": _packages(),
         "measured": dates,
@@ -256,6 +257,8 @@ def _row(case: str, name: str, measured: Mapping[str, float | None], goals: Mapp
 
 def _ours(engine: str, cluster: Clusters | None) -> _Contestant:
     def command(run: _Run) -> list[str]:
+        # Of the nodes one is free: it is held ready where a node is lost.
+        spares = NUM_NODES - NUM_WORKERS if cluster is not None and run.saves_every else 0
         tables: dict[str, Any] = {
             "name": "engines",
             "model": "lenet",
@@ -266,7 +269,12 @@ def _ours(engine: str, cluster: Clusters | None) -> _Contestant:
             "evaluation": {"every_epochs": 0},
             "checkpoint": {"every_steps": run.saves_every},
             "monitoring": {"every_steps": run.line_every},
-            "cluster": {"engine": engine, "connect": cluster.connect if cluster else "", "max_restarts": 100},
+            "cluster": {
+                "engine": engine,
+                "connect": cluster.connect if cluster else "",
+                "max_restarts": 100,
+                "spares": spares,
+            },
         }
         job = run.folder / "job.toml"
         job.write_text(Job(**tables).to_toml())
@@ -346,7 +354,9 @@ def _lose_node(contestant: _Contestant, folder: Path) -> _Loss | None:
 
     with _started(contestant, _Run(folder, 10**9, 1, SAVES_EVERY)) as process:
         wait_for(lambda: len(steps()) >= STEPS_BEFORE_LOSS, process, TIMEOUT_S)
-        killed_s = cluster.kill_node(cluster.busy_node())
+        lines = read_lines(folder / contestant.lines)
+        workers = {line["pid"] for line in lines if line.get("type") == "worker_started"}  # spares have agents too
+        killed_s = cluster.kill_node(cluster.busy_node(workers))
         try:
             last_s, next_step, next_s = await_gap(steps, killed_s, process, RECOVERY_TIMEOUT_S)
             reached = max(step for at_s, step in steps() if at_s <= last_s)
