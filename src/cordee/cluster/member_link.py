@@ -42,7 +42,7 @@ from cordee.communication.this_host import host_id, own_address
 from cordee.communication.traffic import SENT
 from cordee.communication.wire import Codec
 from cordee.core import Job, env
-from cordee.core.errors import CommunicationError
+from cordee.core.errors import CommunicationError, TrainingError
 from cordee.monitoring.events import AnyEvent
 from cordee.monitoring.timeline import Ages, Line, Timeline, TimelineFolder
 
@@ -333,8 +333,12 @@ def _sent() -> int:
     return SENT.num_bytes
 
 
+class PeerError(TrainingError):
+    """What another member raises at the same time: its own report, which has the traceback, is the one to show."""
+
+
 def describe_failure(error: BaseException, step: int) -> Failure:
-    """Return what is told of an error; the loss of a peer is a consequence, anything else a cause."""
+    """Return what is reported of an error; the loss or the failure of a peer is a consequence, all else a cause."""
     text = "".join(traceback.format_exception(error))[-60_000:]
     line = f"raised {type(error).__name__}: {error}"[:4000]
-    return Failure(step, line, text, isinstance(error, CommunicationError))
+    return Failure(step, line, text, isinstance(error, CommunicationError | PeerError))

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cordee.cluster import Team
+from cordee.cluster.member_link import PeerError
 from cordee.core import Job
 from cordee.core.errors import JobError, TrainingError, nearest
 from cordee.core.references import Use, bind, construct, resolve
@@ -198,23 +199,24 @@ class Callbacks:
         return ""
 
 
-def share_problem(problem: str, team: Team) -> str:
-    """Return the first problem that any member has, on all of them. Collective."""
+def share_problem(problem: str, team: Team) -> Exception | None:
+    """Return the first problem that any member has as an error, which each member is to raise. Collective."""
     if team.num_workers == 1 or not team.any(bool(problem)):
-        return problem
+        return TrainingError(problem) if problem else None
     content = problem.encode()[:_SHARED_BYTES].ljust(_SHARED_BYTES, b"\0")
     rows = team.gather_rows(struct.unpack(f"<{_SHARED_BYTES // 8}q", content))
     for number, row in zip(team.numbers, rows, strict=True):
         text = struct.pack(f"<{len(row)}q", *row).rstrip(b"\0").decode(errors="ignore")
         if text:
-            return f"{text} (on worker {number})"
+            is_own = number == team.numbers[team.worker_index]
+            return TrainingError(text) if is_own else PeerError(f"{text} (on worker {number})")
     raise AssertionError("a member has a problem")
 
 
 class RunCallbacks:
     """The callbacks of a worker on its way through a run. Collective, where there are any.
 
-    What one raises on any worker is raised as TrainingError on all of them, after `save` was called.
+    What one raises on any worker ends all of them, after `save` was called.
     """
 
     def __init__(
@@ -276,7 +278,7 @@ class RunCallbacks:
         return self._callbacks.call(method, event, context)
 
     def _end_by(self, problem: str, team: Team, step: int) -> None:
-        if problem := share_problem(problem, team):
+        if (error := share_problem(problem, team)) is not None:
             self._save()
             team.any(False)  # nobody ends before the first has written
-            raise TrainingError(f"{problem}. Step {step} is saved: --resume continues from it")
+            raise type(error)(f"{error}. Step {step} is saved: --resume continues from it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 import cordee
+from cordee.cluster import Team
+from cordee.cluster.member_link import describe_failure
 from cordee.core.errors import JobError, TrainingError
 from cordee.monitoring import events
 from cordee.monitoring.pictures import encode_png, size_of_png
-from cordee.training.callbacks import Context
+from cordee.training.callbacks import Context, share_problem
 
 
 def job(**sections: Any) -> dict[str, Any]:
@@ -169,3 +172,26 @@ def cordee_team() -> Any:
     from cordee.cluster import Team
 
     return Team()
+
+
+class TeamOfTwo(Team):
+    """As one of two workers, of which the first has a problem, sees the exchange of problems."""
+
+    def any(self, flag: bool) -> bool:
+        return True
+
+    def gather_rows(self, values: Sequence[int]) -> list[list[int]]:
+        problem = b"boom".ljust(8 * len(values), b"\0")
+        return [list(struct.unpack(f"<{len(values)}q", problem)), [0] * len(values)]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("own", ["boom", "bang"])
+def test_a_problem_is_reported_by_the_worker_that_has_it(index: int, own: str) -> None:
+    """The launcher shows the first cause that it hears of: that of the worker whose log has the traceback."""
+    team = TeamOfTwo(worker_index=index, num_workers=2, members=(4, 7))
+    error = share_problem(own if index == 0 or own == "bang" else "", team)
+    assert isinstance(error, TrainingError)
+    failure = describe_failure(error, 3)
+    assert failure.is_consequence is (index == 1)
+    assert str(error) == ("boom" if index == 0 else "boom (on worker 4)")

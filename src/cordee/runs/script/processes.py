@@ -127,7 +127,7 @@ def find_cause(ended: Sequence[Exited]) -> Exited | None:
 
 def _describe(failure: Exited, text: str) -> str:
     if failure.status == CONSEQUENCE:
-        return f"worker {failure.index} lost the others: {text}; all were ended"
+        return f"worker {failure.index} could not continue: {text}; all were ended"
     if failure.status == 0:
         return f"worker {failure.index} came to its end while the others still needed it; they were ended"
     return f"worker {failure.index} {failure.describe()}; the others were ended"
