@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cordee.communication.shared_memory.process_group import CordeeProcessGroup
 from cordee.core import env
 from cordee.horovod import timeline
 from cordee.horovod.buffers import BUFFERS, find_layout
@@ -119,15 +120,23 @@ def _all_reduce_fused(queue: OperationQueue, batch: Sequence[_Pair]) -> None:
         else:
             copy_all(own, operation.inputs)
             scale(own, request.prescale)
+    reduce_op = _REDUCE_OPS[batch[0][0].reduction]
+    # Divided chunk by chunk, while they are in the processor's caches: the same bits as of a pass over the whole.
+    is_mean = (
+        isinstance(queue.group, CordeeProcessGroup)
+        and queue.group.is_in_shared_memory
+        and dtype in (torch.float32, torch.float64)
+        and all(request.reduction == "Average" for request, _ in batch)
+    )
     if queue.group is not None and layout.length:
-        dist.all_reduce(flat, op=_REDUCE_OPS[batch[0][0].reduction], group=queue.group)
+        dist.all_reduce(flat, op=dist.ReduceOp.AVG if is_mean else reduce_op, group=queue.group)
     position = 0
     for request, operation in batch:
         own = views[position : position + len(request.parts)]
         position += len(own)
         if operation is None:
             continue
-        if request.reduction == "Average":
+        if request.reduction == "Average" and not is_mean:
             divide(own, queue.size)
         scale(own, request.postscale)
         operation.complete(_results(operation, own if dtype is given_type else [view.to(given_type) for view in own]))

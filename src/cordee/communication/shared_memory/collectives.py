@@ -374,7 +374,9 @@ def reduce_into(out: Tensor, parts: Sequence[Tensor], reduction: Reduction) -> N
         return
     _fold(out, parts[0], parts[1:], reduction)
     if reduction is Reduction.AVG:
-        out.div_(len(parts))
+        count = len(parts)
+        # By a power of two, a product has the same bits in half of the time.
+        out.div_(count) if count & (count - 1) else out.mul_(1 / count)
 
 
 def _fold(out: Tensor, first: Tensor, rest: Sequence[Tensor], reduction: Reduction) -> None:

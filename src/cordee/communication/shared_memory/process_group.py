@@ -164,6 +164,11 @@ class CordeeProcessGroup(_Base):  # type: ignore[misc]
         backend = self.gpu_operations.get(self) if device.type == "cuda" else None
         return super()._end_coalescing(device) if backend is None else backend._end_coalescing()
 
+    @property
+    def is_in_shared_memory(self) -> bool:
+        """Whether all members are on one host and reduce in its shared memory, so that a mean costs what a sum does."""
+        return self._host is not None
+
     def getGroupName(self) -> str:  # noqa: N802 - torch calls it so
         return self._name
 

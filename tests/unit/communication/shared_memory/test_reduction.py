@@ -88,3 +88,15 @@ def test_settings_say_what_to_change() -> None:
         BackendSettings(slot_bytes=1000)
     with pytest.raises(CommunicationError, match="failure_timeout_s is 0"):
         BackendSettings(failure_timeout_s=0)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_mean_has_the_bits_of_a_sum_that_is_divided(count: int, dtype: torch.dtype) -> None:
+    """Horovod's averages are means where all ranks are on one host, and divided sums elsewhere."""
+    generator = torch.Generator().manual_seed(count)
+    parts = [torch.randn(500, generator=generator, dtype=dtype) * 10.0**part for part in range(-2, count - 2)]
+    mean, total = torch.empty(500, dtype=dtype), torch.empty(500, dtype=dtype)
+    reduce_into(mean, parts, Reduction.AVG)
+    reduce_into(total, parts, Reduction.SUM)
+    assert torch.equal(mean, total.div(count))
