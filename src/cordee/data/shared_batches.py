@@ -42,6 +42,18 @@ class Place(msgspec.Struct, frozen=True):
     generators: list[str] = []  # and now
 
 
+# An open iteration: its epoch, the batches given of it, their digest, the generators before it and now.
+PlaceMark = Place | tuple[int, int, int, list[Tensor], list[Tensor]]
+
+
+def place_of(mark: PlaceMark) -> Place:
+    """Return where a loader was: all that another process needs to be given the same batches from there on."""
+    if isinstance(mark, Place):
+        return mark
+    epoch, num_given, digest, before, states = mark
+    return Place(epoch, True, num_given, digest, list(map(encode_state, before)), list(map(encode_state, states)))
+
+
 class Pass:
     """One iteration over batches that has begun and has not ended: which batch the script has of it."""
 
@@ -67,6 +79,7 @@ class Progress:
         self.num_trained = 0  # iterations that were trained with and have ended
         self.attempt = 0  # at a loop that is begun again after a loss
         self.is_kept = False  # the place in the data is part of a state: one worker alone tells batches apart, too
+        self.at_next: Callable[[], None] | None = None  # called where an iteration has come to its end
 
     def begin(self) -> None:
         """Record that an iteration begins: what was given before, of loops that have ended, has been used."""
@@ -200,6 +213,8 @@ class SharedBatches:
                 if one not in progress.open:
                     progress.open.append(one)
                 yield batch
+                if progress.at_next is not None:
+                    progress.at_next()
         finally:
             if one in progress.open:
                 progress.open.remove(one)
@@ -207,22 +222,25 @@ class SharedBatches:
 
     # The place in the data, for a state that is continued from -----------------------------------------------
 
-    def place(self) -> Place:
-        """Return where this loader is: all that another process needs to be given the same batches from here on.
+    def mark(self) -> PlaceMark:
+        """Note where this loader is, as cheaply as can be: at every commit. `place_of` makes a place of it.
 
         Raises DataError where two iterations over it are open.
         """
-        passes = [one for one in self._progress.open if one.batches is self]
-        if len(passes) > 1:
-            raise DataError("two loops over one loader are open: their place cannot be kept; prepare two loaders")
-        generators = list(map(encode_state, self._states()))
-        if not passes:
-            if self._next is not None:  # nothing was taken of what was left
-                return self._next
-            return Place(self._epoch, generators=generators)
-        before = list(map(encode_state, self._generators_before))
-        one = passes[0]
-        return Place(self._epoch - 1, True, one.num_given, one.digest, before, generators)
+        found = None
+        for one in self._progress.open:
+            if one.batches is self:
+                if found is not None:
+                    raise DataError(
+                        "two loops over one loader are open: their place cannot be kept; prepare two loaders"
+                    )
+                found = one
+        states = self._states() if self._generators else []
+        if found is not None:
+            return self._epoch - 1, found.num_given, found.digest, self._generators_before, states
+        if self._next is not None:  # nothing was taken of what was left
+            return self._next
+        return Place(self._epoch, generators=list(map(encode_state, states)))
 
     def continue_from(self, place: Place, seed: int) -> None:
         """Have the next iteration begin at `place`. `seed` is the one that the order of a pass follows from."""

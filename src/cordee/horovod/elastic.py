@@ -84,7 +84,7 @@ class ObjectState(State):
         """The first two are accepted for scripts that give them: a state is sent without them."""
         super().__init__()
         self._contents = self._make_contents(kwargs)
-        self._commits = Commits(self._contents, self._read_progress)
+        self._commits = Commits(self._contents, self._mark_progress)
         self._commits.is_copying = True  # `restore` is of the last commit, in whatever way the weights were changed
         self._loop: ElasticLoop | None = None
         self._team = Team()
@@ -178,15 +178,16 @@ class ObjectState(State):
 
     # What `run` does with a state ---------------------------------------------------------------------------------
 
-    def _read_progress(self) -> dict[str, Any]:
+    def _mark_progress(self) -> Callable[[], dict[str, Any]]:
         values = self._contents.values
         epoch, batch = (value if type(value := values.get(name)) is int else 0 for name in ("epoch", "batch"))
-        return {
+        progress = {
             "samples": self._num_samples(),
             "epoch": max(0, epoch),
             "batch": max(0, batch),
             "ranks": self._team.num_workers if self._loop is not None and self._team.generation else 0,
         }
+        return progress.copy
 
     def _num_samples(self) -> int:
         """Return how many samples were recorded as processed, for the events of the run."""

@@ -22,7 +22,7 @@ from cordee.checkpoint.layout import step_of
 from cordee.communication.exchange import find_lost_peer
 from cordee.core.errors import CheckpointError, CommunicationError, JobError
 from cordee.core.fault_points import reach
-from cordee.data.shared_batches import Pass
+from cordee.data.shared_batches import Pass, Progress
 from cordee.runs.script.member import ElasticLoop, ScriptMember
 from cordee.training.commits import Commits, refuse_generator
 from cordee.training.hand_over import load_together
@@ -41,8 +41,8 @@ Result = TypeVar("Result")
 class Continuation:
     """Of one loop of a team."""
 
-    def __init__(self, team: LoopTeam, member: ScriptMember | None) -> None:
-        self._team, self._member = team, member
+    def __init__(self, team: LoopTeam, member: ScriptMember | None, progress: Progress) -> None:
+        self._team, self._member, self._progress = team, member, progress
         self._contents: LoopContents | None = None
         self._commits: Commits | None = None
         self._elastic: ElasticLoop | None = None
@@ -80,7 +80,7 @@ class Continuation:
             raise JobError("team.state: give it what the loop continues from: team.state(model=model, epoch=0)")
         self._contents = LoopContents(things)
         self._team.keep_place()
-        self._commits = Commits(self._contents, self._team.read_progress)
+        self._commits = Commits(self._contents, self._team.mark_progress)
         return LoopState(self._contents, self._save, self._restore)
 
     def check_preparing(self) -> None:
@@ -116,15 +116,16 @@ class Continuation:
         try:
             return self._looping(function)() if self._elastic is None else self._elastic.run(self._looping(function))
         finally:
-            self._is_looping = False
+            self._is_looping, self._progress.at_next = False, None
 
     def _looping(self, function: Callable[[], Result]) -> Callable[[], Result]:
         def call() -> Result:
             self._is_looping = True
             self._has_gradients = self._has_local = self._has_voted = self._is_halt_agreed = False
-            self._num_exchanges, self._num_trained, self._lost = 0, self._team.num_trained, None
+            self._num_exchanges, self._num_trained, self._lost = 0, self._progress.num_trained, None
             assert self._contents is not None
             self._committed_epoch, self._committed_at = self._contents.values.get("epoch"), {}
+            self._progress.at_next = self._check_rest
             return function()
 
         return call
@@ -224,13 +225,14 @@ class Continuation:
             )
         if self._lost is not None:  # the script has caught the error, and what it did instead is no step
             raise CommunicationError(str(self._lost))
-        self._check_gradients()
+        if self._has_local or self._has_gradients:
+            self._check_gradients()
         self._check_epoch()
         if self._elastic is not None:
             self._elastic.check_generation()
         reach("loop.commit")
         self._commits.commit()
-        self._committed_at = self._team.progress.places()
+        self._committed_at = self._progress.places()
         reach("loop.committed")
         if self._team.num_workers == 1:
             self._is_halt_agreed = self.wants_halt
@@ -259,8 +261,8 @@ class Continuation:
     def _check_epoch(self) -> None:
         """Raise JobError where the loop, continued from here, would train an epoch twice."""
         assert self._contents is not None
-        epoch, num_trained = self._contents.values.get("epoch"), self._team.num_trained
-        is_over = num_trained > self._num_trained and not self._team.is_iterating
+        epoch, num_trained = self._contents.values.get("epoch"), self._progress.num_trained
+        is_over = num_trained > self._num_trained and not self._progress.open
         if epoch is not None and epoch == self._committed_epoch and is_over:
             raise JobError(
                 f"team.commit (or state.save) after the loop over an epoch's batches, and state.epoch is still "
@@ -271,11 +273,21 @@ class Continuation:
 
     def _check_iteration(self, optimizer: Optimizer, contents: LoopContents) -> None:
         """Raise JobError where the loop, continued from the last commit, would leave a step out."""
-        if self._team.progress.is_in_same_iteration(self._committed_at) and contents.is_changed_by(optimizer):
+        if self._progress.is_in_same_iteration(self._committed_at) and contents.is_changed_by(optimizer):
             raise JobError(
                 f"{type(optimizer).__name__}.step() after team.commit() in one iteration of a loop over prepared "
                 "batches: continued from the commit, the loop would begin with its next batch and leave the rest of "
                 "the iteration out. Commit at the end of the iteration"
+            )
+
+    def _check_rest(self) -> None:
+        """Raise JobError at the end of an iteration whose last part would be left out, continued from its commit."""
+        assert self._contents is not None
+        if self._progress.is_in_same_iteration(self._committed_at) and (changed := self._contents.find_change()):
+            raise JobError(
+                f"{changed} changed after team.commit() in one iteration of a loop over prepared batches: continued "
+                "from the commit, the loop would begin with its next batch and leave the change out. Commit at the end "
+                "of the iteration"
             )
 
     # Checkpoints -----------------------------------------------------------------------------------------------------

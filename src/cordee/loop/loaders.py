@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from cordee.core.errors import JobError
 from cordee.data.loader_indices import Share
-from cordee.data.shared_batches import Pass, Place, Progress, SharedBatches
+from cordee.data.shared_batches import Pass, Place, PlaceMark, Progress, SharedBatches, place_of
 
 
 class LoopLoaders:
@@ -37,20 +38,13 @@ class LoopLoaders:
 
     # The place in the data ------------------------------------------------------------------------------------
 
-    def read_progress(self) -> dict[str, Any]:
-        """Return where the loop is, in plain values and places."""
-        places = [loader.place() for loader in self._loaders]
-        return {
-            "samples": self._num_samples,
-            "epoch": places[0].epoch if places else 0,
-            "batch": places[0].num_given if places else 0,
-            "given": self.progress.num_given,
-            "digest": self.progress.digest,
-            "loaders": places,
-        }
+    def mark_progress(self, seed: int) -> Callable[[], dict[str, Any]]:
+        """Note where the loop is; return what gives it in plain values and places."""
+        marks = [loader.mark() for loader in self._loaders]
+        return partial(_describe, seed, self._num_samples, self.progress.num_given, self.progress.digest, marks)
 
     def read_places(self, progress: dict[str, Any]) -> list[Place]:
-        """Return the places that `read_progress` returned somewhere. Raises JobError if they are of other loaders."""
+        """Return the places that `mark_progress` has given somewhere. Raises JobError if they are of other loaders."""
         places = [msgspec.convert(place, Place) for place in progress["loaders"]]
         if len(places) != len(self._loaders):
             raise JobError(
@@ -62,7 +56,7 @@ class LoopLoaders:
     def continue_from(
         self, progress: dict[str, Any], places: list[Place], worker_index: int, num_workers: int, seed: int
     ) -> None:
-        """Continue from what `read_progress` returned somewhere, as a worker of a team."""
+        """Continue from what `mark_progress` has given somewhere, as a worker of a team."""
         self._num_samples = progress["samples"]
         self.progress.begin_attempt(progress["given"], progress["digest"])
         self._counted_at = self.progress.num_given
@@ -133,6 +127,19 @@ class LoopLoaders:
         if known is None:
             raise JobError("batches=: this loader has not been prepared: give what team.prepare returned")
         return known
+
+
+def _describe(seed: int, num_samples: int, num_given: int, digest: int, marks: list[PlaceMark]) -> dict[str, Any]:
+    places = [place_of(mark) for mark in marks]
+    return {
+        "samples": num_samples,
+        "epoch": places[0].epoch if places else 0,
+        "batch": places[0].num_given if places else 0,
+        "given": num_given,
+        "digest": digest,
+        "loaders": places,
+        "seed": seed,
+    }
 
 
 def _weigh_alike(one: Pass, other: Pass, num_workers: int) -> bool:

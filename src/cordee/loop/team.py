@@ -24,7 +24,6 @@ from cordee.compute.loop_parts import LoopParts
 from cordee.core.errors import DataError, JobError, TrainingError
 from cordee.core.fault_points import reach
 from cordee.core.seeds import derive_seed
-from cordee.data.shared_batches import Progress
 from cordee.loop.continuation import Continuation
 from cordee.loop.loaders import LoopLoaders
 from cordee.runs.script.member import ScriptMember
@@ -53,7 +52,7 @@ class LoopTeam:
         self._progress = self._loaders.progress
         self._num_exchanges = 0
         self._seed = torch.initial_seed() % 2**62
-        self._continuation = Continuation(self, member)
+        self._continuation = Continuation(self, member, self._progress)
 
     @property
     def worker_index(self) -> int:
@@ -240,12 +239,12 @@ class LoopTeam:
 
     # The place in the data, and another team ------------------------------------------------------------------
 
-    def read_progress(self) -> dict[str, Any]:
-        """Return where the loop is, in plain values and places."""
-        return {**self._loaders.read_progress(), "seed": self._seed}
+    def mark_progress(self) -> Callable[[], dict[str, Any]]:
+        """Note where the loop is; return what gives it in plain values and places."""
+        return self._loaders.mark_progress(self._seed)
 
     def continue_from(self, team: Team, progress: dict[str, Any]) -> None:
-        """Continue as a member of `team` from what `read_progress` returned somewhere. Local."""
+        """Continue as a member of `team` from what `mark_progress` has given somewhere. Local."""
         places = self._loaders.read_places(progress)
         if team is not self._team and team.generation:
             share_threads(team.threads, team.num_local_workers)
@@ -256,20 +255,6 @@ class LoopTeam:
         if self.num_workers > 1:
             for model in self._parts.models:
                 self._add_exchange([parameter for parameter in model.parameters() if parameter.requires_grad])
-
-    @property
-    def is_iterating(self) -> bool:
-        """Whether a loop over prepared batches is open."""
-        return bool(self._progress.open)
-
-    @property
-    def num_trained(self) -> int:
-        """How many iterations over prepared batches were trained with and have ended."""
-        return self._progress.num_trained
-
-    @property
-    def progress(self) -> Progress:
-        return self._progress
 
     def keep_place(self) -> None:
         """Have the place in the data be part of a state."""

@@ -55,18 +55,19 @@ def refuse_generator(function: Callable[..., Any], decorator: str) -> None:
 
 
 class Commits:
-    """Keeps the last commit of one loop. `read_progress` returns the place in the data as plain values, cheaply."""
+    """Keeps the last commit of one loop.
 
-    def __init__(self, contents: LoopContents, read_progress: Callable[[], dict[str, Any]]) -> None:
+    `mark_progress` notes the place in the data, cheaply, and returns what gives it as plain values.
+    """
+
+    def __init__(self, contents: LoopContents, mark_progress: Callable[[], Callable[[], dict[str, Any]]]) -> None:
         self._contents = contents
-        self._read_progress = read_progress
+        self._mark_progress = mark_progress
         self.step = 0  # commits that were made
         # At every commit: exchanges were seen after a step of an optimizer, or weights are changed without any.
         self.is_copying = not contents.optimizers
         self._is_stepped = False  # an optimizer has taken a step since the commit
-        self._changes = 0
-        self._sample: bytes | None = None
-        self._progress: dict[str, Any] = {}
+        self._progress: Callable[[], dict[str, Any]] = dict
         self._random = random_state()
         self._copies, self._copy = Copies(), State({}, {})
         # Where tensors are at the same places as at the last copy, only they are copied, in one call.
@@ -80,7 +81,7 @@ class Commits:
     @property
     def progress(self) -> dict[str, Any]:
         """The place in the data of the last commit."""
-        return self._progress
+        return self._progress()
 
     def begin(self, step: int) -> None:
         """Take what there is now for what was committed after `step` commits, and copy it."""
@@ -112,9 +113,7 @@ class Commits:
     @property
     def is_changed(self) -> bool:
         """Whether weights may be others than those that were committed."""
-        if self._is_stepped or self._changes != self._contents.changes:
-            return True
-        return self._sample is not None and self._sample != self._contents.sample()
+        return self._is_stepped or self._contents.has_changed_weights
 
     def state(self) -> State:
         """Return the last commit that is still there: the last one, unless weights were changed and not copied.
@@ -132,14 +131,14 @@ class Commits:
         return self._copied_random
 
     def _note(self) -> None:
-        self._progress = self._read_progress()
+        self._progress = self._mark_progress()
         self._random = random_state()
-        self._is_stepped, self._changes = False, self._contents.changes
-        self._sample = None if self.is_copying else self._contents.sample()
+        self._is_stepped = False
+        self._contents.note_weights()
 
     def _as_state(self, large: State | None = None) -> State:
         state = self._contents.recorded(large)
-        progress = {**msgspec.to_builtins(self._progress), "step": self.step}
+        progress = {**msgspec.to_builtins(self._progress()), "step": self.step}
         return State(state.tensors, {**state.values, "progress": progress})
 
     def _make_copy(self) -> None:

@@ -28,7 +28,7 @@ _FROZEN = "frozen"  # the names of parameters that are not trained
 _version = attrgetter("_version")
 _requires_grad = attrgetter("requires_grad")
 _address = methodcaller("data_ptr")
-_SCALARS = (bool, int, float, str, type(None))
+_SCALARS = frozenset((bool, int, float, str, type(None)))
 
 
 class LoopState:
@@ -73,7 +73,7 @@ class LoopContents:
     """The things of a state by their names. All of it is local.
 
     `record` keeps what is small: values, settings, schedulers, buffers. Weights and the optimizers' tensors are large,
-    and change in steps of an optimizer only: `changes` says whether they have.
+    and change in steps of an optimizer only: `has_changed_weights` says whether they have since `note_weights`.
     """
 
     def __init__(self, things: Mapping[str, Any]) -> None:
@@ -98,11 +98,13 @@ class LoopContents:
         self._sampled_at: list[int] = []  # where the parameters were when `_samples` were made, which are views of them
         self._samples: list[memoryview] = []
         self._far_samples: list[Tensor] = []  # of parameters on other devices
+        self._noted_changes, self._noted_sample = 0, b""
         self._buffers = list(self._find_buffers())
         self._settings: dict[str, list[dict[str, Any]]] = {}
         self._is_trained: list[bool] = []  # of each parameter
         self._recorded_values: dict[str, Any] = {}
         self._recorded_stateful: dict[str, Any] = {}
+        self._recorded_marks: list[Any] = []
         self._recorded_tensors: dict[str, Tensor] = {}
         self.record()
 
@@ -159,12 +161,39 @@ class LoopContents:
 
     def record(self) -> None:
         """Keep a copy of everything but parameters and the optimizers' tensors. Raises JobError for what cannot be."""
-        self._recorded_values = {name: self._plain(name, value) for name, value in self.values.items()}
+        # At every commit, when the step has put other things into the processor's caches: a call of a Python function
+        # takes 0.5 to 1 µs there. So what is usual has none.
+        self._recorded_values = self._plain_values()
         # Whole groups, parameters included, are copied faster than the settings among them.
-        self._settings = {name: list(map(dict, thing.param_groups)) for name, thing in self.optimizers.items()}
+        for name, optimizer in self.optimizers.items():
+            self._settings[name] = list(map(dict, optimizer.param_groups))
         self._is_trained = list(map(_requires_grad, self._parameters))
         if self.stateful or self.tensors or self._buffers:
             self._record_small()
+
+    def _plain_values(self) -> dict[str, Any]:
+        if _SCALARS.issuperset(map(type, self.values.values())):
+            return self.values.copy()
+        return {name: self._plain(name, value) for name, value in self.values.items()}
+
+    def _marks(self) -> list[Any]:
+        """Return numbers that are others where a scheduler took a step or a tensor of the state was changed."""
+        steps = [getattr(thing, "last_epoch", None) for thing in self.stateful.values()]
+        return steps + list(map(_version, self.tensors.values()))
+
+    def find_change(self) -> str:
+        """Return what is not as it was recorded, in words, as far as that shows at little cost; else nothing."""
+        if (values := self._plain_values()) != self._recorded_values:
+            return f"'{next(name for name in values if values[name] != self._recorded_values[name])}'"
+        for name, optimizer in self.optimizers.items():
+            if optimizer.param_groups != self._settings[name]:
+                return f"the settings of '{name}'"
+        if (self.stateful or self.tensors) and (marks := self._marks()) != self._recorded_marks:
+            names = [*self.stateful, *self.tensors]
+            return (
+                f"'{next(n for n, one, other in zip(names, marks, self._recorded_marks, strict=True) if one != other)}'"
+            )
+        return "weights" if self._noted_sample != self._sample() else ""
 
     def _record_small(self) -> None:
         """Keep schedulers and the like, tensors of the state and buffers."""
@@ -184,6 +213,7 @@ class LoopContents:
                 self._recorded_tensors[name] = tensor.detach().clone()
             else:
                 kept.copy_(tensor.detach())
+        self._recorded_marks = self._marks()
 
     def _find_buffers(self) -> Iterator[tuple[str, nn.Module, str]]:
         """Yield the buffers that are saved: the name, the module that has it, its name there."""
@@ -210,12 +240,18 @@ class LoopContents:
             if (buffer := owner._buffers[key]) is not None:
                 yield name, buffer
 
-    @property
-    def changes(self) -> int:
-        """A number that is another one when a parameter was changed in place, but through `.data`."""
-        return sum(map(_version, self._parameters))
+    def note_weights(self) -> None:
+        """Note what shows later whether parameters were changed."""
+        self._noted_changes = sum(map(_version, self._parameters))
+        self._noted_sample = self._sample()
 
-    def sample(self) -> bytes:
+    @property
+    def has_changed_weights(self) -> bool:
+        """Whether a parameter may be another one than when `note_weights` was called."""
+        # Changes through `.data` are not counted.
+        return self._noted_changes != sum(map(_version, self._parameters)) or self._noted_sample != self._sample()
+
+    def _sample(self) -> bytes:
         """Return a few numbers of each parameter: other ones where all of one were changed, also through `.data`."""
         places = list(map(_address, self._sampled))
         if places != self._sampled_at:

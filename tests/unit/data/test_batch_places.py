@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 from cordee.core.errors import DataError
-from cordee.data.shared_batches import Place, Progress, SharedBatches
+from cordee.data.shared_batches import Place, Progress, SharedBatches, place_of
 
 DATA = TensorDataset(torch.arange(20))
 
@@ -106,12 +106,12 @@ def test_another_process_continues_in_the_middle_of_an_epoch(make: Callable[[], 
     first_epoch = [numbers(batch) for batch in one]
     iterator = iter(one)
     taken = [numbers(batch) for batch in islice(iterator, num_taken)]
-    place = through_message(one.place())
+    place = through_message(place_of(one.mark()))
     rest = [numbers(batch) for batch in iterator]
     third = [numbers(batch) for batch in one]
     other = share(make(), seed=99)
     other.continue_from(place, 7)
-    assert other.place() == place  # kept again before anything was taken
+    assert place_of(other.mark()) == place  # kept again before anything was taken
     assert [numbers(batch) for batch in other] == rest
     assert [numbers(batch) for batch in other] == third
     assert make is Ready or first_epoch != [*taken, *rest]
@@ -136,7 +136,7 @@ def test_processes_that_read_ahead_continue_with_the_same_batches(options: dict[
         _ = list(one)
     iterator = iter(one)
     _ = list(islice(iterator, 2))
-    place = one.place()
+    place = place_of(one.mark())
     rest = [numbers(batch) for batch in iterator]
     following = [numbers(batch) for batch in one]
     other = share(make())
@@ -155,7 +155,7 @@ def test_another_number_of_workers_takes_what_is_left_once(make: Callable[[], An
     one = share(make())
     iterator = iter(one)
     _ = list(islice(iterator, 2))
-    place = one.place()
+    place = place_of(one.mark())
     rest = sorted(number for batch in iterator for number in numbers(batch))
     found = []
     for worker in range(2):
@@ -172,7 +172,7 @@ def test_an_epoch_that_is_over_is_not_given_again() -> None:
     iterator = iter(one)
     _ = list(islice(iterator, 7))  # all of it, and the loop has not noticed
     other = share(shuffled())
-    other.continue_from(one.place(), 7)
+    other.continue_from(place_of(one.mark()), 7)
     assert list(other) == []
     assert [numbers(batch) for batch in other] == [numbers(batch) for batch in one]
 
@@ -183,7 +183,7 @@ def test_an_order_that_cannot_be_found_again_is_refused() -> None:
     iterator = iter(one)
     _ = list(islice(iterator, 3))
     other = share(loader)
-    other.continue_from(one.place(), 7)
+    other.continue_from(place_of(one.mark()), 7)
     with pytest.raises(DataError, match="are not the first ones now"):
         _ = list(other)
 
@@ -192,7 +192,7 @@ def test_an_iterator_cannot_be_continued() -> None:
     one = share(iter(torch.arange(20).split(3)))
     iterator = iter(one)
     next(iterator)
-    place = one.place()
+    place = place_of(one.mark())
     with pytest.raises(DataError, match="cannot be continued"):
         share(iter(torch.arange(20).split(3))).continue_from(place, 7)
 
@@ -211,4 +211,4 @@ def test_two_loops_over_one_loader_have_no_place() -> None:
     pair = zip(one, one, strict=True)
     next(pair)
     with pytest.raises(DataError, match="two loops over one loader"):
-        one.place()
+        place_of(one.mark())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,6 +216,58 @@ def commit_what_failed(loop: Loop) -> None:
 def test_mistakes_are_refused(act: Callable[[Loop], None], message: str) -> None:
     with pytest.raises(cordee.CordeeError, match=message), cordee.join() as team:
         act(Loop(team))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("'scheduler'", lambda parts: parts.scheduler.step()),
+        ("'epoch'", lambda parts: setattr(parts.state, "epoch", 1)),
+        ("'history'", lambda parts: parts.state.history.append(1)),
+        ("'average'", lambda parts: parts.average.add_(1)),
+        ("the settings of 'optimizer'", lambda parts: parts.optimizer.param_groups[0].update(lr=0.2)),
+        ("weights", lambda parts: parts.model.weight.data.clamp_(-1e-3, 1e-3)),
+    ],
+)
+@pytest.mark.parametrize("is_copying", [False, True])
+def test_a_change_after_the_commit_of_an_iteration_is_refused(
+    name: str, change: Callable[[Any], object], is_copying: bool
+) -> None:
+    """Continued from the commit, the loop would do without it: its rates would be one step late from there on."""
+    parts = SimpleNamespace(model=nn.Linear(3, 1), average=torch.zeros(2))
+    parts.optimizer = torch.optim.SGD(parts.model.parameters(), lr=0.1)
+    parts.scheduler = torch.optim.lr_scheduler.StepLR(parts.optimizer, 100)
+    with pytest.raises(JobError, match=f"{name} changed after team.commit"), cordee.join() as team:
+        batches = team.prepare(DataLoader(TensorDataset(torch.randn(12, 3)), batch_size=4))
+        parts.state = team.state(epoch=0, history=[], **vars(parts))
+
+        @team.elastic
+        def train() -> None:
+            for (x,) in batches:
+                team.backward(parts.model(x).square().mean())
+                parts.optimizer.step()
+                parts.optimizer.zero_grad()
+                if is_copying:
+                    team.sum(1.0)
+                team.commit()
+                change(parts)
+
+        train()
+
+
+def test_what_is_changed_and_put_back_after_a_commit_is_no_change() -> None:
+    """An average that is evaluated in place of the weights, say; and a last commit takes everything."""
+    with cordee.join() as team:
+        loop = Loop(team)
+
+        def after() -> None:
+            kept = loop.model.weight.detach().clone()
+            loop.model.weight.data.zero_()
+            loop.model.weight.data.copy_(kept)
+            loop.state.step += 1
+            team.commit()
+
+        assert len(loop.run(after=after)) == 6
 
 
 @pytest.mark.parametrize("missing", ["target", "optimizer", "scheduler"])

@@ -35,7 +35,7 @@ class Parts:
                 "history": [],
             }
         )
-        self.commits = Commits(self.contents, lambda: {"samples": 0})
+        self.commits = Commits(self.contents, lambda: lambda: {"samples": 0})
         self.commits.begin(0)
 
     def step(self) -> None:
@@ -177,7 +177,7 @@ def test_tensors_of_a_state_are_compared_between_workers(name: str) -> None:
         nested, average = Nested(), torch.zeros(2)
         (average if name == "average" else nested.values).fill_(value)
         contents = LoopContents({"model": nn.Linear(2, 2), "average": average, "nested": nested})
-        commits = Commits(contents, lambda: {"samples": 0})
+        commits = Commits(contents, lambda: lambda: {"samples": 0})
         commits.begin(0)
         return contents.digest(commits.state())
 
@@ -187,7 +187,7 @@ def test_tensors_of_a_state_are_compared_between_workers(name: str) -> None:
 def test_weights_that_are_changed_without_any_optimizer_are_copied_at_every_commit() -> None:
     """Nothing tells that they were changed through `.data`."""
     model = nn.Linear(3, 2)
-    commits = Commits(LoopContents({"model": model}), lambda: {"samples": 0})
+    commits = Commits(LoopContents({"model": model}), lambda: lambda: {"samples": 0})
     commits.begin(0)
     for _ in range(2):
         model.weight.data.sub_(0.5)
@@ -316,7 +316,7 @@ def test_copies_follow_parameters_whose_state_comes_late() -> None:
     model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     contents = LoopContents({"model": model, "optimizer": optimizer})
-    commits = Commits(contents, lambda: {"samples": 0})
+    commits = Commits(contents, lambda: lambda: {"samples": 0})
     commits.begin(0)
     commits.is_copying = True
     for layer in (0, 0, 1, 1):
