@@ -62,7 +62,10 @@ def _to_measure(
     if not job.metrics:
         return torch.empty(0), torch.empty(0)
     if not isinstance(targets, Tensor):
-        raise JobError(f"[metrics] compare predictions with one tensor of targets, and these are {describe(targets)}")
+        raise JobError(
+            f"[metrics] compare predictions with one tensor of targets, and these are {describe(targets)}: measure in "
+            "on_evaluation of a callback, which has the model and the team, and record with context.log"
+        )
     return computation.compared(detached(outputs), targets)
 
 

@@ -26,6 +26,7 @@ from cordee.communication.shared_memory.futex import Futex, yield_core
 from cordee.communication.shared_memory.liveness import PeerFailure, PeerWatch
 from cordee.communication.shared_memory.segment import FUTEX, SIGNATURE, Layout, Segment
 from cordee.core.blocked_time import WAITED
+from cordee.core.errors import CommunicationError
 
 # What a collective waits for: control words of members, and the stamp they must reach.
 Need = tuple[tuple[int, ...], int]
@@ -40,6 +41,10 @@ _PEER_TURN_S = 30e-6
 
 class WaitTimeoutError(Exception):
     """The time given to a wait is over; the wait may be taken up again."""
+
+
+class CallsDifferError(CommunicationError):
+    """Members make different calls: nobody is lost, and the same would happen in another group."""
 
 
 class Rounds:
@@ -159,7 +164,8 @@ class Rounds:
             f"rank {rank} is in {describe(theirs)} while this rank is in {describe(ours)}: all ranks of a group "
             "must make the same collective calls in the same order, with the same sizes and types"
         )
-        raise self.watch.blame(PeerFailure(rank, message))
+        self.watch.blame(PeerFailure(rank, message))
+        raise CallsDifferError(message)
 
 
 # Living on few cores: how long to look for a peer before giving the core up, and keeping peers on different ones.

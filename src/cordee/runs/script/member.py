@@ -23,6 +23,7 @@ from cordee.cluster import Team
 from cordee.cluster.member_link import MemberSpec
 from cordee.cluster.messages import FirstStep, WorkerSummary
 from cordee.communication.exchange import find_differences, find_lost_peer
+from cordee.communication.shared_memory.rounds import CallsDifferError
 from cordee.compute.devices import MemoryWatch
 from cordee.compute.gpus import set_random_state
 from cordee.core.errors import CommunicationError, JobError, StorageError, TrainingError
@@ -161,6 +162,7 @@ class ElasticLoop:
         Raises LoopLeft when the run is over for this worker, and what `function` raises but for a lost member.
         """
         answer = self._await()
+        lost: CommunicationError | None = None
         while True:
             if answer.directive.action == "leave":
                 if answer.directive.reason:
@@ -173,7 +175,10 @@ class ElasticLoop:
                 result = function()
                 self._saver.wait()
                 reach("end.reached")
-                self.team.any(False)  # nobody leaves before all have done their part
+                # Nobody leaves before all have done their part. Weights that were changed after the last commit are not
+                # those of any commit that all members have.
+                if not self.team.any(self._commits.is_changed):
+                    self.compare()
                 self._end(None)
                 return result
             except Halted:
@@ -195,6 +200,11 @@ class ElasticLoop:
                     raise
                 self._has_dropped, self._reason = self._is_begun, str(lost)
                 log.warning("generation %d is over at step %d: %s", answer.generation, self._commits.step, lost)
+            if isinstance(lost, CallsDifferError):  # raised out of the handler: it does not come from a lost member
+                raise TrainingError(
+                    f"the workers have made different calls at step {self._commits.step + 1}: {lost}. A call that is "
+                    "collective (team.backward, team.sum, team.gather) is for every worker, not only for the first"
+                )
             self._leave_group()
             answer = self._await()
 
