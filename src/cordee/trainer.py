@@ -28,7 +28,7 @@ from cordee.training.checkpointer import Checkpointer, require_finite
 from cordee.training.clock import TrainingClock
 from cordee.training.comparing import StateComparison
 from cordee.training.components import Components
-from cordee.training.measuring import WithoutValue, finish, make_policy, measure, ready, take_up
+from cordee.training.measuring import WithoutValue, finish, make_policy, measure, ready, take_up, why_stopped_before
 from cordee.training.online_data import NextAction, await_data
 from cordee.training.progress import Outcome, Progress, add_progress, read_newest
 from cordee.training.shares import Balance, cut
@@ -164,10 +164,11 @@ class Trainer:
         self._monitor.timeline.switch(Phase.COMPUTE)
         try:
             self._callbacks.start(self._parts, progress.step)
-            stopped_by = self._why_stopped_before()
-            if stopped_by is None and not self._is_done():
+            stopped_by = why_stopped_before(self._policy, progress)
+            if stopped_by is None and not self._parts.is_done(progress):
                 stopped_by = self._after_step() if progress.step else None  # what a lost team left undone
                 stopped_by = stopped_by or (self._train_online() if self._parts.is_online else self._train())
+            self._settle_checkpoint()
             if stopped_by == "interrupt" and not is_end():
                 if not self._parts.is_elastic and self._saver.step != progress.step:
                     self._save(at_once=True)  # while those who have the parts of it are together
@@ -187,6 +188,7 @@ class Trainer:
             if self._saver.problem is not None:
                 raise StorageError(self._saver.describe_lost_weights()) from self._saver.problem
         finally:
+            self._saver.drop()
             progress.elapsed_s = self._clock.elapsed_s
             self._clock.end()
         trained = progress.samples - self._start_samples
@@ -196,20 +198,9 @@ class Trainer:
         self._callbacks.notify("on_end", outcome, self._parts, progress.step)
         return outcome
 
-    def _why_stopped_before(self) -> str | None:
-        """Return why a resumed run had ended already: continuing would give other weights than it ended with."""
-        progress = self._progress
-        if progress.step == 0:
-            return None
-        if progress.metrics is not None and progress.evaluated_at == progress.step:
-            reason = self._policy.stop_reason(progress.metrics.get)
-            if reason is not None:
-                return reason
-        return self._policy.after_step(progress.step, is_time_up=self._policy.is_time_up(progress.elapsed_s))
-
     def _train(self) -> str | None:
         progress, timeline = self._progress, self._monitor.timeline
-        while not self._is_done():
+        while not self._parts.is_done(progress):
             self._parts.strategy.model.train()
             if progress.batch == 0:
                 progress.loss_sum, progress.loss_count = 0.0, 0
@@ -220,7 +211,7 @@ class Trainer:
                     self._take_step(batch)
                     if (reason := self._after_step()) is not None:
                         return reason
-                    if self._is_done() or self._change_shares():
+                    if self._parts.is_done(progress) or self._change_shares():
                         break
                     timeline.switch(Phase.DATA)
                 else:
@@ -242,7 +233,7 @@ class Trainer:
         """Train on what arrives until it ends, or there is a reason to stop."""
         progress = self._progress
         with contextlib.closing(self._parts.open_stream(progress.place)) as stream:
-            while not self._is_done():
+            while not self._parts.is_done(progress):
                 found = self._await_data(stream)
                 if found.action != "take":
                     return None if found.action == "end" else found.action
@@ -257,6 +248,7 @@ class Trainer:
 
     def _await_data(self, stream: OnlineStream) -> NextAction:
         """Wait until all members have the next batch, or there is a reason not to. Collective."""
+        self._settle_checkpoint()  # nobody knows for how long
         with self._clock.away(), self._monitor.timeline.inside(Phase.DATA):
             return await_data(
                 stream,
@@ -280,6 +272,7 @@ class Trainer:
         loss = strategy.forward_backward(cut(batch, self._parts), measure=measure, vote=self._vote)
         self._record_step_time()
         self._balance.record(self._clock.own_s, batch.num_samples)
+        self._settle_checkpoint()
         if not math.isfinite(loss.mean):
             advice = blame_sample(self._parts, progress, batch)
             last, what = self._saver.last(), f"the loss is {loss.mean}"
@@ -330,8 +323,8 @@ class Trainer:
         if not math.isfinite(loss.mean):
             before = msgspec.structs.replace(progress, batch=progress.batch - 1)
             advice = blame_sample(self._parts, before, NO_SAMPLES if batch is None else batch)
-            last, what = self._saver.last(), f"the loss is {loss.mean}"
-            raise not_finite_error(what, progress.step, progress.epoch + 1, last, advice)
+            what = f"the loss is {loss.mean}"
+            raise not_finite_error(what, progress.step, progress.epoch + 1, self._saver.last(), advice)
         step = progress.step - 1
         update = strategy.update(step) if loss.count else strategy.skip(step)
         window.close(progress)
@@ -416,20 +409,14 @@ class Trainer:
         progress.batch = 0
         return reason
 
-    def _is_done(self) -> bool:
-        total, epochs = self._parts.total_steps, self._job.training.num_epochs
-        if total is not None and self._progress.step >= total:
-            return self._job.training.steps is not None or self._progress.epoch >= (epochs or 0)
-        return epochs is not None and self._progress.epoch >= epochs
-
     def _evaluate(self) -> str | None:
         """Measure on the test set, unless that was just done; return why to stop, if there is a reason."""
-        progress, parts = self._progress, self._parts
-        test = parts.test
+        progress, parts, test = self._progress, self._parts, self._parts.test
         if test is None and self._newest is not None:
             test = parts.test_on(self._newest)
         if test is None or progress.evaluated_at == progress.step:
             return None
+        self._settle_checkpoint()
         reach("evaluate.begun")
         with self._clock.away(), self._monitor.timeline.inside(Phase.EVALUATE), ready(parts, self._callbacks) as tried:
             metrics = measure(parts, tried.model, test, self._agree_to_stop, tried.take_part)
@@ -450,6 +437,7 @@ class Trainer:
 
     def _save(self, *, at_once: bool = False) -> None:
         """Save a checkpoint, or begin to. Collective: the first worker writes."""
+        self._settle_checkpoint()
         progress = self._progress
         progress.elapsed_s = self._clock.elapsed_s
         since_s = time.perf_counter()
@@ -472,6 +460,14 @@ class Trainer:
                 if self._parts.team.is_first:
                     require_finite(state, strategy.model, progress, self._saver)
                     self._saver.save(self._with_progress(state), best_step=best_step, since_s=since_s, at_once=at_once)
+        if self._callbacks:  # which may change anything
+            self._settle_checkpoint()
+
+    def _settle_checkpoint(self) -> None:
+        """Return when the state may change: all members have written their slices of a checkpoint. Collective."""
+        if self._saver.is_open:
+            with self._clock.away(), self._monitor.timeline.inside(Phase.SAVE):
+                self._saver.settle()
 
     def _report_step(self, loss: Loss, update: Update, *, is_recorded: bool) -> None:
         """Record a step, and tell callbacks of it; those hear of every step."""

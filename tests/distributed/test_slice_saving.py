@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from driving import Outcome, Table, job, train
 from process_pool import CaseError, ProcessPool
 
@@ -16,7 +18,9 @@ from cordee import checkpoint
 from cordee.checkpoint import Folder, load_newest
 from cordee.core.errors import CommunicationError, StorageError
 from cordee.strategies.sharded import Sharded
+from cordee.trainer import Trainer
 from cordee.training import slice_saving
+from cordee.training.clock import TrainingClock
 from cordee.training.session import Session
 
 pytestmark = pytest.mark.timeout(150)
@@ -60,6 +64,144 @@ def train_and_die(index: int, num_workers: int, table: Table, run_dir: str, poin
     except CommunicationError:
         (Path(run_dir) / "lost").touch()
         raise
+
+
+TOKENS: Table = {"use": "synthetic", "kind": "tokens", "shape": [8], "num_classes": 16, "size": 64, "test_size": 20}
+GPT: Table = {"use": "gpt", "num_layers": 2, "embedding_width": 16, "num_heads": 4}
+OF_TWO: dict[str, Table] = {
+    "sharded": {"name": "sharded", "unit_bytes": 1},
+    "pipeline": {"name": "pipeline", "microbatches": 2},
+    "tensor": {"name": "tensor"},
+}
+OF_FOUR: dict[str, Table] = {
+    "copies of tensor": {"name": "hybrid", "mesh": {"data": 2, "tensor": 2}},
+    "sharded slices": {"name": "hybrid", "mesh": {"sharded": 2, "tensor": 2}, "unit_bytes": 1},
+    "pipeline of slices": {"name": "hybrid", "mesh": {"pipeline": 2, "tensor": 2}, "microbatches": 2},
+    "sharded pipeline": {"name": "hybrid", "mesh": {"pipeline": 2, "sharded": 2}, "microbatches": 2},
+}
+SHORT = {("sharded", "mlp"), ("tensor", "gpt")}
+
+
+def cases(layouts: dict[str, Table]) -> list[Any]:
+    return [
+        pytest.param(layout, model, marks=() if (layout, model) in SHORT else pytest.mark.long)
+        for layout in layouts
+        for model in ("mlp", "gpt")
+    ]
+
+
+@pytest.mark.parametrize(("layout", "model"), cases(OF_TWO))
+def test_what_is_written_beside_the_training_is_what_stood_still(
+    two: ProcessPool, tmp_path: Path, layout: str, model: str
+) -> None:
+    compare_with_gathered(two, OF_TWO[layout], model, tmp_path)
+
+
+@pytest.mark.parametrize(("layout", "model"), cases(OF_FOUR))
+def test_what_a_mesh_writes_beside_the_training_is_what_stood_still(
+    four: ProcessPool, tmp_path: Path, layout: str, model: str
+) -> None:
+    compare_with_gathered(four, OF_FOUR[layout], model, tmp_path)
+
+
+@pytest.mark.long
+def test_an_evaluation_waits_for_what_is_written(two: ProcessPool, tmp_path: Path) -> None:
+    """It puts averages of the weights in their places, at the end of an epoch after whose last step a save began."""
+    more: Table = {
+        "training": {"batch_size": 50, "steps": 9, "threads": 1, "ema": 0.9},
+        "checkpoint": {"every_steps": 3, "keep": 9},
+        "evaluation": {"every_epochs": 1},
+    }
+    compare_with_gathered(two, OF_TWO["sharded"], "mlp", tmp_path, more, every=3)
+
+
+def compare_with_gathered(
+    pool: ProcessPool, strategy: Table, model: str, folder: Path, more: Table | None = None, every: int = 2
+) -> None:
+    """Each checkpoint has the bytes of one that the first member makes of the whole state before it trains on.
+
+    Layers of 32, 16 and 5 rows, or weights that are tied; and members begin to write so late that a step which did not
+    wait for them would be over.
+    """
+    table: Table = {**JOB, "strategy": strategy}
+    table |= {"model": GPT, "data": TOKENS} if model == "gpt" else {"model": {"use": "mlp", "hidden": [32, 16]}}
+    table |= more or {}
+    written = pool.run(train_and_gather, table, str(folder))
+    assert written[0] == [2 * every, 3 * every], "a checkpoint after the first was not written beside the training"
+    assert names(folder) == [f"step-{number * every}" for number in (1, 2, 3)]
+    for name in names(folder):
+        together, alone = (
+            {file.name: file.read_bytes() for file in (root / name).iterdir()}
+            for root in (folder / "checkpoints", folder / "gathered")
+        )
+        assert together == alone, name
+    resumed = pool.run(train, table, str(folder), True)
+    state = load_newest(folder / "checkpoints")
+    assert state is not None
+    found = checkpoint.weights_sha256(state.state.part("model").tensors)
+    assert {outcome.summary.weights_sha256 for outcome in resumed} == {found}, "members cut out something else"
+
+
+def train_and_gather(index: int, num_workers: int, table: Table, run_dir: str) -> list[int]:
+    """Return the steps that members wrote beside the training; before each, the first saves the whole state apart."""
+    save, write, steps = Trainer._save, checkpoint.write_slices, []
+
+    def save_both(trainer: Trainer, *, at_once: bool = False) -> None:
+        trainer._settle_checkpoint()
+        trainer.progress.elapsed_s = 1.0
+        strategy = trainer._parts.strategy
+        strategy.consolidate()
+        state = strategy.state_dict()
+        if index == 0:
+            whole = trainer._with_progress(state)
+            checkpoint.save(Path(run_dir) / "gathered", trainer.progress.step, whole, keep=9)
+        elapsed_s = TrainingClock.elapsed_s
+        TrainingClock.elapsed_s = property(lambda clock: 1.0)  # type: ignore[assignment,method-assign]
+        try:
+            save(trainer, at_once=at_once)
+        finally:
+            TrainingClock.elapsed_s = elapsed_s  # type: ignore[method-assign]
+        steps.extend([trainer.progress.step] * trainer._saver.is_open)
+
+    def write_late(*arguments: Any, **options: Any) -> checkpoint.Wrote:
+        time.sleep(0.1)
+        return write(*arguments, **options)
+
+    Trainer._save = save_both  # type: ignore[method-assign]
+    with_write(write_late)
+    try:
+        train(index, num_workers, table, run_dir)
+    finally:
+        Trainer._save = save  # type: ignore[method-assign]
+        with_write(write)
+    return steps
+
+
+def test_a_state_that_changes_while_it_is_written_is_not_saved(two: ProcessPool, tmp_path: Path) -> None:
+    outcomes = two.run(train_and_change, JOB, str(tmp_path))
+    assert names(tmp_path) == ["step-2", "step-6"]
+    (warning,) = outcomes[0].of("warning")
+    assert "checkpoint at step 4 was not saved" in warning["message"]
+    said = [warning["message"] for warning in outcomes[1].of("warning")]
+    assert any("has changed while it was written" in message for message in said), said
+
+
+def train_and_change(index: int, num_workers: int, table: Table, run_dir: str) -> Outcome:
+    start, num_starts = slice_saving.SharedWriting.start, 0
+
+    def start_and_change(self: slice_saving.SharedWriting, *arguments: Any) -> None:
+        nonlocal num_starts
+        start(self, *arguments)
+        num_starts += 1
+        if index == 1 and num_starts == 1:
+            with torch.no_grad():
+                next(iter(self._slices.own.values())).values.add_(0.0)
+
+    slice_saving.SharedWriting.start = start_and_change  # type: ignore[method-assign]
+    try:
+        return train(index, num_workers, table, run_dir)
+    finally:
+        slice_saving.SharedWriting.start = start  # type: ignore[method-assign]
 
 
 def test_a_tied_weight_that_is_infinite_is_not_saved(two: ProcessPool, tmp_path: Path) -> None:
@@ -130,7 +272,7 @@ def test_a_disk_that_refuses_one_member_costs_that_checkpoint(two: ProcessPool, 
 def train_on_full_disk(index: int, num_workers: int, table: Table, run_dir: str, member: int) -> Outcome:
     write, is_full = checkpoint.write_slices, True
 
-    def refuse(*arguments: Any, **options: Any) -> list[checkpoint.slices.Region]:
+    def refuse(*arguments: Any, **options: Any) -> checkpoint.Wrote:
         nonlocal is_full
         if index == member and is_full:
             is_full = False

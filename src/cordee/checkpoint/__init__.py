@@ -28,11 +28,13 @@ from cordee.checkpoint.sharing import (
     share_state,
     share_value,
 )
-from cordee.checkpoint.slices import SharedDraft, Slice, Slices, find_missing, plan_files, write_slices
+from cordee.checkpoint.slices import SharedDraft, Slice, Slices, Wrote, find_missing, plan_files, write_slices
 from cordee.checkpoint.state import (
     State,
     WeightsDigest,
     buffer_names,
+    chunks_of,
+    is_sound,
     load_model_state,
     model_state,
     require_fit,
@@ -69,10 +71,13 @@ __all__ = [
     "Store",
     "Verified",
     "WeightsDigest",
+    "Wrote",
     "buffer_names",
+    "chunks_of",
     "digest_state",
     "export",
     "find_missing",
+    "is_sound",
     "list_checkpoints",
     "load",
     "load_first_whole",

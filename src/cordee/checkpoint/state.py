@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -78,14 +79,42 @@ def chunks_of(name: str, tensor: Tensor) -> Iterator[memoryview]:
 
     Raises CheckpointError for a tensor that has no such bytes (sparse, quantized, meta, spread over workers).
     """
-    require_plain(name, tensor)
-    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    if dense.numel() == 0:
-        return
-    # NumPy knows no bfloat16 or float8, hence the view as bytes.
-    raw = dense.view(torch.uint8).numpy().data
+    raw = bytes_of(name, tensor)
     for start in range(0, len(raw), CHUNK_BYTES):
         yield raw[start : start + CHUNK_BYTES]
+
+
+def bytes_of(name: str, tensor: Tensor) -> memoryview:
+    """Return the same in one piece."""
+    require_plain(name, tensor)
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    # NumPy knows no bfloat16 or float8, hence the view as bytes.
+    return dense.view(torch.uint8).numpy().data if dense.numel() else memoryview(b"")
+
+
+# Of a floating-point type: the mask that removes the sign, the first bits that are not finite, and the first of a NaN.
+_NOT_FINITE = {
+    torch.float64: (np.uint64, (1 << 63) - 1, 0x7FF << 52, (0x7FF << 52) + 1),
+    torch.float32: (np.uint32, 0x7FFF_FFFF, 0x7F80_0000, 0x7F80_0001),
+    torch.complex64: (np.uint32, 0x7FFF_FFFF, 0x7F80_0000, 0x7F80_0001),
+    torch.float16: (np.uint16, 0x7FFF, 0x7C00, 0x7C01),
+    torch.bfloat16: (np.uint16, 0x7FFF, 0x7F80, 0x7F81),
+    torch.float8_e5m2: (np.uint8, 0x7F, 0x7C, 0x7D),
+    torch.float8_e4m3fn: (np.uint8, 0x7F, 0x7F, 0x7F),  # has no infinity
+}
+
+
+def is_sound(chunk: memoryview, dtype: torch.dtype, *, is_parameter: bool) -> bool:
+    """Return whether these bytes of a tensor may be saved: numbers of a parameter are finite, others are no NaN.
+
+    A mask of minus infinities is an ordinary buffer, and observers start from infinity. Computed without torch, whose
+    kernels would bring their own threads to a thread that saves beside the training.
+    """
+    if dtype not in _NOT_FINITE:
+        return True
+    number, mask, not_finite, nan = _NOT_FINITE[dtype]
+    bits = np.frombuffer(chunk, number)
+    return bool((bits & number(mask)).max() < (not_finite if is_parameter else nan))
 
 
 def require_plain(name: str, tensor: Tensor) -> None:

@@ -150,7 +150,7 @@ POINTS: dict[str, str] = {
     # checkpoints; for a worker that has no access to the run directory, the coordinator writes
     "checkpoint.staged": "worker: has copied the state, about to have the thread write it",
     "slices.begun": "worker: knows where all write their slices of the checkpoint, has written nothing",
-    "slices.written": "worker: has written its slices; others may not have",
+    "slices.written": "worker: has written its slices, beside the next step or before it; others may not have",
     "slices.agreed": "worker: all slices are written, the manifest is not",
     "checkpoint.folder": "worker: has made the temporary folder",
     "checkpoint.file": "worker: has written one file of tensors",

@@ -6,26 +6,15 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement
-from torch.optim import Optimizer
 
-from cordee.checkpoint import (
-    Kind,
-    Slice,
-    Slices,
-    State,
-    WeightsDigest,
-    load_optimizer_state,
-    optimizer_state,
-    require_fit,
-    share_bytes,
-)
+from cordee.checkpoint import WeightsDigest, share_bytes
 from cordee.cluster import Team
 from cordee.compute import Computation, Loss, OptimizerRecipe
 from cordee.core import Batch, Job
@@ -40,9 +29,9 @@ from cordee.strategies.slices import Held, Holdings, SlicedParameter
 from cordee.strategies.split import (
     SplitModel,
     WholeModel,
-    aliases_of,
     form_axes,
     has_own_way,
+    places_of,
     refuse_hooks,
     require_elementwise,
 )
@@ -50,7 +39,6 @@ from cordee.strategies.strategy import (
     Evaluated,
     EvaluatesTogether,
     Requirements,
-    SavesSlices,
     require_plain,
     require_samples,
 )
@@ -71,7 +59,7 @@ class ShardedSettings(Section, frozen=True, kw_only=True):
             raise JobError(f"strategy.unit_bytes = {self.unit_bytes} must be at least 1")
 
 
-class Sharded(SplitModel, SavesSlices, EvaluatesTogether):
+class Sharded(SplitModel, EvaluatesTogether):
     """Every worker computes its share of each batch and keeps a slice of each parameter, gathered on use.
 
     With several replicas (HSDP) the workers of one replica share the parameters out, and gradients are summed over all.
@@ -139,34 +127,6 @@ class Sharded(SplitModel, SavesSlices, EvaluatesTogether):
             group=None if is_local else self._axes.shares,
         )
 
-    def slices(self) -> Slices | None:
-        if self._mesh.tensor > 1 or any(one.start is None for one in self._held):
-            return None  # rows of it do not follow each other
-        assert self._optimizer is not None
-        slices = _slices_of(self.model, self._working, self._held, self._optimizer, is_first=self._team.is_first)
-        # Of those who hold the same, the first saves it.
-        return slices if slices is None or self._axes.place.data == 0 else slices._replace(own={})
-
-    @torch.no_grad()
-    def load_state_dict(self, state: State) -> None:
-        """Take what belongs here out of `state`, and nothing else of it, where the state can be saved that way."""
-        if (slices := self.slices()) is None:
-            super().load_state_dict(state)
-            return
-        weights = state.part("model").tensors
-        kinds = {**slices.kinds, **{name: slices.kinds[first] for name, first in slices.aliases.items()}}
-        own = {name.removeprefix("model."): kind for name, kind in kinds.items() if name.startswith("model.")}
-        require_fit(own, weights, type(self.model).__name__)
-        self._whole.release()
-        for one in self._held:
-            one.local.copy_(own_rows := one.cut(weights[one.name]))
-            give_back([own_rows])
-        for name, buffer in self._working.named_buffers():
-            if name in own:
-                buffer.copy_(weights[name])
-        assert self._optimizer is not None
-        load_optimizer_state(self._optimizer, self._held, self._held.cut(state.part("optimizer")))
-
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[Evaluated | None]:
         if self._mesh.tensor > 1:  # workers along it would have to compute the same samples
@@ -187,7 +147,7 @@ class Sharded(SplitModel, SavesSlices, EvaluatesTogether):
 
     @torch.no_grad()
     def weights_sha256(self) -> str | None:
-        places = _places(self.model, self._held)
+        places = places_of(self.model, self._held)
         buffers = dict(self._working.named_buffers(remove_duplicate=False))
         names = self.model.state_dict().keys()
         if has_own_way(self.model) or names - places.keys() - buffers.keys():
@@ -251,6 +211,9 @@ class Sharded(SplitModel, SavesSlices, EvaluatesTogether):
             unit.register_forward_hook(_own_memory)  # before FSDP's own, which sees what this returns
             whole = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
             fully_shard(unit, **options)
+            if self._computation.device.type == "cpu":
+                # A CPU gathers while the caller waits: gathering the next unit early, as torch does, only takes memory.
+                cast(FSDPModule, unit).set_modules_to_backward_prefetch([cast(FSDPModule, unit)])
             give_back(whole)
         return model
 
@@ -271,55 +234,6 @@ def _gather_once(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.unshard()
             module.reshard()
-
-
-def _slices_of(
-    model: nn.Module, working: nn.Module, held: Holdings, optimizer: Optimizer, *, is_first: bool
-) -> Slices | None:
-    """Return what is here of the weights and of the optimizer's state; None where a module has its own way of saving.
-
-    `model` gives the names; its memory is not looked at. What is the same everywhere is the first worker's to save.
-    """
-    kinds: dict[str, Kind] = {}
-    own: dict[str, Slice] = {}
-    common: dict[str, Tensor] = {}
-    places, others = _places(model, held), aliases_of(model)
-    buffers = dict(working.named_buffers(remove_duplicate=False))
-    for name, one in places.items():
-        if name not in others:
-            _add(f"model.{name}", one, one.local.detach(), kinds, own)
-    aliases = {f"model.{name}": f"model.{first}" for name, first in others.items()}
-    known = places.keys()
-    saved = model.state_dict().keys()
-    if has_own_way(model) or known - saved or saved - known - buffers.keys():
-        return None
-    for name in saved - known:
-        common[f"model.{name}"] = buffers[name].detach()
-    state = optimizer_state(optimizer, held)
-    described, sliced = held.sliced(state)
-    for name, tensor in state.tensors.items():
-        if name in sliced:
-            _add(f"optimizer.{name}", sliced[name], tensor, kinds, own)
-            continue
-        common[f"optimizer.{name}"] = tensor
-    for name, tensor in common.items():
-        kinds[name] = Kind(tensor.dtype, tensor.shape)
-        if is_first:
-            own[name] = Slice(0, tensor)
-    return Slices(kinds, aliases, own, {"optimizer": described.values}, common)
-
-
-def _places(model: nn.Module, held: Holdings) -> dict[str, Held]:
-    """Return where each parameter is, by all its names. `model` gives the names; its memory is not looked at."""
-    firsts = {name: name for name, _ in model.named_parameters(remove_duplicate=False)} | aliases_of(model)
-    by_first = {firsts[one.name]: one for one in held}
-    return {name: by_first[first] for name, first in firsts.items()}
-
-
-def _add(name: str, one: Held, tensor: Tensor, kinds: dict[str, Kind], own: dict[str, Slice]) -> None:
-    assert one.start is not None
-    kinds[name] = Kind(tensor.dtype, one.shape)
-    own[name] = Slice(one.start, tensor)
 
 
 def _along(parameter: DTensor, axis: str) -> list[Placement]:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from cordee.checkpoint import State
+from cordee.checkpoint import Slice, State
 from cordee.communication.exchange import settle
+
+
+class Place(NamedTuple):
+    """Where a slice is in the whole, as `checkpoint.Slice` has it."""
+
+    start: int
+    num_runs: int = 1
+    distance: int = 0
 
 
 @dataclass(eq=False)
@@ -36,9 +46,23 @@ class Held:
         self.local.grad = None
 
     @property
-    def start(self) -> int | None:
-        """How many numbers of the whole come before those that are here; None if these do not follow each other."""
-        return 0
+    def place(self) -> Place | None:
+        """Where the numbers that are here are in the whole; None if they are no runs of one length and distance."""
+        return Place(0)
+
+    def here(self, local: Tensor) -> Tensor:
+        """Return what of `local`, shaped like the slice, is in the whole."""
+        return local
+
+    def slice_of(self, local: Tensor) -> Slice:
+        """Return what is saved of `local`, shaped like the slice. There is a place for it."""
+        assert self.place is not None, self.name
+        return Slice(self.place.start, self.here(local), self.place.num_runs, self.place.distance)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing here."""
+        return True
 
     def gather(self, local: Tensor) -> Tensor:
         """Return the whole of which `local`, shaped like the slice, is here. Collective over who has a slice."""
@@ -68,14 +92,51 @@ class SlicedParameter(Held):
         return shape
 
     @property
-    def start(self) -> int | None:
+    def is_whole(self) -> bool:
+        return self._sides == set()
+
+    @functools.cached_property
+    def _sides(self) -> set[int] | None:
+        """The dimensions that are cut, the same on every worker; None if they are cut in another way than below."""
+        sides: set[int] = set()
+        for axis, placement in reversed(list(enumerate(self._parameter.placements))):
+            if placement.is_replicate() or self._parameter.device_mesh.size(axis) == 1:
+                continue
+            # What lies along a later axis of the mesh was cut first, as FSDP cuts slices of layers.
+            is_next = isinstance(placement, _StridedShard)
+            if not (isinstance(placement, Shard) or is_next) or (placement.dim in sides and not is_next):
+                return None
+            sides.add(placement.dim)
+        return sides
+
+    @functools.cached_property
+    def _box(self) -> list[tuple[int, int]]:
+        """The first index and how many are here, along each dimension of the whole. There are `_sides`."""
         of = self._parameter
-        axes = [axis for axis, placement in enumerate(of.placements) if not placement.is_replicate()]
-        if len(axes) != 1 or of.placements[axes[0]] != Shard(0):
+        box = [(0, int(size)) for size in of.shape]
+        for axis, placement in reversed(list(enumerate(of.placements))):
+            if not placement.is_replicate():
+                start, size = box[placement.dim]
+                each = -(-size // int(of.device_mesh.size(axis)))  # as torch cuts: the last may have fewer, or none
+                skipped = min(each * int(of.device_mesh.get_local_rank(axis)), size)
+                box[placement.dim] = (start + skipped, min(each, size - skipped))
+        assert [size for _, size in box] == list(self.local.shape), (box, self.local.shape, of.placements)
+        return box
+
+    @property
+    def place(self) -> Place | None:
+        if self._sides is None:
             return None
-        num_rows, *others = (int(size) for size in of.shape)
-        each = -(-num_rows // int(of.device_mesh.size(axes[0])))  # as torch cuts: the last ones may have fewer, or none
-        return min(each * int(of.device_mesh.get_local_rank(axes[0])), num_rows) * math.prod(others)
+        shape = [int(size) for size in self.shape]
+        side = max(self._sides, default=0)
+        if self._sides - {0, side}:
+            return None  # runs that are not all at one distance
+        inner, distance = math.prod(shape[side + 1 :]), math.prod(shape[side:])
+        (row, num_rows), (first, _) = self._box[0], self._box[side]
+        if side == 0:
+            return Place(row * inner)
+        between = math.prod(shape[1:side])
+        return Place(row * between * distance + first * inner, max(1, num_rows * between), distance)
 
     def take_gradient(self) -> None:
         gradient = self._parameter.grad
@@ -101,10 +162,11 @@ class SlicedParameter(Held):
         return _local(spread)
 
     def cut(self, whole: Tensor) -> Tensor:
-        of = self._parameter
-        if self.start is not None and whole.is_contiguous():
-            # A view, so that of a state in a file nothing else is read.
-            return whole.detach().reshape(-1)[self.start : self.start + self.local.numel()].view(self.local.shape)
+        of, cut = self._parameter, whole.detach()
+        if self._sides is not None:
+            for side, (start, size) in enumerate(self._box):
+                cut = cut.narrow(side, start, size)  # a view, so that of a state in a file nothing else is read
+            return cut
         # Without src_data_rank every worker would be sent what it has already.
         spread = distribute_tensor(whole.detach(), of.device_mesh, of.placements, src_data_rank=None)
         return _local(spread)
@@ -244,6 +306,20 @@ class ShareOfParameter(Held):
     @property
     def shape(self) -> torch.Size:
         return self._base.shape
+
+    @property
+    def is_whole(self) -> bool:
+        return False
+
+    @property
+    def place(self) -> Place | None:
+        base = self._base.place
+        if base is None or base.num_runs > 1:
+            return None
+        return Place(base.start + min(self._index * len(self.local), self._base.local.numel()))
+
+    def here(self, local: Tensor) -> Tensor:
+        return local[: max(0, self._base.local.numel() - self._index * len(self.local))]
 
     def drop_gradient(self) -> None:
         self.local.grad = None

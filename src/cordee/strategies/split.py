@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from cordee.checkpoint import State, load_model_state, load_optimizer_state, model_state, optimizer_state
+from cordee.checkpoint import (
+    Kind,
+    Slice,
+    Slices,
+    State,
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+    require_fit,
+)
 from cordee.cluster import Team
 from cordee.communication.exchange import GradientExchange, broadcast
 from cordee.communication.shared_memory.gpus import PlainNccl, uses_nccl
@@ -27,11 +37,11 @@ from cordee.core.errors import JobError, ModelError, TrainingError
 from cordee.core.file_memory import FileMemory, Paging, give_back, is_large, take_out, zeros_strided
 from cordee.core.mesh import Mesh
 from cordee.strategies.buffers import SharedBuffers
-from cordee.strategies.slices import Holdings, square_norm
-from cordee.strategies.strategy import Update
+from cordee.strategies.slices import Held, Holdings, square_norm
+from cordee.strategies.strategy import SavesSlices, Update
 
 
-class SplitModel(ABC):
+class SplitModel(SavesSlices):
     """A part of the model and its optimizer here, the rest with others; the whole only to evaluate and save.
 
     A strategy computes a gradient (`_compute`) and says what it holds; stepping, clipping and checkpoints are here.
@@ -43,6 +53,7 @@ class SplitModel(ABC):
     _whole: WholeModel
     _held: Holdings
     _optimizer: Optimizer | None
+    _axes: Axes
     _exchange: GradientExchange | None  # with those who hold the same and compute other samples
     _working: nn.Module  # what computes: a copy of the model in which slices have the place of parameters
     _shared: SharedBuffers | None = None  # with those who hold the same buffers and compute other samples
@@ -177,7 +188,44 @@ class SplitModel(ABC):
             return State({}, {})
         return State.join(model=State(model_state(self.model), {}), optimizer=own)
 
+    def slices(self) -> Slices | None:
+        if self._optimizer is None or any(one.place is None for one in self._held):
+            return None  # what is here of a parameter cannot be said in a few numbers
+        place, mesh = self._axes.place, self._mesh
+
+        def saves(one: Held) -> bool:
+            """Of those who hold the same, the first saves it."""
+            return place.data == 0 and (place.tensor == 0 or one.num_holders == mesh.data)
+
+        return _slices_of(
+            self.model, self._working, self._held, self._optimizer, saves=saves, is_first=self._team.is_first
+        )
+
+    @torch.no_grad()
     def load_state_dict(self, state: State) -> None:
+        """Take what belongs here out of `state`, and nothing else of it, where the state can be saved that way."""
+        if (slices := self.slices()) is None:
+            self._load_whole(state)
+            return
+        weights = state.part("model").tensors
+        kinds = {**slices.kinds, **{name: slices.kinds[first] for name, first in slices.aliases.items()}}
+        own = {name.removeprefix("model."): kind for name, kind in kinds.items() if name.startswith("model.")}
+        require_fit(own, weights, type(self.model).__name__)
+        self._whole.release()
+        for one in self._held:
+            one.local.copy_(own_rows := one.cut(weights[one.name]))
+            give_back([own_rows])
+        for name, buffer in self._own_buffers().items():
+            if name in own:
+                buffer.copy_(weights[name])
+        if self._optimizer is not None:
+            load_optimizer_state(self._optimizer, self._held, self._held.cut(state.part("optimizer")))
+
+    def _own_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that this worker computes with."""
+        return dict(self._working.named_buffers())
+
+    def _load_whole(self, state: State) -> None:
         self._whole.restore()
         with Paging():
             load_model_state(self.model, state.part("model").tensors)
@@ -220,6 +268,61 @@ def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
     targets = dict(target.named_buffers())
     for name, buffer in source.named_buffers():
         targets[name].copy_(buffer)
+
+
+def _slices_of(
+    model: nn.Module,
+    working: nn.Module,
+    held: Holdings,
+    optimizer: Optimizer,
+    *,
+    saves: Callable[[Held], bool],
+    is_first: bool,
+) -> Slices | None:
+    """Return what is here of the weights and of the optimizer's state; None where a module has its own way of saving.
+
+    `model` gives the names; its memory is not looked at. Of what is held, this worker saves what it `saves`; what is
+    whole on every worker is the first one's to save.
+    """
+    kinds: dict[str, Kind] = {}
+    own: dict[str, Slice] = {}
+    common: dict[str, Tensor] = {}
+    places, others = places_of(model, held), aliases_of(model)
+    buffers = dict(working.named_buffers(remove_duplicate=False))
+    known, saved = places.keys(), model.state_dict().keys()
+    if has_own_way(model) or known - saved or saved - known - buffers.keys():
+        return None
+
+    def add(name: str, one: Held | None, tensor: Tensor) -> None:
+        if one is None or one.is_whole:
+            common[name] = tensor
+            return
+        kinds[name] = Kind(tensor.dtype, one.shape)
+        if saves(one):
+            own[name] = one.slice_of(tensor)
+
+    for name, one in places.items():
+        if name not in others:
+            add(f"model.{name}", one, one.local.detach())
+    for name in saved - known:
+        common[f"model.{name}"] = buffers[name].detach()
+    state = optimizer_state(optimizer, held)
+    described, sliced = held.sliced(state)
+    for name, tensor in state.tensors.items():
+        add(f"optimizer.{name}", sliced.get(name), tensor)
+    for name, tensor in common.items():
+        kinds[name] = Kind(tensor.dtype, tensor.shape)
+        if is_first:
+            own[name] = Slice(0, tensor)
+    aliases = {f"model.{name}": f"model.{first}" for name, first in others.items()}
+    return Slices(kinds, aliases, own, {"optimizer": described.values}, common)
+
+
+def places_of(model: nn.Module, held: Holdings) -> dict[str, Held]:
+    """Return where each parameter is, by all its names. `model` gives the names; its memory is not looked at."""
+    firsts = {name: name for name, _ in model.named_parameters(remove_duplicate=False)} | aliases_of(model)
+    by_first = {firsts[one.name]: one for one in held}
+    return {name: by_first[first] for name, first in firsts.items()}
 
 
 # The whole model on a worker that trains only a part of it: there to be evaluated and saved, and away in between.

@@ -28,7 +28,6 @@ from cordee.models.slicing import CannotSliceError, Style, choose_slicing
 from cordee.strategies.buffers import SharedBuffers
 from cordee.strategies.slices import Holdings, hold
 from cordee.strategies.split import (
-    Axes,
     SplitModel,
     WholeModel,
     form_axes,
@@ -50,8 +49,6 @@ class TensorParallel(SplitModel):
 
     With several replicas, each of them computes its own share of the batch.
     """
-
-    _axes: Axes
 
     def __init__(
         self, job: Job, settings: TensorSettings, computation: Computation, *, mesh: Mesh | None = None

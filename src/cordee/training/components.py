@@ -59,6 +59,7 @@ from cordee.training.callbacks import NamedCallback, find_callbacks
 from cordee.training.evaluation_checks import check_metrics, check_stop_settings
 from cordee.training.fitting import example_of, fit, model_name, require_targets
 from cordee.training.model_checks import check_model
+from cordee.training.progress import Progress
 from cordee.training.shares import check_balance
 from cordee.version import __version__
 
@@ -103,6 +104,13 @@ class Components:
     def is_whole(self) -> bool:
         """Whether every worker has the whole model at any time."""
         return not entry_of(self.job).splits_model
+
+    def is_done(self, progress: Progress) -> bool:
+        """Whether all steps and epochs of the job are taken."""
+        total, epochs = self.total_steps, self.job.training.num_epochs
+        if total is not None and progress.step >= total:
+            return self.job.training.steps is not None or progress.epoch >= (epochs or 0)
+        return epochs is not None and progress.epoch >= epochs
 
     def seed_step(self, step: int) -> None:
         """Seed torch's generators for a step of this worker. Local."""

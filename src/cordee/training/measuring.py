@@ -35,6 +35,17 @@ def make_policy(components: Components) -> StopPolicy:
     return StopPolicy(job.stop, lower_is_better=components.lower_is_better, best_by=best_by)
 
 
+def why_stopped_before(policy: StopPolicy, progress: Progress) -> str | None:
+    """Return why a resumed run had ended already: continuing would give other weights than it ended with. Pure."""
+    if progress.step == 0:
+        return None
+    if progress.metrics is not None and progress.evaluated_at == progress.step:
+        reason = policy.stop_reason(progress.metrics.get)
+        if reason is not None:
+            return reason
+    return policy.after_step(progress.step, is_time_up=policy.is_time_up(progress.elapsed_s))
+
+
 def take_up(components: Components, progress: Progress) -> None:
     """Let the schedule and the scale of the loss continue from where the progress has them. Local."""
     if isinstance(schedule := components.recipe.schedule, PlateauSchedule):

@@ -121,10 +121,12 @@ class Session:
 
         Whatever fails on the way, this worker still has what it had, or what it got whole from another member.
         """
-        if not team.is_first:
-            self._trainer.wait_for_checkpoint()  # another may save the same step from here on
-        if not self._parts.is_elastic:
+        is_elastic = self._parts.is_elastic
+        if not team.is_first or not is_elastic:
+            self._trainer.wait_for_checkpoint()  # another may save the same step from here on, or look for it
+        if not is_elastic:
             # The parts of the last team are of no use in another: what it saved when it halted, or before, is.
+            team.any(False)  # everybody has waited
             self._require_checkpoint()
             self.forget()
         self._hold()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cordee.checkpoint import Slices, State, optimizer_state
+from cordee.checkpoint import Slice, Slices, State, optimizer_state
 from cordee.cluster import Team
 from cordee.communication.exchange import broadcast
 from cordee.compute import Computation, Loss, OptimizerRecipe
@@ -54,7 +54,7 @@ from cordee.strategies.split import (
     has_own_way,
     require_elementwise,
 )
-from cordee.strategies.strategy import Requirements, SavesSlices, Update, require_plain, require_samples
+from cordee.strategies.strategy import Requirements, Update, require_plain, require_samples
 from cordee.strategies.tensor import SliceStreams, TensorSettings, check_plan, check_same, slice_model, working_copy
 
 log = logging.getLogger("cordee.pipeline")
@@ -77,7 +77,7 @@ class PipelineSettings(Section, frozen=True, kw_only=True):
                 raise JobError(f"strategy.{key} = {getattr(self, key)} must be at least 0")
 
 
-class Pipeline(SplitModel, SavesSlices):
+class Pipeline(SplitModel):
     """Every worker has some layers of the model and passes activations on, micro-batch after micro-batch.
 
     With several replicas, each of them is a pipeline over its own share of the batch. With a tensor axis the layers of
@@ -230,25 +230,46 @@ class Pipeline(SplitModel, SavesSlices):
 
     def slices(self) -> Slices | None:
         mesh, place = self._mesh, self._axes.place
-        if mesh.tensor > 1 or mesh.sharded > 1 or has_own_way(self.model):
-            return None  # a stage is spread over several workers
+        if has_own_way(self.model) or (mesh.tensor > 1 and mesh.sharded > 1):
+            return None  # an even share of a slice is no run of the whole
         aliases = aliases_of(self.model)
-        held = {one.name: one.local.detach() for one in self._held}
-        mine = {
-            aliases.get(name, name): held[name]
-            for name, parts in self._ownership.parameters.items()
-            if place.pipeline == parts[0]
-        }
+        tensors: dict[str, tuple[Tensor, Held | None]] = {}  # with what it is a part of; None: others have the same
+        for one in self._held:
+            if place.pipeline == self._ownership.parameters[one.name][0]:
+                tensors[f"model.{aliases.get(one.name, one.name)}"] = one.local.detach(), one
         names = self.model.state_dict().keys()
-        owned = self._ownership.buffers
-        mine |= {
-            name: buffer
-            for name, buffer in self._own_buffers().items()
-            if name in names and place.pipeline == owned[name][0]
+        for name, buffer in self._own_buffers().items():
+            if name in names and place.pipeline == self._ownership.buffers[name][0]:
+                tensors[f"model.{name}"] = buffer, None
+        values = {}
+        if self._optimizer is not None:
+            state, sliced = self._held.sliced(optimizer_state(self._optimizer, self._held))
+            tensors |= {f"optimizer.{name}": (tensor, sliced.get(name)) for name, tensor in state.tensors.items()}
+            values = {"optimizer": state.values}
+        described = {
+            name: tensor.new_empty(tensor.shape if one is None else one.shape, device="meta")
+            for name, (tensor, one) in tensors.items()
         }
-        own = State({}, {}) if self._optimizer is None else optimizer_state(self._optimizer, self._held)
-        sources = [mesh.worker_at(replace(place, data=0, pipeline=part)) for part in range(mesh.pipeline)]
-        return slices_of_stages(mine, own, aliases, names, sources=sources)
+        own = {
+            name: Slice(0, tensor) if one is None else one.slice_of(tensor)
+            for name, (tensor, one) in tensors.items()
+            if place.data == 0 and self._saves(one)
+        }
+        sources = [mesh.worker_at(Mesh(0, 0, part, 0)) for part in range(mesh.pipeline)]
+        return slices_of_stages(own, State(described, values), aliases, names, sources=sources, part=place.pipeline)
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        if self._shares is not None:
+            self._shares.publish()
+
+    def _saves(self, one: Held | None) -> bool:
+        """Whether this worker saves what it has of a parameter, or of what is the same along all but `pipeline`."""
+        place, mesh = self._axes.place, self._mesh
+        if one is None:
+            return place.sharded == place.tensor == 0
+        is_slice = one.num_holders == mesh.data * len(self._ownership.parameters[one.name])
+        return place.tensor == 0 or is_slice
 
     def update(self, step: int) -> Update:
         done = super().update(step)
@@ -303,8 +324,6 @@ class Pipeline(SplitModel, SavesSlices):
         with torch.no_grad():
             for name, buffer in self._own_buffers().items():
                 buffer.copy_(sources[name])
-        if self._shares is not None:
-            self._shares.publish()
 
     def _own_buffers(self) -> dict[str, Tensor]:
         """Return the buffers of this worker's stages; a forward pass may have put other tensors in their places."""
