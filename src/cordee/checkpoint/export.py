@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cordee.checkpoint.layout import lay_out, write_layout
-from cordee.checkpoint.reading import load
+from cordee.checkpoint.layout import lay_out, memory_of, write_layout
+from cordee.checkpoint.reading import map_verified
 from cordee.checkpoint.state import State, load_model_state
 from cordee.checkpoint.writing import fsync_directory, reason_of
 from cordee.core.errors import CheckpointError, JobError, MissingExtraError, ModelError, StorageError, nearest
+from cordee.core.file_memory import FileMemory, give_back, zeros_strided
 
 SUFFIXES = (".safetensors", ".pt", ".onnx")
 
@@ -40,7 +41,7 @@ def export(
     checkpoint or one of another model, ModelError for a model that ONNX cannot express.
     """
     write = _writer(target, model, example)
-    state = source if isinstance(source, State) else load(source)
+    state = source if isinstance(source, State) else map_verified(source)
     weights = state.part("model").tensors
     if not weights:
         raise CheckpointError("there is no model in this state: none of its tensors is called 'model.…'")
@@ -77,11 +78,15 @@ def _writer(
 
 
 def _write_state_dict(path: Path, weights: dict[str, Tensor]) -> None:
-    # torch.save writes the whole storage behind a view; a copy keeps the rest of it out of the file.
-    table = {
-        name: tensor.detach().clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.detach()
-        for name, tensor in weights.items()
-    }
+    # torch.save writes the whole storage behind a view; a copy, in a file if it is large, keeps the rest of it out.
+    memory, copies = FileMemory(), dict[object, Tensor]()
+    table = {}
+    for name, tensor in weights.items():
+        own = copies.get(memory_of(tensor), tensor.detach())
+        if own.untyped_storage().nbytes() > own.nbytes:
+            own = copies[memory_of(tensor)] = zeros_strided(tensor.shape, tensor.stride(), tensor, memory).copy_(own)
+            give_back([tensor, own])
+        table[name] = own
     with path.open("xb") as file:
         try:
             torch.save(table, file)

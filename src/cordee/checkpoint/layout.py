@@ -31,6 +31,7 @@ from torch import Tensor
 
 from cordee.checkpoint.state import State, chunks_of, require_plain
 from cordee.core.errors import CheckpointError
+from cordee.core.file_memory import give_back
 from cordee.version import __version__
 
 Named = TypeVar("Named")
@@ -305,6 +306,7 @@ def _pieces_of(layout: Layout) -> Iterator[bytes | memoryview]:
     yield layout.header
     for name, tensor in layout.tensors:
         yield from chunks_of(name, tensor)
+        give_back([tensor])
 
 
 def write_layout(path: Path, layout: Layout) -> Written:

@@ -105,6 +105,12 @@ def map_state(path: Path) -> State:
     return State(tensors, values)
 
 
+def map_verified(path: Path) -> State:
+    """Return the same, of a checkpoint that is verified first: whatever its size, it takes little memory."""
+    verify(path)
+    return map_state(path)
+
+
 def read_values(path: Path) -> dict[str, Any]:
     """Return the plain values of a checkpoint. Raises CheckpointError for another manifest or file of values."""
     return decode_values(_read_verified(path / VALUES, read_manifest(path).files[VALUES], _read))

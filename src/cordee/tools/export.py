@@ -57,20 +57,20 @@ def _with_averages(state: State) -> State:
     return State(tensors, state.values)
 
 
-def _newest(run: Path) -> checkpoint.Loaded | None:
-    loaded = checkpoint.load_newest(run / "checkpoints")
-    if loaded is not None and loaded.damaged:
-        path, reason = loaded.damaged[0]
-        whole = loaded.path.name.removeprefix("step-")
+def _newest(run: Path) -> checkpoint.Verified | None:
+    found = checkpoint.newest_whole(run / "checkpoints")
+    if found is not None and found.damaged:
+        path, reason = found.damaged[0]
+        whole = found.path.name.removeprefix("step-")
         raise CheckpointError(
             f"the newest checkpoint, {path}, is damaged ({reason}): --step {whole} is the newest whole"
         )
-    return loaded
+    return found
 
 
 def _best_step(run: Path) -> int:
-    loaded = _newest(run)
-    step = loaded.state.values["progress"].get("best_step", -1) if loaded else -1
+    found = _newest(run)
+    step = checkpoint.read_values(found.path)["progress"].get("best_step", -1) if found else -1
     if step < 0 or not Job.load(run / "job.toml").checkpoint.keep_best:
         raise RunDirectoryError(f"{run} has kept no best checkpoint: train with checkpoint.keep_best = true")
     return int(step)
@@ -84,11 +84,11 @@ def _state(run: Path, step: int | None) -> State:
         if not path.is_dir():
             kept = ", ".join(p.name for p in checkpoint.list_checkpoints(folder)) or "none"
             raise RunDirectoryError(f"{run} has no checkpoint of step {step} (it has: {kept})")
-        return checkpoint.load(path)
-    loaded = _newest(run)
-    if loaded is None:
+        return checkpoint.map_verified(path)
+    found = _newest(run)
+    if found is None:
         raise CheckpointError(f"{run} has no checkpoint yet")
-    return loaded.state
+    return checkpoint.map_state(found.path)
 
 
 def _model_and_example(run: Path) -> tuple[nn.Module, Tensor]:

@@ -135,6 +135,29 @@ def test_from_a_checkpoint_on_disk(state: State, trained: Net, tmp_path: Path) -
     assert not (tmp_path / "other.pt").exists()
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_a_checkpoint_is_never_in_memory_as_a_whole(
+    suffix: str, state: State, trained: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path / "checkpoints", 4, state, keep=1)
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("a file was read as a whole")
+
+    monkeypatch.setattr(safetensors.torch, "load", refuse)
+    target = export(path, tmp_path / f"net.{suffix}")
+    monkeypatch.undo()
+    fresh = Net()
+    if suffix == "pt":
+        table = torch.load(target, weights_only=True)
+        assert table["mix.weight"].data_ptr() == table["again.weight"].data_ptr(), "a tied weight is there twice"
+        fresh.load_state_dict(table)
+        assert target.stat().st_size < 1.01 * sum(p.nbytes for p in trained.parameters()) + 20_000
+    else:
+        safetensors.torch.load_model(fresh, target)
+    assert_same(fresh, trained)
+
+
 @pytest.mark.parametrize("name", ["net.pth", "net", "net.safetensor"])
 def test_another_suffix_is_refused(name: str, state: State, tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"must end in \.safetensors, \.pt or \.onnx"):
