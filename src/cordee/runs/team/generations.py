@@ -89,9 +89,11 @@ class Generations:
 
     def _release(self, leaving: list[int]) -> None:
         membership = self._membership
-        if membership.is_too_small and self._losses.end_reason is None:
-            # Nobody could continue: the leaving ones stay for as long as it takes to save.
-            self._losses.end_early(f"workers {leaving} were told to leave, and too few are left to continue")
+        if membership.is_too_small:
+            # Nobody could continue: the leaving ones, who say so with each heartbeat, stay for as long as it takes to
+            # save.
+            if self._losses.end_reason is None:
+                self._losses.end_early(f"workers {leaving} were told to leave, and too few are left to continue")
             for index in leaving:
                 membership.of(index).is_leaving = False
             return

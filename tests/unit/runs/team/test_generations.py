@@ -63,3 +63,41 @@ def test_a_team_whose_model_is_split_loads_what_was_saved(is_elastic: bool, step
     )
     assert generations.direct()
     assert [event.step for event in emitted if isinstance(event, Generation)] == [step]
+
+
+def test_who_says_again_that_it_leaves_stays_until_the_others_have_saved() -> None:
+    """A worker that was told to leave says so with each heartbeat, also while the run is ending for that reason."""
+    membership = Membership(num_workers=2, failure_timeout_s=5.0, is_elastic=False)
+    for index in range(2):
+        membership.join(membership.expect(MemberRecord(index=index, host_id="a"), 0.0), 1, 0.0)
+    membership.form([0, 1])
+    told: list[Any] = []
+    ends: list[str] = []
+    losses = SimpleNamespace(check_shortage=lambda: None, end_reason=None, end_early=ends.append)
+    generations = Generations(
+        SimpleNamespace(emit=lambda event: None, should_stop=lambda: False),  # type: ignore[arg-type]
+        SimpleNamespace(  # type: ignore[arg-type]
+            members=membership,
+            direct=lambda *directive: told.append(directive[:2]),
+            form=lambda members, threads: membership.form(members),
+        ),
+        SimpleNamespace(is_reform_wanted=False, threads=0, record_formed=lambda: None),  # type: ignore[arg-type]
+        losses,  # type: ignore[arg-type]
+        Recoveries(RecoveryState(restarts=Restarts(3))),
+        DirectiveState(),
+    )
+
+    def halt(step: int) -> None:
+        membership.of(1).is_leaving = True
+        for index in range(2):
+            membership.wait(index, step, has_dropped=False)
+
+    halt(11)
+    assert generations.direct(), "they continue, to be told to stop"
+    assert len(ends) == 1
+    losses.end_reason = ends[0]
+    generations.direct()
+    assert told == [("stop", [0, 1])]
+    halt(12)
+    generations.direct()
+    assert told == [("stop", [0, 1]), ("finish", [0, 1])]
