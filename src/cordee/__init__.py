@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from cordee.launch import train
     from cordee.loop import join
     from cordee.parameters import KVStore
-    from cordee.planner.planning import Plan, plan
+    from cordee.planner.plan import Plan
+    from cordee.planner.planning import plan
     from cordee.run import Run
     from cordee.training.callbacks import Callback
 
@@ -32,7 +33,7 @@ _HOMES = {
     "Job": "cordee.core",
     "KVStore": "cordee.parameters",
     "Monitoring": "cordee.core.settings",
-    "Plan": "cordee.planner.planning",
+    "Plan": "cordee.planner.plan",
     "Run": "cordee.run",
     "Splits": "cordee.data",
     "Stop": "cordee.core.settings",

@@ -31,7 +31,7 @@ from cordee.core.fault_points import identify, reach
 from cordee.core.importing import refuse_what_workers_miss, stop_import
 from cordee.core.interrupts import INTERRUPTED, InterruptFlag
 from cordee.core.module_changes import refuse_changed_modules
-from cordee.core.references import LIVE_PREFIX, Use, program_folders
+from cordee.core.references import LIVE_PREFIX, Use, program_folders, texts_in
 from cordee.data.dataframes import SOURCE, data_of_frame, is_dataframe
 from cordee.monitoring import (
     JsonlSink,
@@ -52,6 +52,7 @@ from cordee.monitoring.trackers import MlflowSink, WandbSink, flatten
 from cordee.planner.auto import Decision, Replanner, decide, plans_first
 from cordee.planner.kernels import Choice, choose_kernels
 from cordee.planner.prediction import Prediction
+from cordee.planner.recording import StepTimer, record_run
 from cordee.run import Run
 from cordee.runs import PROCESS_MODULES
 from cordee.runs.kind import KINDS, describe_without_slot, kind_of, lead_run, needs_engine
@@ -183,6 +184,7 @@ def _train(
                 told = [note, kernels.warning, changed]
                 for warning in (*filter(None, told), *(() if resume else parts.warnings)):
                     monitor.emit(events.Warned(message=warning))
+                monitor.add(timer := StepTimer())
                 if asked.strategy.name == "auto":
                     monitor.add(Replanner(asked, parts, monitor.emit))
                 flag = InterruptFlag(
@@ -199,6 +201,7 @@ def _train(
                         summary = close_run(directory, monitor, summary, stored)
                         reach("launch.closed")
                         _load_weights(parts, directory)
+                record_run(parts, timer, directory.path, summary)
     run = Run(directory.path, summary, parts.model)
     if not quiet:
         _console().print(render_result(run.summary, run.directory, _hints(run)), soft_wrap=True)
@@ -230,7 +233,7 @@ def _decide(asked: Job, name: str, open_early: Callable[[Job], None]) -> tuple[C
         _refuse_live_parts(job)
         if used := _used_of_this_script(job):
             refuse_what_workers_miss(used)
-        refuse_changed_modules([text for text in _texts(job.to_dict()) if ":" in text])
+        refuse_changed_modules([text for text in texts_in(job.to_dict()) if ":" in text])
         if not plans_first(asked):  # processes import torch while the job is looked at here
             open_early(job)
     team = Team(num_workers=job.strategy.workers, num_local_workers=job.strategy.workers)
@@ -318,6 +321,7 @@ def _with_prediction(summary: Summary, decision: Decision) -> Summary:
     return msgspec.structs.replace(
         summary,
         predicted_step_seconds=decision.prediction.step_s,
+        predicted_step_interval=decision.prediction.interval,
         predicted_memory_bytes=round(decision.prediction.memory_bytes),
         prediction_is_sure=decision.is_sure,
     )
@@ -333,6 +337,8 @@ def _describe_kernels(job: Job, reason: str) -> events.Kernels:
 def _describe_prediction(found: Prediction, is_sure: bool) -> events.Predicted:
     return events.Predicted(
         step_seconds=found.step_s,
+        step_interval=found.interval,
+        num_runs=found.num_runs,
         compute_seconds=found.compute_s,
         exchange_seconds=found.communication_s,
         idle_share=found.idle_share,
@@ -445,15 +451,7 @@ def _used_of_this_script(job: Job) -> list[str]:
     if script is None:
         return []
     prefix = f"{Path(script).resolve()}:"
-    return [text.removeprefix(prefix) for text in _texts(job.to_dict()) if text.startswith(prefix)]
-
-
-def _texts(table: Any) -> Iterator[str]:
-    if isinstance(table, str):
-        yield table
-    elif isinstance(table, Mapping | list | tuple):
-        for value in table.values() if isinstance(table, Mapping) else table:
-            yield from _texts(value)
+    return [text.removeprefix(prefix) for text in texts_in(job.to_dict()) if text.startswith(prefix)]
 
 
 def _console() -> Console:

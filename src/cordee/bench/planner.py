@@ -36,7 +36,8 @@ from cordee.core.errors import CordeeError, JobError
 from cordee.launch import train
 from cordee.planner.hardware import DescribedCluster, Device, Link
 from cordee.planner.measuring import median_s
-from cordee.planner.planning import Plan, kept_machine, plan_and_work, profile_of
+from cordee.planner.plan import Plan
+from cordee.planner.planning import kept_machine, plan_and_work, profile_of
 from cordee.planner.prediction import Prediction, Work
 from cordee.planner.search import choose, is_synchronous, search
 from cordee.planner.simulator.team import simulate_team

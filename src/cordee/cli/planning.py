@@ -47,8 +47,8 @@ def plan(
 
         load_cluster(cluster)
 
+    from cordee.planner.plan import render_plan
     from cordee.planner.planning import plan as make_plan
-    from cordee.planner.planning import render_plan
 
     found = make_plan(job, overrides=settings or [], workers=workers, cluster=cluster, fresh=fresh, tell=print_note)
     if as_json:

@@ -86,6 +86,15 @@ def name_of(live: Any) -> str:
     return f"{LIVE_PREFIX}{module or ''}.{qualname}" if qualname else f"{LIVE_PREFIX}{type(live).__qualname__}"
 
 
+def texts_in(table: Any) -> Iterator[str]:
+    """Yield the texts among the values of a table of plain values, at any depth."""
+    if isinstance(table, str):
+        yield table
+    elif isinstance(table, Mapping | list | tuple):
+        for value in table.values() if isinstance(table, Mapping) else table:
+            yield from texts_in(value)
+
+
 def program_folders() -> list[str]:
     """Return where this program finds its own modules, so that others find them from elsewhere."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)

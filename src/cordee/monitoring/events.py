@@ -353,6 +353,8 @@ class Predicted(EventRecord, frozen=True, kw_only=True, tag="predicted"):
     memory_bytes: float  # of the worker that takes most
     traffic_bytes: float  # that one worker sends in a step, through shared memory too
     is_sure: bool  # the machine was quiet when it was measured
+    step_interval: tuple[float, float] | None = None  # nine of ten runs are expected to be within
+    num_runs: int = 0  # earlier runs that it is made from as well
 
 
 class Fault(EventRecord, frozen=True, kw_only=True, tag="fault"):

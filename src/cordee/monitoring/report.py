@@ -159,7 +159,11 @@ def _forecast(summary: Summary) -> str:
         return ""
     if summary.prediction_is_sure is False:
         return "not usable: the machine was busy when it was profiled; run `cordee plan` again when it is quiet"
-    text = f"{1e3 * predicted_s:.3g} ms a step, measured {1e3 * measured_s:.3g} ms"
+    between = ""
+    if summary.predicted_step_interval is not None:
+        low_s, high_s = summary.predicted_step_interval
+        between = f" ({1e3 * low_s:.3g} to {1e3 * high_s:.3g})"
+    text = f"{1e3 * predicted_s:.3g} ms a step{between}, measured {1e3 * measured_s:.3g} ms"
     if not 1 / FAR_OFF < predicted_s / measured_s < FAR_OFF:
         return f"{text}: too far apart to be compared, the machine was busy in one of them"
     return f"{text} ({predicted_s / measured_s - 1:+.0%})"

@@ -32,6 +32,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_second: float | None = None
     step_seconds: float | None = None  # the mean of a step, without evaluating and saving
     predicted_step_seconds: float | None = None  # where the planner knew the model
+    predicted_step_interval: tuple[float, float] | None = None  # nine of ten runs are expected to be within
     checkpoint_stall_seconds: float | None = None  # that training stood still for checkpoints
     best_step: int | None = None  # of the best evaluation
     not_in_storage: list[int] | None = None  # steps of kept checkpoints that are not in `checkpoint.storage`

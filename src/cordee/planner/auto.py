@@ -7,6 +7,8 @@ second, and else the plain rule decides.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -14,21 +16,25 @@ import msgspec
 
 from cordee.cluster import Team
 from cordee.core import Job
+from cordee.core.errors import JobError
 from cordee.core.references import LIVE_PREFIX
 from cordee.data.datasets import IterableSource
 from cordee.monitoring import AnyEvent, events
 from cordee.planner.amounts import in_time
-from cordee.planner.cost_model import MODELS, predict
+from cordee.planner.cost_model import MODELS, predict, with_runs
 from cordee.planner.hardware import ThisMachine
 from cordee.planner.measurements import ModelProfile, free_memory_bytes, is_busy, keep, read_kept
-from cordee.planner.pipelines import num_chunks_of
+from cordee.planner.pipelines import num_chunks_of, usual_microbatches
 from cordee.planner.planning import job_as, kept_machine, refusal, refused_slices
 from cordee.planner.prediction import Candidate, Prediction, Work, mesh_of
 from cordee.planner.profiling import assemble_alone, estimate_step_s, profile_key, take_profile
+from cordee.planner.recording import read_runs
 from cordee.planner.search import CLOSE, is_candidate, search
 from cordee.strategies.choice import choose_strategy
 from cordee.strategies.table import STRATEGIES, usual_strategy
 from cordee.training.components import Components
+
+log = logging.getLogger("cordee.planner")
 
 QUICK_STEP_S = 0.05  # a model whose step takes no longer is profiled on the spot
 QUICK_BUDGET_S = 0.4
@@ -64,7 +70,8 @@ def decide(asked: Job, parts: Components, *, may_measure: bool = True) -> Decisi
     predictions = [p for p in search(work, workers, refused_slices(parts.model, workers)) if p.workers == workers]
     if not is_auto:
         reason = "the strategy is the one that the job says"
-        return Decision(parts.job, _as_asked(parts.job, work), reason, is_sure)
+        prediction = _as_asked(parts.job, work)
+        return Decision(parts.job, prediction, reason, is_sure or (prediction is not None and prediction.num_runs > 0))
     usual = next((p for p in predictions if p.strategy == parts.job.strategy.name), None)
     for prediction, job in _that_run(asked, parts, predictions) if is_sure else ():
         if usual is not None and usual.fits and prediction.step_s > usual.step_s * (1 - CLOSE):
@@ -94,8 +101,9 @@ def _work(parts: Components, *, may_measure: bool) -> tuple[Work | None, bool, s
     if workers > 1 and not machine.has_exchanges(workers):
         return None, False, f"exchanges of {workers} workers were not measured: `cordee plan` does so"
     hardware = ThisMachine(machine, workers, free_memory_bytes())
-    work = Work(profile, parts.job.training.batch_size, hardware, parts.job.training.accumulate)
-    return work, not profile.was_busy and not machine.was_busy, ""
+    is_sure = not profile.was_busy and not machine.was_busy
+    work = Work(profile, parts.job.training.batch_size, hardware, parts.job.training.accumulate, is_sure)
+    return with_runs(work, read_runs(parts).ways, time.time()), is_sure, ""
 
 
 def _as_asked(job: Job, work: Work) -> Prediction | None:
@@ -110,10 +118,17 @@ def _as_asked(job: Job, work: Work) -> Prediction | None:
     mesh = mesh_of(Candidate(strategy=name, workers=workers, settings=settings))
     if mesh.pipeline > 1:
         share_size = max(1, work.batch_size // mesh.num_shares)
-        settings["microbatches"] = settings.get("microbatches") or min(4 * mesh.pipeline, share_size)
-        if num_chunks_of(settings.get("schedule", "1f1b"), mesh.pipeline) > len(work.profile.blocks):
+        settings["microbatches"] = settings.get("microbatches") or usual_microbatches(mesh.pipeline, share_size)
+        if job.training.recompute:
+            settings.pop("recompute", None)  # the profile has it
+        num_chunks = settings.get("stages") or num_chunks_of(settings.get("schedule", "1f1b"), mesh.pipeline)
+        if num_chunks > len(work.profile.blocks):
             return None
-    return predict(Candidate(strategy=name, workers=workers, settings=settings), work)
+    try:
+        return predict(Candidate(strategy=name, workers=workers, settings=settings), work)
+    except JobError as error:  # a placement of parts of the profile's blocks
+        log.info("the step is not predicted: %s", error)
+        return None
 
 
 def _profile(parts: Components, *, may_measure: bool) -> tuple[ModelProfile | None, str]:

@@ -6,17 +6,22 @@ one (docs/reference/planner.md has the formulas).
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
+from cordee.core.errors import CordeeError
 from cordee.core.mesh import Mesh
 from cordee.monitoring.wording import plural
 from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.hardware import gathering_s, num_sums, ring_traffic, sharded_amount, sharded_units, summing_s
+from cordee.planner.history import PastRun, Way, plain_settings, refine, shift_of, usable
 from cordee.planner.measurements import Amount, Block, Timing
 from cordee.planner.pipelines import Pipeline, cut, last_pass_s, num_ahead, num_chunks_of
 from cordee.planner.prediction import Candidate, Prediction, Work, make_prediction, mesh_of
@@ -24,7 +29,34 @@ from cordee.strategies.table import STRATEGIES, CostModel, strategies_on
 
 
 def predict(candidate: Candidate, work: Work) -> Prediction:
-    """Return what `candidate` would take for `work`."""
+    """Return what `candidate` would take for `work`, by the model and by earlier runs of it."""
+    found = _modelled(candidate, work)
+    runs: tuple[PastRun, ...] = ()
+    if work.ways:
+        settings = plain_settings(candidate.strategy, candidate.workers, candidate.settings, work.batch_size)
+        same = Candidate(strategy=candidate.strategy, workers=candidate.workers, settings=settings)
+        runs = next((way.runs for way in work.ways if way.is_of(same)), ())
+    return refine(found, runs, work.shifts.get(candidate.workers, 1.0), is_reliable=work.is_reliable)
+
+
+def with_runs(work: Work, ways: Iterable[Way], now: float) -> Work:
+    """Return the work with those earlier runs of it that count at the time `now`, in unix seconds."""
+    known: list[Way] = []
+    ratios: defaultdict[int, list[float]] = defaultdict(list)
+    for way in ways:
+        try:
+            modelled_s = _modelled(way.candidate, work).step_s if work.is_reliable else None
+        except (CordeeError, ValueError, KeyError):
+            modelled_s = None  # the model cannot say: a strategy of another kind, or too few blocks
+        if runs := usable(way.runs, modelled_s, now):
+            known.append(msgspec.structs.replace(way, runs=runs))
+            if modelled_s:
+                ratios[way.workers].append(statistics.median(run.step_s for run in runs) / modelled_s)
+    shifts = {workers: shift_of(found) for workers, found in ratios.items()}
+    return dataclasses.replace(work, ways=tuple(known), shifts=shifts)
+
+
+def _modelled(candidate: Candidate, work: Work) -> Prediction:
     return MODELS[STRATEGIES[candidate.strategy].cost_model](candidate, work)
 
 
@@ -175,6 +207,7 @@ def predict_mesh(candidate: Candidate, work: Work) -> Prediction:
         num_slices=mesh.tensor,
         num_data=mesh.num_shares,
         num_sharded=mesh.sharded,
+        computed_again=parts.samples if candidate.settings.get("recompute") else 0.0,
     )
     sends_s = 2 * pipeline.send_s * pipeline.num_micro if mesh.pipeline > 1 else 0.0
     return make_prediction(
@@ -235,9 +268,14 @@ def split_model(candidate: Candidate, work: Work, mesh: Mesh) -> Parts:
     # Stages that wait for each other leave their cores to others: what counts is how many compute at once.
     num_busy = candidate.workers if num_stages == 1 else hardware.num_lanes(candidate.workers)
     timings = [hardware.step(profile, samples, member, num_busy) for member in slowest]
+    if num_busy < candidate.workers:  # but they take turns on it, which costs more than to have it alone
+        shares = [hardware.step(profile, samples, member, candidate.workers) for member in slowest]
+        turns = [share.times(num_busy / candidate.workers) for share in shares]
+        timings = [timing.at_least(turn) for timing, turn in zip(timings, turns, strict=True)]
     weights = [[(f + b) for f, b in zip(timing.forward_s, timing.backward_s, strict=True)] for timing in timings]
-    num_chunks = num_chunks_of(schedule, num_stages)  # of the model, one after the other on the stages
-    bounds = cut([weights[chunk % num_stages] for chunk in range(num_chunks)], num_chunks)
+    bounds = _bounds(candidate.settings, weights, profile.blocks, num_stages)
+    num_chunks = len(bounds)  # of the model, one after the other on the stages
+    again = 1.0 if candidate.settings.get("recompute") else 0.0  # forward passes that backward passes begin with
     shrink = [_sliced(block.splittable, mesh.tensor) for block in profile.blocks]
     forward, backward, send_s, exchanged_s = [], [], 0.0, 0.0
     for chunk, (start, end) in enumerate(bounds):
@@ -247,6 +285,7 @@ def split_model(candidate: Candidate, work: Work, mesh: Mesh) -> Parts:
         timing = timings[stage]
         forward.append(sum(t * k for t, k in zip(timing.forward_s[own], shrink[own], strict=True)) + inner_s)
         backward.append(sum(t * k for t, k in zip(timing.backward_s[own], shrink[own], strict=True)) + inner_s)
+        backward[-1] += again * forward[-1]
         if chunk + 1 < num_chunks:
             size = profile.blocks[end - 1].output_bytes * samples
             ways = zip(mesh.stage_members(stage), mesh.stage_members((stage + 1) % num_stages), strict=True)
@@ -259,6 +298,23 @@ def split_model(candidate: Candidate, work: Work, mesh: Mesh) -> Parts:
         max(timing.optimizer_s for timing in timings),
         max(hardware.step(profile, samples * num_micro, member, candidate.workers).other_s for member in slowest),
     )
+
+
+def _bounds(
+    settings: Mapping[str, Any], weights: Sequence[Sequence[float]], blocks: Sequence[Block], num_stages: int
+) -> list[tuple[int, int]]:
+    """Return the blocks of each chunk: as `placement` says, else so that the longest chunk is as short as can be.
+
+    `weights[stage][block]` is how long a block takes. Raises JobError for a placement that is none of these blocks.
+    """
+    if placement := settings.get("placement"):
+        from cordee.models.cutting import cut_by_hand  # which imports torch: simulations do without
+
+        counts = cut_by_hand([(block.name,) for block in blocks], placement)
+        stops = list(itertools.accumulate(counts))
+        return list(zip([0, *stops[:-1]], stops, strict=True))
+    num_chunks = settings.get("stages") or num_chunks_of(settings.get("schedule", "1f1b"), num_stages)
+    return cut([weights[chunk % num_stages] for chunk in range(num_chunks)], num_chunks)
 
 
 def _inner_s(work: Work, mesh: Mesh, blocks: Sequence[Block], samples: float) -> float:
@@ -362,10 +418,12 @@ def part_bytes(
     num_slices: int,
     num_data: int,
     num_sharded: int,
+    computed_again: float = 0.0,
 ) -> float:
     """Return what the worker with the largest part of the model takes: worker `i` has the chunks `bounds[i]`.
 
-    `kept[i]` is of how many samples it keeps activations of each at once.
+    `kept[i]` is of how many samples it keeps activations of each at once. With activations that are computed again,
+    for `computed_again` samples at a time, it keeps the chunks' inputs instead.
     """
     profile = work.profile
     beyond = profile.peak_bytes / max(1.0, profile.activation_bytes)
@@ -375,8 +433,11 @@ def part_bytes(
         share = sum(block.parameter_bytes for block in blocks) / num_slices
         own = share * (2 + profile.optimizer_state_bytes / max(1, profile.parameter_bytes))
         own /= num_sharded
-        kept_bytes = sum(_kept_bytes(block, num_slices) for block in blocks)
-        worst = max(worst, own + kept_bytes * samples * beyond)
+        kept_bytes = samples * sum(_kept_bytes(block, num_slices) for block in blocks)
+        if computed_again:
+            inputs = [profile.blocks[start - 1].output_bytes if start else profile.input_bytes for start, _ in chunks]
+            kept_bytes = min(kept_bytes, kept_bytes * computed_again / samples + samples * sum(inputs))
+        worst = max(worst, own + kept_bytes * beyond)
     reading = profile.input_bytes * work.batch_size / num_data
     # Stages are saved by those who have them.
     whole = _whole(work) if num_slices > 1 or num_sharded > 1 else _built(work)

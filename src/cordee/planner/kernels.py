@@ -34,6 +34,7 @@ log = logging.getLogger("cordee.planner")
 
 MOST_SHARE = 0.02  # of a run's steps that may be spent on measuring before it
 LEAST_ROUNDS, MOST_ROUNDS = 3, 9
+LEAST_SETTLED, SETTLED = 5, 0.005  # rounds, and how far a gain may still move, when no more rounds are taken
 BUDGET_S = 4.0
 MOST_SAMPLES = 64  # of a batch that are measured with: what a way gains hardly changes beyond
 LEAST_COMPILED_S = 1800.0  # a run that is shorter is not worth trying to compile: that alone may take a minute
@@ -338,7 +339,7 @@ def measure(parts: Components, wanted: Sequence[Kernels], *, budget_s: float = B
         times: dict[Kernels, list[float]] = {kernels: [] for kernels in able}
         deadline = time.perf_counter() + budget_s
         for number in range(MOST_ROUNDS):
-            if number >= LEAST_ROUNDS and time.perf_counter() > deadline:
+            if number >= LEAST_ROUNDS and (time.perf_counter() > deadline or is_settled(list(times.values()))):
                 break
             for kernels in able:
                 times[kernels].append(ways[kernels].timed(model, batch))
@@ -357,6 +358,23 @@ def measure(parts: Components, wanted: Sequence[Kernels], *, budget_s: float = B
         )
         trials.append(Trial(kernels=kernels, gain=gain, compile_s=compile_s[kernels]))
     return trials
+
+
+def is_settled(times: Sequence[Sequence[float]]) -> bool:
+    """Return whether more rounds would hardly move the median ratio of any way to the first. Pure.
+
+    By `SETTLED` of it, in two of three cases: the deviation of a median is that of what it is taken of times 1.25,
+    over the root of their number.
+    """
+    if min(map(len, times), default=0) < LEAST_SETTLED:
+        return False
+    for own in times[1:]:
+        ratios = [usual / each for usual, each in zip(times[0], own, strict=True)]
+        middle = statistics.median(ratios)
+        deviation = 1.48 * statistics.median(abs(ratio - middle) for ratio in ratios)
+        if 1.25 * deviation / math.sqrt(len(ratios)) > SETTLED * middle:
+            return False
+    return True
 
 
 class _Way:

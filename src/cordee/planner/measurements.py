@@ -192,6 +192,19 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     def step_s(self) -> float:
         return sum(self.forward_s) + sum(self.backward_s) + self.optimizer_s + self.other_s
 
+    @property
+    def pass_s(self) -> float:
+        """Forward and backward."""
+        return sum(self.forward_s) + sum(self.backward_s)
+
+    def at_least(self, other: Timing) -> Timing:
+        """Return the longer of both, block by block; what is not in blocks stays."""
+        return msgspec.structs.replace(
+            self,
+            forward_s=tuple(map(max, self.forward_s, other.forward_s)),
+            backward_s=tuple(map(max, self.backward_s, other.backward_s)),
+        )
+
     def times(self, factor: float, *, optimizer: float = 1.0) -> Timing:
         """Return the step where all but the optimizer takes `factor` times as long, and that `optimizer` times."""
         return msgspec.structs.replace(
@@ -243,6 +256,10 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     def has_timings(self, num_processes: int) -> bool:
         return any(timing.num_processes == num_processes for timing in self.timings)
+
+    def most_samples(self, num_processes: int) -> int:
+        """Return the samples of the largest step that so many processes took at the same time."""
+        return max(timing.samples for timing in self.timings if timing.num_processes == num_processes)
 
     def step(self, samples: float, num_processes: int = 1) -> Timing:
         """Return how long a step over `samples` takes, on the line through the two nearest measurements."""

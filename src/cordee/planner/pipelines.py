@@ -9,6 +9,7 @@ from typing import NamedTuple
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 IN_TURNS = ("interleaved", "zero-bubble")  # schedules in which a worker has several chunks of the model
 CHUNKS_PER_WORKER = 2  # of those
+MICROBATCHES_PER_WORKER = 4  # as in strategies/pipeline, which imports torch
 MOST_SIMULATED = 256  # passes of a schedule that is simulated task by task; a formula does for longer ones
 
 
@@ -52,6 +53,11 @@ def _fill(weights: Sequence[Sequence[float]], num_stages: int, limit: float) -> 
 def num_chunks_of(schedule: str, num_workers: int) -> int:
     """Return into how many chunks a model is cut; chunk c is on worker c modulo the workers."""
     return num_workers * (CHUNKS_PER_WORKER if schedule in IN_TURNS else 1)
+
+
+def usual_microbatches(num_workers: int, samples: float) -> int:
+    """Return into how many micro-batches a pipeline cuts its share of a batch where the job leaves that to it."""
+    return max(1, min(MICROBATCHES_PER_WORKER * num_workers, math.ceil(samples)))
 
 
 def num_ahead(schedule: str, worker: int, num_workers: int, num_micro: int) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -11,6 +12,9 @@ from cordee.core.mesh import Mesh
 from cordee.planner.hardware import Hardware
 from cordee.planner.measurements import ModelProfile
 from cordee.strategies.table import STRATEGIES
+
+if TYPE_CHECKING:
+    from cordee.planner.history import Way
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +42,9 @@ class Prediction(Candidate, frozen=True, kw_only=True):
     traffic_bytes: float  # that one worker sends in a step
     samples_per_second: float
     note: str = ""  # what it is made of, in words
+    # Nine of ten runs are expected between these seconds of a step; None where nothing is known of that.
+    interval: tuple[float, float] | None = None
+    num_runs: int = 0  # earlier runs of the same way that it is made from as well
 
     @property
     def missing_bytes(self) -> float:
@@ -72,6 +79,9 @@ class Work:
     batch_size: int
     hardware: Hardware
     accumulate: int = 1
+    is_reliable: bool = True  # the profile was measured on this hardware, while nothing else used it
+    ways: Sequence[Way] = ()  # that the job was run before, with the runs that count
+    shifts: Mapping[int, float] = field(default_factory=dict)  # of predictions, by the number of workers
 
 
 def make_prediction(

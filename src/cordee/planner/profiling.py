@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import math
+import sys
 import time
 from collections.abc import Generator
+from pathlib import Path
 
 import msgspec
 import torch
@@ -17,6 +20,7 @@ from cordee.compute import split_batch
 from cordee.compute.devices import MemoryWatch
 from cordee.core import Batch, Job, tree
 from cordee.core.errors import ModelError
+from cordee.core.references import texts_in
 from cordee.planner.measurements import ModelProfile, Timing, describe_machine, key_of
 from cordee.planner.measuring import (
     describe_blocks,
@@ -56,7 +60,23 @@ def profile_key(parts: Components) -> str:
         str(settings["optimizer"]),
         f"{training.batch_size} {training.accumulate} {training.precision} {training.clip_norm}",
         f"{training.threads} {training.memory_format} {training.compile} {parts.computation.device}",
+        f"{training.recompute}",
+        *code_of(parts),
     )
+
+
+def code_of(parts: Components) -> list[str]:
+    """Return the modules of the user's own that a job is made of, each with what its file says now."""
+    names = {type(module).__module__ for module in parts.model.modules()}
+    names |= {text.partition(":")[0] for text in texts_in(parts.job.to_dict()) if ":" in text}
+    described = []
+    for name in sorted(names):
+        if name.partition(".")[0] in ("torch", "cordee", "builtins"):
+            continue  # whose versions are part of every key
+        path = Path(name) if name.endswith(".py") else Path(getattr(sys.modules.get(name), "__file__", None) or "")
+        with contextlib.suppress(OSError):
+            described.append(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}")
+    return described
 
 
 def take_profile(parts: Components, *, budget_s: float = BUDGET_S) -> ModelProfile:

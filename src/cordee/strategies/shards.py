@@ -182,6 +182,9 @@ class _BufferKeeper:
         """Take what a shard's pass made of the buffers, and put them back for the next."""
         if has_samples:
             self._present.add(shard)
+        if not self._buffers:
+            self._changes[shard] = {}
+            return  # the modules need not be gone through again for each shard
         # Compared by value: torch's batch norm does not count up the version of what it changes.
         self._buffers = list(self._model.buffers())  # some models put a new tensor in the place of the old one
         pairs = enumerate(zip(self._buffers, self._starts, strict=True))

@@ -10,9 +10,9 @@ from cordee.core.errors import JobError
 from cordee.planner.amounts import in_bytes, in_time
 from cordee.planner.cost_model import predict
 from cordee.planner.hardware import DescribedCluster, Device, Link, ThisMachine
-from cordee.planner.measurements import Machine
+from cordee.planner.measurements import Machine, Timing
 from cordee.planner.pipelines import Pipeline, cut, last_pass_s, num_ahead, num_chunks_of, order_of
-from cordee.planner.planning import refuse_without_room
+from cordee.planner.plan import refuse_without_room
 from cordee.planner.prediction import Candidate, Work
 from cordee.planner.search import candidates, choose, degrees, search
 
@@ -245,3 +245,68 @@ def test_where_stages_share_cores_models_are_not_cut_into_more_chunks() -> None:
 
     assert schedules(cores=2) == {"gpipe", "1f1b", "interleaved"}
     assert schedules(cores=1) == {"gpipe", "1f1b"}
+
+
+def test_a_placement_by_hand_is_predicted_as_it_is() -> None:
+    named = [msgspec.structs.replace(block, name=f"b{i}") for i, block in enumerate(profile(4).blocks)]
+    task = work(msgspec.structs.replace(profile(4), blocks=tuple(named)), cluster(2, rate=1e15))
+    even, uneven = (
+        predict(of("pipeline", 2, microbatches=4, placement=placement), task)
+        for placement in ([["b0", "b1"], ["b[23]"]], [["b0"], ["b[1-3]"]])
+    )
+    assert even.step_s == pytest.approx(predict(of("pipeline", 2, microbatches=4), task).step_s)
+    assert uneven.step_s > even.step_s and uneven.compute_s == pytest.approx(0.030 + 0.0005)
+    with pytest.raises(JobError, match="names 'b7', which no block has"):
+        predict(of("pipeline", 2, microbatches=4, placement=[["b0", "b7"], ["b[1-3]"]]), task)
+
+
+def test_recomputation_takes_a_forward_pass_more_and_keeps_inputs_only() -> None:
+    plain = profile(4)
+    blocks = tuple(msgspec.structs.replace(block, activation_bytes=1.0 * MB) for block in plain.blocks)
+    task = work(msgspec.structs.replace(plain, blocks=blocks), cluster(2, rate=1e15))
+    kept = predict(of("pipeline", 2, microbatches=4, schedule="gpipe"), task)
+    again = predict(of("pipeline", 2, microbatches=4, schedule="gpipe", recompute=True), task)
+    # A worker has two blocks of 10 ms, a third of it forward: 20 ms become 20 * 4 / 3.
+    assert again.compute_s - kept.compute_s == pytest.approx(0.020 / 3)
+    assert again.step_s > kept.step_s
+    assert kept.memory_bytes - again.memory_bytes == pytest.approx(2 * MB * (64 - 16), rel=0.01)
+
+
+def together(num_processes: int, times_s: dict[int, float]) -> tuple[Timing, ...]:
+    """Return timings of `profile(4)` in several processes: seconds of a block by samples, a third of them forward."""
+    return tuple(
+        Timing(
+            num_processes=num_processes,
+            num_threads=1,
+            samples=samples,
+            forward_s=(seconds / 3,) * 4,
+            backward_s=(seconds * 2 / 3,) * 4,
+            optimizer_s=0.001,
+            other_s=0.0,
+        )
+        for samples, seconds in times_s.items()
+    )
+
+
+def test_slices_of_a_whole_batch_take_no_less_than_it_took_alone() -> None:
+    plain = profile(4)  # 64 samples take 10 ms a block, and 32 take 5
+    flat = msgspec.structs.replace(plain, timings=(*plain.timings, *together(2, {8: 0.004, 32: 0.005})))
+    machine = here(2)
+    assert machine.step(flat, 32, 0, 2).pass_s == pytest.approx(4 * 0.005)
+    assert machine.step(flat, 64, 0, 2).pass_s == pytest.approx(4 * 0.010)  # and not 6.3 ms, as the line says
+    steep = msgspec.structs.replace(plain, timings=(*plain.timings, *together(2, {8: 0.001, 32: 0.010})))
+    assert machine.step(steep, 64, 0, 2).pass_s == pytest.approx(4 * 0.022)
+
+
+def test_stages_that_take_turns_on_a_core_pay_for_it() -> None:
+    plain = profile(4)
+    machine = Machine(cores=2, slowdowns={2: 1.0, 4: 2.0})
+    alike = (*together(2, {4: 0.002, 16: 0.008}), *together(4, {4: 0.004, 16: 0.016}))
+    slower = (*together(2, {4: 0.002, 16: 0.008}), *together(4, {4: 0.006, 16: 0.024}))
+
+    def step_s(timings: tuple[Timing, ...]) -> float:
+        known = msgspec.structs.replace(plain, timings=(*plain.timings, *timings))
+        return predict(of("pipeline", 4, microbatches=4), work(known, ThisMachine(machine, 4, 1e12))).step_s
+
+    # Four processes on two cores take turns: twice the time of two is free of charge, three times is not.
+    assert step_s(slower) > 1.3 * step_s(alike)

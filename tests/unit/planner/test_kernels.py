@@ -17,7 +17,7 @@ from cordee.core.errors import JobError
 from cordee.core.settings import Training
 from cordee.monitoring import read_events
 from cordee.planner import kernels as planner_kernels
-from cordee.planner.kernels import Choice, Kernels, Measured, Trial, choose_kernels, decide, measure
+from cordee.planner.kernels import Choice, Kernels, Measured, Trial, choose_kernels, decide, is_settled, measure
 from cordee.planner.measurements import keep, read_kept
 from cordee.training.components import Components, assemble
 
@@ -280,3 +280,11 @@ def test_measurements_are_kept_and_read_again() -> None:
     found = measured(plain=1.0, last=1.25)
     keep("kernels", "a", found)
     assert read_kept("kernels", "a", Measured) == found
+
+
+def test_rounds_end_when_more_of_them_would_change_nothing() -> None:
+    steady = [1.0, 1.001, 0.999, 1.0, 1.002]
+    assert is_settled([steady, [0.5 * each for each in steady]])
+    assert is_settled([[1.0, 2.0, 4.0, 1.0, 3.0], [0.5, 1.0, 2.0, 0.5, 1.5]])  # the machine drifts, and the ratio stays
+    assert not is_settled([steady, [0.5, 0.6, 0.4, 0.55, 0.45]])
+    assert not is_settled([steady[:4], steady[:4]]) and not is_settled([])

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import cordee
 from cordee.core.errors import JobError
-from cordee.planner.planning import refuse_without_choice, render_plan
+from cordee.planner.plan import refuse_without_choice, render_plan
 from cordee.strategies.table import STRATEGIES
 
 CLUSTER = """
