@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from cordee.bench.planner import MB, PlanTimes, Trial, by_way, make_rows, measure
+from cordee.bench.planner import measure
+from cordee.bench.planner_figures import MB, PlanTimes, Trial, by_way, make_rows
 from cordee.bench.registry import run_benchmark
 from cordee.core.errors import JobError
 from cordee.planner.prediction import Prediction
@@ -78,3 +80,19 @@ def test_a_case_that_there_is_not() -> None:
         measure(rounds=1, say=lambda _: None, cases=["lennet"])
     with pytest.raises(JobError, match=r"--cases is for benchmarks that have several, and 'pipeline' has not"):
         run_benchmark("pipeline", rounds=None, output=None, cases=["gpt"])
+
+
+def test_a_plan_that_knows_a_run_is_held_against_runs_of_other_rounds() -> None:
+    def rounds(strategy: str, workers: int, predicted_s: float, *times_s: float) -> list[Trial]:
+        return [
+            msgspec.structs.replace(trial(strategy, workers, predicted_s, step_s), round=number)
+            for number, step_s in enumerate(times_s)
+        ]
+
+    trials = [*rounds("single", 1, 0.10, 0.12, 0.12), *rounds("tensor", 2, 0.06, 0.15, 0.15)]
+    goals = {row["strategy"]: row["figure"] for row in make_rows(trials) if row["model"] == "all"}
+    assert goals["first plan, runs of other rounds: median error"] == pytest.approx((1 / 6 + 0.6) / 2)
+    assert goals["second plan, runs of other rounds: median error"] < 0.25
+    assert goals["choices within 5 % of the best"] == 0.0 and goals["second plan, choices"] == 1.0
+    one_round = [one for one in trials if one.round == 0]
+    assert not any("second plan" in row["strategy"] for row in make_rows(one_round))
