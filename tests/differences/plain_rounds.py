@@ -28,17 +28,14 @@ from cordee.strategies.federated.algorithms import make_algorithm
 from cordee.strategies.federated.client import split_samples
 from cordee.strategies.federated.keyed import normals
 from cordee.strategies.federated.schedule import Schedule, Task
-from cordee.strategies.federated.settings import FederatedSettings, RobustSettings
+from cordee.strategies.federated.settings import FederatedSettings
 from cordee.strategies.federated.strategy import settings_of
 from cordee.training.components import assemble
 from differences import parts as own_parts
 from differences.generator import Choices
+from differences.robust_rules import NobodyCountsError, robust_mean
 
 Vector = Tensor
-
-
-class NobodyCountsError(Exception):
-    """No update of a round counts."""
 
 
 @dataclass
@@ -51,6 +48,7 @@ class PlainRound:
     shared: Vector
     buffers: dict[str, Tensor]
     test_loss: float | None
+    measured: dict[str, float]  # by clients on what they had set aside
 
 
 @dataclass
@@ -73,6 +71,7 @@ class Returned:
     loss_sum: float
     loss_count: float
     control_change: Vector | None = None
+    tested: tuple[float, float] | None = None  # shares that were right, before and after training
 
 
 class PlainRounds:
@@ -126,6 +125,7 @@ class PlainRounds:
                     shared=self.flat(self.model).clone(),
                     buffers={name: dict(self.model.named_buffers())[name].clone() for name in self.shared_buffers},
                     test_loss=self.test_loss(),
+                    measured=measure_clients([update.tested for update in returned if update.tested is not None]),
                 )
             )
         return rounds
@@ -138,10 +138,10 @@ class PlainRounds:
         model = self.model
         self.load({**start, **kept.personal})
         model.train()
-        indices, _ = split_samples(self.partition.of(task.client), settings.client_test, self.job.seed, name)
+        indices, aside = split_samples(self.partition.of(task.client), settings.client_test, self.job.seed, name)
         place = (self.job.seed, "client", name, "round", task.base)
         optimizer = self.make_optimizer(model, task.base)
-        begin, use = self.flat(model), settings.use
+        begin, use, before = self.flat(model), settings.use, self.share_right(aside)
         own = kept.control if kept.control is not None else torch.zeros_like(begin)
         returned = Returned(begin, {}, len(indices), 0, 0.0, 0, 0.0, 0.0)
         for number, batch in enumerate(self.batches(indices, place)):
@@ -166,6 +166,8 @@ class PlainRounds:
             returned.loss_count += count
         if not returned.num_steps:
             return returned
+        if before is not None and (later := self.share_right(aside)) is not None:
+            returned.tested = (before, later)
         returned.unit_steps = self.unit_steps(optimizer, returned.num_steps)
         difference = self.flat(model) - begin
         if use.use == "scaffold":
@@ -204,6 +206,17 @@ class PlainRounds:
                     batch = Batch(inputs, batch.targets)
                 yield batch
 
+    @torch.no_grad()
+    def share_right(self, indices: Tensor) -> float | None:
+        """Return for which share of these samples the model has the right class; None without any."""
+        if not len(indices):
+            return None
+        batch = self.source.gather(indices)
+        self.model.eval()
+        right = (self.outputs(self.model, batch).argmax(-1) == batch.targets).double().mean()
+        self.model.train()
+        return float(right)
+
     def backward(self, model: nn.Module, batch: Batch, num_parts: int) -> tuple[float, float]:
         """Add the gradient of the mean loss of the batch; return the mean, and over what."""
         parts = [part for part in batch.cut(num_parts) if part.num_samples]
@@ -217,17 +230,18 @@ class PlainRounds:
         return mean, total
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        inputs, targets, choices = batch.inputs, batch.targets, self.choices
         with torch.autocast("cpu", torch.bfloat16, enabled=self.job.training.precision == "bf16"):
-            if choices["nested"] == "own_loss":
-                return model(**inputs, labels=targets)["loss"]
-            if choices["nested"] == "names":
-                outputs = model(**inputs)["logits"]
-            elif choices["nested"] == "tuple":
-                outputs = model(*inputs)[1]
-            else:
-                outputs = model(inputs)
-            return self.loss_of(outputs, targets)
+            if self.choices["nested"] == "own_loss":
+                return model(**batch.inputs, labels=batch.targets)["loss"]
+            return self.loss_of(self.outputs(model, batch), batch.targets)
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        match self.choices["nested"]:
+            case "names" | "own_loss":
+                return model(**batch.inputs)["logits"]
+            case "tuple":
+                return model(*batch.inputs)[1]
+        return model(batch.inputs)
 
     def loss_of(self, outputs: Tensor, targets: Tensor) -> Tensor:
         kind = self.choices["loss"]
@@ -452,6 +466,17 @@ class PlainRounds:
         return torch.cat([parameters[name].detach().reshape(-1) for name in self.shared])
 
 
+def measure_clients(shares: list[tuple[float, float]]) -> dict[str, float]:
+    """Return the mean share of right classes, that of the worst tenth of the clients, and what training gained."""
+    if not shares:
+        return {}
+    before, after = sorted(one for one, _ in shares), [other for _, other in shares]
+    worst = before[: math.ceil(len(before) / 10)]
+    mean = sum(before) / len(before)
+    gain = sum(after) / len(after) - mean
+    return {"client_accuracy": mean, "worst_decile_accuracy": sum(worst) / len(worst), "personal_gain": gain}
+
+
 def compression(settings: CompressionSettings, model: nn.Module, names: list[str], dtype: torch.dtype) -> Any:
     parameters = dict(model.named_parameters())
     return settings.feedback([tuple(parameters[name].shape) for name in names], dtype).codec
@@ -460,28 +485,3 @@ def compression(settings: CompressionSettings, model: nn.Module, names: list[str
 def bounded(vector: Vector, most: float) -> Vector:
     norm = float(vector.double().norm())
     return vector * (most / norm) if norm > most else vector
-
-
-def robust_mean(settings: RobustSettings, rows: Tensor) -> Vector:
-    """Return what a robust rule makes of updates, by its definition."""
-    num, wrong = len(rows), int(settings.wrong * len(rows))
-    if settings.use == "median":
-        return rows.quantile(0.5, dim=0)
-    if settings.use == "trimmed_mean":
-        kept = [column.sort().values[wrong : num - wrong].mean() for column in rows.T]
-        return torch.stack(kept)
-    if settings.use == "geometric_median":
-        here = rows.mean(0)
-        for _ in range(100):
-            weights = [1 / max(float((row - here).norm()), 1e-12) for row in rows]
-            here = sum(w * row for w, row in zip(weights, rows, strict=True)) / sum(weights)
-        return here
-    if num < 2 * wrong + 3:
-        raise NobodyCountsError
-    scores = []
-    for row in rows:
-        distances = sorted(float((row - other).square().sum()) for other in rows)[1:]
-        scores.append(sum(distances[: num - wrong - 2]))
-    order = sorted(range(num), key=lambda place: scores[place])
-    chosen = order[:1] if settings.use == "krum" else order[: max(1, num - wrong)]
-    return rows[sorted(chosen)].mean(0)

@@ -153,7 +153,7 @@ class RoundDispatcher(OnDemandDispatcher):
             task,
             places=board.took_part,
             oldest=board.round.needs_from,
-            evaluate=not is_again
+            evaluate=self.state.progress.evaluated_at != number
             and (
                 is_last
                 or self._is_due(number, self.job.evaluation.every_epochs)
@@ -203,6 +203,8 @@ class RoundDispatcher(OnDemandDispatcher):
         if not outcome.is_counted:
             self._count_round(number, result)
             outcome.is_counted = True
+        if "metrics" in result and self.state.progress.evaluated_at != number:
+            self._take_metrics(number, msgspec.convert(result["metrics"], Metrics))
         is_last = self._is_last(number)
         if is_last and outcome.saved_step != number and not outcome.problem:
             return  # asked to end while the round was finished: it is finished again, and saved
@@ -264,10 +266,11 @@ class RoundDispatcher(OnDemandDispatcher):
             self.show(number, progress.train_loss)
         if result.get("is_spent"):
             self.stop("epsilon")
-        if "metrics" in result:
-            metrics = msgspec.convert(result["metrics"], Metrics)
-            outcome.metrics = metrics
-            self.emit(progress.describe_evaluation(metrics, number, number))
-            reason = progress.take_evaluation(metrics, number, self.policy, constant())
-            if reason is not None and outcome.stopped_by in (None, "epsilon"):
-                outcome.is_final, outcome.stopped_by = True, reason
+
+    def _take_metrics(self, number: int, metrics: Metrics) -> None:
+        outcome, progress = self.state.outcome, self.state.progress
+        outcome.metrics = metrics
+        self.emit(progress.describe_evaluation(metrics, number, number))
+        reason = progress.take_evaluation(metrics, number, self.policy, constant())
+        if reason is not None and outcome.stopped_by in (None, "epsilon"):
+            outcome.is_final, outcome.stopped_by = True, reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import torch
 
 from cordee.compute.schedules import PlateauSchedule
 from cordee.core import Job
@@ -10,6 +11,7 @@ from cordee.core.errors import JobError
 from cordee.data.source import fingerprint
 from cordee.monitoring.events import RunStarted
 from cordee.strategies.federated.algorithms import make_algorithm
+from cordee.strategies.federated.client import num_set_aside
 from cordee.strategies.federated.partition import Partition, divide
 from cordee.strategies.federated.privacy import Accountant
 from cordee.strategies.federated.schedule import Schedule
@@ -73,6 +75,7 @@ def check_federated(components: Components) -> None:
     Schedule(settings, algorithm, job.seed, partition.sizes.tolist(), job.training.batch_size).check()
     if settings.client_test and int(partition.sizes.min()) < 2:
         raise JobError("strategy.client_test sets samples aside, and a client has one only: set partition.min_samples")
+    _check_single_samples(components, partition)
     if parts.privacy is not None:
         accountant = Accountant(settings, parts.privacy, partition.num_clients)
         if not accountant.allows(1):
@@ -80,3 +83,30 @@ def check_federated(components: Components) -> None:
                 f"one round spends epsilon = {accountant.epsilon(1):.4g} at delta = {parts.privacy.delta:g}, more than "
                 f"strategy.privacy.max_epsilon = {parts.privacy.max_epsilon:g}: raise strategy.privacy.noise"
             )
+
+
+def _check_single_samples(components: Components, partition: Partition) -> None:
+    """Raise JobError where a client trains on one sample by itself, and the model cannot: batch norms need several."""
+    job, model = components.job, components.model
+    settings, size = settings_of(job), job.training.batch_size
+    for client, num_samples in enumerate(partition.sizes.tolist()):
+        num_trained = num_samples - num_set_aside(num_samples, settings.client_test)
+        num_batches = -(-num_trained // size)
+        reaches_last = settings.local_steps is None or settings.local_steps >= num_batches
+        smallest = num_trained - (num_batches - 1) * size if reaches_last else size
+        if smallest // job.training.accumulate > 1:
+            continue
+        kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                components.computation.outputs(model.train(), components.splits.train.gather(partition.of(client)[:1]))
+        except ValueError as error:
+            raise JobError(
+                f"client {partition.name(client)} trains on {num_trained} samples, and with training.batch_size = "
+                f"{size} (and accumulate = {job.training.accumulate}) on one of them by itself, which this model "
+                f"cannot: {error}. Set another batch_size, or divide the data in another way"
+            ) from error
+        finally:
+            for buffer, value in kept:
+                buffer.copy_(value)
+        return  # it can

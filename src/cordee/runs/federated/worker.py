@@ -313,13 +313,15 @@ class FederatedWorker:
         self._show(server)
         result = self._describe(outcome.num_clients, outcome.step_norm, numbers, sent)
         progress = msgspec.convert(decode_values(task.progress.encode()), Progress)
-        progress.step, progress.samples = number, progress.samples + numbers.num_trained
+        progress.step, progress.epoch, progress.samples = number, number, progress.samples + numbers.num_trained
+        progress.loss_sum, progress.loss_count = numbers.loss_sum, numbers.loss_count
         stop = False
         if self._accountant is not None:
             result["epsilon"] = self._accountant.epsilon(number)
             result["is_spent"] = stop = not self._accountant.allows(number + 1)
         metrics: Metrics | None = None
-        if task.evaluate and self._parts.test is not None:
+        # A spent budget makes this the last round, which is always measured.
+        if (task.evaluate or stop) and progress.evaluated_at != number and self._parts.test is not None:
             metrics = measure(self._parts, self._parts.model, self._parts.test)
             assert metrics is not None
             result["metrics"] = msgspec.to_builtins(metrics)

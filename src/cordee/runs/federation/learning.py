@@ -253,9 +253,10 @@ class FederationLearning:
 
     def _measure(self) -> None:
         """Measure the model, when it is due."""
-        every = self.parts.job.evaluation.every_epochs or self.parts.job.evaluation.every_steps
-        is_last = self.num_rounds >= self.settings.rounds
-        if self.parts.test is None or not (is_last or (every and self.num_rounds % every == 0)):
+        evaluation, number = self.parts.job.evaluation, self.num_rounds
+        is_due = any(every and number % every == 0 for every in (evaluation.every_epochs, evaluation.every_steps))
+        # What is known before the model is measured to be the last round always is.
+        if self.parts.test is None or not (is_due or self.end_reason() is not None):
             return
         metrics = measure(self.parts, self.parts.model, self.parts.test)
         assert metrics is not None
@@ -326,6 +327,10 @@ class FederationLearning:
         self.progress = msgspec.convert(loaded.state.values["progress"], Progress)
         self.epsilon = part.values["epsilon"]
         self.metrics = self.progress.metrics
+        if self.metrics is not None and self.progress.evaluated_at == self.num_rounds:
+            policy = make_policy(self.parts)
+            policy.patience = self.progress.patience
+            self._stopped_by = policy.stop_reason(self.metrics.get)  # it was stopped before it could say so
         self.weights_sha256 = checkpoint.weights_sha256(self.parts.model.state_dict())
         return msgspec.json.decode(part.values["event"], type=events.Round)
 

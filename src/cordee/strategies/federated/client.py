@@ -276,8 +276,13 @@ def split_samples(indices: Tensor, test_share: float, seed: int, client: str) ->
         return indices, indices[:0]
     generator = torch.Generator().manual_seed(derive_seed(seed, "client", client, "test"))
     order = indices[torch.randperm(len(indices), generator=generator)]
-    num_test = min(len(indices) - 1, max(1, round(test_share * len(indices))))
+    num_test = num_set_aside(len(indices), test_share)
     return order[num_test:], order[:num_test]
+
+
+def num_set_aside(num_samples: int, test_share: float) -> int:
+    """Return how many of a client's samples are set aside. Pure."""
+    return min(num_samples - 1, max(1, round(test_share * num_samples))) if test_share else 0
 
 
 def unit_displacement(optimizer: Optimizer, num_steps: int) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cordee.checkpoint import Folder
+from cordee.checkpoint import Folder, load_newest
 from cordee.checkpoint.layout import encode_values
 from cordee.cluster import Team
 from cordee.core import Job
@@ -72,3 +72,12 @@ def test_a_client_under_way_whose_parameters_are_not_kept_is_refused(tmp_path: P
     worker.do(Task(what="prepare", round=1))
     with pytest.raises(CheckpointError, match="clients_per_round and clock must be as they were"):
         worker.do(Task(what="client", round=1, index=0, client=0, base=0, num_places=4))
+
+
+def test_the_progress_in_a_checkpoint_is_that_of_its_round(tmp_path: Path) -> None:
+    train_a_round(make_worker(tmp_path))
+    loaded = load_newest(tmp_path / "checkpoints")
+    assert loaded is not None
+    progress = loaded.state.values["progress"]
+    assert (progress["step"], progress["epoch"], progress["samples"], progress["loss_count"]) == (1, 1, 40, 40)
+    assert progress["loss_sum"] > 0

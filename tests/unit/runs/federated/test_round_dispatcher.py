@@ -116,6 +116,7 @@ class Play:
         return [event for event in self.events if isinstance(event, kind)]
 
 
+METRICS = {"loss": 1.0, "accuracy": 0.5, "top5_accuracy": None, "num_samples": 4, "seconds": 0.0}
 SAVED = {"path": "a checkpoint", "save_seconds": 0.0}
 RESULT = {
     "num_clients": 3,
@@ -198,17 +199,21 @@ def test_a_stop_ends_the_run_with_the_round_under_way_and_it_is_saved() -> None:
     assert play.state.outcome.stopped_by == "interrupt", "the first reason counts"
 
 
-def test_a_round_that_was_finished_when_the_stop_came_is_finished_again_and_saved() -> None:
-    play = Play(num_workers=1, rounds=5, checkpoint={"every_steps": 0})
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_a_round_that_was_finished_when_the_stop_came_is_finished_again_and_saved(is_measured: bool) -> None:
+    evaluation = {"every_epochs": int(is_measured)}
+    play = Play(num_workers=1, rounds=5, checkpoint={"every_steps": 0}, evaluation=evaluation)
     task = play.task(0)
     while task.what != "finish":
         task = play.task(0, task)
     assert not task.save
     play.dispatcher.stop("interrupt")
-    again = play.task(0, task)
-    assert (again.what, again.round, again.save, again.evaluate) == ("finish", 0, True, False)
-    assert play.ask(0, again, values=SAVED) is None and play.dispatcher.is_over
+    again = play.task(0, task, values={"metrics": METRICS} if is_measured else {})
+    assert (again.what, again.round, again.save, again.evaluate) == ("finish", 0, True, not is_measured)
+    values = SAVED if is_measured else {**SAVED, "metrics": METRICS}
+    assert play.ask(0, again, values=values) is None and play.dispatcher.is_over
     assert len(play.of(events.Round)) == 1 and play.state.progress.samples == 60, "the round counts once"
+    assert len(play.of(events.Evaluation)) == 1, "the end of a run is measured, once"
 
 
 def test_steps_and_a_spent_budget_end_the_run() -> None:

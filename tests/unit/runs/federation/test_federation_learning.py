@@ -21,6 +21,7 @@ PRIVACY = {"clip_norm": 1.0, "noise": 1.0}
 
 
 def learn(folder: Path, num_clients: int = 3, **settings: object) -> FederationLearning:
+    sections = {name: settings.pop(name) for name in ("evaluation", "stop") if name in settings}
     job = Job.from_dict(
         {
             "model": {"use": "mlp", "hidden": [4]},
@@ -28,6 +29,7 @@ def learn(folder: Path, num_clients: int = 3, **settings: object) -> FederationL
             "optimizer": {"use": "sgd", "lr": 0.1},
             "training": {"threads": 1},
             "strategy": {"name": "federated", "rounds": 10, **settings},
+            **sections,
         }
     )
     parts = assemble(job, Team())
@@ -136,3 +138,32 @@ def test_a_private_round_that_draws_nobody_is_made(tmp_path: Path) -> None:
     learning.finish(one, *one.result(), [])
     assert learning.num_rounds == 1 and learning.epsilon is not None
     assert not torch.equal(learning.sent().parameters, before), "noise is added all the same"
+
+
+@pytest.mark.parametrize(
+    ("every", "stop", "measured"),
+    [
+        ({"every_epochs": 3, "every_steps": 2}, {}, [2, 3, 4, 6]),
+        ({"every_epochs": 0}, {"steps": 4}, [4]),
+    ],
+)
+def test_rounds_are_measured_when_the_job_says_so_and_at_the_end(
+    tmp_path: Path, every: dict[str, int], stop: dict[str, int], measured: list[int]
+) -> None:
+    learning = learn(tmp_path, evaluation=every, stop=stop)
+    found = []
+    for number in range(1, 7):
+        finish_round(learning, ("a", "b"))
+        if learning.progress.evaluated_at == number:
+            found.append(number)
+        if learning.end_reason() is not None:
+            break
+    assert found == measured
+
+
+def test_a_server_that_was_killed_when_its_last_round_was_saved_ends(tmp_path: Path) -> None:
+    stop = {"loss": 100.0}
+    finish_round(learn(tmp_path, stop=stop), ("a", "b"))
+    again = learn(tmp_path, stop=stop)
+    again.load()
+    assert again.end_reason() == "loss"
