@@ -136,7 +136,7 @@ def _compare_straight(choices: Choices, alone: Outcome, together: Outcome) -> It
         pieces = torch.split(-choices["optimizer"]["lr"] * left, [p.numel() for p in named.values()])
         unsent = {name: piece.view_as(named[name]) for name, piece in zip(named, pieces, strict=True)}
     for name, value in alone.weights.items():
-        ours = together.weights[name] + unsent.get(name, torch.zeros_like(value))
+        ours = together.weights[name] + unsent.get(name, torch.zeros_like(value)).view_as(value)
         if not (distance := float((ours - value).abs().max())) <= slack:
             yield f"weight {name}: {distance:.2g} away, which is more than {slack:.2g}"
 

@@ -371,6 +371,7 @@ def tables(key: str, effect: Changes, strategy: str) -> tuple[Table, Table]:
     base = job_table(choices)
     if strategy == ROUNDS:
         base["strategy"]["rounds"] = base["training"].pop("steps")
+        base["data"]["size"] = 62  # clients of 12 and 13 samples: more than a batch, and not all the same
         del base["monitoring"]
     for path, value in effect.base.items():
         _put(base, path, value)
