@@ -176,8 +176,9 @@ def _compare_saved(choices: Choices, alone: Outcome, together: Outcome, expected
 
 
 def _skips_steps(choices: Choices) -> bool:
-    """Whether servers see several steps at once, so that what is due inside of them is done after them."""
-    return any(strategy and strategy.get("push_every", 1) > 1 for strategy in (choices["before"], choices["strategy"]))
+    """Whether several steps are taken before anybody saves, so that what is due inside of them is done after them."""
+    strategies = [strategy for strategy in (choices["before"], choices["strategy"]) if strategy]
+    return any(strategy.get("push_every", 1) > 1 or _has_windows(strategy) for strategy in strategies)
 
 
 def _is_boundary(one: tuple[int, int], other: tuple[int, int]) -> bool:

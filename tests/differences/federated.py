@@ -22,6 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from cordee.checkpoint import Folder
 from cordee.checkpoint.layout import decode_values, encode_values
 from cordee.cluster import Team
 from cordee.core import Job
@@ -29,6 +30,7 @@ from cordee.core.errors import CordeeError
 from cordee.runs.federated.board import Board, BoardState
 from cordee.runs.federated.facts import check_federated
 from cordee.runs.federated.messages import Task
+from cordee.runs.federated.round_files import FolderFiles
 from cordee.runs.federated.worker import FederatedWorker
 from cordee.strategies.federated.schedule import Schedule
 from cordee.strategies.federated.strategy import settings_of
@@ -156,7 +158,8 @@ class Workers:
 
     def __init__(self, job: Job, folder: Path, num_workers: int, seed: int, first: int = 0) -> None:
         self._job, self._rng = job, random.Random(seed)
-        self._workers = [FederatedWorker(assemble(job, Team()), folder) for _ in range(num_workers)]
+        files, store = FolderFiles(folder), Folder(folder / "checkpoints")
+        self._workers = [FederatedWorker(assemble(job, Team()), files, store) for _ in range(num_workers)]
         parts = self._workers[0]._parts
         self.settings = settings_of(job)
         sizes = self._workers[0]._partition.sizes.tolist()
