@@ -101,6 +101,23 @@ def test_another_strategy_goes_on_without_the_settings_of_servers(tmp_path: Path
     assert Job.load(run_dir / "job.toml").strategy.settings == {}
 
 
+def test_a_resumed_run_with_compression_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    """What workers left out is in the checkpoint; each worker has its own share of every step."""
+    settings = with_servers(2, servers=2, compression="int4")
+    saving = {"every_steps": 10, "keep": 5}
+    whole = go(tmp_path / "whole", strategy=settings, checkpoint=saving)
+    run_dir = tmp_path / "run"
+    go(run_dir, strategy=settings, checkpoint=saving, stop={"steps": 10})
+    again = train(run_dir / "job.toml", overrides=["stop.steps=99"], run_dir=run_dir, resume=True, quiet=True)
+    assert (again.summary.steps, again.summary.residuals_lost) == (NUM_STEPS, 0)
+    assert again.summary.weights_sha256 == whole.summary.weights_sha256
+    saved = load_newest(run_dir / "checkpoints")
+    assert saved is not None
+    left = saved.state.part("residual")
+    assert left.values == {"workers": 2, "weight": 0.5}
+    assert {name.partition(".")[0] for name, tensor in left.tensors.items() if bool(tensor.any())} == {"0", "1"}
+
+
 def test_workers_in_step_equal_single_and_lost_messages_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,8 @@ Action = Attack | Literal["leave", "hold"]
 LONGEST_HOLD_S, LOOK_EVERY_S = 60.0, 0.005
 
 # Of runs with parameter servers. Requests have a point before they are sent and one where the answer has come; a server
-# has one where a request has come, and one where it is carried out.
+# has one where a request has come, and one where it is carried out. Those of compression are not listed: the runs that
+# the walks compare are reproducible, which compression is not.
 _ASKED = {
     "join": "worker, server, evaluator",
     "askservers": "worker, evaluator",

@@ -158,6 +158,11 @@ class Ledger:
         """The share of the next new unit: above 0 where its step is begun."""
         return self._next.share if self._next is not None else 0
 
+    @property
+    def has_returned(self) -> bool:
+        """Whether there is a unit that somebody had in hand before."""
+        return bool(self._returned)
+
     def take(self, worker: str, *, limit_step: int) -> Unit | None:
         """Hand out the next unit of a step before `limit_step`, or None if there is none now."""
         if self._returned:

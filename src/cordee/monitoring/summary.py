@@ -49,6 +49,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     recoveries: int = 0  # lost workers that were trained around
     steps_redone: int = 0
     updates_lost: int = 0  # steps that a lost parameter server took with it: its slice of the weights lacks them
+    residuals_lost: int = 0  # workers lost with what compression had left out of their gradients
     staleness: dict[str, int] | None = None  # gradients by how many updates had overtaken them
     epsilon: float | None = None  # spent, with `strategy.privacy`
     stopped_by: str | None = None  # the stop rule, or what else ended the run early

@@ -36,6 +36,7 @@ class Progress(msgspec.Struct):
     best_step: int = -1  # of the best evaluation
     best: float | None = None  # its score
     updates_lost: int = 0  # that are in a part of the parameters only: a server was lost with the others
+    residuals_lost: int = 0  # workers that were lost with what compression had left out of their gradients
     place: Place = Place()  # in data that grows
     patience: Patience = msgspec.field(default_factory=Patience)
     plateau: dict[str, float] = {}  # where a schedule is that follows a metric
@@ -165,6 +166,7 @@ def summarise(
         test_top5_accuracy=metrics.top5_accuracy if metrics else None,
         metrics=dict(metrics.named) if metrics else {},
         updates_lost=progress.updates_lost,
+        residuals_lost=progress.residuals_lost,
         stopped_by=stopped_by,
         error=str(error) if status == "failed" else None,
         cordee_version=run.cordee_version,

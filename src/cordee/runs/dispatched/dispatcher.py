@@ -30,6 +30,7 @@ from cordee.runs.dispatched.messages import (
     EvaluatorTaskDone,
     HandOver,
     Leave,
+    SaveResiduals,
     SnapshotTaken,
     TakeWork,
     Work,
@@ -108,6 +109,8 @@ class Dispatcher(OnDemandDispatcher):
         self._drop_late()
         if not self.is_over:
             self._release_leaving()
+            for name in [name for name in self._state.feeding_back if self.members.records[name].is_released]:
+                self._lose_residual(name)
         self._advance()
 
     def stop(self, reason: str) -> None:
@@ -142,6 +145,7 @@ class Dispatcher(OnDemandDispatcher):
         self.members.lose(record, is_away=is_away)
         self._timing.forget(name)
         self._waiting.pop(name, None)
+        self._lose_residual(name)
         units = self.ledger.requeue(name)
         self.servers.lose(name)
         if has_joined and record.role == "evaluator":
@@ -165,6 +169,8 @@ class Dispatcher(OnDemandDispatcher):
                 self.ledger.requeue(name)  # who asks has nothing in hand: it did not hear the last answer
                 record.is_leaving |= work.leaves
                 self._waiting[name] = received
+                if name in self._state.residuals:  # else it did not hear that it is to do so
+                    self._state.residuals[name] |= work.kept == self._state.residuals_step
             case AskEvaluatorTask():
                 self._snapshots.arrive(received)
             case SnapshotTaken(ages=ages):
@@ -216,6 +222,7 @@ class Dispatcher(OnDemandDispatcher):
         # Parts of steps that are not complete went to the predecessor as well. All are done again: the other servers
         # know them, and the new one gets every update from here on.
         self._state.attempt += 1
+        self._state.residuals_step = -1
         self.ledger.reopen()
         self.metrics.reopen()
         now = self.progress.step
@@ -232,6 +239,8 @@ class Dispatcher(OnDemandDispatcher):
     def _commit(self, worker: str, done: TakeWork) -> None:
         if done.attempt != self._state.attempt or not self.ledger.commit(done.done):
             return
+        if self.plan.settings.compression != "none":
+            self._state.feeding_back.add(worker)
         step = done.done // self.ledger.num_shares
         self.metrics.add(step, done)
         self._timing.end(done.done, worker, self.members.records[worker].index, self.plan.steps_before(step + 1))
@@ -245,7 +254,10 @@ class Dispatcher(OnDemandDispatcher):
         if ledger.committed_steps >= barrier:
             snapshots.pause()
             is_last = self.is_ending
-            is_due = snapshots.is_free and not snapshots.has_task_for(barrier, is_last=is_last)
+            has_task = snapshots.has_task_for(barrier, is_last=is_last)
+            if not has_task and not self._has_residuals(barrier, is_last=is_last):
+                return
+            is_due = snapshots.is_free and not has_task
             if is_due and not snapshots.start_task(barrier, self.elapsed_s(), self.metrics.to_apply, is_last=is_last):
                 self._end()
             if is_last:  # there is no more work, and the evaluator can use the cores
@@ -256,6 +268,33 @@ class Dispatcher(OnDemandDispatcher):
             snapshots.resume()
         self._hand_out()
 
+    def _has_residuals(self, barrier: int, *, is_last: bool) -> bool:
+        """Have waiting workers give servers what compression left out, for a checkpoint; return whether it is done.
+
+        One that is late with work that another has done is not waited for: what it left out is not saved.
+        """
+        if not self.plan.saves_residuals(barrier, is_last=is_last):
+            return True
+        state, step = self._state, self.progress.step
+        if state.residuals_step != step:
+            state.residuals_step, state.residuals = step, {}
+        for name in [name for name in self._waiting if not state.residuals.get(name)]:
+            state.residuals[name] = False
+            self._reply(self._waiting.pop(name), SaveResiduals(step))
+        return all(state.residuals.values())
+
+    def _lose_residual(self, worker: str) -> None:
+        """Count what compression left out of the gradients of a worker that is gone: nobody knows it."""
+        state = self._state
+        is_saved = state.residuals.pop(worker, False) and state.residuals_step == self.progress.step
+        if worker in state.feeding_back:
+            state.feeding_back.discard(worker)
+            if not (self.has_done_all and is_saved):
+                self.progress.residuals_lost += 1
+                self.emit(
+                    events.Warned(message=f"what compression has left out of the gradients of {worker} is lost with it")
+                )
+
     def _hand_out(self) -> None:
         ledger, staleness = self.ledger, self.plan.max_staleness
         limit = self._state.barrier
@@ -263,7 +302,17 @@ class Dispatcher(OnDemandDispatcher):
             return  # others are waited for
         if staleness is not None:
             limit = min(limit, ledger.committed_steps + staleness + 1)
-        for name in list(self._waiting):
+        names, waits = list(self._waiting), False
+        if self.plan.settings.keeps_order:  # what a run leaves out is then the same in another that is like it
+            names.sort(key=lambda name: self.members.records[name].index)
+            has_begun = self.metrics.training_s is not None
+            waits = any(
+                record.name not in self._waiting and (record.phase == "joined" or not has_begun)
+                for record in self.members.staying_workers
+            )
+        for name in names:
+            if waits and not ledger.has_returned:
+                return
             unit = ledger.take(name, limit_step=limit)
             if unit is None:
                 return

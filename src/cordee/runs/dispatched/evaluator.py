@@ -32,8 +32,8 @@ from cordee.runs.checkpoints import open_store
 from cordee.runs.dispatched.link import DispatchLink
 from cordee.runs.dispatched.messages import AskEvaluatorTask, EvaluatorTask, EvaluatorTaskDone, Leave, SnapshotTaken
 from cordee.strategies.parameter_server.client import ParameterClient
-from cordee.strategies.parameter_server.messages import Snapshot, SnapshotExtras
-from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters, join_pieces
+from cordee.strategies.parameter_server.messages import PullResiduals, Snapshot, SnapshotExtras
+from cordee.strategies.parameter_server.state import adopt_flat, flatten_parameters, join_pieces, join_residuals
 from cordee.strategies.parameter_server.strategy import can_split, settings_of
 from cordee.training.callbacks import Callbacks, Context
 from cordee.training.components import Components, assemble
@@ -81,7 +81,7 @@ class Evaluator:
         self._parts = parts
         self._link = link
         self._store = store
-        settings = settings_of(parts.job)
+        settings = self._settings = settings_of(parts.job)
         self._layout = make_layout(parts.model, settings.servers, can_split=can_split(parts.job))
         self._client = ParameterClient(self._layout, settings, ServerCalls(link.connect, patience_s))
         self._flat = flatten_parameters(parts.model, self._layout)
@@ -95,9 +95,10 @@ class Evaluator:
 
     def carry_out(self, task: EvaluatorTask) -> EvaluatorTaskDone:
         started = time.perf_counter()
-        optimizer = self._read(task)
+        optimizer, residual = self._read(task)
         reach("evaluator.read")
-        state = State.join(model=State(model_state(self._parts.model), {}), optimizer=optimizer)
+        model = State(model_state(self._parts.model), {})
+        state = State.join(model=model, optimizer=optimizer, residual=residual)
         metrics = self._measure(optimizer) if task.evaluate else None
         progress = msgspec.convert(decode_values(task.progress.encode()), Progress)
         is_best = metrics is not None and self._record_evaluation(progress, metrics)
@@ -165,14 +166,20 @@ class Evaluator:
         protected = (progress.best_step,) if settings.keep_best else ()
         return str(self._store.save(progress.step, state, keep=settings.keep, protected=protected))
 
-    def _read(self, task: EvaluatorTask) -> State:
-        """Bring the model to the servers' state, and return that of their optimizers."""
+    def _read(self, task: EvaluatorTask) -> tuple[State, State]:
+        """Bring the model to the servers' state; return that of their optimizers, and what compression left out."""
         states = [
             self._client.snapshot(piece, self._flat, Snapshot(piece.index, task.apply_step, task.scale))
             for piece in self._layout.pieces
         ]
+        left = []
+        if task.residuals:
+            left = [
+                self._client.residuals(piece, PullResiduals(piece.index, task.step)) for piece in self._layout.pieces
+            ]
         self._link.ask(SnapshotTaken(self._client.pull_extras(self._buffers, SnapshotExtras(task.apply_step))))
-        return join_pieces(self._layout, states, self._group_of)
+        weight = self._settings.gradient_weight(self._parts.job.strategy.workers)
+        return join_pieces(self._layout, states, self._group_of), join_residuals(self._layout, left, weight)
 
     def _measure(self, optimizer: State) -> Metrics | None:
         parts = self._parts

@@ -67,6 +67,15 @@ class TakeWork(Message, frozen=True):
     refused: Text = ""  # why a server did not take the gradient
     leaves: bool = False  # it was told to go, and wants no more work
     attempt: Count = 0  # of the work that is done
+    kept: Number = -1  # the step of the `SaveResiduals` that is carried out
+
+
+class SaveResiduals(Message, frozen=True):
+    """The servers are to have what compression left out of this worker's gradients; then it wants work again."""
+
+    is_generational = False
+
+    step: Count
 
 
 class Work(Message, frozen=True):
@@ -115,6 +124,7 @@ class EvaluatorTask(Message, frozen=True):
     progress: Text  # encoded like the values of a checkpoint, for the checkpoint
     apply_step: Number = -1
     scale: float = 1.0
+    residuals: bool = False  # the servers have what compression left out
 
 
 class SnapshotTaken(Message, frozen=True):
@@ -140,7 +150,7 @@ class EvaluatorTaskDone(Message, frozen=True):
 
 
 DISPATCHED: tuple[type[Message], ...] = (
-    *COMMON, AskServers, Servers, FollowerLost, HandOver, TakeWork, Work, Leave, AskEvaluatorTask, EvaluatorTask,
-    SnapshotTaken, EvaluatorTaskDone, *CHECKPOINTS,
+    *COMMON, AskServers, Servers, FollowerLost, HandOver, TakeWork, Work, SaveResiduals, Leave, AskEvaluatorTask,
+    EvaluatorTask, SnapshotTaken, EvaluatorTaskDone, *CHECKPOINTS,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=1 << 20)

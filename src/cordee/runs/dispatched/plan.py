@@ -104,6 +104,13 @@ class RunPlan:
     def saves(self, step: int, *, is_last: bool = False) -> bool:
         return is_last or self._crosses(step, self.job.checkpoint.every_steps)
 
+    def saves_residuals(self, step: int, *, is_last: bool = False) -> bool:
+        """Whether what compression left out may have to be saved after `step` steps of the ledger."""
+        if self.settings.compression == "none":
+            return False
+        may_be_best = self.job.checkpoint.keep_best and self.evaluates(step, is_last=is_last)
+        return self.saves(step, is_last=is_last) or bool(may_be_best)
+
     def next_barrier(self, step: int) -> int:
         """Return the next step of the ledger after which everybody pauses for a snapshot."""
         for candidate in range(step + 1, self.num_steps):

@@ -33,7 +33,7 @@ from cordee.runs.dispatched.messages import HandOver, Leave
 from cordee.strategies.parameter_server.messages import LIMITS, PARAMETERS, ApplyPending
 from cordee.strategies.parameter_server.service import ParameterService
 from cordee.strategies.parameter_server.shard import ParameterShard
-from cordee.strategies.parameter_server.state import flatten_parameters, load_piece
+from cordee.strategies.parameter_server.state import flatten_parameters, load_piece, split_residuals
 from cordee.strategies.parameter_server.strategy import can_split, fixed_of, settings_of
 from cordee.training.components import assemble
 
@@ -150,6 +150,11 @@ def _make_service(spec: MemberSpec, store: Store) -> ParameterService:
         for state in shard.pieces.values():
             load_piece(state, saved.state.part("optimizer"))
             state.version = saved.state.values["progress"]["step"]
+            workers = job.strategy.workers
+            weight = settings.gradient_weight(workers)
+            left = split_residuals(saved.state.part("residual"), state.piece, workers, weight)
+            for worker, own in left.items():
+                shard.keep_residual(worker, state.version, state.piece.index, own)
     service = ParameterService(shard, layout, settings, is_fixed=fixed is not None)
     service.step = saved.state.values["progress"]["step"] if saved is not None else 0
     return service

@@ -115,6 +115,7 @@ class SnapshotScheduler:
             progress=encode_values(msgspec.to_builtins(progress)).decode(),
             apply_step=apply_step,
             scale=scale,
+            residuals=plan.saves_residuals(step, is_last=is_last),
         )
         evaluator, self._evaluator = self._evaluator, None
         self._reply(evaluator, task)

@@ -82,6 +82,9 @@ class DispatcherState(msgspec.Struct, kw_only=True):
     outcome: Outcome = msgspec.field(default_factory=Outcome)
     is_final: bool = False
     is_over: bool = False
+    residuals_step: int = -1  # at which workers were told last to have servers keep what compression left out
+    residuals: dict[str, bool] = {}  # the workers that were told then, and whether it is done
+    feeding_back: set[str] = set()  # the workers that have left something out
 
 
 class Loss(msgspec.Struct, frozen=True):

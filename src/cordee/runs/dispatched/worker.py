@@ -31,7 +31,7 @@ from cordee.monitoring.timeline import Phase, Timeline
 from cordee.parameters.calls import ServerCalls
 from cordee.parameters.placement import Piece, make_layout
 from cordee.runs.dispatched.link import DispatchLink
-from cordee.runs.dispatched.messages import Leave, TakeWork, Work
+from cordee.runs.dispatched.messages import Leave, SaveResiduals, TakeWork, Work
 from cordee.runs.dispatched.on_demand_worker import Attempt, work_until_ended
 from cordee.runs.dispatched.plan import is_due
 from cordee.strategies.parameter_server.client import ParameterClient
@@ -106,6 +106,9 @@ class DispatchedWorker:
         self._rates = parts.recipe.make(self._model.named_parameters())
         self._num_until_pull = 0
         self._index, self._num_units = spec.index, 0
+        # One that takes the place of another has an index of its own, and what that one left out is lost.
+        is_of_before = spec.resume and spec.index < parts.job.strategy.workers
+        self._resumes_as = spec.name if is_of_before and self._settings.compression != "none" else ""
         self._pushes: list[tuple[Piece, Future[Pushed]]] = []
         self._work: Work | None = None
         # Clipping one's own gradient needs all of it first, and so does adding up several; one piece is complete last.
@@ -119,6 +122,8 @@ class DispatchedWorker:
 
     def run(self) -> None:
         """Take work until there is no more."""
+        if self._resumes_as:
+            self._client.take_residuals(self._resumes_as)
         done, waited_s, has_asked = TakeWork(), 0.0, False
         began_s = None
         while True:
@@ -132,6 +137,11 @@ class DispatchedWorker:
                 waited_s += time.perf_counter() - asked_s
             if isinstance(reply, Leave):
                 break
+            if isinstance(reply, SaveResiduals):
+                self._client.keep_residuals(reply.step)
+                done = TakeWork(kept=reply.step, leaves=self._leave_asked.is_set())
+                has_asked = done.leaves
+                continue
             assert isinstance(reply, Work)
             self._link.step = reply.first_batch
             if self._leave_asked.is_set() and not has_asked:

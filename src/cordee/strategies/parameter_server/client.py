@@ -20,12 +20,15 @@ from cordee.parameters.placement import Layout, Piece
 from cordee.parameters.replication import decode_state
 from cordee.strategies.parameter_server.messages import (
     Extras,
+    KeepResidual,
     Pull,
     Pulled,
     PullExtras,
+    PullResiduals,
     Push,
     Pushed,
     PushExtras,
+    Residuals,
     Snapped,
     Snapshot,
     SnapshotExtras,
@@ -117,6 +120,30 @@ class ParameterClient:
         room = 4 * target.nbytes + (1 << 20)
         state: State = self._calls.call(piece.server, snapshot, receive=receive, reply_bytes=room)
         return state
+
+    def keep_residuals(self, step: int) -> None:
+        """Give the servers what compression has left out of the gradients so far, for the checkpoint of `step`."""
+        for piece, feedback in zip(self.layout.pieces, self._feedback, strict=True):
+            left = feedback.zeros() if feedback.left is None else feedback.left
+            with BLOCKED:
+                self._calls.call(piece.server, KeepResidual(piece.index, step), [left])
+
+    def take_residuals(self, worker: str) -> None:
+        """Begin with what compression had left out of the gradients of a worker of the run that is resumed."""
+        for piece, feedback in zip(self.layout.pieces, self._feedback, strict=True):
+            feedback.left = self.residuals(piece, PullResiduals(piece.index, worker=worker)).get(worker)
+
+    def residuals(self, piece: Piece, pull: PullResiduals) -> dict[str, Tensor]:
+        """Return what servers know to be left out of the gradients of a piece, by worker."""
+
+        def receive(message: Message, buffers: tuple[Buffer, ...]) -> dict[str, Tensor]:
+            assert isinstance(message, Residuals)
+            tensors = [buffer.torch().clone() for buffer in buffers]
+            return dict(zip(message.workers, tensors, strict=True))
+
+        with BLOCKED:
+            found: dict[str, Tensor] = self._calls.call(piece.server, pull, receive=receive)
+        return found
 
     def close(self) -> None:
         if self._pool is not None:

@@ -105,6 +105,34 @@ class Fence(ServerMessage, frozen=True):
     incarnation: Count
 
 
+class KeepResidual(ServerMessage, frozen=True):
+    """What compression has left out of a worker's gradients of one piece, for the checkpoint. Answered by `Done`.
+
+    The worker is sent the parameters of the piece whole the next time, as the first time in a run.
+    """
+
+    piece: Count
+    step: Count  # of the job, that the servers have
+    worker: Client = ""
+
+
+class PullResiduals(ServerMessage, frozen=True):
+    """What was left out of gradients of one piece: of one worker, or of all that sent it at `step`.
+
+    Answered by `Residuals`.
+    """
+
+    piece: Count
+    step: Number = -1
+    worker: Client = ""
+
+
+class Residuals(ServerMessage, frozen=True):
+    """The workers; the buffers are theirs, in this order."""
+
+    workers: Annotated[tuple[Name, ...], Meta(max_length=65536)]
+
+
 class ApplyPending(ServerMessage, frozen=True):
     """For a follower: apply step `apply_step` to a piece, as the first is about to. Answered by `Done`."""
 
@@ -125,6 +153,6 @@ class LoadExtras(ServerMessage, frozen=True):
 
 PARAMETERS: tuple[type[Message], ...] = (
     Push, Pushed, Pull, Pulled, PushExtras, PullExtras, Snapshot, Snapped, SnapshotExtras, Extras, Fence, ApplyPending,
-    Adopt, Load, LoadExtras, Done,
+    KeepResidual, PullResiduals, Residuals, Adopt, Load, LoadExtras, Done,
 )  # fmt: skip
 LIMITS = Limits(max_header_bytes=8 << 20, max_buffers=65536, max_buffer_bytes=1 << 31)

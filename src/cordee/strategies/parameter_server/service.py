@@ -19,12 +19,15 @@ from cordee.strategies.parameter_server.messages import (
     ApplyPending,
     Extras,
     Fence,
+    KeepResidual,
     LoadExtras,
     Pull,
     Pulled,
     PullExtras,
+    PullResiduals,
     Push,
     PushExtras,
+    Residuals,
     Snapped,
     Snapshot,
     SnapshotExtras,
@@ -60,6 +63,8 @@ class ParameterService(ReplicatedService):
             SnapshotExtras: self._extras,
             ApplyPending: self._apply_pending,
             Fence: self._fence,
+            KeepResidual: self._keep_residual,
+            PullResiduals: self._residuals,
             LoadExtras: self._load_extras,
         }
 
@@ -126,6 +131,18 @@ class ParameterService(ReplicatedService):
         else:
             self._shard.keep_extras(worker, pushed.unit, buffers)
         return Done(), ()
+
+    def _keep_residual(self, call: Call, kept: KeepResidual) -> Answer:
+        worker = kept.worker or call.caller
+        self.pass_on(msgspec.structs.replace(kept, worker=worker), call.buffers)
+        self._shard.keep_residual(worker, kept.step, kept.piece, call.buffers[0].torch())
+        # A worker of the resumed run has nothing that differences could be from, and this one is to have the same.
+        self._senders.pop((worker, kept.piece), None)
+        return Done(), ()
+
+    def _residuals(self, call: Call, asked: PullResiduals) -> Answer:
+        found = self._shard.residuals_of(asked.piece, asked.step, asked.worker)
+        return Residuals(tuple(found)), list(found.values())
 
     def _extras(self, call: Call, asked: PullExtras | SnapshotExtras) -> Answer:
         if self._shard.waits_for_extras(asked.apply_step):

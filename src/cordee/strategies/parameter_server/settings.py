@@ -84,6 +84,15 @@ class ParameterServerSettings(Section, frozen=True, kw_only=True):
         return self.staleness == 0
 
     @property
+    def keeps_order(self) -> bool:
+        """Whether each worker is given its own share of every step, so that what it leaves out is of that share."""
+        return self.is_synchronous and self.compression != "none" and not self.drop_late
+
+    def gradient_weight(self, num_workers: int) -> float:
+        """What the gradient of one worker counts, where all compute as much."""
+        return 1 / num_workers if self.is_synchronous and self.aggregate != "sum" else 1.0
+
+    @property
     def max_staleness(self) -> int | None:
         """Steps that workers may be apart; None: any number."""
         return self.staleness if isinstance(self.staleness, int) else None

@@ -298,6 +298,8 @@ class ParameterShard:
         self._new_ages: dict[str, tuple[int, int, int]] = {}  # by worker: how many, their sum, the highest
         self._first = min(self.pieces)
         self._extras: dict[str, tuple[int, dict[str, Tensor]]] = {}  # worker -> (unit, its buffers)
+        self._residuals: dict[tuple[str, int], tuple[int, Tensor]] = {}
+        """(worker, piece) -> the step at which it was sent, and what compression had left out by then."""
 
     def piece(self, index: int) -> PieceState:
         state = self.pieces.get(index)
@@ -317,6 +319,22 @@ class ParameterShard:
         """Record the buffers of a worker's model, the newest of each worker."""
         if worker not in self._extras or self._extras[worker][0] < unit:
             self._extras[worker] = (unit, {name: value.clone() for name, value in buffers.items()})
+
+    def keep_residual(self, worker: str, step: int, piece: int, left: Tensor) -> None:
+        """Record what compression has left out of a worker's gradients of a piece, when the servers had `step`."""
+        if left.shape != self.piece(piece).values.shape:
+            raise CommunicationError(
+                f"piece {piece} has {self.piece(piece).values.numel()} numbers, not {left.numel()}"
+            )
+        self._residuals[worker, piece] = (step, left.clone())
+
+    def residuals_of(self, piece: int, step: int = -1, worker: str = "") -> dict[str, Tensor]:
+        """Return what was left out of gradients of a piece, by worker: of one, or of those that sent it at `step`."""
+        return {
+            name: left
+            for (name, number), (sent_at, left) in self._residuals.items()
+            if number == piece and (name == worker or (not worker and sent_at == step))
+        }
 
     def agree_on_extras(self, step: int, share: int, num_shares: int, buffers: dict[str, Tensor]) -> None:
         """Take the buffers of one shard of a step; when all are there, their mean is what the next step starts from.
@@ -369,6 +387,9 @@ class ParameterShard:
                 for share, buffers in staged.items()
             ],
             "kept": [(worker, unit, put(buffers)) for worker, (unit, buffers) in self._extras.items()],
+            "residuals": [
+                (worker, piece, step, put({"": left})) for (worker, piece), (step, left) in self._residuals.items()
+            ],
             "ages": self.ages,
         }
         return State(tensors, values)
@@ -386,6 +407,9 @@ class ParameterShard:
         for step, num_shares, share, names in plain["staged"]:
             self._staged_extras.setdefault(step, (num_shares, {}))[1][share] = take(names)
         self._extras = {worker: (unit, take(names)) for worker, unit, names in plain["kept"]}
+        self._residuals = {
+            (worker, piece): (step, take(names)[""]) for worker, piece, step, names in plain["residuals"]
+        }
         self.ages = list(plain["ages"])
 
     def extras(self) -> dict[str, Tensor]:
@@ -409,6 +433,7 @@ class ParameterShard:
         """Drop what is kept for a worker that will not come back."""
         if len(self._extras) > 1:
             self._extras.pop(worker, None)
+        self._residuals = {key: kept for key, kept in self._residuals.items() if key[0] != worker}
         for state in self.pieces.values():
             state.forget(worker)
 

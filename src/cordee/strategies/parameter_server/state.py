@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,6 +68,50 @@ def join_pieces(layout: Layout, states: Sequence[State], group_of: Mapping[str, 
                 tensors[reference] = tensors[reference].view(shapes[name])
     in_order = [groups[number] for number in sorted(groups)]
     return State(tensors, {**states[0].values, "groups": in_order, "state": merged_state})
+
+
+def join_residuals(layout: Layout, found: Sequence[Mapping[str, Tensor]], weight: float) -> State:
+    """Return what compression left out of the gradients of each worker, given that of each piece in order.
+
+    `weight` is what a gradient of one worker counts in a step.
+    """
+    rows: list[dict[str, Tensor]] = []
+    workers = set.intersection(*map(set, found)) if found else set()
+    for worker in sorted(workers, key=lambda name: (len(name), name)):
+        parts: dict[str, list[Tensor]] = {}
+        for piece, of_piece in zip(layout.pieces, found, strict=True):
+            for one in piece.slices:
+                at = one.offset - piece.start
+                parts.setdefault(one.name, []).append(of_piece[worker][at : at + one.length])
+        rows.append({name: torch.cat(pieces) for name, pieces in parts.items()})
+    tensors = {f"{number}.{name}": left for number, row in enumerate(rows) for name, left in row.items()}
+    return State(tensors, {"workers": len(rows), "weight": weight} if rows else {})
+
+
+def split_residuals(saved: State, piece: Piece, num_workers: int, weight: float) -> dict[str, Tensor]:
+    """Return what each worker begins with of a piece: its own, or as much as adds up to the same.
+
+    Of another strategy, or of another model, it is not known by these names: then it is nothing.
+    """
+    num_saved = saved.values.get("workers", 0)
+    rows = []
+    for number in range(num_saved):
+        row = None
+        for one in piece.slices:
+            left = saved.tensors.get(f"{number}.{one.name}")
+            if left is None or left.numel() != math.prod(one.shape):
+                return {}
+            row = torch.zeros(piece.length, dtype=left.dtype) if row is None else row
+            at = one.offset - piece.start
+            row[at : at + one.length] = left[one.first : one.first + one.length]
+        if row is not None:
+            rows.append(row)
+    if not rows:
+        return {}
+    if (num_saved, saved.values["weight"]) != (num_workers, weight):
+        each = torch.stack(rows).double().sum(0) * (saved.values["weight"] / (weight * num_workers))
+        rows = [each.to(rows[0].dtype)] * num_workers
+    return {f"worker-{index}": row for index, row in enumerate(rows)}
 
 
 def flatten_parameters(model: nn.Module, layout: Layout) -> Tensor:

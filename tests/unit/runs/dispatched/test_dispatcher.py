@@ -26,6 +26,7 @@ from cordee.runs.dispatched.messages import (
     EvaluatorTask,
     EvaluatorTaskDone,
     Leave,
+    SaveResiduals,
     SnapshotTaken,
     TakeWork,
     Work,
@@ -265,6 +266,40 @@ def test_a_unit_that_is_late_goes_to_another(monkeypatch: pytest.MonkeyPatch) ->
     assert work_of(play.say("evaluator-0", AskEvaluatorTask())).unit == late.unit
     (warning,) = [event.message for event in play.events if isinstance(event, events.Warned)]
     assert warning == "worker-0 is late with its part of step 1 (6.0 s): another does it"
+
+
+def test_servers_have_what_compression_left_out_before_a_checkpoint_is_read() -> None:
+    play = Play(num_workers=2, stop={"steps": 1}, compression="int4")
+    play.say("evaluator-0", AskEvaluatorTask())
+    assert play.say("worker-1", TakeWork()) == [], "the other is to have the first share"
+    answers = play.say("worker-0", TakeWork())
+    units = {name: message for name, message in answers if isinstance(message, Work)}
+    assert {name: work.share for name, work in units.items()} == {"worker-0": 0, "worker-1": 1}
+    assert play.say("worker-1", TakeWork(done=units["worker-1"].unit, num_samples=2)) == []
+    answers = play.say("worker-0", TakeWork(done=units["worker-0"].unit, num_samples=2))
+    assert sorted(answers) == [("worker-0", SaveResiduals(1)), ("worker-1", SaveResiduals(1))]
+    assert play.say("worker-0", TakeWork(kept=1)) == []
+    assert play.say("worker-1", TakeWork()) == [("worker-1", SaveResiduals(1))], "it had not heard"
+    answers = play.say("worker-1", TakeWork(kept=1))
+    task = play.task_of(answers)
+    assert task.save and task.residuals
+    assert [name for name, message in answers if isinstance(message, Leave)] == ["worker-0", "worker-1"]
+
+
+def test_a_worker_that_is_lost_or_leaves_with_what_it_left_out_is_counted() -> None:
+    play = Play(num_workers=3, staleness="unbounded", compression="int4")
+    for name in ("worker-0", "worker-1"):
+        work = work_of(play.say(name, TakeWork()))
+        play.say(name, TakeWork(done=work.unit, num_samples=1))
+    play.dispatcher.lose(play.members.records["worker-0"])
+    work = work_of(play.say("worker-2", TakeWork()))
+    play.say("worker-1", TakeWork(leaves=True))
+    play.say("worker-2", TakeWork(done=work.unit, num_samples=1))
+    assert play.dispatcher.progress.residuals_lost == 2
+    warnings = [event.message for event in play.events if isinstance(event, events.Warned)]
+    assert warnings == [
+        f"what compression has left out of the gradients of {name} is lost with it" for name in ("worker-0", "worker-1")
+    ]
 
 
 def test_members_without_the_run_directory_ask_for_checkpoints_on_a_channel_of_their_own() -> None:
