@@ -19,6 +19,7 @@ from cordee.strategies.federated.settings import RobustSettings
 ReadColumns = Callable[[int, int], Tensor]
 _CHUNK_NUMBERS = 1 << 22  # that are in memory at once
 _ITERATIONS = 100  # of the geometric median, at most
+_ROUNDING = 1e-9  # 0.29 · 100 is 28.999999999999996
 _PRECISION = 1e-10  # relative change of the geometric median at which it ends
 
 
@@ -26,7 +27,7 @@ def aggregate(settings: RobustSettings, read: ReadColumns, num_updates: int, len
     """Return what the rule makes of the updates, in double precision. Raises TrainingError for too few updates."""
     if num_updates < 1:
         raise TrainingError("no client took part: there is nothing to aggregate")
-    num_wrong = math.floor(settings.wrong * num_updates)
+    num_wrong = math.floor(settings.wrong * num_updates + _ROUNDING)
     columns = list(_chunks(num_updates, length))
     match settings.use:
         case "median":
