@@ -6,6 +6,7 @@ import functools
 import multiprocessing
 import os
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -79,6 +80,18 @@ def recorded_events_have_their_fields() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JsonlSink, "emit", check_and_record)
+        yield
+
+
+@pytest.fixture(scope="module")
+def warm_processes() -> Iterator[None]:
+    """Have Python processes forked from one that has imported torch, which takes seconds (`warm_launch`).
+
+    Used by all tests of some folders. A file whose processes must start from nothing has a fixture of this name that
+    does nothing.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", warm_launch.ForkingPopen)
         yield
 
 

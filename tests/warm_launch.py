@@ -7,6 +7,10 @@ product's own code. What is not covered here, starting from nothing, is covered 
 
 The processes of a run are related as always: the fork server is a child of the launcher and ends with it.
 `start` and `run` use one server for all tests of a process, which is started when it is first needed.
+
+`ForkingPopen` in the place of `subprocess.Popen` has that server fork every other Python process as well: servers of a
+store, agents, sites of a federation, and the fork server of a run that a test starts in its own process. The fixture
+`warm_processes` puts it there.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import array
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import importlib
 import json
 import os
@@ -30,12 +35,15 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn
+from types import ModuleType, TracebackType
+from typing import Any, NamedTuple, NoReturn
 
 FORK_SERVER = "cordee.cluster.engines.fork_server"
 PRELOADED = ("torch", "torch.distributed", "sklearn.datasets", "cordee", "cordee.cli.app", "cordee.launch", FORK_SERVER)
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
+# Variables that Python, torch or the C library read when a process starts. Another value needs a start from nothing.
+READ_AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "TORCH_DEVICE_")
+MAX_DESCRIPTORS = 64
 
 
 class WarmProcess:
@@ -97,14 +105,17 @@ class WarmServer:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self._socket, self._received = ours, b""
+        self.forker, forking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._codes: dict[int, int] = {}
         self._lock = threading.Lock()
         self._outputs = tempfile.TemporaryDirectory(prefix="warm-launch-")
         self._num_started = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        descriptors = [theirs.fileno(), forking.fileno()]
+        self._process = StartingPopen(
+            [sys.executable, "-P", __file__, *map(str, descriptors)], pass_fds=descriptors, stdin=subprocess.DEVNULL
         )
         theirs.close()
+        forking.close()
 
     def cordee(self, *arguments: str, folder: Path, environment: Mapping[str, str] | None = None) -> WarmProcess:
         """Run `cordee ARGUMENTS` in the working folder `folder`."""
@@ -126,6 +137,7 @@ class WarmServer:
 
     def close(self) -> None:
         self._socket.close()
+        self.forker.close()
         self._process.wait(timeout=30)
         self._outputs.cleanup()
 
@@ -212,9 +224,10 @@ def run(
     return subprocess.CompletedProcess(list(arguments), process.returncode or 0, stdout, stderr)
 
 
-def serve(control: socket.socket) -> None:
+def serve(control: socket.socket, forking: socket.socket) -> None:
     """Fork launchers until the other side hangs up. Has no threads and does not use torch, so that forking is safe."""
     children: set[int] = set()
+    parent_pid = os.getppid()
     wake_in, wake_out = os.pipe()
     os.set_blocking(wake_in, False)
     os.set_blocking(wake_out, False)
@@ -222,7 +235,7 @@ def serve(control: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     received = b""
     while True:
-        readable, _, _ = select.select([control, wake_in], [], [])
+        readable, _, _ = select.select([control, forking, wake_in], [], [])
         if wake_in in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_in, 4096)
@@ -232,6 +245,8 @@ def serve(control: socket.socket) -> None:
                     children.discard(pid)
                     code = os.waitstatus_to_exitcode(status)
                     control.sendall(json.dumps({"pid": pid, "code": code}).encode() + b"\n")
+        if forking in readable:
+            fork_on_request(forking, parent_pid, (control.fileno(), wake_in, wake_out))
         if control in readable:
             chunk = control.recv(1 << 20)
             if not chunk:
@@ -244,7 +259,7 @@ def serve(control: socket.socket) -> None:
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
-                    for descriptor in (control.fileno(), wake_in, wake_out):
+                    for descriptor in (control.fileno(), forking.fileno(), wake_in, wake_out):
                         os.close(descriptor)
                     _be_launcher(request, parent)
                 children.add(pid)
@@ -261,15 +276,14 @@ def _be_launcher(request: Mapping[str, Any], parent: int) -> NoReturn:
         file = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         os.dup2(file, descriptor)
     os.setsid()  # a terminal's Ctrl-C is for the tests
-    ForkingPopen.forker = _start_forker()
-    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    _start_forker()
     sys.argv = list(request["arguments"])
     script = request.get("script")
 
     def run() -> None:
         if script is not None:
             sys.path.insert(0, str(Path(script).resolve().parent))
-            runpy.run_path(script, run_name="__main__")
+            _run_main("", script)
         else:
             importlib.import_module("cordee.cli").main()
 
@@ -305,14 +319,45 @@ def _run_and_exit(run: Any) -> NoReturn:
         os._exit(code)
 
 
-class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """Like the original, but a fork server is forked from a process that has `cordee.cluster.engines.fork_server`.
+class PythonCommand(NamedTuple):
+    """What a command line has Python run: a module, a text, or a file."""
 
-    That process, the forker, is a child of the launcher, made before the launcher has any threads. What it makes is
-    handed to the launcher as its own child, which a launcher can wait for.
+    option: str  # "-m", "-c", or "" for a file
+    subject: str
+    arguments: list[str]
+    is_safe: bool  # -P: the folder of the script, or the working folder, is not searched for modules
+    is_unbuffered: bool
+
+    @classmethod
+    def parse(cls, args: Any) -> PythonCommand | None:
+        """Return None for what is no command of this Python, or has other options."""
+        if isinstance(args, (str, bytes, os.PathLike)):
+            return None
+        python, *words = map(os.fspath, args)
+        if python != sys.executable:
+            return None
+        options = set()
+        while words and words[0] in ("-P", "-u"):
+            options.add(words.pop(0))
+        option = words.pop(0) if words and words[0] in ("-c", "-m") else ""
+        if not words or (not option and words[0].startswith("-")):
+            return None
+        return cls(option, words[0], words[1:], "-P" in options, "-u" in options)
+
+
+StartingPopen = subprocess.Popen  # before anything takes its place
+
+
+class ForkingPopen(StartingPopen):  # type: ignore[type-arg]
+    """Like the original, but a process of this Python is forked from one that has imported torch.
+
+    What that one makes is handed to this process as its own child, which can be waited for. In a test it is the server
+    that all tests share. In a process that the server has forked it is `forker`, its child from before it had threads.
     """
 
-    forker: socket.socket
+    forker: socket.socket | None = None
+    owner = os.getpid()  # whose children they become: a fork of this process starts its own from nothing
+    _forking = threading.Lock()
 
     def _execute_child(
         self,
@@ -323,80 +368,161 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
         pass_fds: Sequence[int],
         cwd: Any,
         env: Any,
+        startupinfo: Any,
+        creationflags: Any,
+        shell: bool,
         *rest: Any,
     ) -> None:  # type: ignore[override]
-        if isinstance(args, str) or FORK_SERVER not in args or _has_own_start(os.environ if env is None else env):
-            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)  # type: ignore[misc]
+        *pipes, _, gid, gids, uid, umask, is_session, group = rest
+        environment = dict(os.environ if env is None else env)
+        is_special = shell or preexec_fn or executable or gid or gids or uid or umask != -1
+        is_special = is_special or os.getpid() != ForkingPopen.owner or _needs_own_start(environment)
+        command = None if is_special else PythonCommand.parse(args)
+        if command is None:
+            more = (close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, *rest)
+            super()._execute_child(args, executable, preexec_fn, *more)  # type: ignore[misc]
             return
+        p2cread, _, _, c2pwrite, _, errwrite = pipes
+        given = {number: fd if fd != -1 else number for number, fd in enumerate((p2cread, c2pwrite, errwrite))}
+        given |= {fd: fd for fd in pass_fds}
         request = {
-            "arguments": list(args[args.index(FORK_SERVER) :]),
-            "descriptors": list(pass_fds),
-            "environment": dict(os.environ if env is None else env),
+            "command": command,
+            "descriptors": list(given),
+            "environment": environment,
+            "folder": str(Path(cwd or ".").absolute()),
+            "is_session": is_session,
+            "group": group,
         }
-        fds = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", pass_fds))]
-        self.forker.sendmsg([json.dumps(request).encode()], fds)
-        self.pid = int(self.forker.recv(64))
-        with contextlib.suppress(OSError):  # a process that has not been handed over yet cannot be waited for
-            while f"\nPPid:\t{os.getpid()}\n" not in Path(f"/proc/{self.pid}/status").read_text():
-                time.sleep(0.001)
+        sent = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", given.values()))]
+        adopt_orphans = importlib.import_module(FORK_SERVER).adopt_orphans
+        with ForkingPopen._forking:
+            forker = ForkingPopen.forker or shared_server().forker
+            did_adopt = adopt_orphans(True)
+            forker.sendmsg([json.dumps(request).encode()], sent)
+            self.pid = int(forker.recv(64))
+            with contextlib.suppress(OSError):  # a process that has not been handed over yet cannot be waited for
+                while f"\nPPid:\t{os.getpid()}\n" not in Path(f"/proc/{self.pid}/status").read_text():
+                    time.sleep(0.001)
+            adopt_orphans(did_adopt)
         self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def _has_own_start(environment: Mapping[str, str]) -> bool:
-    """Whether Python would read a `sitecustomize` at its start, as it does on a path of the environment."""
+def _needs_own_start(environment: Mapping[str, str]) -> bool:
+    """Whether a process of this environment is to be started from nothing.
+
+    It is where Python would read a `sitecustomize` at its start, or other values of what is read there.
+    """
     folders = environment.get("PYTHONPATH", "").split(os.pathsep)
-    return any((Path(folder) / "sitecustomize.py").exists() for folder in folders if folder)
+    if any((Path(folder) / "sitecustomize.py").exists() for folder in folders if folder):
+        return True
+    names = {name for name in environment.keys() ^ os.environ.keys() if name.startswith(READ_AT_START)}
+    names |= {name for name, value in os.environ.items() if environment.get(name, value) != value}
+    return any(name.startswith(READ_AT_START) and name != "PYTHONPATH" for name in names)
 
 
-def _start_forker() -> socket.socket:
+def _start_forker() -> None:
+    """Have the Python processes of this one forked from a process that is like it is now."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what the forker leaves behind is this process's
+    importlib.import_module(FORK_SERVER).adopt_orphans(True)  # what the forker leaves behind is this process's
     launcher = os.getpid()
     if os.fork():
         theirs.close()
         ours.set_inheritable(False)
-        return ours
+        ForkingPopen.forker, ForkingPopen.owner = ours, launcher
+        subprocess.Popen = ForkingPopen  # type: ignore[misc]
+        return
     ours.close()
     _end_with(launcher)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher
-    while True:
-        data, ancillary, _, _ = theirs.recvmsg(1 << 20, socket.CMSG_SPACE(64 * array.array("i").itemsize))
-        if not data:
+    while fork_on_request(theirs, launcher):
+        pass
+    os._exit(0)
+
+
+def fork_on_request(link: socket.socket, parent: int, own: Sequence[int] = ()) -> bool:
+    """Fork the process that `link` asks for, as a child of `parent`, without the descriptors in `own`.
+
+    Returns False where the other end has hung up.
+    """
+    space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+    data, ancillary, _, _ = link.recvmsg(1 << 20, space)
+    if not data:
+        return False
+    descriptors = array.array("i")
+    for _, _, raw in ancillary:
+        descriptors.frombytes(raw[: len(raw) - len(raw) % descriptors.itemsize])
+    middle = os.fork()
+    if middle == 0:
+        pid = os.fork()
+        if pid:
+            link.send(str(pid).encode())
             os._exit(0)
-        descriptors = array.array("i")
-        for _, _, raw in ancillary:
-            descriptors.frombytes(raw[: len(raw) - len(raw) % descriptors.itemsize])
-        middle = os.fork()
-        if middle == 0:
-            pid = os.fork()
-            if pid:
-                theirs.send(str(pid).encode())
-                os._exit(0)
-            _be_fork_server(json.loads(data), list(descriptors), theirs, launcher)
-        os.waitpid(middle, 0)
-        for descriptor in descriptors:
+        signal.set_wakeup_fd(-1)
+        for descriptor in own:
             os.close(descriptor)
-
-
-def _be_fork_server(
-    request: Mapping[str, Any], descriptors: Sequence[int], link: socket.socket, launcher: int
-) -> NoReturn:
-    while os.getppid() != launcher:  # its parent in between has not ended yet
-        time.sleep(0.001)
-    link.close()
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    _set_environment(request["environment"])
-    subprocess.Popen = ForkingPopen.__base__  # type: ignore[misc]
-    kept = [os.dup(descriptor) for descriptor in descriptors]
+        _be_python(json.loads(data), list(descriptors), link, parent)
+    os.waitpid(middle, 0)
     for descriptor in descriptors:
         os.close(descriptor)
-    for descriptor, number in zip(kept, request["descriptors"]):
+    return True
+
+
+def _be_python(request: Mapping[str, Any], descriptors: Sequence[int], link: socket.socket, parent: int) -> NoReturn:
+    while os.getppid() != parent:  # the process in between has not ended yet
+        if not Path(f"/proc/{parent}").exists():
+            os._exit(1)
+        time.sleep(0.001)
+    link.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request["is_session"]:
+        os.setsid()
+    elif request["group"] >= 0:
+        os.setpgid(0, request["group"])
+    above = 1 + max(request["descriptors"])
+    kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(kept, request["descriptors"], strict=True):
         os.dup2(descriptor, number)
-        if descriptor not in request["descriptors"]:
-            os.close(descriptor)
-    sys.argv = list(request["arguments"])
-    _run_and_exit(importlib.import_module(FORK_SERVER).main)
+        os.close(descriptor)
+    _set_environment(request["environment"])
+    os.chdir(request["folder"])
+    sys.modules["numpy"].random.seed()  # Python's own random numbers are seeded again in a fork, NumPy's are not
+    if "OMP_NUM_THREADS" in os.environ:  # which torch has read by now
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    command = PythonCommand(*request["command"])
+    if command.is_unbuffered:
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    sys.argv = [command.option or command.subject, *command.arguments]
+    sys.path[:0] = _searched(command)
+    if command.subject == FORK_SERVER:
+        subprocess.Popen = StartingPopen  # type: ignore[misc]
+        _run_and_exit(importlib.import_module(FORK_SERVER).main)
+    _start_forker()
+    _run_and_exit(lambda: _run_main(command.option, command.subject))
+
+
+def _searched(command: PythonCommand) -> list[str]:
+    """Return the folders that Python would search first: that of the script, or the working folder; PYTHONPATH."""
+    folder = {"-c": "", "-m": str(Path.cwd()), "": str(Path(command.subject).resolve().parent)}[command.option]
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    return [*([] if command.is_safe else [folder]), *(str(Path(path).absolute()) for path in paths)]
+
+
+def _run_main(option: str, subject: str) -> None:
+    """Run a module, a text or a file as the main module, whose variables live until the process ends."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    if option == "-m":
+        if not hasattr(sys.modules.get(subject), "__path__"):
+            sys.modules.pop(subject, None)  # as if it had not been imported
+        runpy._run_module_as_main(subject)  # type: ignore[attr-defined]  # what Python itself calls
+    elif option == "-c":
+        exec(compile(subject, "<string>", "exec"), vars(main))
+    else:
+        main.__file__ = str(Path(subject).absolute())
+        exec(compile(Path(subject).read_bytes(), main.__file__, "exec"), vars(main))
 
 
 def _end_with(parent: int) -> None:
@@ -414,7 +540,7 @@ def main() -> None:
         *importlib.import_module("cordee.runs").PROCESS_MODULES,
     ):
         importlib.import_module(name)
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,11 @@ import pytest
 from process_pool import ProcessPool
 
 
+@pytest.fixture(scope="module", autouse=True)
+def processes_of_tests(warm_processes: None) -> None:
+    """They are forked from a warm process: starting from nothing is tested in `tests/e2e`."""
+
+
 def _pool(size: int) -> Iterator[ProcessPool]:
     pool = ProcessPool(size)
     pool.start()  # so that its processes are there before the first test begins

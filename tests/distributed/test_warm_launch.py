@@ -7,13 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from warm_launch import WarmServer
+from warm_launch import ForkingPopen, StartingPopen, WarmServer, shared_server
 
 JOB = """
 [model]
@@ -31,9 +30,13 @@ workers = 2
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[WarmServer]:
-    with WarmServer() as server:
-        yield server
+def warm_processes() -> None:
+    """The processes of this file start from nothing."""
+
+
+@pytest.fixture
+def warm() -> WarmServer:
+    return shared_server()
 
 
 def test_the_result_is_that_of_a_fresh_process(warm: WarmServer, tmp_path: Path) -> None:
@@ -46,6 +49,53 @@ def test_the_result_is_that_of_a_fresh_process(warm: WarmServer, tmp_path: Path)
         json.loads((tmp_path / name / "summary.json").read_text())["weights_sha256"] for name in ("warm", "fresh")
     }
     assert len(hashes) == 1
+
+
+# Says all that a program may see of how it was started, and ends as it is told by its standard input.
+SELF = """
+import os, sys
+print(__name__, sys.argv, os.getcwd(), sys.path[0], os.environ.get("TEST_MARK"))
+print(os.getppid(), os.getsid(0) == os.getpid())
+print("to the errors", file=sys.stderr)
+sys.exit(int(sys.stdin.readline()))
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [("-c", SELF), ("-m", "itself"), ("sub/itself.py",), ("-P", "-u", "-m", "json.tool")]
+)
+@pytest.mark.parametrize("is_session", [False, True])
+def test_a_forked_process_is_like_a_fresh_one(command: tuple[str, ...], is_session: bool, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for place in (tmp_path, tmp_path / "sub"):
+        (place / "itself.py").write_text(SELF)
+    arguments = ["--indent", "2"] if "json.tool" in command else ["one", "-c"]
+    seen = []
+    for popen in (StartingPopen, ForkingPopen):
+        process = popen(
+            [sys.executable, *command, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            env={**os.environ, "TEST_MARK": "here"},
+            text=True,
+            start_new_session=is_session,
+        )
+        seen.append((*process.communicate("7\n", timeout=60), process.returncode))
+    assert seen[0] == seen[1]
+    assert seen[0][2] == (0 if "json.tool" in command else 7)
+
+
+def test_a_forked_process_is_a_child_that_can_be_killed() -> None:
+    process = ForkingPopen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert process.poll() is None and psutil.Process(process.pid).ppid() == os.getpid()
+    process.kill()
+    assert process.wait(10) == -9
+    leaving = ForkingPopen([sys.executable, "-c", "raise SystemExit('why')"], stderr=subprocess.PIPE, text=True)
+    assert leaving.communicate(timeout=60)[1] == "why\n" and leaving.returncode == 1
+    done = ForkingPopen(["echo", "no Python"], stdout=subprocess.PIPE, text=True)
+    assert done.communicate(timeout=60)[0] == "no Python\n"
 
 
 def test_errors_and_exit_codes_are_the_command_s(warm: WarmServer, tmp_path: Path) -> None:

@@ -12,6 +12,11 @@ from walking import Walked
 from warm_launch import WarmServer
 
 
+@pytest.fixture(scope="module", autouse=True)
+def processes_of_tests(warm_processes: None) -> None:
+    """They are forked from a warm process: starting from nothing is tested in `tests/e2e`."""
+
+
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Walked]:
     """Walks for the tests of a file, with the walker that its `make_walker` makes; says how much that was."""

@@ -21,6 +21,11 @@ print("reached the end")  # without destroying the group, as many scripts do
 """
 
 
+@pytest.fixture(scope="module")
+def warm_processes() -> None:
+    """The processes of this file start from nothing: torch finds the backend when it is imported."""
+
+
 @pytest.mark.timeout(90)
 def test_a_script_without_a_word_about_cordee_but_the_backend(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

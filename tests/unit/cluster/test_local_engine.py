@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +18,9 @@ from cordee.cluster.engines import open_engine
 from cordee.cluster.engines.local import LocalEngine
 from cordee.cluster.processes import ProcessorWatch, describe_status
 from cordee.core.errors import CordeeError
+from warm_launch import StartingPopen
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = [pytest.mark.timeout(100), pytest.mark.usefixtures("warm_processes")]
 HERE = str(Path(__file__).parent)
 
 
@@ -232,7 +232,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
         f"    engine.start(ProcessSpec.new(0, 'forked:sleep', {{'file': {str(tmp_path / 'here')!r}}}))\n"
         "    time.sleep(300)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", launcher], env={**os.environ, "PYTHONPATH": HERE})
+    process = StartingPopen([sys.executable, "-c", launcher], env={**os.environ, "PYTHONPATH": HERE})
     try:
         wait_until(lambda: (tmp_path / "here").exists())
         family = psutil.Process(process.pid).children(recursive=True)
