@@ -12,7 +12,6 @@ from typing import Protocol
 from cordee import checkpoint
 from cordee.cluster.coordinator import Addresses, CoordinatorSpec
 from cordee.cluster.launcher_link import LauncherLink
-from cordee.cluster.members import Members
 from cordee.communication.messages import JoinRequest, Scale
 from cordee.core import Job
 from cordee.core.errors import JobError
@@ -22,6 +21,7 @@ from cordee.monitoring import AnyEvent, events
 from cordee.runs.checkpoints import CheckpointReceiver
 from cordee.runs.dispatched.on_demand_losses import OnDemandLosses, WorkQueue
 from cordee.runs.dispatched.process_starter import ProcessStarter
+from cordee.runs.dispatched.state import OnDemandState
 
 
 class OnDemandQueue(WorkQueue, Protocol):
@@ -37,15 +37,6 @@ class OnDemandQueue(WorkQueue, Protocol):
     def shut_down(self) -> None: ...
 
     def flush(self) -> None: ...
-
-
-class OnDemandState(Protocol):
-    """What every such leader must know to take up where another was."""
-
-    addresses: Addresses
-    base_s: float
-    peak_memory_bytes: int
-    members: Members
 
 
 class OnDemandLeader(ABC):

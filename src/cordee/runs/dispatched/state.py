@@ -108,8 +108,8 @@ class LossState(msgspec.Struct, kw_only=True):
     shortage: Shortage | None = None  # too few are left, and others are waited for
 
 
-class RunState(msgspec.Struct, kw_only=True):
-    """What a coordinator must know to take up where another was."""
+class OnDemandState(msgspec.Struct, kw_only=True):
+    """What every coordinator that hands out work must know to take up where another was."""
 
     addresses: Addresses
     started: float
@@ -118,4 +118,9 @@ class RunState(msgspec.Struct, kw_only=True):
     peak_memory_bytes: int = 0  # of the worker that took most
     members: Members
     losses: LossState = msgspec.field(default_factory=LossState)
+
+
+class RunState(OnDemandState, kw_only=True):
+    """The same of a run with parameter servers."""
+
     dispatcher: DispatcherState | None = None

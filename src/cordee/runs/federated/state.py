@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from cordee.cluster.coordinator import Addresses
-from cordee.cluster.members import Members
 from cordee.compute import Metrics
-from cordee.runs.dispatched.state import LossState
+from cordee.runs.dispatched.state import OnDemandState
 from cordee.runs.federated.board import BoardState
 from cordee.training.progress import Progress
 
@@ -28,20 +26,13 @@ class FederatedOutcome(msgspec.Struct, kw_only=True):
     bytes_sent: int = 0
 
 
-class FederatedState(msgspec.Struct, kw_only=True):
+class FederatedState(OnDemandState, kw_only=True):
     """What a coordinator must know to take up where another was."""
 
-    addresses: Addresses
-    started: float
-    base_s: float  # of training time before this attempt
-    samples_before: int
     samples_at_round: int = 0  # before the round that is under way
     num_rounds: int = 0  # of the job
     round_begun_s: float = 0.0
     begun_s: float | None = None  # when the first client was handed out
-    peak_memory_bytes: int = 0
-    losses: LossState = msgspec.field(default_factory=LossState)
-    members: Members
     progress: Progress
     board: BoardState
     outcome: FederatedOutcome = msgspec.field(default_factory=FederatedOutcome)
