@@ -64,17 +64,16 @@ class ServerCalls:
         Raises CommunicationError if no server answers in time, or what `refusal` makes of it if the server refuses.
         """
         deadline = 0.0
-        kind = message.__struct_config__.tag
         while True:
             connection: Connection | None = None
             try:
                 connection = self.connection(server)
-                reach(f"client.call.{kind}")
+                reach("client.call", of=message)
                 if loses_message():  # the request
                     time.sleep(_RETRY_S)
                     continue
                 result = connection.call(message, buffers, receive=receive, reply_bytes=reply_bytes)
-                reach(f"client.answered.{kind}")
+                reach("client.answered", of=message)
                 if loses_message():  # the reply
                     continue
                 return result

@@ -61,10 +61,9 @@ class ReplicatedService(abc.ABC):
     def handle(self, call: Call) -> None:
         if self._has_retired:
             raise UnavailableError(f"{self.name} has handed over")
-        kind = call.message.__struct_config__.tag
-        reach(f"server.received.{kind}", UnavailableError)
+        reach("server.received", UnavailableError, of=call.message)
         answer = self.carry_out(call)
-        reach(f"server.answering.{kind}", UnavailableError)
+        reach("server.answering", UnavailableError, of=call.message)
         if answer is not None:
             call.reply(*answer)
 

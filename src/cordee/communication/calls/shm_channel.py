@@ -73,7 +73,7 @@ UNAVAILABLE = "unavailable"  # why a request is refused that is to be made again
 CONNECTION: tuple[type[Message], ...] = (Greeting, HostInfo, OpenShmChannel, ShmChannelOpened, Ping, Pong)
 
 
-# What the two ends of a connection say to each other before and beside the calls of a service.
+# The channel of shared memory.
 
 
 HEADER_BYTES = 256 << 10

@@ -284,8 +284,9 @@ class World:
         (answer,) = answers
         return answer
 
-    def reach(self, point: str, error: type[Exception] = CommunicationError) -> None:
+    def reach(self, point: str, error: type[Exception] = CommunicationError, of: Message | None = None) -> None:
         """Stands in for `fault_points.reach`."""
+        point = point if of is None else f"{point}.{of.__struct_config__.tag}"
         place = (self.running[-1], point)
         self.passed.append(place)
         if self.fault is not None and place == (self.fault.server, self.fault.point):
@@ -408,7 +409,7 @@ def explore(num_steps: int, num_faults: int, monkeypatch: pytest.MonkeyPatch) ->
     """Make all states that can be reached, and check each; from each the end can be reached."""
     current: list[World] = []
     for module in (service_module, replication):
-        monkeypatch.setattr(module, "reach", lambda point, error=CommunicationError: current[-1].reach(point, error))
+        monkeypatch.setattr(module, "reach", lambda *place, **of: current[-1].reach(*place, **of))
     expected = sequential(num_steps)
     first = _begin(num_steps, num_faults, current)
     todo, known = [first], {first.key(): 0}
@@ -456,7 +457,7 @@ def _make_ledger(num_steps: int) -> Ledger:
 
 
 def _begin(num_steps: int, num_faults: int, current: list[World]) -> World:
-    silent = SimpleNamespace(reach=lambda point, error: None)
+    silent = SimpleNamespace(reach=lambda *place, **of: None)
     current.append(silent)  # type: ignore[arg-type]
     world = World.begin(num_steps, num_faults)
     current.clear()
