@@ -65,8 +65,7 @@ test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(TWO_FILES) tests/unit
-	$(TWO_FILES) tests/e2e
-	$(TWO_FILES) --durations 40 tests/distributed tests/faults tests/differences
+	$(TWO_FILES) --durations 40 tests/e2e tests/distributed tests/faults tests/differences
 	$(BIN)/pytest tests/engines/test_env_engine.py -k 'says_what_it_is and torchrun'
 
 test-long: $(VENV)/.dev
