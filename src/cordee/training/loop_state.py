@@ -132,6 +132,7 @@ class LoopContents:
         if name.startswith("_") or name in RESERVED:
             raise JobError(f"team.state: '{name}' cannot be a name in a state")
         if isinstance(thing, nn.Module):
+            _check_module(name, thing)
             self.modules[name] = thing
         elif isinstance(thing, Optimizer):
             self.optimizers[name] = thing
@@ -427,6 +428,23 @@ class LoopContents:
         values = state.values["optimizer"]
         own: dict[str, Any] = values if len(self.optimizers) == 1 else values[name]
         return own
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    """Raise JobError for a module with values that no commit would keep: neither parameters nor buffers."""
+    known = {key for key, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {key for key, _ in module.named_buffers(remove_duplicate=False)}
+    odd = next(
+        (f"has '{key}', which is no parameter and no buffer" for key in module.state_dict() if key not in known), ""
+    )
+    if not odd and all(callable(getattr(module, method, None)) for method in ("update", "compute", "reset")):
+        odd = "is a metric, whose values are no buffers"
+    if odd:
+        raise JobError(
+            f"team.state: '{name}' ({type(module).__name__}) {odd}: the loop would continue with what it has of a step "
+            "that did not happen. Keep such values in buffers (register_buffer); of a metric keep the sums over all "
+            "workers (team.sum, team.gather) as values of the state"
+        )
 
 
 class _Joined:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 
 from cordee.checkpoint.layout import decode_values, encode_values
@@ -330,3 +331,27 @@ def test_copies_follow_parameters_whose_state_comes_late() -> None:
     contents.load(commits.state())
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     assert [float(inner["step"]) for inner in optimizer.state.values()] == steps == [2.0, 2.0, 2.0, 2.0]
+
+
+class Counting(nn.Linear):
+    """Keeps a number beside its parameters and buffers."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.zeros(1)
+
+    def set_extra_state(self, state: torch.Tensor) -> None: ...
+
+
+@pytest.mark.parametrize("kind", ["metric", "persistent metric", "extra state"])
+def test_a_module_whose_state_no_commit_would_keep_is_refused(kind: str) -> None:
+    """A metric that is updated in each step would count the step again that was lost with a worker."""
+    if kind == "extra state":
+        module: nn.Module = nn.Sequential(Counting(2, 2))
+    else:
+        metric = torchmetrics.MeanMetric()
+        metric.persistent(kind == "persistent metric")
+        module = metric
+    message = "is a metric" if kind == "metric" else "which is no parameter and no buffer"
+    with pytest.raises(JobError, match=message):
+        LoopContents({"model": nn.Linear(2, 2), "other": module})
+    LoopContents({"model": nn.Linear(2, 2), "loss": nn.CrossEntropyLoss()})  # has nothing to keep
