@@ -114,7 +114,7 @@ def test_the_table_of_runs_at_80_columns():
     assert lines[1].endswith("84.31 %  1 m 01 s")
     assert lines[2].split() == ["iris-2", "interrupted", "data_parallel", "x4"]
     assert lines[3].split() == ["broken", "unreadable"]
-    assert "--resume" in lines[4]
+    assert "cordee resume RUN" in lines[4]
     assert lines[5] == "broken: job.toml: no such file"
 
 
