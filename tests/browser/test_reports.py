@@ -131,8 +131,8 @@ COMPARE = (
 @pytest.mark.parametrize(
     ("command", "report", "picture", "said", "height"),
     [
-        (TUNE, "search/digits/report.html", "search.png", "Best: trial", 800),
-        (COMPARE, "comparison.html", "comparison.png", "Fastest to", 880),
+        (TUNE, "search/digits/report.html", "search.png", "Best: trial", 668),
+        (COMPARE, "comparison.html", "comparison.png", "Fastest to", 845),
     ],
 )
 def test_the_report_of_real_runs(

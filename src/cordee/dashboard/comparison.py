@@ -22,6 +22,7 @@ from cordee.monitoring.summary import Summary, read_summary
 from cordee.monitoring.timeline import Phase
 from cordee.monitoring.wording import percent, quantity
 
+_SAME = 1.02  # times: less is no difference that a person would look for
 _REACHED = 0.99  # of the accuracy that all runs reached: the target, where none is given
 
 
@@ -144,6 +145,8 @@ def _ranking(groups: dict[str, list[Compared]], key: str, what: str, *, is_time:
         return [
             f"Fastest {what}: no difference beyond the spread of the seeds between {first} and {second} ({figures})."
         ]
+    if ratio < _SAME:
+        return [f"Fastest {what}: {first} and {second}, less than {round(100 * (_SAME - 1))} % apart ({figures})."]
     doubt = "" if all(len(found) > 1 for found in known.values()) else "; one run each, so chance is not ruled out"
     return [f"Fastest {what}: {first}, {ratio:.2f} times as fast as {second} ({figures}{doubt})."]
 

@@ -393,6 +393,8 @@ def facts_of(reader: RunReader) -> dict[str, Any]:
 def diagnose(reader: RunReader, state: str) -> str:
     """Return one line of what a person should know first."""
     losses = [mark for mark in reader.marks if mark.kind == "lost"]
+    if state == "unreadable":
+        return "A file of this run cannot be read: what is shown is incomplete."
     if state == "died":
         name = shlex.quote(printable(reader.path.name))
         return f"The process of this run was killed. It continues from its newest checkpoint with: cordee resume {name}"

@@ -51,7 +51,7 @@ def diagnose_queue(queued: Mapping[str, tuple[int, int]], crowd: Crowd | None) -
     name = max(shares, key=lambda name: shares[name], default="")
     if not name or shares[name] < _MUCH:
         return ""
-    why = "other programs take the cores of its host, or training.threads is too high"
+    why = "its cores are taken by other programs or data.processes, or training.threads is too high"
     if crowd is not None:
         why = f"{_share_cores(crowd)}; lower strategy.workers, or add hosts"
     return f"{in_words(name)} waits for a core {_of_the_time(shares[name])}: {why}"

@@ -264,7 +264,14 @@ def test_a_worker_without_a_core_is_named(run: Path) -> None:
     reader = RunReader(run)
     reader.update()
     assert reader.queued == {"worker 0": (1_800_000, 3_000_000)}
-    assert diagnose(reader, "running").startswith("Worker 0 waits for a core 60 % of the time: other programs")
+    assert diagnose(reader, "running").startswith("Worker 0 waits for a core 60 % of the time: its cores are taken")
+
+
+def test_a_run_that_cannot_be_read_is_not_called_usual(run: Path) -> None:
+    (run / "job.toml").write_text('name = "x\n')
+    overview = Runs(run.parent).overview("one")
+    assert overview["state"] == "unreadable"
+    assert overview["diagnosis"] == "A file of this run cannot be read: what is shown is incomplete."
 
 
 def test_an_enormous_line_is_passed_over_a_part_at_a_time(run: Path) -> None:

@@ -67,6 +67,12 @@ def test_times_count_from_the_begin_of_training_and_not_from_the_first_loss(tmp_
     assert len(to_png(found)) > 1000
 
 
+def test_a_hundredth_is_no_difference(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, seconds=seconds, rate=10) for name, seconds in (("a", 10.1), ("b", 10.0))]
+    said = compare_runs(runs).verdict
+    assert said[0] == "Fastest to 89.10 % test accuracy: b and a, less than 2 % apart (b 10 s, a 10.1 s)."
+
+
 def test_a_difference_within_the_spread_of_the_seeds_is_none(tmp_path: Path) -> None:
     runs = [
         make_run(tmp_path / f"{name}{k}", seconds=s, rate=1)

@@ -324,7 +324,7 @@ def test_who_has_no_core_is_named_before_what_phases_say() -> None:
     queued = {"worker 0": (100_000, 5_000_000), "worker 1": (3_000_000, 5_000_000), "worker 2": (9, 10)}
     assert diagnose_queue(queued, None) == (
         "worker 1 waits for a core 60 % of the time: "
-        "other programs take the cores of its host, or training.threads is too high"
+        "its cores are taken by other programs or data.processes, or training.threads is too high"
     )
     assert diagnose_queue(queued, Crowd("a", 3, 2)) == (
         "worker 1 waits for a core 60 % of the time: 3 workers share 2 cores of a; lower strategy.workers, or add hosts"

@@ -9,14 +9,14 @@ const page = document.getElementById("main");
 
 const known = [
   ["run", (run) => run.run], ["strategy", (run) => `${run.strategy} × ${run.workers}`], ["state", (run) => run.status],
-  [comparison.target ? `time to ${percent(comparison.target)}` : "time to accuracy", (run) => duration(run.seconds_to_target)],
+  [comparison.target ? `time to ${percent(comparison.target).replace(" ", "\u00a0")}` : "time to accuracy", (run) => duration(run.seconds_to_target)],
   ["samples/s", (run) => number(run.samples_per_second, 3)], ["test accuracy", (run) => percent(run.test_accuracy)], ["test loss", (run) => number(run.test_loss)],
   ["time", (run) => duration(run.seconds)], ["step", (run) => (run.step_seconds ? `${number(1000 * run.step_seconds, 3)} ms` : "–")],
   ["predicted", (run) => (run.predicted_step_seconds ? `${number(1000 * run.predicted_step_seconds, 3)} ms` : "–")],
   ["waiting", (run) => shortPercent(run.idle_share, 2)], ["exchange", (run) => shortPercent(run.exchange_share, 2)],
   ["sent", (run) => bytes(run.bytes_sent)],
   ["memory", (run) => bytes(run.peak_memory_bytes)],
-  ["recoveries", (run) => run.recoveries],
+  ["recoveries", (run) => (comparison.runs.some((each) => each.recoveries) ? run.recoveries : "–")],
 ];
 const columns = known.filter(([, cell]) => comparison.runs.some((run) => cell(run) !== "–"));  // what no run has is left out
 const rows = comparison.runs.map((run) => element("tr", {}, ...columns.map(([, cell], place) => element("td", { className: place > 2 ? "number" : "" }, String(cell(run))))));
